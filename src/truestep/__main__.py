@@ -1,0 +1,3 @@
+from truestep.cli import main
+
+main(prog_name="truestep")

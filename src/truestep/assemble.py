@@ -1,0 +1,109 @@
+"""From options to parts. The one place that reads the configuration's values into the rooms that know no config."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from truestep.config.schema import (
+    CispoLoss,
+    Config,
+    CrossEntropyLoss,
+    GrpoLoss,
+    GspoLoss,
+    ReinforceLoss,
+)
+from truestep.head.logits import HeadSettings
+from truestep.losses.objective import Denominator, Objective
+from truestep.losses.policy import Cispo, CrossEntropy, Grpo, Gspo, PolicyLoss, Reinforce, clip_bounds
+from truestep.policy.load import load_policy
+from truestep.policy.policy import Policy
+from truestep.rollouts.files import Documents, expand_paths, load_documents
+from truestep.rollouts.record import Needs
+from truestep.step.optimizer import LearningRate
+from truestep.step.plan import StepRule
+from truestep.step.run import StepRunner
+
+
+def make_policy(config: Config, path: str | None = None) -> Policy:
+    model, chunk = config.model, config.model.head.logits_chunk_size
+    return load_policy(
+        path or model.path,
+        dtype=model.dtype,
+        device=model.device,
+        head=HeadSettings(fp32=model.head.fp32_lm_head, chunk_size=None if chunk == "auto" else chunk),
+        activation_checkpointing=model.activation_checkpointing,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def make_objective(config: Config) -> Objective:
+    loss = config.loss
+    return Objective(
+        policy=_policy_loss(loss),
+        denominator=Denominator(loss.normalize_by, loss.max_labels),
+        entropy_bonus=loss.entropy_bonus,
+        z_loss=loss.z_loss,
+        deepspeed_divisor=loss.gradient_divisor == "deepspeed",
+    )
+
+
+def _policy_loss(loss: GrpoLoss | GspoLoss | ReinforceLoss | CispoLoss | CrossEntropyLoss) -> PolicyLoss:
+    match loss:
+        case GrpoLoss():
+            return Grpo(clip_bounds(loss.epsilon_low, loss.epsilon_high), loss.dual_clip)
+        case GspoLoss():
+            return Gspo(clip_bounds(loss.epsilon_low, loss.epsilon_high), loss.dual_clip)
+        case CispoLoss():
+            return Cispo(clip_bounds(loss.epsilon_low, loss.epsilon_high))
+        case ReinforceLoss():
+            return Reinforce(math.inf if loss.ratio_cap is None else loss.ratio_cap)
+        case CrossEntropyLoss():
+            return CrossEntropy()
+
+
+def make_runner(config: Config, policy: Policy) -> StepRunner:
+    return StepRunner(policy, make_objective(config), config.loss.metrics, config.data.pad_to_multiple)
+
+
+def make_rule(config: Config) -> StepRule:
+    schedule = config.schedule
+    return StepRule(
+        docs_per_step=schedule.docs_per_step,
+        keep_overshoot=schedule.overshoot == "keep",
+        depth_first_micro_batches=schedule.depth_first_micro_batches,
+        breadth_first_micro_batches=schedule.breadth_first_micro_batches,
+        tokens_per_microbatch=config.data.tokens_per_microbatch,
+    )
+
+
+def make_learning_rate(config: Config) -> LearningRate:
+    optimizer = config.optimizer
+    return LearningRate(
+        optimizer.learning_rate,
+        optimizer.schedule,
+        optimizer.warmup_steps,
+        optimizer.minimum_learning_rate,
+        config.schedule.steps,
+    )
+
+
+def read_documents(config: Config, vocabulary_size: int) -> Documents:
+    data = config.data
+    assert data.path is not None
+    supervised = config.loss.type == "cross_entropy"
+    return load_documents(
+        expand_paths(data.path),
+        vocabulary_size=vocabulary_size,
+        default_temperature=data.temperature,
+        max_tokens=data.tokens_per_microbatch,
+        needs=Needs(logprobs=not supervised, advantages=not supervised, advantage_rule=data.advantages),
+        advantage_rule=data.advantages,
+        group_size=data.group_size,
+        on_bad_record=data.on_bad_record,
+    )
+
+
+def make_deterministic() -> None:
+    torch.use_deterministic_algorithms(True)

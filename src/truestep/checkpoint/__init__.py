@@ -1,0 +1,1 @@
+"""A checkpoint holds everything the next step depends on, and is whole or absent."""

@@ -1,0 +1,33 @@
+"""A document to a line of JSON and back, every bit kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from truestep.types import Rollout
+
+# float32 goes through Python's float64 and back unchanged.
+_ARRAYS: dict[str, type] = {
+    "input_ids": np.int64,
+    "loss_mask": np.bool_,
+    "logprobs": np.float32,
+    "advantages": np.float32,
+    "model_version": np.int64,
+}
+
+
+def document_line(document: Rollout) -> dict[str, Any]:
+    line = {item.name: getattr(document, item.name) for item in dataclasses.fields(document)}
+    for name in _ARRAYS:
+        line[name] = None if line[name] is None else line[name].tolist()
+    return line | {"metadata": dict(document.metadata)}
+
+
+def read_document(line: dict[str, Any]) -> Rollout:
+    arrays: dict[str, Any] = {
+        name: None if line[name] is None else np.array(line[name], dtype=kind) for name, kind in _ARRAYS.items()
+    }
+    return Rollout(**(line | arrays))

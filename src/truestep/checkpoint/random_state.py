@@ -1,0 +1,38 @@
+"""The process's random state, for what draws from it outside truestep: a reward, most of all.
+
+truestep's own draws come from seeds and counters and need none of it.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def random_state() -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+    }
+
+
+def random_tensors() -> dict[str, torch.Tensor]:
+    tensors = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    return tensors
+
+
+def restore_random(state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(tensors["cpu"])
+    if "cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["cuda"])

@@ -1,0 +1,118 @@
+"""Checkpoints on disk: written beside, synced, renamed. A kill at any instant leaves the last complete one.
+
+A checkpoint is a Hugging Face directory (float32 weights) with a folder `truestep` in it:
+
+    state.json               step, position in the data, random state
+    optimizer.safetensors    by weight name
+    random.safetensors       torch's random state
+    carried.jsonl            documents taken from the source and not yet done with
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from truestep.checkpoint.documents import document_line, read_document
+from truestep.checkpoint.random_state import random_state, random_tensors, restore_random
+from truestep.files import read_json_lines, sync_directory, write_json_lines
+from truestep.policy.policy import Policy
+from truestep.policy.save import save_policy
+from truestep.types import Rollout
+
+_FOLDER = "truestep"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands, besides its weights."""
+
+    step: int
+    queue: dict[str, Any]
+    carried: Sequence[Rollout]
+    rejected_lines: int
+    optimizer: dict[str, torch.Tensor]
+
+
+class CheckpointStore:
+    def __init__(self, directory: Path, keep: int):
+        self._directory = directory
+        self._keep = keep
+
+    def complete(self) -> list[Path]:
+        """Oldest first."""
+        return sorted(path for path in self._directory.glob("step-*") if (path / _FOLDER / "state.json").is_file())
+
+    def latest(self) -> Path | None:
+        return next(reversed(self.complete()), None)
+
+    def save(self, policy: Policy, progress: Progress) -> Path:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        final = self._directory / f"step-{progress.step:08d}"
+        if final.exists():
+            return final
+        self._remove_partial()
+        beside = self._directory / f".{final.name}.partial"
+        save_policy(policy, beside)
+        _write_progress(beside / _FOLDER, progress)
+        _sync_tree(beside)
+        os.replace(beside, final)
+        sync_directory(self._directory)
+        self._remove_old()
+        return final
+
+    def _remove_partial(self) -> None:
+        """What a kill left half-written or half-removed."""
+        for leftover in self._directory.glob(".*.partial"):
+            shutil.rmtree(leftover)
+
+    def _remove_old(self) -> None:
+        for old in self.complete()[: -self._keep]:
+            # Renamed first: a checkpoint half-removed must not look like one.
+            doomed = old.with_name(f".{old.name}.partial")
+            os.replace(old, doomed)
+            shutil.rmtree(doomed)
+
+
+def _write_progress(folder: Path, progress: Progress) -> None:
+    folder.mkdir(parents=True)
+    save_file(progress.optimizer, folder / "optimizer.safetensors")
+    save_file(random_tensors(), folder / "random.safetensors")
+    write_json_lines(folder / "carried.jsonl", [document_line(document) for document in progress.carried])
+    state = {
+        "step": progress.step,
+        "queue": progress.queue,
+        "rejected_lines": progress.rejected_lines,
+        "random": random_state(),
+    }
+    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+
+
+def read_progress(checkpoint: Path) -> Progress:
+    """Also puts the random state back."""
+    folder = checkpoint / _FOLDER
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    restore_random(state["random"], load_file(folder / "random.safetensors"))
+    return Progress(
+        step=state["step"],
+        queue=state["queue"],
+        carried=[read_document(line) for line in read_json_lines(folder / "carried.jsonl")],
+        rejected_lines=state["rejected_lines"],
+        optimizer=load_file(folder / "optimizer.safetensors"),
+    )
+
+
+def _sync_tree(directory: Path) -> None:
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with (Path(folder) / name).open("rb") as file:
+                os.fsync(file.fileno())
+        sync_directory(Path(folder))

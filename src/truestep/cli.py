@@ -1,0 +1,171 @@
+"""The commands. Each reads its arguments, calls one function, and shows what went wrong in one message."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from truestep import __version__
+from truestep.errors import TruestepError
+
+_FREE_OPTIONS = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
+
+
+class ConfigCommand(click.Command):
+    """A command that takes CONFIG.yaml and overrides; its help ends with every option of the configuration."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from truestep.config.describe import render_options
+
+        width = ctx.terminal_width or Console().width
+        console = Console(width=width, color_system="auto" if sys.stdout.isatty() else None)
+        with console.capture() as capture:
+            console.print(render_options())
+        formatter.write("\nEvery option of the configuration, as --section.option VALUE:\n\n")
+        formatter.write(capture.get())
+
+
+def _said_once(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A mistake that the user can mend is one message on standard error, and exit code 1."""
+
+    @wraps(command)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except TruestepError as error:
+            Console(stderr=True).print(f"[bold red]error:[/] {_escape(str(error))}", highlight=False, soft_wrap=True)
+            sys.exit(1)
+        except KeyboardInterrupt:
+            sys.exit(130)
+
+    return guarded
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, package_name="truestep")
+def main() -> None:
+    """RL fine-tuning of language models in which every step is exactly the step you asked for."""
+
+
+_config = click.argument("config", type=click.Path(path_type=Path))
+_overrides = click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--section.option VALUE]...")
+
+
+@main.command(cls=ConfigCommand, context_settings=_FREE_OPTIONS)
+@_config
+@_overrides
+@_said_once
+def train(config: Path, overrides: tuple[str, ...]) -> None:
+    """Train as CONFIG says, from the run's last checkpoint if it has one."""
+    from truestep.config.load import load_config
+
+    options = load_config(config, overrides)
+    from truestep.train import train as run
+
+    run(options, Console())
+
+
+@main.command(cls=ConfigCommand, context_settings=_FREE_OPTIONS)
+@_config
+@click.option("--output", required=True, type=click.Path(path_type=Path), help="Where the files are written.")
+@click.option("--gradients", is_flag=True, help="Also the backward pass: gradients.safetensors and grad_norm.")
+@_overrides
+@_said_once
+def score(config: Path, output: Path, gradients: bool, overrides: tuple[str, ...]) -> None:
+    """Run all of data.path as one step, update nothing, and write what the step is made of."""
+    from truestep.config.load import load_config
+
+    options = load_config(config, overrides)
+    from truestep.metrics.tables import step_table
+    from truestep.score import score as run
+
+    result = run(options, output, gradients=gradients)
+    console = Console()
+    console.print(step_table(result.step))
+    console.print(f"written to {output}", highlight=False, soft_wrap=True)
+
+
+@main.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--output", required=True, type=click.Path(path_type=Path), help="The Hugging Face directory to make.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    default="bfloat16",
+    show_default=True,
+    help="Of the written weights.",
+)
+@_said_once
+def export(source: Path, output: Path, dtype: str) -> None:
+    """Turn a checkpoint, or the last one of a run's directory SOURCE, into a Hugging Face directory."""
+    from truestep.export import export as run
+
+    checkpoint = run(source, output, dtype)
+    Console().print(f"{checkpoint} -> {output} ({dtype})", highlight=False, soft_wrap=True)
+
+
+@main.group()
+def data() -> None:
+    """Look at rollouts."""
+
+
+@data.command()
+@click.argument("files", nargs=-1, required=True)
+@click.option("--model", type=click.Path(path_type=Path), help="A model directory: token ids are held against it.")
+@click.option("--tokens-per-microbatch", type=click.IntRange(min=1), help="The longest document allowed.")
+@click.option("--temperature", type=float, default=1.0, show_default=True, help="Of records without their own.")
+@_said_once
+def check(files: tuple[str, ...], model: Path | None, tokens_per_microbatch: int | None, temperature: float) -> None:
+    """Counts, lengths, groups and rejected records of rollout FILES, with the reasons."""
+    from truestep.rollouts.check import check_files, render
+    from truestep.rollouts.files import expand_paths
+
+    vocabulary_size = None if model is None else _vocabulary_size(model)
+    summary = check_files(expand_paths(list(files)), vocabulary_size, temperature, tokens_per_microbatch)
+    Console().print(render(summary))
+
+
+def _vocabulary_size(model: Path) -> int:
+    import json
+
+    from truestep.errors import TruestepError
+
+    try:
+        return int(json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+    except (OSError, ValueError, KeyError) as error:
+        raise TruestepError(f"--model {model}: its config.json gives no vocab_size: {error}") from error
+
+
+@main.command()
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--output", type=click.Path(path_type=Path), help="The page; by default report.html in the first run.")
+@_said_once
+def report(runs: tuple[Path, ...], output: Path | None) -> None:
+    """A self-contained page of one run, or of several compared."""
+    from truestep.metrics.report import write_report
+
+    page = write_report(list(runs), output or runs[0] / "report.html")
+    Console().print(f"{page}", highlight=False, soft_wrap=True)
+
+
+@main.command()
+@click.option("--output", type=click.Path(path_type=Path), default=Path("runs/demo"), show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the model, the task and the sampling.")
+@_said_once
+def demo(output: Path, seed: int) -> None:
+    """A whole RL run on this machine: make a tiny model, warm it up, train it by GRPO, write the report."""
+    from truestep.demo.run import run
+
+    run(output, seed, Console())

@@ -1,0 +1,89 @@
+"""Options that are each valid and cannot hold together. One clear sentence each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from truestep.config.schema import Config
+
+
+def find_contradiction(config: Config) -> str | None:
+    """The first contradiction between options of different sections, or None."""
+    return next((message for rule in _RULES for message in [rule(config)] if message), None)
+
+
+def _one_source(config: Config) -> str | None:
+    if config.sampler is not None and config.data.path is not None:
+        return "data.path and sampler are both given: documents come from one source; remove one of the two"
+    return None
+
+
+def _sampled_groups(config: Config) -> str | None:
+    if config.sampler is None:
+        return None
+    group_size, docs_per_step = config.data.group_size, config.schedule.docs_per_step
+    if config.loss.type == "cross_entropy":
+        return "loss.type: cross_entropy learns from given completions: it takes data.path, not a sampler"
+    if group_size is None:
+        return "sampler needs data.group_size: how many completions each prompt gets"
+    if docs_per_step == 0:
+        return "sampler needs schedule.docs_per_step: how many completions make a step"
+    if docs_per_step % group_size:
+        return (
+            f"schedule.docs_per_step: {docs_per_step} is not a multiple of data.group_size: {group_size}, so a group "
+            "would be cut in two"
+        )
+    if config.data.advantages == "none":
+        return "data.advantages: none expects records that carry their advantage; a sampler gives rewards"
+    if config.data.shuffle:
+        return "data.shuffle is for files; a sampler's prompts are always taken in a seeded order"
+    if config.data.epochs != 1:
+        return "data.epochs is for files; with a sampler, schedule.steps says how long the run is"
+    if config.schedule.steps is None:
+        return "sampler needs schedule.steps: its prompts never end"
+    return None
+
+
+def _overshoot(config: Config) -> str | None:
+    schedule = config.schedule
+    if schedule.docs_per_step == 0 and schedule.overshoot == "keep":
+        return "schedule.overshoot: keep needs schedule.docs_per_step > 0"
+    if schedule.docs_per_step > 0 and schedule.depth_first_micro_batches > 1:
+        return (
+            "schedule.depth_first_micro_batches fixes the number of micro-batches and schedule.docs_per_step lets "
+            "documents decide it: set one"
+        )
+    return None
+
+
+def _learning_rate(config: Config) -> str | None:
+    optimizer, steps = config.optimizer, config.schedule.steps
+    if optimizer.schedule != "constant" and steps is None:
+        return f"optimizer.schedule: {optimizer.schedule} needs schedule.steps: where the learning rate ends"
+    if steps is not None and optimizer.warmup_steps > steps:
+        return f"optimizer.warmup_steps: {optimizer.warmup_steps} is more than schedule.steps: {steps}"
+    if optimizer.minimum_learning_rate > optimizer.learning_rate:
+        return "optimizer.minimum_learning_rate is above optimizer.learning_rate"
+    if optimizer.schedule == "constant" and optimizer.minimum_learning_rate > 0:
+        return "optimizer.minimum_learning_rate does nothing with optimizer.schedule: constant"
+    return None
+
+
+def _evaluation(config: Config) -> str | None:
+    if config.evaluation is not None and config.evaluation.reward is None and config.sampler is None:
+        return "evaluation needs evaluation.reward: there is no sampler.reward to take"
+    return None
+
+
+def _padding(config: Config) -> str | None:
+    data = config.data
+    if data.tokens_per_microbatch % data.pad_to_multiple:
+        return (
+            f"data.tokens_per_microbatch: {data.tokens_per_microbatch} is not a multiple of data.pad_to_multiple: "
+            f"{data.pad_to_multiple}, so padding could exceed the budget"
+        )
+    return None
+
+
+_RULES = (_one_source, _sampled_groups, _overshoot, _learning_rate, _evaluation, _padding)

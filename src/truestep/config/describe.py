@@ -1,0 +1,349 @@
+"""Every option with its type, default and meaning, walked from the schema: for `--help`, the docs and error messages.
+
+`python -m truestep.config.describe > docs/configuration.md` writes the reference. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel, Tag
+from pydantic.fields import FieldInfo
+
+from truestep.config.schema import Config
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+TEXT, BOOL, NULL, REQUIRED = "text", "true | false", "null", "required"
+_BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of the file. Example: `loss.dual_clip`, `float > 1 | null`, `null`, ..., ("grpo", "gspo")."""
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+    variants: tuple[str, ...] = ()
+    """The values of the section's `type` that have this option; empty where all of them do."""
+
+    @property
+    def section(self) -> str:
+        return _parent(self.name)
+
+    @property
+    def choices(self) -> list[str]:
+        return self.type.split(" | ")
+
+    @property
+    def allowed(self) -> str:
+        return join_words(self.choices, "or")
+
+    @property
+    def takes_text(self) -> bool:
+        return TEXT in self.choices
+
+    @property
+    def is_bool(self) -> bool:
+        return self.type == BOOL
+
+
+@dataclass(frozen=True)
+class SectionInfo:
+    """A mapping in the file that holds options."""
+
+    name: str
+    meaning: str
+    optional: bool
+    """Absent unless the file gives it: its default is null."""
+
+
+Models = dict[str, type[BaseModel]]
+"""The models that a section may be, by the value of `type` that picks each; a section without variants has ''."""
+
+
+def section_models(field: FieldInfo) -> Models:
+    """The models behind a field, or {} for a plain option."""
+    return dict(_models_in(field.annotation, ""))
+
+
+def _models_in(annotation: Any, tag: str) -> Iterator[tuple[str, type[BaseModel]]]:
+    arguments = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        tags = [extra.tag for extra in arguments[1:] if isinstance(extra, Tag)]
+        yield from _models_in(arguments[0], tags[0] if tags else tag)
+    elif _is_union(annotation):
+        for member in arguments:
+            yield from _models_in(member, tag)
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield tag, annotation
+
+
+def _is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, types.UnionType)
+
+
+@cache
+def _walk_schema() -> tuple[Option | SectionInfo, ...]:
+    return tuple(_walk({"": Config}, ""))
+
+
+def _walk(models: Models, prefix: str) -> Iterator[Option | SectionInfo]:
+    names = dict.fromkeys(name for model in models.values() for name in model.model_fields)
+    for name in sorted(names, key=lambda name: name != "type"):  # stable: only `type` moves, to the front
+        holders = {tag: model for tag, model in models.items() if name in model.model_fields}
+        field = next(iter(holders.values())).model_fields[name]
+        below = section_models(field)
+        if below:
+            yield SectionInfo(prefix + name, _meaning(name, holders), optional=field.default is None)
+            yield from _walk(below, f"{prefix}{name}.")
+        else:
+            yield _option(prefix + name, name, holders, models)
+
+
+def list_options() -> list[Option]:
+    """Every option that a file may give, in the order of the schema, one for each dotted name."""
+    return [item for item in _walk_schema() if isinstance(item, Option)]
+
+
+def options() -> dict[str, Option]:
+    return {option.name: option for option in list_options()}
+
+
+def sections() -> dict[str, SectionInfo]:
+    return {item.name: item for item in _walk_schema() if isinstance(item, SectionInfo)}
+
+
+def _option(dotted: str, name: str, holders: Models, models: Models) -> Option:
+    fields = {tag: model.model_fields[name] for tag, model in holders.items()}
+    texts = dict.fromkeys(part for field in fields.values() for part in _type_texts(field.annotation, field.metadata))
+    variants = () if len(holders) == len(models) else tuple(holders)
+    return Option(dotted, " | ".join(texts), _default(name, fields), _meaning(name, holders), variants)
+
+
+def _default(name: str, fields: dict[str, FieldInfo]) -> str:
+    """The default of most variants, and in parentheses those that differ: `0.2 (gspo: 0.0003)`."""
+    defaults = {tag: REQUIRED if field.is_required() else show_value(field.default) for tag, field in fields.items()}
+    if name == "type":  # without a type, the variant whose own `type` has a default is taken
+        return next((default for default in defaults.values() if default != REQUIRED), REQUIRED)
+    first = next(iter(defaults.values()))
+    different = [f"{tag}: {default}" for tag, default in defaults.items() if default != first]
+    return f"{first} ({', '.join(different)})" if different else first
+
+
+def show_value(value: Any) -> str:
+    """A plain value as the file would give it: null, true, 3e-4."""
+    if value is None or isinstance(value, bool):
+        return {None: NULL, True: "true", False: "false"}[value]
+    if isinstance(value, float):
+        return re.sub(r"e([+-])0+(?=\d)", r"e\1", repr(value))
+    return str(value)
+
+
+def show(value: Any) -> str:
+    """A value as the file gives it, short and on one line."""
+    if isinstance(value, dict):
+        return "a section of options"
+    if isinstance(value, list):
+        plain = not any(isinstance(item, (dict, list)) for item in value)
+        text = f"[{', '.join(map(show, value))}]" if plain else "a list"
+    else:
+        text = repr(value) if isinstance(value, str) else show_value(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _meaning(name: str, holders: Models) -> str:
+    """The attribute's docstring. Variants that say different things get a line each."""
+    said = {tag: _description(model, name) for tag, model in holders.items()}
+    if len(set(said.values())) == 1:
+        return next(iter(said.values()))
+    return "\n".join(f"{tag}: {text}" for tag, text in said.items() if text)
+
+
+def _description(model: type[BaseModel], name: str) -> str:
+    """A field redeclared without a docstring (pydantic: None) means what its parent's docstring says."""
+    for parent in model.__mro__:
+        field = getattr(parent, "__pydantic_fields__", {}).get(name)
+        if field is not None and field.description:
+            return " ".join(field.description.split())
+    return ""
+
+
+def _type_texts(annotation: Any, metadata: Iterable[Any] = ()) -> Iterator[str]:
+    """The alternatives of a type, in words. Example: Annotated[int, Field(ge=1)] | None: `int >= 1`, `null`."""
+    arguments = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        yield from _type_texts(arguments[0], [*metadata, *arguments[1:]])
+    elif _is_union(annotation):
+        for member in arguments:
+            yield from _type_texts(member, metadata)
+    elif get_origin(annotation) is Literal:
+        yield from (show_value(choice) for choice in arguments)
+    elif get_origin(annotation) is list:
+        yield f"list of {' or '.join(_type_texts(arguments[0]))}"
+    elif annotation in (int, float):
+        bounds = " and ".join(_bounds(metadata))
+        yield f"{annotation.__name__} {bounds}".rstrip()
+    else:
+        yield {str: TEXT, bool: BOOL, type(None): NULL}[annotation]
+
+
+def _bounds(metadata: Iterable[Any]) -> Iterator[str]:
+    for item in metadata:
+        if isinstance(item, FieldInfo):
+            yield from _bounds(item.metadata)
+        elif isinstance(item, (annotated_types.Ge, annotated_types.Gt, annotated_types.Le, annotated_types.Lt)):
+            word = type(item).__name__.lower()
+            yield f"{_BOUNDS[word]} {show_value(getattr(item, word))}"
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def join_words(words: Sequence[str], last: str) -> str:
+    """Example: `grpo, gspo and cispo`."""
+    return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def locate(location: Sequence[str | int]) -> tuple[tuple[str, ...], str]:
+    """The option's name, in parts, behind pydantic's location of an error, and the variant of its section.
+
+    Example: ("loss", "grpo", "ratio_cap") is ("loss", "ratio_cap") of `grpo`. Pydantic puts a variant's tag in the
+    middle, and the alternatives of a plain option's type at the end.
+    """
+    models: Models = {"": Config}
+    name: list[str] = []
+    variant = ""
+    for part in map(str, location):
+        if len(models) > 1:
+            models, variant = {part: models[part]}, part
+        elif models:
+            name.append(part)
+            field = next(iter(models.values())).model_fields.get(part)
+            models = section_models(field) if field else {}
+            variant = "" if models else variant
+    return tuple(name), variant
+
+
+def explain_unknown(name: Sequence[str], variant: str = "") -> str:
+    """What to write for a name that no section has: a near name of the same section, the same name or a near one of
+    another section, or what the section has."""
+    section, leaf = ".".join(name[:-1]), name[-1]
+    everywhere = [item.name for item in _walk_schema()]
+    if "." in leaf and leaf in everywhere:
+        return f"in a file it is {leaf.rpartition('.')[2]} under {_parent(leaf)}"
+    mine = [option.name for option in list_options() if not option.variants or variant in option.variants]
+    siblings = [known.rpartition(".")[2] for known in [*mine, *sections()] if _parent(known) == section]
+    if near := get_close_matches(leaf, siblings, n=1):
+        return f"did you mean {section}{'.' if section else ''}{near[0]}?"
+    same = [known for known in everywhere if known.rpartition(".")[2] == leaf]
+    if same:
+        homes = [f"section {_parent(known)}" if "." in known else "no section" for known in same]
+        return f"option '{leaf}' is in {join_words(homes, 'and')}: {', '.join(same)}"
+    if near := get_close_matches(leaf, [known.rpartition(".")[2] for known in everywhere], n=1):
+        found = [known for known in everywhere if known.rpartition(".")[2] == near[0]]
+        return f"did you mean {join_words(found, 'or')}?"
+    return f"{f'section {section}' if section else 'the file'} has {', '.join(siblings)}"
+
+
+def explain_wrong(name: str, value: Any) -> str:
+    """Why a value cannot be the option's (or the section's), and what can."""
+    option = options().get(name)
+    if option is None:
+        null = " or null" if name in sections() and sections()[name].optional else ""
+        return f"{name} must be a section of options{null}, not {show(value)}"
+    near = get_close_matches(value, option.choices, n=1) if isinstance(value, str) else []
+    quotes = option.takes_text and isinstance(value, (int, float))
+    hint = f"; did you mean {near[0]}?" if near else "; put it in quotes" if quotes else ""
+    return f"{name} must be {option.allowed}, not {show(value)}{hint}"
+
+
+def _grouped() -> list[tuple[SectionInfo | None, list[Option]]]:
+    """Options by section; those of no section first."""
+    order = ["", *sections()]
+    ordered = sorted(list_options(), key=lambda option: order.index(option.section))
+    return [(sections().get(name), list(group)) for name, group in groupby(ordered, key=lambda option: option.section)]
+
+
+def render_options() -> RenderableType:
+    """The options for `truestep train --help`: a line with name, type and default, the meaning indented below it."""
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.text import Text
+
+    parts: list[RenderableType] = []
+    for section, options in _grouped():
+        title = section.name if section else "run"
+        note = f"  {_section_note(section)}" if section else "  Options of no section."
+        parts.append(Text.assemble("\n", (title, "bold underline"), (note, "italic"), overflow="fold"))
+        for option in options:
+            heading = Text.assemble((f"--{option.name}", "bold cyan"), "  ", (option.type, "green"), overflow="fold")
+            shown = option.default if option.default == REQUIRED else f"default: {option.default}"
+            heading.append(f"  [{shown}]", "yellow")
+            if option.variants:
+                heading.append(f"  (type: {', '.join(option.variants)})", "magenta")
+            parts.append(Padding(heading, (0, 0, 0, 2)))
+            parts.append(Padding(Text(option.meaning), (0, 0, 0, 6)))
+    return Group(*parts)
+
+
+def _section_note(section: SectionInfo) -> str:
+    return section.meaning + (" Absent unless given." if section.optional else "")
+
+
+_MARKDOWN_HEAD = """# Configuration
+
+<!-- Written by `python -m truestep.config.describe > docs/configuration.md`; a test compares the two. -->
+
+One YAML file, and overrides after it on the command line:
+
+```
+truestep train run.yaml --loss.type gspo --schedule.steps 200 --deterministic
+```
+
+An override replaces what the file says: `--section.option value` or `--section.option=value`. The value is read as
+YAML (`null`, `true`, `1e-6`, `'[a.jsonl, b.jsonl]'`); an option that is true or false may stand without a value;
+`--evaluation null` removes a whole section. Unknown and contradictory options are errors."""
+
+
+def markdown_reference() -> str:
+    """docs/configuration.md, whole."""
+    lines = [_MARKDOWN_HEAD]
+    for section, options in _grouped():
+        title, note = (f"`{section.name}`", _section_note(section)) if section else ("Options of no section", "")
+        lines += ["", f"## {title}", "", *([_cell(note), ""] if note else [])]
+        lines += ["| option | type | default | meaning |", "| --- | --- | --- | --- |"]
+        lines += [_markdown_row(option) for option in options]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_row(option: Option) -> str:
+    default = REQUIRED if option.default == REQUIRED else f"`{option.default}`"
+    only = f" *(type: {', '.join(option.variants)})*" if option.variants else ""
+    cells = [f"`{option.name}`", f"`{option.type}`", default, option.meaning + only]
+    return "| " + " | ".join(_cell(cell) for cell in cells) + " |"
+
+
+def _cell(text: str) -> str:
+    """A bar or a new line would end the cell, and a bare `<` would be markup."""
+    escaped = text.replace("|", "\\|")
+    outside = [
+        part if index % 2 else part.replace("<", "&lt;") for index, part in enumerate(re.split(r"(`[^`]*`)", escaped))
+    ]
+    return "".join(outside).replace("\n", "<br>")
+
+
+if __name__ == "__main__":
+    print(markdown_reference(), end="")

@@ -1,0 +1,1 @@
+"""A whole RL run on this machine: no GPU, no download."""

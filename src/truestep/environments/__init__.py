@@ -1,0 +1,1 @@
+"""Prompts and rewards, and tasks whose answers can be checked."""

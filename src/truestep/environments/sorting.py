@@ -1,0 +1,25 @@
+"""A task whose answer can be checked: put digits in order. `sort 7 2 9 4 =` wants `2 4 7 9`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+DIGITS = "0123456789"
+WORDS = ("sort", "=", *DIGITS)
+
+
+def prompts(seed: int, length: int = 4) -> Iterator[dict[str, str]]:
+    """An endless stream of different prompts, the same for the same seed."""
+    generator = random.Random(seed)
+    seen = set()
+    while True:
+        digits = tuple(generator.choices(DIGITS, k=length))
+        if digits not in seen and list(digits) != sorted(digits):
+            seen.add(digits)
+            yield {"prompt": f"sort {' '.join(digits)} =", "answer": " ".join(sorted(digits))}
+
+
+def reward(prompt: str, completion: str, *, answer: str, **_: object) -> float:
+    """1 for the right digits in the right order, 0 for anything else."""
+    return float(completion.split() == answer.split())

@@ -1,0 +1,43 @@
+"""A checkpoint to a Hugging Face directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from truestep.checkpoint.store import CheckpointStore
+from truestep.errors import TruestepError
+from truestep.policy.load import load_policy
+from truestep.policy.save import save_policy
+from truestep.run_directory import RunDirectory
+
+
+class ExportError(TruestepError):
+    pass
+
+
+def export(source: Path, output: Path, dtype: str) -> Path:
+    """The checkpoint that was exported. `output` is whole or absent."""
+    checkpoint = _checkpoint_of(source)
+    if output.exists():
+        raise ExportError(f"{output} is there already; name a directory that is not")
+    policy = load_policy(checkpoint, device="cpu")
+    beside = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    try:
+        save_policy(policy, beside, getattr(torch, dtype))
+        os.replace(beside, output)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return checkpoint
+
+
+def _checkpoint_of(source: Path) -> Path:
+    if (source / "config.json").is_file():
+        return source
+    latest = CheckpointStore(RunDirectory(source).checkpoints, keep=1).latest()
+    if latest is None:
+        raise ExportError(f"{source} is neither a checkpoint nor a run's directory with a complete checkpoint")
+    return latest

@@ -1,0 +1,55 @@
+"""Files that are whole or absent: written beside, synced, renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def sync_directory(directory: Path) -> None:
+    """Make a rename in this directory survive a power cut."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with beside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
+def json_line(value: Mapping[str, Any]) -> str:
+    """One line; floats keep every digit, so that what is read is bit for bit what was written."""
+    return json.dumps(value, ensure_ascii=False, separators=(", ", ": ")) + "\n"
+
+
+def write_json_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    write_whole(path, "".join(map(json_line, lines)).encode())
+
+
+def append_json_line(path: Path, value: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json_line(value))
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """All whole lines; a last line cut short by a kill is left out."""
+    if not path.is_file():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    return [json.loads(line) for line in lines[:-1] if line.strip()]

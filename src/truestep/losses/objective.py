@@ -1,0 +1,76 @@
+"""The whole objective: a policy loss, optional terms, and one denominator for all of them.
+
+T: labels of a micro-batch; N, D: labels and documents of the whole step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from truestep.losses.labels import Coefficients, Labels
+from truestep.losses.policy import PolicyLoss
+from truestep.types import StepTotals
+
+
+@dataclass(frozen=True)
+class Denominator:
+    """`normalize_by` of the configuration."""
+
+    normalize_by: str
+    max_labels: int | None = None
+
+    def label_weights(self, num_labels: torch.Tensor, totals: StepTotals) -> torch.Tensor:  # [T], [T]
+        """One over the denominator for each label, given the number of labels of its document."""
+        documents, labels = max(totals.num_documents, 1), max(totals.num_labels, 1)
+        match self.normalize_by:
+            case "labels":
+                denominator = torch.full_like(num_labels, labels)
+            case "documents":
+                denominator = torch.full_like(num_labels, documents)
+            case "document_means":
+                denominator = num_labels * documents
+            case "constant":
+                assert self.max_labels is not None
+                denominator = torch.full_like(num_labels, documents * self.max_labels)
+            case other:
+                raise ValueError(f"unknown normalize_by: {other}")
+        return 1 / denominator.double()
+
+
+@dataclass(frozen=True)
+class Objective:
+    policy: PolicyLoss
+    denominator: Denominator
+    entropy_bonus: float = 0.0
+    z_loss: float = 0.0
+    deepspeed_divisor: bool = False
+
+    @property
+    def whole_documents(self) -> bool:
+        return self.policy.whole_documents
+
+    def coefficients(self, labels: Labels, totals: StepTotals) -> Coefficients:
+        """Of the step's gradient, all denominators included."""
+        weight = labels.weight
+        if self.deepspeed_divisor:
+            weight = weight / max(totals.num_documents, 1)
+        slope = self.policy(labels).slope * weight
+        a, b, c = -slope, None, -slope
+        if self.entropy_bonus:
+            b = self.entropy_bonus * weight
+            a = a + b * labels.entropy
+        if self.z_loss:
+            a = a + 2 * self.z_loss * weight * labels.logsumexp
+        return Coefficients(a, b, c)
+
+    def terms(self, labels: Labels) -> dict[str, torch.Tensor]:
+        """Each term's contribution per label, [T] in float64; their sum over the step's labels is its loss."""
+        weight = labels.weight.double()
+        terms = {"policy_loss": self.policy(labels).loss * weight}
+        if self.entropy_bonus:
+            terms["entropy_bonus"] = -self.entropy_bonus * labels.entropy * weight
+        if self.z_loss:
+            terms["z_loss"] = self.z_loss * labels.logsumexp.double().square() * weight
+        return terms

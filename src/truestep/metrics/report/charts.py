@@ -1,0 +1,249 @@
+"""Which charts the page has, built from one run or from several, and each as HTML."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from truestep.metrics.report.runs import Run
+from truestep.metrics.report.scale import Scale
+from truestep.metrics.report.series import Axis, downsample
+from truestep.metrics.report.style import COLOURS
+from truestep.metrics.report.svg import Chart, Line, horizontal_scale, plot_svg, vertical_scale
+
+MINUS = "\N{MINUS SIGN}"
+AXIS_LABELS: dict[Axis, str] = {"documents": "documents seen", "step": "step"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A chart as planned. The metrics are pairs of a key and a name, the first the one to compare runs by."""
+
+    title: str
+    metrics: tuple[tuple[str, str], ...]
+    unit: str = ""
+    from_evaluation: bool = False
+    # Several runs are compared by one metric a chart: by the first only, or by each in a chart of its own.
+    compare_each: bool = False
+    from_zero: bool = False
+    logarithmic_if_wide: bool = False
+    reference: float | None = None
+    least_range: float = 0.0
+    # What follows a schedule has no noise to smooth away.
+    smoothed: bool = True
+    # The chart a run is judged by gets the most room; among several runs there are several of it.
+    wide: bool = False
+
+
+GROUPS: tuple[tuple[str, tuple[Plan, ...]], ...] = (
+    (
+        "Reward",
+        (
+            Plan(
+                "Held-out reward",
+                (("greedy_reward", "greedy"), ("sampled_reward", "sampled")),
+                unit="mean",
+                from_evaluation=True,
+                compare_each=True,
+                from_zero=True,
+                wide=True,
+            ),
+            Plan("Training reward", (("reward", "mean"),), unit="mean of the step", from_zero=True),
+            Plan(
+                "Advantage",
+                (("advantage", "mean"), ("max_advantage", "largest"), ("min_advantage", "smallest")),
+                unit="of the step",
+                reference=0.0,
+                least_range=1e-3,
+            ),
+        ),
+    ),
+    (
+        "New policy against old",
+        (
+            Plan("Ratio new/old", (("ratio_new_old", "ratio"),), unit="mean", reference=1.0, least_range=1e-3),
+            Plan(
+                "Clipped fraction",
+                (
+                    ("clipped_ratio_fraction", "all"),
+                    ("clipped_ratio_fraction_low", "low"),
+                    ("clipped_ratio_fraction_high", "high"),
+                ),
+                unit="share of tokens",
+                from_zero=True,
+                least_range=1e-3,
+            ),
+            Plan("KL new/old", (("kl_new_old", "KL"),), unit="nats", reference=0.0, least_range=1e-5),
+            Plan("Effective sample size", (("effective_sample_size", "size"),)),
+        ),
+    ),
+    (
+        "Policy and loss",
+        (
+            Plan("Loss", (("loss", "loss"),), least_range=1e-6),
+            Plan("Entropy", (("entropy", "entropy"),), unit="nats", from_zero=True),
+            Plan(
+                "Log-probability",
+                (("new_logprobs", "new policy"), ("old_logprobs", "old policy")),
+                unit="nats",
+            ),
+        ),
+    ),
+    (
+        "Optimizer",
+        (
+            Plan("Gradient norm", (("grad_norm", "norm"),), logarithmic_if_wide=True, from_zero=True),
+            Plan("Learning rate", (("learning_rate", "rate"),), from_zero=True, smoothed=False),
+        ),
+    ),
+    (
+        "Data and speed",
+        (
+            Plan("Staleness", (("staleness", "mean"), ("max_staleness", "largest")), from_zero=True),
+            Plan("Throughput", (("tokens_per_second", "tokens/s"),), unit="tokens/s", from_zero=True),
+            Plan(
+                "Time of a step",
+                (("step_time", "step"), ("data_wait_time", "waiting for data")),
+                unit="seconds",
+                compare_each=True,
+                from_zero=True,
+            ),
+        ),
+    ),
+)
+
+
+def charts_of(plan: Plan, runs: Sequence[Run]) -> list[Chart]:
+    """The charts of a plan that have anything to show."""
+    if len(runs) == 1:
+        lines = [_line(runs[0], plan, key, name, index) for index, (key, name) in enumerate(plan.metrics)]
+        candidates = [(plan.title, lines)]
+    else:
+        # Colours are for the runs here, so that a chart has one metric.
+        metrics = plan.metrics if plan.compare_each else plan.metrics[:1]
+        candidates = []
+        for key, name in metrics:
+            title = f"{plan.title}, {name}" if plan.compare_each else plan.title
+            candidates.append((title, [_line(run, plan, key, run.name, index) for index, run in enumerate(runs)]))
+    return [
+        Chart(
+            title=title,
+            unit=plan.unit,
+            lines=[line for line in lines if line.points],
+            from_zero=plan.from_zero,
+            logarithmic_if_wide=plan.logarithmic_if_wide,
+            reference=plan.reference,
+            least_range=plan.least_range,
+            smoothed=plan.smoothed,
+            wide=plan.wide and len(runs) == 1,
+        )
+        for title, lines in candidates
+        if any(point.value is not None for line in lines for point in line.points)
+    ]
+
+
+def _line(run: Run, plan: Plan, key: str, name: str, index: int) -> Line:
+    points = run.evaluation_points(key) if plan.from_evaluation else run.points(key)
+    return Line(name, index % COLOURS, points, dashed=index >= COLOURS)
+
+
+def shared_scales(charts: Sequence[Chart]) -> dict[Axis, Scale]:
+    """One horizontal axis for all charts, so that they can be read one under the other."""
+    lines = [line for chart in charts for line in chart.lines]
+    axes: tuple[Axis, ...] = ("documents", "step")
+    return {axis: scale for axis in axes if (scale := horizontal_scale(lines, axis)) is not None}
+
+
+def figure_html(chart: Chart, scales: dict[Axis, Scale], *, legend: bool) -> str:
+    """A chart with its title, the plot over each of the axes, and the data of its read-out."""
+    vertical = vertical_scale(chart)
+    unit = ", ".join(part for part in (chart.unit, "logarithmic" if vertical.logarithmic else "") if part)
+    parts = [f'<figure class="chart{" wide" if chart.wide else ""}">', "<figcaption>"]
+    parts.append(f"<h3>{escape(chart.title)}</h3>")
+    if unit:
+        parts.append(f'<span class="unit">{escape(unit)}</span>')
+    if legend and len(chart.lines) > 1:
+        parts.append(legend_html(chart.lines))
+    parts.append("</figcaption>")
+    for axis, horizontal in scales.items():
+        parts.append(_variant_html(chart, axis, horizontal, vertical))
+    parts.append(f'<script type="application/json">{_json(_readings(chart))}</script></figure>')
+    return "".join(parts)
+
+
+def group_html(title: str, charts: Sequence[Chart], scales: dict[Axis, Scale], *, legend: bool) -> str:
+    """The charts of a group in a grid without holes where their number allows one."""
+    if not charts:
+        return ""
+    cells = sum(2 if chart.wide else 1 for chart in charts)
+    figures = "\n".join(figure_html(chart, scales, legend=legend) for chart in charts)
+    return (
+        f'<h2>{escape(title)}</h2>\n<div class="charts {"even" if cells in (1, 2, 4) else "odd"}">\n{figures}\n</div>\n'
+    )
+
+
+def legend_html(lines: Sequence[Line]) -> str:
+    items = "".join(
+        f'<li><i class="swatch colour-{line.colour}{" dashed" if line.dashed else ""}"></i>{escape(line.name)}</li>'
+        for line in lines
+    )
+    return f'<ul class="legend">{items}</ul>'
+
+
+def _variant_html(chart: Chart, axis: Axis, horizontal: Scale, vertical: Scale) -> str:
+    label = escape(f"{chart.title} over {AXIS_LABELS[axis]}", quote=True)
+    parts = [
+        f'<div class="variant" data-axis="{axis}" data-x0="{horizontal.low!r}" data-x1="{horizontal.high!r}" '
+        f'data-y0="{vertical.low!r}" data-y1="{vertical.high!r}"{" data-log" if vertical.logarithmic else ""}>'
+        '<div class="plot">',
+        plot_svg(chart, axis, horizontal, vertical, label),
+    ]
+    for tick, text in zip(vertical.ticks, vertical.labels, strict=True):
+        parts.append(f'<span class="y" style="top:{100 - 100 * vertical.position(tick):.2f}%">{_tick(text)}</span>')
+    for index, (tick, text) in enumerate(zip(horizontal.ticks, horizontal.labels, strict=True)):
+        # On a narrow page every other of many labels gives way.
+        minor = " minor" if index % 2 and len(horizontal.ticks) > 5 else ""
+        parts.append(f'<span class="x{minor}" style="left:{100 * horizontal.position(tick):.2f}%">{_tick(text)}</span>')
+    parts.append(f'</div><div class="axis"><span>{_gap_note(chart, vertical)}</span>{AXIS_LABELS[axis]}</div></div>')
+    return "".join(parts)
+
+
+def _tick(text: str) -> str:
+    return escape(text.replace("-", MINUS))
+
+
+def _gap_note(chart: Chart, vertical: Scale) -> str:
+    """What the lines cannot show."""
+    points = [point for line in chart.lines for point in line.points]
+    gaps = sum(point.value is None for point in points)
+    notes = [f"{gaps:,} {'value' if gaps == 1 else 'values'} not finite: gaps in the line."] if gaps else []
+    if vertical.logarithmic and (zeros := sum(point.value == 0 for point in points)):
+        notes.append(f"{zeros:,} {'value' if zeros == 1 else 'values'} of 0 at the lower edge.")
+    return " ".join(notes)
+
+
+def _readings(chart: Chart) -> list[dict]:
+    """The points that the read-out can name: [step, documents, value] each."""
+    return [
+        {
+            "name": line.name,
+            "colour": line.colour,
+            "points": [
+                [_short(point.step), _short(point.documents), _short(point.value)] for point in downsample(line.points)
+            ],
+        }
+        for line in chart.lines
+    ]
+
+
+def _short(value: float | None) -> float | int | None:
+    """A number with no more digits than anyone reads, which halves the page."""
+    if value is None:
+        return None
+    return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.7g}")
+
+
+def _json(value: object) -> str:
+    """JSON that may stand in a script element whatever it holds."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

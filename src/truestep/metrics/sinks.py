@@ -1,0 +1,139 @@
+"""Where numbers go: the run's metrics.jsonl, a console that is pleasant to watch, Weights & Biases, TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from truestep.errors import TruestepError
+from truestep.files import append_json_line
+
+# The numbers that matter while watching, in order, with how to show them.
+_LIVE = {
+    "reward": "reward {:.3f}",
+    "loss": "loss {:+.4f}",
+    "new_logprobs": "logπ {:.3f}",
+    "ratio_new_old": "ratio {:.4f}",
+    "clipped_ratio_fraction": "clipped {:.1%}",
+    "grad_norm": "grad {:.3g}",
+    "tokens_per_second": "{:,.0f} tok/s",
+}
+
+
+class SinkError(TruestepError):
+    pass
+
+
+class Sink(Protocol):
+    def step(self, line: Mapping[str, Any]) -> None: ...
+
+    def evaluation(self, line: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    def __init__(self, path: Path):
+        self._path = path
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        append_json_line(self._path, line)
+
+    def evaluation(self, line: Mapping[str, Any]) -> None:
+        """The run's directory keeps evaluations itself, in a file of their own."""
+
+    def close(self) -> None: ...
+
+
+def live_line(line: Mapping[str, Any]) -> str:
+    return "  ".join(form.format(line[name]) for name, form in _LIVE.items() if name in line)
+
+
+class ConsoleSink:
+    """A bar with a live line on a terminal; a plain line a step elsewhere."""
+
+    def __init__(self, console: Console, *, steps: int | None, done: int = 0, title: str = "training"):
+        self._console = console
+        self._steps = steps
+        self._live = console.is_terminal
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed:.0f}" + (f"/{steps}" if steps else "")),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[numbers]}", style="cyan"),
+            console=console,
+        )
+        self._task = self._progress.add_task(title, total=steps, completed=done, numbers="")
+        if self._live:
+            self._progress.start()
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        if self._live:
+            self._progress.update(self._task, completed=line["step"], numbers=live_line(line))
+        else:
+            of = f"/{self._steps}" if self._steps else ""
+            self._console.print(f"step {line['step']}{of}  {live_line(line)}", highlight=False, soft_wrap=True)
+
+    def evaluation(self, line: Mapping[str, Any]) -> None:
+        self._console.print(
+            f"held-out after step {line['step']}: greedy {line['greedy_reward']:.3f}, "
+            f"sampled {line['sampled_reward']:.3f} over {line['num_prompts']} prompts",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+class TensorBoardSink:
+    def __init__(self, directory: str):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise SinkError("logging.tensorboard needs `pip install truestep[tensorboard]`") from error
+        self._writer = SummaryWriter(directory)
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        for name, value in _numbers(line).items():
+            self._writer.add_scalar(name, value, line["step"])
+
+    def evaluation(self, line: Mapping[str, Any]) -> None:
+        for name, value in _numbers(line).items():
+            self._writer.add_scalar(f"evaluation/{name}", value, line["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """documents_seen is the x-axis that two runs share."""
+
+    def __init__(self, directory: Path, *, project: str, name: str | None, mode: str, config: Mapping[str, Any]):
+        try:
+            import wandb
+        except ImportError as error:
+            raise SinkError("logging.wandb needs `pip install truestep[wandb]`") from error
+        self._run = wandb.init(dir=str(directory), project=project, name=name, mode=mode, config=dict(config))
+        self._run.define_metric("*", step_metric="documents_seen")
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        self._run.log(_numbers(line))
+
+    def evaluation(self, line: Mapping[str, Any]) -> None:
+        renamed = {f"evaluation/{name}": value for name, value in _numbers(line).items() if name != "documents_seen"}
+        self._run.log(renamed | {"documents_seen": line["documents_seen"]})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in line.items() if isinstance(value, int | float)}

@@ -1,0 +1,137 @@
+"""Metrics whose type says how they are reduced: over micro-batches, ranks, chunks and logging intervals alike.
+
+A mean is a total and a count until it is read, so nothing is ever a mean of means. `value()` is None where there was
+nothing to measure, and such a metric is absent from what is logged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+
+def _float(value: torch.Tensor | float) -> float:
+    return float(value)
+
+
+@dataclass(frozen=True)
+class Sum:
+    total: torch.Tensor | float
+
+    def merge(self, other: Sum) -> Sum:
+        return Sum(self.total + other.total)
+
+    def value(self) -> float | None:
+        return _float(self.total)
+
+
+@dataclass(frozen=True)
+class Mean:
+    total: torch.Tensor | float
+    count: torch.Tensor | float
+
+    def merge(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.count + other.count)
+
+    def value(self) -> float | None:
+        count = _float(self.count)
+        return _float(self.total) / count if count else None
+
+
+@dataclass(frozen=True)
+class Max:
+    """The largest value; -inf stands for none."""
+
+    largest: torch.Tensor | float
+
+    def merge(self, other: Max) -> Max:
+        # Not Python's max(): it drops a NaN or keeps it depending on the order of its arguments.
+        return Max(torch.maximum(torch.as_tensor(self.largest), torch.as_tensor(other.largest)))
+
+    def value(self) -> float | None:
+        largest = _float(self.largest)
+        return None if largest == -math.inf else largest
+
+
+@dataclass(frozen=True)
+class Min:
+    """The smallest value; +inf stands for none."""
+
+    smallest: torch.Tensor | float
+
+    def merge(self, other: Min) -> Min:
+        return Min(torch.minimum(torch.as_tensor(self.smallest), torch.as_tensor(other.smallest)))
+
+    def value(self) -> float | None:
+        smallest = _float(self.smallest)
+        return None if smallest == math.inf else smallest
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A function of sums, applied after every reduction of them."""
+
+    parts: tuple[Sum, ...]
+    function: Callable[..., float | None]
+
+    def merge(self, other: Derived) -> Derived:
+        merged = tuple(mine.merge(theirs) for mine, theirs in zip(self.parts, other.parts, strict=True))
+        return Derived(merged, self.function)
+
+    def value(self) -> float | None:
+        return self.function(*(part.value() for part in self.parts))
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts between fixed edges. `value()` is a percentile, interpolated within its bin."""
+
+    counts: torch.Tensor  # [edges + 1]: below the first edge, between edges, above the last
+    edges: torch.Tensor  # ascending
+    percentile: float
+
+    @staticmethod
+    def of(values: torch.Tensor, edges: torch.Tensor, percentile: float) -> Histogram:
+        bins = torch.bucketize(values, edges.to(values))
+        return Histogram(torch.bincount(bins, minlength=len(edges) + 1).double(), edges.double(), percentile)
+
+    def merge(self, other: Histogram) -> Histogram:
+        return Histogram(self.counts + other.counts, self.edges, self.percentile)
+
+    def value(self) -> float | None:
+        total = _float(self.counts.sum())
+        if not total:
+            return None
+        target = self.percentile / 100 * total
+        cumulative = self.counts.cumsum(0)
+        index = int(torch.searchsorted(cumulative, cumulative.new_tensor(target)))
+        # The outermost bins are open: their one known edge is all that can be said.
+        if index == 0:
+            return _float(self.edges[0])
+        if index >= len(self.edges):
+            return _float(self.edges[-1])
+        low, high = _float(self.edges[index - 1]), _float(self.edges[index])
+        before = _float(cumulative[index - 1])
+        return low + (high - low) * (target - before) / _float(self.counts[index])
+
+
+Metric = Sum | Mean | Max | Min | Derived | Histogram
+M = TypeVar("M", Sum, Mean, Max, Min, Derived, Histogram)
+
+
+def merge(first: Mapping[str, Metric], second: Mapping[str, Metric]) -> dict[str, Metric]:
+    """The union of two sets of metrics; what both have is reduced as its type says."""
+    merged = dict(first)
+    for name, metric in second.items():
+        merged[name] = merged[name].merge(metric) if name in merged else metric  # type: ignore[arg-type]
+    return merged
+
+
+def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The numbers to log; a metric that measured nothing is absent."""
+    read = {name: metric.value() for name, metric in metrics.items()}
+    return {name: value for name, value in read.items() if value is not None}

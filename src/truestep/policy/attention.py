@@ -1,0 +1,175 @@
+"""Causal attention over packed documents: no token sees another document, whatever lies beside it.
+
+Registered with transformers under `NAME`, so that the models' own code calls it. Two exact paths:
+
+- `varlen`: one fused kernel over all documents (GPU, half precision, no softcap);
+- `rows`: documents of like length become rows of a batch. A row shorter than its batch repeats the document's last
+  token; being causal, no real query sees a repeat, and no repeat's output is read.
+
+Dimensions: S tokens of the micro-batch, Q query heads, K key-value heads, E head size; R rows of X tokens in a bucket.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+NAME = "truestep_packed"
+_SCORES_BYTES = 256 * 2**20  # explicit score matrices that exist at a time
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Documents of like length, as rows of token positions."""
+
+    positions: torch.Tensor  # [R, X] index into S
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Where documents lie in a micro-batch, as attention wants it. Made once a micro-batch, used by every layer."""
+
+    segments: torch.Tensor  # [documents + 1] int32, on the model's device
+    longest: int
+    buckets: tuple[Bucket, ...]
+    restore: torch.Tensor  # [S] where each token lies in the concatenation of the buckets' rows
+
+
+def make_layout(segments: torch.Tensor, device: torch.device) -> PackedLayout:
+    """From cumulative lengths on the host."""
+    starts, ends = segments[:-1].tolist(), segments[1:].tolist()
+    documents = sorted(zip(starts, ends, strict=True), key=lambda span: (span[1] - span[0], span[0]))
+    buckets: list[Bucket] = []
+    restore = torch.empty(ends[-1] if ends else 0, dtype=torch.int64)
+    offset = 0
+    while documents:
+        shortest = documents[0][1] - documents[0][0]
+        # At most a quarter of a bucket is repeats, or little enough not to matter.
+        limit = max(shortest + shortest // 3, 16)
+        members = [span for span in documents if span[1] - span[0] <= limit]
+        documents = documents[len(members) :]
+        width = members[-1][1] - members[-1][0]
+        first = torch.tensor([start for start, _ in members])[:, None]
+        last = torch.tensor([end - 1 for _, end in members])[:, None]
+        positions = torch.minimum(first + torch.arange(width), last)
+        flat = torch.arange(offset, offset + positions.numel()).view_as(positions)
+        real = torch.arange(width) <= last - first
+        restore[positions[real]] = flat[real]
+        offset += positions.numel()
+        buckets.append(Bucket(positions.to(device)))
+    longest = max((end - start for start, end in zip(starts, ends, strict=True)), default=0)
+    return PackedLayout(segments.to(device), longest, tuple(buckets), restore.to(device))
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, Q, S, E]
+    key: torch.Tensor,  # [1, K, S, E]
+    value: torch.Tensor,  # [1, K, S, E]
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    packed_layout: PackedLayout | None = None,
+    **unused: object,
+) -> tuple[torch.Tensor, None]:  # [1, S, Q, E]
+    """The attention function that transformers calls."""
+    if packed_layout is None:
+        raise RuntimeError(f"{type(module).__name__} does not pass the packed layout on to its attention")
+    if dropout:
+        raise RuntimeError("attention dropout is 0 in training: a score is a function of the weights")
+    if not getattr(module, "is_causal", True):
+        raise RuntimeError(f"{type(module).__name__} is not causal")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if softcap is None and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
+        output = _varlen(q, k, v, packed_layout, scale, sliding_window)
+    else:
+        output = _rows(q, k, v, packed_layout, scale, sliding_window, softcap)
+    return output[None], None
+
+
+def _varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PackedLayout, scale: float, window: int | None
+) -> torch.Tensor:  # [S, Q, E], [S, K, E], [S, K, E] -> [S, Q, E]
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {}
+    known = inspect.signature(varlen_attn).parameters
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in known:
+            options["enable_gqa"] = True
+        else:
+            k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
+    if "window_size" in known:
+        # The window counts the token itself; torch counts those to its left.
+        options["window_size"] = (-1 if window is None or window >= layout.longest else window - 1, 0)
+    elif window is not None and window < layout.longest:
+        return _rows(q, k, v, layout, scale, window, None)
+    else:
+        options["is_causal"] = True
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    bounds = layout.segments
+    attend: Any = varlen_attn  # its options differ between torch versions
+    return attend(q, k, v, bounds, bounds, layout.longest, layout.longest, scale=scale, **options)
+
+
+def _rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: PackedLayout,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:  # [S, Q, E], [S, K, E], [S, K, E] -> [S, Q, E]
+    outputs = []
+    for bucket in layout.buckets:
+        rows, width = bucket.positions.shape
+        step = rows
+        if softcap is not None or (window is not None and window < width):
+            step = max(1, _SCORES_BYTES // (4 * q.shape[1] * width * width))
+        for start in range(0, rows, step):
+            positions = bucket.positions[start : start + step]
+            # [S, heads, E] -> [rows, heads, X, E]
+            query, key, value = (
+                tensor.index_select(0, positions.flatten()).view(*positions.shape, *tensor.shape[1:]).transpose(1, 2)
+                for tensor in (q, k, v)
+            )
+            attended = _dense(query, key, value, scale, window, softcap)
+            outputs.append(attended.transpose(1, 2).reshape(-1, *q.shape[1:]))
+    return torch.cat(outputs).index_select(0, layout.restore)
+
+
+def _dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, softcap: float | None
+) -> torch.Tensor:  # [R, Q, X, E], [R, K, X, E], [R, K, X, E] -> [R, Q, X, E]
+    width = q.shape[2]
+    if window is not None and window >= width:
+        window = None
+    mask = None
+    if window is not None or softcap is not None:
+        distance = torch.arange(width, device=q.device)[:, None] - torch.arange(width, device=q.device)
+        mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    if softcap is None:
+        grouped = q.shape[1] != k.shape[1]
+        return scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        )
+    assert mask is not None
+    groups = q.shape[1] // k.shape[1]
+    k, v = (tensor.repeat_interleave(groups, dim=1) for tensor in (k, v))
+    scores = (q @ k.transpose(-1, -2)) * scale
+    scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask, -torch.inf)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    return scores.softmax(-1, dtype=wide).to(q.dtype) @ v
+
+
+AttentionInterface.register(NAME, packed_attention)

@@ -1,0 +1,73 @@
+"""The policy: hidden states of packed documents, and the head's weight and settings.
+
+Dimensions: S tokens of the micro-batch, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from truestep.head.logits import HeadSettings
+from truestep.policy import attention
+from truestep.policy.weights import Weights
+from truestep.types import PackedBatch
+
+
+@dataclass(eq=False)
+class Policy:
+    model: Any  # a transformers causal LM; its own classes carry no useful types
+    path: Path  # the Hugging Face directory that it was read from
+    head: HeadSettings
+    weights: Weights
+    tokenizer: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.head_weight.device
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self.head_weight.shape[0]
+
+    @property
+    def head_weight(self) -> torch.nn.Parameter:  # [V, H]
+        return self.model.get_output_embeddings().weight
+
+    def hidden(self, batch: PackedBatch) -> torch.Tensor:  # [S, H]
+        """The last hidden state of every token of a packed micro-batch, with its graph."""
+        segments = batch.segments.cpu()
+        layout = attention.make_layout(segments, self.device)
+        tokens = int(segments[batch.num_documents])
+        # Whatever stands in the padding is replaced here: an id outside the vocabulary must not reach the embedding.
+        inside = torch.arange(len(batch.input_ids), device=self.device) < tokens
+        input_ids = torch.where(inside, batch.input_ids.to(self.device), 0)
+        position_ids = torch.where(inside, batch.position_ids.to(self.device), 0)
+        output = self.model.base_model(
+            input_ids=input_ids[None],
+            position_ids=position_ids[None],
+            attention_mask=None,
+            use_cache=False,
+            packed_layout=layout,
+        )
+        return output.last_hidden_state[0]
+
+    @contextmanager
+    def plain_attention(self) -> Iterator[None]:
+        """Transformers' own attention, which knows caches and batches of rows: for decoding and for the probe."""
+        # sdpa has no softcap.
+        capped = getattr(self.model.config, "attn_logit_softcapping", None) is not None
+        self.model.set_attn_implementation("eager" if capped else "sdpa")
+        # Recomputation, which forbids a cache, happens in training mode only.
+        training = self.model.training
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(attention.NAME)
+            self.model.train(training)

@@ -1,0 +1,1 @@
+"""Rollout records: reading them, checking them, and turning the rewards of a group into advantages."""

@@ -1,0 +1,226 @@
+"""Rollout files: which ones a pattern names, their records one by one, and all of them as documents in file order."""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from truestep.rollouts.advantages import assign_advantages
+from truestep.rollouts.record import FIELDS, BadRecord, Needs, parse_record, readable_text
+from truestep.rollouts.values import describe
+from truestep.types import Rejected, Rollout
+
+SUFFIXES = (".jsonl", ".parquet")
+ROWS_AT_A_TIME = 128  # of a Parquet file, as Arrow arrays; one row at a time becomes Python's lists
+
+
+class DataError(Exception):
+    """The files as a whole cannot be used, or one record is bad and the run was told to stop."""
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """All documents of the files, in file order and then line order."""
+
+    rollouts: tuple[Rollout, ...]
+    rejected: tuple[Rejected, ...]
+
+
+def expand_paths(path: str | list[str]) -> list[Path]:
+    """The files that the patterns name: sorted within each pattern, in the order of the patterns, each file once."""
+    patterns = [path] if isinstance(path, str) else list(path)
+    if not patterns:
+        raise DataError("no data files: data.path is an empty list")
+    found: dict[Path, Path] = {}  # by resolved path: `a.jsonl` and `./a.jsonl` are one file
+    for pattern in patterns:
+        for file in _matches(pattern):
+            found.setdefault(file.resolve(), file)
+    return list(found.values())
+
+
+def _matches(pattern: str) -> list[Path]:
+    expanded = Path(pattern).expanduser()
+    # A file whose own name has a bracket in it is that file, not a pattern.
+    names = [str(expanded)] if expanded.exists() else sorted(glob.glob(str(expanded), recursive=True))
+    files = [Path(name) for name in names]
+    if not files:
+        raise DataError(f"no file matches {pattern!r}")
+    for file in files:
+        if file.is_dir():
+            raise DataError(f"{file} is a directory: name its files, as in '{file}/*.jsonl'")
+        if file.suffix.lower() not in SUFFIXES:
+            raise DataError(f"{file} has an unknown suffix: expected {' or '.join(SUFFIXES)}")
+    return files
+
+
+def read_records(paths: Iterable[Path]) -> Iterator[tuple[Path, int, Any]]:
+    """(file, line or row from 1, the record or a `BadRecord`), streaming. A file that cannot be read: `DataError`."""
+    for path in paths:
+        read = _read_parquet if path.suffix.lower() == ".parquet" else _read_jsonl
+        try:
+            for line, record in read(path):
+                yield path, line, record
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def load_documents(
+    paths: Sequence[Path],
+    *,
+    vocabulary_size: int | None,
+    default_temperature: float,
+    max_tokens: int | None,
+    needs: Needs,
+    advantage_rule: str,
+    group_size: int | None,
+    on_bad_record: str,
+) -> Documents:
+    """Read, check and score every record. `on_bad_record`: `reject` keeps going, `stop` raises `DataError`.
+
+    Of records with the same id the first valid one stays. Without `needs.advantages` rewards are kept for logging
+    and no advantage is made of them. `advantage_rule` is that of `needs`.
+    """
+    if advantage_rule != needs.advantage_rule:
+        raise ValueError(f"advantage_rule is {advantage_rule} but needs.advantage_rule is {needs.advantage_rule}")
+    if on_bad_record not in ("reject", "stop"):
+        raise ValueError(f"on_bad_record is {on_bad_record!r}: expected reject or stop")
+    names = short_names(paths)
+    first_places: dict[str, str] = {}
+    items: list[Rollout | Rejected] = []
+    for file, line, record in read_records(paths):
+        where = f"{names[file]}:{line}"
+        try:
+            rollout = parse_record(
+                _readable(record),
+                where=where,
+                vocabulary_size=vocabulary_size,
+                default_temperature=default_temperature,
+                max_tokens=max_tokens,
+                needs=needs,
+            )
+            _check_new(rollout, first_places, f"{file}:{line}")
+            items.append(rollout)
+        except BadRecord as error:
+            if on_bad_record == "stop":
+                raise DataError(f"{file}:{line}: {error.reason}") from None
+            items.append(Rejected(str(file), line, error.reason, error.id, error.group_id))
+    rule = advantage_rule if needs.advantages else "none"
+    rejected = tuple(item for item in items if isinstance(item, Rejected))
+    return Documents(tuple(assign_advantages(items, rule=rule, group_size=group_size)), rejected)
+
+
+def _readable(record: Any) -> Any:
+    if isinstance(record, BadRecord):
+        raise record
+    return record
+
+
+def _check_new(rollout: Rollout, first_places: dict[str, str], place: str) -> None:
+    if (first := first_places.setdefault(rollout.id, place)) != place:
+        reason = f"id is {describe(rollout.id)}: repeated, first at {first}"
+        raise BadRecord(reason, id=rollout.id, group_id=rollout.group_id)
+
+
+def short_names(paths: Sequence[Path]) -> dict[Path, str]:
+    """Each file's name, with as many of its directories as it takes to tell it from the files before it.
+
+    Default ids are made of these: `step1/rollouts.jsonl` and `step2/rollouts.jsonl` must not repeat each other's. Only
+    files before it count, so that a resumed run finds the ids it knew after new files were added at the end.
+    """
+    names: dict[Path, str] = {}
+    taken: set[str] = set()
+    for path in dict.fromkeys(paths):
+        parts = path.absolute().parts
+        tails = ("/".join(parts[-depth:]) for depth in range(1, len(parts) + 1))
+        names[path] = next((tail for tail in tails if tail not in taken), str(path))
+        taken.add(names[path])
+    return names
+
+
+# ---- JSONL
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")  # a byte order mark, as some editors write
+            if line.strip():
+                yield number, _parse_json(line)
+
+
+def _parse_json(line: bytes) -> Any:
+    """The line's value, or a `BadRecord`. A key given twice has no one meaning: which value would be trained on?"""
+    repeated: list[str] = []
+
+    def to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        record = dict(pairs)
+        if len(record) < len(pairs):
+            seen: set[str] = set()
+            repeated.extend(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        return record
+
+    try:
+        record = json.loads(line.rstrip(b"\r\n").decode(), object_pairs_hook=to_dict)
+    except UnicodeDecodeError as error:
+        return BadRecord(f"not valid UTF-8: byte {error.start + 1} of the line")
+    except json.JSONDecodeError as error:
+        return BadRecord(f"not valid JSON: {error.msg} (column {error.colno})")
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or brackets without end
+        return BadRecord(f"not readable JSON: {describe(str(error))}")
+    if not repeated:
+        return record
+    trusted = {key: value for key, value in record.items() if key not in repeated} if isinstance(record, dict) else {}
+    return _bad_row(f"the key {describe(repeated[0])} is given twice", trusted)
+
+
+# ---- Parquet
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    with pq.ParquetFile(path, pre_buffer=False) as file:
+        columns = [name for name in file.schema_arrow.names if name in FIELDS]
+        repeated = next((name for name in columns if columns.count(name) > 1), None)
+        if repeated is not None or not columns:
+            # Nothing is worth reading: each row is rejected, as each line of the same JSONL would be.
+            row: Any = BadRecord(f"the column {repeated!r} is given twice") if repeated is not None else {}
+            yield from ((number, row) for number in range(1, file.metadata.num_rows + 1))
+            return
+        number = 0
+        for batch in file.iter_batches(batch_size=ROWS_AT_A_TIME, columns=columns):
+            for index in range(batch.num_rows):
+                number += 1
+                yield number, _parse_row(batch, index)
+
+
+def _parse_row(batch: pa.RecordBatch, index: int) -> Any:
+    row: dict[str, Any] = {}
+    unreadable: str | None = None
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            row[name] = _to_python(column[index])
+        except Exception as error:  # text that is no UTF-8, a date out of range, a map with a key twice
+            unreadable = f"{name} cannot be read: {describe(str(error))}"
+    return row if unreadable is None else _bad_row(unreadable, row)
+
+
+def _to_python(scalar: Any) -> Any:
+    elements: Any = getattr(scalar, "values", None)
+    if isinstance(elements, pa.Array) and elements.null_count == 0 and _is_number(elements.type):
+        return elements.to_numpy(zero_copy_only=False).tolist()  # as to_pylist, and many times faster
+    return scalar.as_py(maps_as_pydicts="strict")
+
+
+def _is_number(kind: Any) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+
+
+def _bad_row(reason: str, trusted: dict[str, Any]) -> BadRecord:
+    return BadRecord(reason, id=readable_text(trusted, "id"), group_id=readable_text(trusted, "group_id"))

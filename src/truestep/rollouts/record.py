@@ -1,0 +1,239 @@
+"""One record, as JSON or Parquet gave it, becomes one `Rollout`, or a `BadRecord` that says what is wrong with it.
+
+Nothing of a record is trusted. Each check has one message that names the field, the index and the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from truestep.rollouts import values
+from truestep.rollouts.values import BadRecord, Check, checked, checked_array, describe, plain
+from truestep.types import Rollout
+
+__all__ = ["FIELDS", "BadRecord", "Needs", "parse_record", "readable_text"]
+
+FIELDS = (
+    "input_ids",
+    "loss_mask",
+    "prompt_length",
+    "logprobs",
+    "advantage",
+    "reward",
+    "group_id",
+    "temperature",
+    "model_version",
+    "id",
+    "metadata",
+)
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What this run's loss needs of a document that has labels."""
+
+    logprobs: bool
+    advantages: bool
+    advantage_rule: str  # group_mean, group_normalized, leave_one_out, or none: records carry `advantage`
+
+
+def parse_record(
+    raw: Any,
+    *,
+    where: str,
+    vocabulary_size: int | None,
+    default_temperature: float,
+    max_tokens: int | None,
+    needs: Needs,
+) -> Rollout:
+    """Check one record. Raises `BadRecord` and nothing else, whatever `raw` is.
+
+    `where` ("file.jsonl:12") is the id of a record without one. A null field is an absent field. Fields that are not
+    in `FIELDS` are ignored and carried nowhere. With both `loss_mask` and `prompt_length`, the two must name exactly
+    the same labels. Off the mask, values of `logprobs`, `advantage` and `model_version` are not looked at.
+
+    What the loss needs is never None in the result, save for advantages that are still to come from the rewards of
+    the group. A document without labels needs nothing: where such a record lacks a needed field, it gets zeros.
+    """
+    record = plain(raw, "the record")
+    if not isinstance(record, Mapping):
+        raise BadRecord(f"the record is {describe(record)}: expected an object with the fields of a rollout")
+    try:
+        identifier = _text(record, "id")
+        input_ids = _input_ids(record, vocabulary_size, max_tokens)
+        loss_mask = _labels(record, len(input_ids))
+        reward = _single(record, "reward", values.reward)
+        temperature = _single(record, "temperature", values.temperature)
+        group_id = _text(record, "group_id")
+        return Rollout(
+            id=where if identifier is None else identifier,
+            input_ids=input_ids,
+            loss_mask=loss_mask,
+            logprobs=_logprobs(record, loss_mask, needs),
+            advantages=_advantages(record, loss_mask, reward is not None, group_id is not None, needs),
+            reward=reward,
+            group_id=group_id,
+            temperature=float(default_temperature) if temperature is None else temperature,
+            model_version=_on_labels(record, "model_version", values.version, loss_mask),
+            metadata=_metadata(record),
+        )
+    except BadRecord as error:
+        identity = {"id": readable_text(record, "id"), "group_id": readable_text(record, "group_id")}
+        raise BadRecord(error.reason, **identity) from None
+
+
+def readable_text(record: Record, field: str) -> str | None:
+    """The text field of a record that may be broken elsewhere, or None."""
+    try:
+        return _text(record, field)
+    except BadRecord:
+        return None
+
+
+# ---- fields
+
+
+def _input_ids(record: Record, vocabulary_size: int | None, max_tokens: int | None) -> np.ndarray:
+    tokens = _list(record, "input_ids")
+    if tokens is None:
+        raise BadRecord("input_ids is missing")
+    if not tokens:
+        raise BadRecord("input_ids is empty: a document has at least one token")
+    if max_tokens is not None and len(tokens) > max_tokens:
+        raise BadRecord(f"input_ids has {len(tokens)} tokens: a micro-batch holds at most {max_tokens}")
+    return checked_array(values.token_id(vocabulary_size), tokens, "input_ids")
+
+
+def _labels(record: Record, num_tokens: int) -> np.ndarray:
+    """The mask, from whichever of the two fields is there."""
+    from_mask = _loss_mask(record, num_tokens)
+    from_prompt = _prompt_mask(record, num_tokens)
+    if from_mask is not None and from_prompt is not None and (from_mask != from_prompt).any():
+        index = int((from_mask != from_prompt).argmax())
+        raise BadRecord(
+            f"loss_mask[{index}] is {int(from_mask[index])} and prompt_length makes it {int(from_prompt[index])}: "
+            "the two disagree, give one of them"
+        )
+    loss_mask = from_prompt if from_mask is None else from_mask
+    if loss_mask is None:
+        raise BadRecord("loss_mask and prompt_length are missing: one of them says which tokens are labels")
+    return loss_mask
+
+
+def _loss_mask(record: Record, num_tokens: int) -> np.ndarray | None:
+    mask = _list(record, "loss_mask")
+    if mask is None:
+        return None
+    if len(mask) != num_tokens:
+        raise BadRecord(f"loss_mask has {len(mask)} values: expected {num_tokens}, one for each of input_ids")
+    loss_mask = checked_array(values.zero_or_one, mask, "loss_mask")
+    if loss_mask[0]:
+        raise BadRecord("loss_mask[0] is 1: nothing predicts the first token, so it cannot be a label")
+    return loss_mask
+
+
+def _prompt_mask(record: Record, num_tokens: int) -> np.ndarray | None:
+    prompt_length = _single(record, "prompt_length", values.integer)
+    if prompt_length is None:
+        return None
+    if prompt_length == 0:
+        raise BadRecord("prompt_length is 0: nothing predicts the first token, so it cannot be a label")
+    if not 1 <= prompt_length <= num_tokens:
+        raise BadRecord(f"prompt_length is {prompt_length}: expected 1 to {num_tokens}, the length of input_ids")
+    from_prompt: np.ndarray = np.arange(num_tokens) >= prompt_length
+    return from_prompt
+
+
+def _logprobs(record: Record, loss_mask: np.ndarray, needs: Needs) -> np.ndarray | None:
+    _list(record, "logprobs")  # one number for all labels is no log-probability of any
+    logprobs = _on_labels(record, "logprobs", values.logprob, loss_mask)
+    if logprobs is not None or not needs.logprobs:
+        return logprobs
+    if loss_mask.any():
+        raise BadRecord("logprobs is missing: this run's loss needs the sampler's log-probabilities")
+    return np.zeros(len(loss_mask), dtype=np.float32)
+
+
+def _advantages(
+    record: Record, loss_mask: np.ndarray, has_reward: bool, has_group: bool, needs: Needs
+) -> np.ndarray | None:
+    """None where the record gives none: not needed, or to come from the rewards of its group."""
+    advantages = _on_labels(record, "advantage", values.advantage, loss_mask)
+    from_group = needs.advantage_rule != "none" and has_reward and has_group
+    if advantages is not None or from_group or not needs.advantages:
+        return advantages
+    if not loss_mask.any():
+        return np.zeros(len(loss_mask), dtype=np.float32)
+    if needs.advantage_rule == "none":
+        raise BadRecord("advantage is missing: with data.advantages: none each record carries its own")
+    if not has_reward:
+        raise BadRecord("advantage and reward are missing: this run's loss needs one of them")
+    raise BadRecord("group_id is missing: advantages come from the rewards of the record's group")
+
+
+def _metadata(record: Record) -> dict[str, Any]:
+    metadata = plain(record.get("metadata"), "metadata")
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, Mapping):
+        raise BadRecord(f"metadata is {describe(metadata)}: expected an object")
+    return dict(metadata)
+
+
+# ---- kinds of field
+
+
+def _text(record: Record, field: str) -> str | None:
+    text = plain(record.get(field), field)
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise BadRecord(f"{field} is {describe(text)}: expected text")
+    if not text:
+        raise BadRecord(f"{field} is empty text")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair: no output file could hold it
+        raise BadRecord(f"{field} is {describe(text)}: not valid Unicode") from None
+    return text
+
+
+def _single(record: Record, field: str, one: Any) -> Any:
+    value = plain(record.get(field), field)
+    return None if value is None else checked(one, value, field)
+
+
+def _list(record: Record, field: str) -> Sequence[Any] | None:
+    value = plain(record.get(field), field)
+    if value is None or isinstance(value, list | tuple):
+        return value
+    raise BadRecord(f"{field} is {describe(value)}: expected a list")
+
+
+def _on_labels(record: Record, field: str, check: Check, loss_mask: np.ndarray) -> np.ndarray | None:
+    """One value for all labels, or a list: one a token or one a label. 0 off the mask, whatever stood there."""
+    given = plain(record.get(field), field)
+    if given is None:
+        return None
+    spread = np.zeros(len(loss_mask), dtype=check.stored)
+    labels = np.flatnonzero(loss_mask)
+    if not isinstance(given, list | tuple):
+        spread[labels] = checked(check.one, given, field)
+        return spread
+    # Never ambiguous: position 0 is no label, so there are always fewer labels than tokens.
+    if len(given) == len(loss_mask):
+        indices = labels.tolist()
+        spread[labels] = checked_array(check, [given[index] for index in indices], field, indices, " on a label")
+    elif len(given) == len(labels):
+        spread[labels] = checked_array(check, given, field, place=" on a label")
+    else:
+        raise BadRecord(
+            f"{field} has {len(given)} values: expected {len(loss_mask)} (one a token) or {len(labels)} (one a label)"
+        )
+    return spread

@@ -1,0 +1,97 @@
+"""Where documents come from: an ordered stream with a position that a checkpoint can hold."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from truestep.errors import TruestepError
+from truestep.types import Rejected, Rollout
+
+
+class SourceError(TruestepError):
+    """Documents are not there, or are not those that a checkpoint was made with."""
+
+
+class Source(Protocol):
+    """All that a step and a checkpoint need of any source."""
+
+    finite: bool  # whether fewer documents than asked for mean the end of the data
+
+    def peek(self, count: int) -> Sequence[Rollout]:
+        """The next `count` documents without taking them; fewer only at the end of the data."""
+        ...
+
+    def take(self, count: int, documents_seen: int) -> Sequence[Rollout]:
+        """Take them: they are never given again. `documents_seen` by the policy up to now is the version of documents
+        that are made for this call."""
+        ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+    def drain_rejected(self) -> list[Rejected]:
+        """Records refused since the last call."""
+        ...
+
+
+@dataclass
+class FileSource:
+    """Documents of files, in file order or a seeded shuffle of it, `epochs` times over."""
+
+    documents: tuple[Rollout, ...]
+    rejected: tuple[Rejected, ...] = ()
+    epochs: int = 1
+    shuffle_seed: int | None = None  # None: file order
+    finite: bool = True
+    _position: int = 0  # over all epochs
+    _orders: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if epoch not in self._orders:
+            order = np.arange(len(self.documents))
+            if self.shuffle_seed is not None:
+                order = np.random.default_rng([self.shuffle_seed, epoch]).permutation(len(self.documents))
+            self._orders = {kept: self._orders[kept] for kept in self._orders if kept >= epoch - 1} | {epoch: order}
+        return self._orders[epoch]
+
+    def _at(self, position: int) -> Rollout:
+        epoch, index = divmod(position, len(self.documents))
+        return self.documents[self._order(epoch)[index]]
+
+    def peek(self, count: int) -> list[Rollout]:
+        end = min(self._position + count, self.epochs * len(self.documents))
+        return [self._at(position) for position in range(self._position, end)]
+
+    def take(self, count: int, documents_seen: int) -> list[Rollout]:
+        taken = self.peek(count)
+        self._position += len(taken)
+        return taken
+
+    def _fingerprint(self, position: int) -> str:
+        """Of the documents that came before: a file may grow behind what was trained on, never before it."""
+        seen = len(self.documents) if position >= len(self.documents) or self.shuffle_seed is not None else position
+        digest = hashlib.sha256()
+        for document in self.documents[:seen]:
+            digest.update(f"{document.id}\n{document.num_tokens}\n{document.num_labels}\n".encode())
+        return digest.hexdigest()
+
+    def state(self) -> dict[str, Any]:
+        return {"position": self._position, "fingerprint": self._fingerprint(self._position)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if self._fingerprint(state["position"]) != state["fingerprint"]:
+            raise SourceError(
+                "data.path: the documents that this run was trained on are no longer those in the files; give it the "
+                "same files (they may have grown at the end, unless shuffled), or another checkpoint.directory"
+            )
+        self._position = state["position"]
+
+    def drain_rejected(self) -> list[Rejected]:
+        rejected, self.rejected = list(self.rejected), ()
+        return rejected

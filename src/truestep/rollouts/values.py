@@ -1,0 +1,185 @@
+"""Untrusted values of a record, checked: numbers, lists of numbers, text. Used by `record.py` alone.
+
+A `Check` is written twice: once for a single value, which also words what is wrong, and once for a whole array, which
+only says yes or no. Long lists take the second way, and the first is asked where it says no.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+# An advantage is a difference of two rewards and is kept in float32, whose largest value is 3.4e38.
+LARGEST_REWARD = 1e38
+SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)  # below it float32 loses precision, and then it is 0
+LARGEST_INT64 = 2**63 - 1
+
+
+class BadRecord(Exception):  # noqa: N818 - the record is bad, the program is not
+    """A record that cannot be trained on. `id` and `group_id` are there where they could be read all the same."""
+
+    def __init__(self, reason: str, *, id: str | None = None, group_id: str | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.id = id
+        self.group_id = group_id
+
+
+class UnfitError(Exception):
+    """A value that fails a check. The argument says what was expected; whoever asked knows the field's name."""
+
+
+def plain(value: Any, field: str) -> Any:
+    """numpy and pyarrow values (and tensors) as Python's own; anything else as it is."""
+    for method in ("as_py", "to_pylist", "tolist"):
+        convert = getattr(value, method, None)
+        if callable(convert):
+            try:
+                return convert()
+            except Exception as error:  # whatever a foreign object raises, it is this record that is bad
+                raise BadRecord(f"{field} cannot be read: {describe(str(error))}") from None
+    return value
+
+
+def describe(value: Any) -> str:
+    """A value as a message shows it: short, on one line, and never failing (Python prints no int of 5000 digits)."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        bits = int.bit_length(value)
+        return int.__repr__(value) if bits <= 64 else f"an integer of {bits} bits"
+    if isinstance(value, float):
+        return float.__repr__(value)
+    if isinstance(value, str):
+        return ascii(str(value)) if len(value) <= 40 else f"{str(value[:40])!a}..."
+    if isinstance(value, list | tuple):
+        return "a list"
+    return "an object" if isinstance(value, Mapping) else f"of type {type(value).__name__}"
+
+
+# ---- single values
+
+
+def integer(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UnfitError("expected an integer")
+    if not -LARGEST_INT64 <= value <= LARGEST_INT64:
+        raise UnfitError("beyond 64 bits")
+    return int(value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UnfitError("expected a number")
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of more than 308 digits
+        number = math.inf
+    if not math.isfinite(number):
+        raise UnfitError("expected a finite number")
+    if abs(number) > LARGEST_FLOAT32:
+        raise UnfitError("not finite in float32")
+    return number
+
+
+def _logprob(value: Any) -> float:
+    logprob = _number(value)
+    if logprob > 0:
+        raise UnfitError("a log-probability is at most 0")
+    return logprob
+
+
+def _zero_or_one(value: Any) -> bool:
+    if not isinstance(value, int) or value not in (0, 1):
+        raise UnfitError("expected 0 or 1")
+    return bool(value)
+
+
+def _count(value: Any) -> int:
+    count = integer(value)
+    if count < 0:
+        raise UnfitError("expected at least 0")
+    return count
+
+
+def reward(value: Any) -> float:
+    number = _number(value)
+    if abs(number) > LARGEST_REWARD:
+        raise UnfitError(f"at most {LARGEST_REWARD:g} in size, for advantages in float32")
+    return number
+
+
+def temperature(value: Any) -> float:
+    number = _number(value)
+    if number <= 0:
+        raise UnfitError("a temperature is above 0")
+    if number < SMALLEST_TEMPERATURE:
+        raise UnfitError("too small for float32, and the logits are divided by it")
+    return number
+
+
+# ---- single values or whole lists of them
+
+
+@dataclass(frozen=True)
+class Check:
+    one: Callable[[Any], Any]
+    types: frozenset[type]  # Python's types that the array below holds exactly
+    wide: type[np.generic]  # the array's dtype
+    all: Callable[[np.ndarray], np.ndarray]  # true where `one` accepts; may say no too often, never yes
+    stored: type[np.generic]
+
+
+INTEGER = frozenset({int})
+NUMBER = frozenset({int, float})
+
+zero_or_one = Check(_zero_or_one, frozenset({int, bool}), np.int64, lambda a: (a == 0) | (a == 1), np.bool_)
+logprob = Check(_logprob, NUMBER, np.float64, lambda a: (a <= 0) & (a >= -LARGEST_FLOAT32), np.float32)
+advantage = Check(_number, NUMBER, np.float64, lambda a: np.abs(a) <= LARGEST_FLOAT32, np.float32)
+version = Check(_count, INTEGER, np.int64, lambda a: a >= 0, np.int64)
+
+
+def token_id(vocabulary_size: int | None) -> Check:
+    largest = LARGEST_INT64 if vocabulary_size is None else vocabulary_size - 1
+
+    def one(value: Any) -> int:
+        token = integer(value)
+        if token < 0:
+            raise UnfitError("a token id is at least 0")
+        if token > largest:
+            raise UnfitError(f"outside the vocabulary of {vocabulary_size} tokens")
+        return token
+
+    return Check(one, INTEGER, np.int64, lambda a: (a >= 0) & (a <= largest), np.int64)
+
+
+def checked(one: Callable[[Any], Any], value: Any, name: str, place: str = "") -> Any:
+    """A single value. `name` is the field, with the index where there is one; `place` is said after the value."""
+    value = plain(value, name)
+    try:
+        return one(value)
+    except UnfitError as expected:
+        raise BadRecord(f"{name} is {describe(value)}{place}: {expected}") from None
+
+
+def checked_array(
+    check: Check, values: Sequence[Any], field: str, indices: Sequence[int] | None = None, place: str = ""
+) -> np.ndarray:
+    """All the values as one array. `indices` says where each stood in the record's list."""
+    if set(map(type, values)) <= check.types:
+        try:
+            array = np.array(values, dtype=check.wide)
+        except OverflowError:  # an integer too large for the array: the slow way says which
+            array = None
+        if array is not None and check.all(array).all():
+            return array.astype(check.stored)
+    places = range(len(values)) if indices is None else indices
+    found = [checked(check.one, value, f"{field}[{index}]", place) for index, value in zip(places, values, strict=True)]
+    return np.array(found, dtype=check.stored)

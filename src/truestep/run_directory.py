@@ -1,0 +1,63 @@
+"""The files of a run: metrics, ledger, evaluations, rejected records, configuration, checkpoints.
+
+Lines are appended as steps are made. A restart rolls every file back to the checkpoint that it starts from, so that no
+step stands in them twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from truestep.files import append_json_line, read_json_lines, write_json_lines
+from truestep.rollouts.rejects import write_rejected
+from truestep.types import Rejected, StepPlan
+
+
+class RunDirectory:
+    def __init__(self, path: Path):
+        self.path = path
+        self.ledger = path / "ledger.jsonl"
+        self.metrics = path / "metrics.jsonl"
+        self.evaluations = path / "evaluation.jsonl"
+        self.rejected = path / "rejected.jsonl"
+        self.config = path / "config.yaml"
+        self.checkpoints = path / "checkpoints"
+
+    def roll_back(self, step: int, rejected_lines: int) -> None:
+        """To the end of `step`; 0 is a run's beginning."""
+        for file in (self.ledger, self.metrics, self.evaluations):
+            if file.is_file():
+                # A run that starts over evaluates its first weights anew.
+                lines = read_json_lines(file)
+                kept = [line for line in lines if line["step"] <= step and (step or line["step"])]
+                write_json_lines(file, kept)
+        if self.rejected.is_file():
+            write_json_lines(self.rejected, read_json_lines(self.rejected)[:rejected_lines])
+
+    def record_step(self, step: int, plan: StepPlan) -> None:
+        append_json_line(
+            self.ledger,
+            {
+                "step": step,
+                "documents": [document.id for document in plan.documents],
+                "num_documents": plan.totals.num_documents,
+                "num_labels": plan.totals.num_labels,
+                "documents_seen": plan.documents_seen + plan.totals.num_documents,
+            },
+        )
+
+    def record_evaluation(self, line: dict[str, Any]) -> None:
+        append_json_line(self.evaluations, line)
+
+    def last_evaluated(self) -> int | None:
+        lines = read_json_lines(self.evaluations)
+        return lines[-1]["step"] if lines else None
+
+    def record_rejected(self, rejected: Sequence[Rejected]) -> None:
+        if rejected:
+            write_rejected(self.path, rejected, append=True)
+
+    def rejected_lines(self) -> int:
+        return len(read_json_lines(self.rejected))

@@ -1,0 +1,136 @@
+"""Rollouts from the policy itself: a source whose documents are made when a step asks for them, never stale."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from truestep.environments.prompts import Prompt
+from truestep.environments.rewards import Reward, RewardError, rate
+from truestep.policy.policy import Policy
+from truestep.rollouts.advantages import group_advantages
+from truestep.sampler.decode import Completion, DecodeOptions, Request, decode
+from truestep.types import Rejected, Rollout
+
+_PROMPT_ORDER, _DRAWS = 0, 1  # the streams of randomness that the run's seed is split into
+
+
+@dataclass
+class InProcessSource:
+    """Prompts in a seeded order, anew each time all were used; `group_size` completions of each."""
+
+    policy: Policy
+    prompts: Sequence[Prompt]
+    reward: Reward
+    options: DecodeOptions
+    group_size: int
+    advantage_rule: str
+    seed: int
+    max_tokens: int
+    finite: bool = False
+    _groups: int = 0  # taken so far
+    _rejected: list[Rejected] = field(default_factory=list)
+
+    def peek(self, count: int) -> Sequence[Rollout]:
+        raise NotImplementedError("documents that are sampled for a step cannot be looked at before it")
+
+    def take(self, count: int, documents_seen: int) -> list[Rollout]:
+        """`count` documents, less those that were rejected."""
+        if count % self.group_size:
+            raise ValueError(f"{count} documents are no whole number of groups of {self.group_size}")
+        groups = range(self._groups, self._groups + count // self.group_size)
+        prompts = [self._prompt(group) for group in groups]
+        completions = decode(self.policy, self._requests(groups, prompts), self.options)
+        rollouts: list[Rollout] = []
+        for position, (group, prompt) in enumerate(zip(groups, prompts, strict=True)):
+            members = completions[position * self.group_size : (position + 1) * self.group_size]
+            rollouts += self._group(group, prompt, members, documents_seen)
+        self._groups += len(groups)
+        return rollouts
+
+    def _prompt(self, group: int) -> Prompt:
+        epoch, index = divmod(group, len(self.prompts))
+        order = np.random.default_rng([self.seed, _PROMPT_ORDER, epoch]).permutation(len(self.prompts))
+        return self.prompts[order[index]]
+
+    def _requests(self, groups: range, prompts: Sequence[Prompt]) -> list[Request]:
+        return [
+            Request(prompt.input_ids, (self.seed, _DRAWS, group, member))
+            for group, prompt in zip(groups, prompts, strict=True)
+            for member in range(self.group_size)
+        ]
+
+    def _group(self, group: int, prompt: Prompt, completions: Sequence[Completion], version: int) -> list[Rollout]:
+        """The group's rollouts that could be rated, their advantages over one shared baseline."""
+        rated = []
+        for member, completion in enumerate(completions):
+            name = f"{group}-{member}"
+            try:
+                rated.append((name, completion, self._rate(prompt, completion)))
+            except RewardError as error:
+                self._rejected.append(Rejected(prompt.id, member + 1, str(error), name, str(group)))
+        advantages = group_advantages(np.array([reward for _, _, reward in rated]), self.advantage_rule)
+        return [
+            dataclasses.replace(
+                self._rollout(name, prompt, completion, version),
+                advantages=np.full(len(prompt.input_ids) + len(completion.token_ids), advantage, dtype=np.float32),
+                reward=reward,
+                group_id=str(group),
+            )
+            for (name, completion, reward), advantage in zip(rated, advantages, strict=True)
+        ]
+
+    def _rate(self, prompt: Prompt, completion: Completion) -> float:
+        tokens = len(prompt.input_ids) + len(completion.token_ids)
+        if tokens > self.max_tokens:
+            raise RewardError(f"{tokens} tokens are more than data.tokens_per_microbatch: {self.max_tokens}")
+        return rate(self.reward, prompt, completion_text(self.policy, completion))
+
+    def _rollout(self, name: str, prompt: Prompt, completion: Completion, version: int) -> Rollout:
+        ids = np.array([*prompt.input_ids, *completion.token_ids], dtype=np.int64)
+        mask = np.arange(len(ids)) >= len(prompt.input_ids)
+        logprobs = np.zeros(len(ids), dtype=np.float32)
+        logprobs[mask] = completion.logprobs
+        return Rollout(
+            id=name,
+            input_ids=ids,
+            loss_mask=mask,
+            logprobs=logprobs,
+            temperature=self.options.temperature,
+            model_version=np.full(len(ids), version, dtype=np.int64),
+            metadata={"prompt_id": prompt.id, "stopped": completion.stopped},
+        )
+
+    def state(self) -> dict[str, Any]:
+        return {"groups": self._groups}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._groups = state["groups"]
+
+    def drain_rejected(self) -> list[Rejected]:
+        rejected, self._rejected = self._rejected, []
+        return rejected
+
+
+def completion_text(policy: Policy, completion: Completion) -> str:
+    """What a reward reads: special tokens, the end of text among them, left out."""
+    return policy.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+
+
+def stop_ids(policy: Policy) -> frozenset[int]:
+    """Every token that ends a text, as the model's own generation settings and its tokenizer say."""
+    generation = getattr(policy.model, "generation_config", None)
+    named = [
+        getattr(generation, "eos_token_id", None),
+        policy.model.config.eos_token_id,
+        getattr(policy.tokenizer, "eos_token_id", None),
+    ]
+    return frozenset(token for value in named if value is not None for token in _as_list(value))
+
+
+def _as_list(value: int | list[int]) -> list[int]:
+    return value if isinstance(value, list) else [value]

@@ -1,0 +1,69 @@
+"""AdamW over the float32 weights, with decay on matrices only, and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from truestep.policy.weights import Weights
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """A function of the step alone, so that a resumed run needs no state for it."""
+
+    peak: float
+    schedule: str
+    warmup_steps: int
+    minimum: float
+    steps: int | None
+
+    def at(self, step: int) -> float:
+        """Of the update number `step`, from 1."""
+        if step <= self.warmup_steps:
+            return self.peak * step / self.warmup_steps
+        if self.schedule == "constant" or self.steps is None:
+            return self.peak
+        # 0 at the end of warm-up, 1 at the last step.
+        progress = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
+        remaining = 1 - progress if self.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return self.minimum + (self.peak - self.minimum) * remaining
+
+
+def make_adamw(
+    weights: Weights, *, betas: tuple[float, float], epsilon: float, weight_decay: float
+) -> torch.optim.AdamW:
+    """Norms and biases are vectors and are never decayed."""
+    matrices = [parameter for parameter in weights.master.values() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in weights.master.values() if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0, betas=betas, eps=epsilon)
+
+
+def update(optimizer: torch.optim.Optimizer, weights: Weights, learning_rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.step()
+    weights.publish()
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, torch.Tensor]:
+    """The optimizer's state by weight name, for a checkpoint."""
+    return {
+        f"{name}.{kind}": value.detach()
+        for name, master in weights.master.items()
+        for kind, value in optimizer.state.get(master, {}).items()
+    }
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, weights: Weights, tensors: dict[str, torch.Tensor]) -> None:
+    for name, master in weights.master.items():
+        kinds = ("exp_avg", "exp_avg_sq", "step")
+        state = {kind: tensors[f"{name}.{kind}"] for kind in kinds if f"{name}.{kind}" in tensors}
+        # `step` stays a scalar on the host, where AdamW keeps it.
+        optimizer.state[master] = {
+            kind: value.clone() if kind == "step" else value.to(master.device, copy=True)
+            for kind, value in state.items()
+        }

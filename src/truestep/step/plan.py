@@ -1,0 +1,76 @@
+"""Which documents make each step. Decided on the host from the documents' order alone.
+
+exact    the next `docs_per_step` documents, then packed: the set depends on no budget
+packed   the next micro-batches, packed in order, until a rule says stop: their set depends on the budget
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from truestep.rollouts.packing import first_fit_decreasing, split_to_multiple
+from truestep.types import Rollout, StepPlan, StepTotals
+
+
+@dataclass(frozen=True)
+class StepRule:
+    """The options of `schedule` and `data` that decide what a step is."""
+
+    docs_per_step: int  # 0: a fixed number of micro-batches
+    keep_overshoot: bool
+    depth_first_micro_batches: int
+    breadth_first_micro_batches: int
+    tokens_per_microbatch: int
+
+    @property
+    def exact(self) -> bool:
+        return self.docs_per_step > 0 and not self.keep_overshoot
+
+
+def totals_of(documents: Sequence[Rollout]) -> StepTotals:
+    return StepTotals(
+        num_documents=len(documents),
+        num_labels=sum(document.num_labels for document in documents),
+        num_tokens=sum(document.num_tokens for document in documents),
+    )
+
+
+def make_plan(documents: Sequence[Rollout], micro_batches: Sequence[Sequence[int]], documents_seen: int) -> StepPlan:
+    return StepPlan(
+        tuple(documents), tuple(tuple(members) for members in micro_batches), totals_of(documents), documents_seen
+    )
+
+
+def plan_exactly(documents: Sequence[Rollout], rule: StepRule, documents_seen: int) -> StepPlan:
+    """Exactly these documents, in as few micro-batches as fit and the breadth-first multiple allows."""
+    lengths = [document.num_tokens for document in documents]
+    bins = first_fit_decreasing(lengths, rule.tokens_per_microbatch)
+    return make_plan(documents, split_to_multiple(bins, lengths, rule.breadth_first_micro_batches), documents_seen)
+
+
+def count_packed(lengths: Sequence[int], rule: StepRule) -> tuple[list[list[int]], bool]:
+    """Micro-batches filled in order, from the front of `lengths`, until the rule's count is reached.
+
+    Also whether they are final: a micro-batch is only known to be full when the next document does not fit.
+    """
+    bins: list[list[int]] = [[]]
+    room = rule.tokens_per_microbatch
+    for index, length in enumerate(lengths):
+        if length > room:
+            if _complete(len(bins), index, rule):
+                return bins, True
+            bins.append([])
+            room = rule.tokens_per_microbatch
+        bins[-1].append(index)
+        room -= length
+    return [members for members in bins if members], False
+
+
+def _complete(micro_batches: int, documents: int, rule: StepRule) -> bool:
+    """Whether the step may end here, its last micro-batch being full."""
+    if micro_batches % rule.breadth_first_micro_batches:
+        return False
+    if rule.docs_per_step:
+        return documents >= rule.docs_per_step
+    return micro_batches >= rule.depth_first_micro_batches * rule.breadth_first_micro_batches

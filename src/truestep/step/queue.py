@@ -1,0 +1,89 @@
+"""From a source to one plan after another. Holds the only state that a plan depends on, besides the source's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from truestep.rollouts.source import Source, SourceError
+from truestep.step.plan import StepRule, count_packed, make_plan, plan_exactly
+from truestep.types import Rollout, StepPlan
+
+
+class PlanQueue:
+    """Each plan takes its documents from the source exactly once, and is given `updates_per_batch` times."""
+
+    def __init__(self, source: Source, rule: StepRule, *, updates_per_batch: int = 1, drop_last: bool = False):
+        self._source = source
+        self._rule = rule
+        self._updates_per_batch = updates_per_batch
+        self._drop_last = drop_last
+        self._repeats_left = 0
+        self._documents: list[Rollout] = []  # of the plan that is being repeated
+        self._micro_batches: tuple[tuple[int, ...], ...] = ()
+        self.documents_seen = 0
+        self.dropped: list[Rollout] = []
+
+    def next_plan(self) -> StepPlan | None:
+        """None at the end of the data."""
+        if self._repeats_left:
+            self._repeats_left -= 1
+            plan = make_plan(self._documents, self._micro_batches, self.documents_seen)
+        else:
+            fresh = self._exact() if self._rule.exact else self._packed()
+            if fresh is None:
+                return None
+            plan = fresh
+            self._documents, self._micro_batches = list(plan.documents), plan.micro_batches
+            self._repeats_left = self._updates_per_batch - 1
+        self.documents_seen += len(plan.documents)
+        return plan
+
+    def _exact(self) -> StepPlan | None:
+        documents = self._source.take(self._rule.docs_per_step, self.documents_seen)
+        if not documents and not self._source.finite:
+            raise SourceError("every document that was made for this step was rejected: see rejected.jsonl")
+        if len(documents) < self._rule.docs_per_step and self._source.finite and self._leave(documents):
+            return None
+        return plan_exactly(documents, self._rule, self.documents_seen)
+
+    def _packed(self) -> StepPlan | None:
+        wanted = 64
+        while True:
+            waiting = self._source.peek(wanted)
+            bins, complete = count_packed([document.num_tokens for document in waiting], self._rule)
+            if complete or len(waiting) < wanted:
+                break
+            wanted *= 2
+        documents = self._source.take(sum(len(members) for members in bins), self.documents_seen)
+        if not complete and self._leave(documents):
+            return None
+        missing = -len(bins) % self._rule.breadth_first_micro_batches
+        return make_plan(documents, [*bins, *([[]] * missing)], self.documents_seen)
+
+    def _leave(self, documents: Sequence[Rollout]) -> bool:
+        """At the end of the data: whether what is left makes no step."""
+        if documents and self._drop_last:
+            self.dropped = list(documents)
+        return not documents or self._drop_last
+
+    def state(self) -> dict[str, Any]:
+        # A plan that is being repeated has been taken from the source: its documents travel with the checkpoint.
+        return {
+            "documents_seen": self.documents_seen,
+            "repeats_left": self._repeats_left,
+            "micro_batches": [list(members) for members in self._micro_batches] if self._repeats_left else [],
+            "source": self._source.state(),
+        }
+
+    @property
+    def carried(self) -> list[Rollout]:
+        """Documents taken from the source and not yet done with."""
+        return self._documents if self._repeats_left else []
+
+    def restore(self, state: dict[str, Any], carried: list[Rollout]) -> None:
+        self.documents_seen = state["documents_seen"]
+        self._repeats_left = state["repeats_left"]
+        self._micro_batches = tuple(tuple(members) for members in state["micro_batches"])
+        self._documents = carried
+        self._source.restore(state["source"])

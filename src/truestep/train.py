@@ -1,0 +1,166 @@
+"""A configuration into a trainer that stands where its last checkpoint left it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rich.console import Console
+
+from truestep import assemble
+from truestep.checkpoint.store import CheckpointStore, read_progress
+from truestep.config.load import dump_config
+from truestep.config.schema import Config
+from truestep.environments.prompts import load_prompts
+from truestep.environments.rewards import load_reward
+from truestep.files import write_whole
+from truestep.metrics.sinks import ConsoleSink, JsonLines, Sink, TensorBoardSink, WandbSink
+from truestep.policy.policy import Policy
+from truestep.rollouts.rejects import write_rejected
+from truestep.rollouts.source import FileSource, Source
+from truestep.run_directory import RunDirectory
+from truestep.sampler.decode import DecodeOptions
+from truestep.sampler.evaluate import Evaluator
+from truestep.sampler.in_process import InProcessSource, stop_ids
+from truestep.step.optimizer import make_adamw, restore_optimizer
+from truestep.step.queue import PlanQueue
+from truestep.trainer import Trainer, TrainingError
+
+
+def train(config: Config, console: Console, title: str = "training") -> Trainer:
+    """Train to the end; the trainer that did it."""
+    trainer = make_trainer(config, console, title)
+    try:
+        ended = trainer.run()
+    finally:
+        for sink in trainer.sinks:
+            sink.close()
+    if config.logging.console:
+        console.print(f"{ended}; the run is in {trainer.directory.path}", highlight=False, soft_wrap=True)
+    return trainer
+
+
+def make_trainer(config: Config, console: Console, title: str = "training") -> Trainer:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise TrainingError("this version of truestep trains on one process: start it without torchrun")
+    if config.deterministic:
+        assemble.make_deterministic()
+    assert config.checkpoint.directory is not None
+    directory = RunDirectory(Path(config.checkpoint.directory))
+    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
+    latest = store.latest()
+    policy = assemble.make_policy(config, None if latest is None else str(latest))
+    source = _make_source(config, policy)
+    queue = PlanQueue(
+        source,
+        assemble.make_rule(config),
+        updates_per_batch=config.schedule.updates_per_batch,
+        drop_last=config.schedule.last_step == "drop",
+    )
+    optimizer = make_adamw(
+        policy.weights,
+        betas=(config.optimizer.beta1, config.optimizer.beta2),
+        epsilon=config.optimizer.epsilon,
+        weight_decay=config.optimizer.weight_decay,
+    )
+    evaluator = _make_evaluator(config, policy)
+    step, rejected_lines = 0, 0
+    if latest is not None:
+        progress = read_progress(latest)
+        queue.restore(progress.queue, list(progress.carried))
+        restore_optimizer(optimizer, policy.weights, progress.optimizer)
+        step, rejected_lines = progress.step, progress.rejected_lines
+        if config.logging.console:
+            console.print(f"going on after step {step} of {latest}", highlight=False, soft_wrap=True)
+    _lay_out(directory, config, source, step, rejected_lines)
+    return Trainer(
+        policy=policy,
+        source=source,
+        queue=queue,
+        runner=assemble.make_runner(config, policy),
+        optimizer=optimizer,
+        learning_rate=assemble.make_learning_rate(config),
+        gradient_clip=config.optimizer.gradient_clip,
+        directory=directory,
+        checkpoints=store,
+        checkpoint_every=config.checkpoint.every,
+        sinks=_make_sinks(config, directory, console, title, step),
+        steps=config.schedule.steps,
+        evaluator=evaluator,
+        evaluate_every=config.evaluation.every if config.evaluation else 0,
+        step=step,
+        last_evaluated=directory.last_evaluated(),
+    )
+
+
+def _lay_out(directory: RunDirectory, config: Config, source: Source, step: int, rejected_lines: int) -> None:
+    """The run's files as they were at the end of `step`. Nothing is written before everything else could be built."""
+    directory.roll_back(step, rejected_lines)
+    if source.finite:
+        write_rejected(directory.path, source.drain_rejected())  # of the whole data, read anew at every start
+    write_whole(directory.config, dump_config(config).encode())
+
+
+def _make_source(config: Config, policy: Policy) -> Source:
+    if config.sampler is None:
+        documents = assemble.read_documents(config, policy.vocabulary_size)
+        if not documents.rollouts:
+            reasons = "; ".join(sorted({record.reason for record in documents.rejected})[:3]) or "the files are empty"
+            raise TrainingError(f"data.path: no record of {config.data.path} can be trained on: {reasons}")
+        shuffle_seed = config.seed if config.data.shuffle else None
+        return FileSource(documents.rollouts, documents.rejected, config.data.epochs, shuffle_seed)
+    sampler = config.sampler
+    assert config.data.group_size is not None
+    return InProcessSource(
+        policy=policy,
+        prompts=load_prompts(sampler.prompts, policy.tokenizer),
+        reward=load_reward(sampler.reward),
+        options=DecodeOptions(
+            sampler.temperature, sampler.top_p, sampler.max_new_tokens, sampler.batch_size, stop_ids(policy)
+        ),
+        group_size=config.data.group_size,
+        advantage_rule=config.data.advantages,
+        seed=config.seed,
+        max_tokens=config.data.tokens_per_microbatch,
+    )
+
+
+def _make_evaluator(config: Config, policy: Policy) -> Evaluator | None:
+    evaluation, sampler = config.evaluation, config.sampler
+    if evaluation is None:
+        return None
+    reward = evaluation.reward or (sampler and sampler.reward)
+    assert reward, "a contradiction that the configuration refuses"
+    max_new_tokens = evaluation.max_new_tokens or (sampler.max_new_tokens if sampler else 512)
+    options = DecodeOptions(evaluation.temperature, 1.0, max_new_tokens, evaluation.batch_size, stop_ids(policy))
+    return Evaluator(
+        policy=policy,
+        prompts=load_prompts(evaluation.prompts, policy.tokenizer)[: evaluation.max_prompts],
+        reward=load_reward(reward),
+        options=options,
+        samples_per_prompt=evaluation.samples_per_prompt,
+        seed=config.seed,
+    )
+
+
+def _make_sinks(config: Config, directory: RunDirectory, console: Console, title: str, done: int) -> list[Sink]:
+    logging = config.logging
+    sinks: list[Sink] = []
+    if logging.jsonl:
+        sinks.append(JsonLines(directory.metrics))
+    if logging.tensorboard is not None:
+        sinks.append(TensorBoardSink(logging.tensorboard))
+    if logging.wandb is not None:
+        options = logging.wandb
+        sinks.append(
+            WandbSink(
+                directory.path,
+                project=options.project,
+                name=options.name,
+                mode=options.mode,
+                config=config.model_dump(mode="json"),
+            )
+        )
+    if logging.console:
+        sinks.append(ConsoleSink(console, steps=config.schedule.steps, done=done, title=title))
+    return sinks

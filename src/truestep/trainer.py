@@ -1,0 +1,157 @@
+"""The training loop: wires the rooms together and does nothing of its own."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from truestep.checkpoint.store import CheckpointStore, Progress
+from truestep.errors import TruestepError
+from truestep.metrics.sinks import Sink
+from truestep.metrics.types import values
+from truestep.policy.policy import Policy
+from truestep.rollouts.source import Source
+from truestep.run_directory import RunDirectory
+from truestep.sampler.evaluate import Evaluator
+from truestep.step.optimizer import LearningRate, optimizer_tensors, update
+from truestep.step.queue import PlanQueue
+from truestep.step.run import StepRunner, clip_gradients, gradient_norm
+from truestep.types import StepPlan
+
+_COUNTS = ("num_documents", "num_labels", "num_tokens", "num_micro_batches")
+
+
+class TrainingError(TruestepError):
+    """The run cannot go on, and why."""
+
+
+@dataclass
+class Trainer:
+    policy: Policy
+    source: Source
+    queue: PlanQueue
+    runner: StepRunner
+    optimizer: torch.optim.Optimizer
+    learning_rate: LearningRate
+    gradient_clip: float | None
+    directory: RunDirectory
+    checkpoints: CheckpointStore
+    checkpoint_every: int
+    sinks: Sequence[Sink]
+    steps: int | None = None
+    evaluator: Evaluator | None = None
+    evaluate_every: int = 0
+    step: int = 0  # done so far
+    stop_asked: bool = False
+    last_evaluated: int | None = None  # after which step
+
+    def run(self) -> str:
+        """Until the steps or the data end, or a signal asks to stop; the last word on how it ended."""
+        with self._stop_between_steps():
+            if self.last_evaluated is None:
+                self._evaluate()
+            ended = self._steps()
+        if not self.stop_asked and self.last_evaluated != self.step:
+            self._evaluate()
+        self._save()
+        return ended
+
+    def _steps(self) -> str:
+        while self.steps is None or self.step < self.steps:
+            if self.stop_asked:
+                return f"stopped by a signal after step {self.step}; the same command goes on from here"
+            start = time.perf_counter()
+            plan = self.queue.next_plan()
+            waited = time.perf_counter() - start
+            self.directory.record_rejected(self.source.drain_rejected())
+            if plan is None:
+                return self._end_of_data()
+            self._train(plan, start, waited)
+            if self.evaluate_every and self.step % self.evaluate_every == 0:
+                self._evaluate()
+            if self.checkpoint_every and self.step % self.checkpoint_every == 0:
+                self._save()
+        return f"all {self.steps} steps are done"
+
+    def _end_of_data(self) -> str:
+        dropped = len(self.queue.dropped)
+        note = f"; the last {dropped} documents make no whole step and were dropped" if dropped else ""
+        return f"the data ended after step {self.step}{note}"
+
+    def _train(self, plan: StepPlan, start: float, waited: float) -> None:
+        number = self.step + 1
+        accumulated = self.runner.accumulate(plan)
+        gradients = self.policy.weights.gradients
+        norm = gradient_norm(gradients)
+        if not math.isfinite(norm):
+            loss = values(accumulated.metrics).get("loss")
+            raise TrainingError(
+                f"step {number}: the gradient's norm is {norm} (loss {loss}); nothing was updated, and the last "
+                f"checkpoint is {self.checkpoints.latest() or 'not written yet'}"
+            )
+        clip_gradients(gradients, norm, self.gradient_clip)
+        rate = self.learning_rate.at(number)
+        update(self.optimizer, self.policy.weights, rate)
+        self.step = number
+        self.directory.record_step(number, plan)
+        line: dict[str, Any] = {"step": number, **values(accumulated.metrics)}
+        line |= {name: int(line[name]) for name in _COUNTS}
+        elapsed = time.perf_counter() - start
+        line |= {
+            "documents_seen": self.queue.documents_seen,
+            "grad_norm": norm,
+            "learning_rate": rate,
+            "tokens_per_second": plan.totals.num_tokens / elapsed,
+            "data_wait_time": waited,
+            "step_time": elapsed,
+        }
+        for sink in self.sinks:
+            sink.step(line)
+
+    def _evaluate(self) -> None:
+        if self.evaluator is None:
+            return
+        self.last_evaluated = self.step
+        line = self.evaluator.run(self.step, self.queue.documents_seen)
+        self.directory.record_evaluation(line)
+        for sink in self.sinks:
+            sink.evaluation(line)
+
+    def _save(self) -> None:
+        progress = Progress(
+            step=self.step,
+            queue=self.queue.state(),
+            carried=self.queue.carried,
+            rejected_lines=self.directory.rejected_lines(),
+            optimizer=optimizer_tensors(self.optimizer, self.policy.weights),
+        )
+        self.checkpoints.save(self.policy, progress)
+
+    @contextmanager
+    def _stop_between_steps(self) -> Iterator[None]:
+        """The first interrupt or termination ends the run after the step in hand; a second ends it at once."""
+
+        def ask(number: int, frame: object) -> None:
+            self.stop_asked = True
+            for kind, handler in before.items():
+                signal.signal(kind, handler)
+
+        kinds = (signal.SIGINT, signal.SIGTERM)
+        before = {kind: signal.getsignal(kind) for kind in kinds}
+        try:
+            for kind in kinds:
+                signal.signal(kind, ask)
+        except ValueError:  # not the main thread: whoever runs us there handles its own signals
+            before = {}
+        try:
+            yield
+        finally:
+            for kind, handler in before.items():
+                signal.signal(kind, handler)

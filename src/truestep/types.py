@@ -1,0 +1,123 @@
+"""The values that pass between stages. Frozen: a stage returns a new value and never edits another's.
+
+Dimensions: L tokens of one document, S tokens of a packed micro-batch (padding included), T its labels, D documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """One document. Example: prompt `[5, 6]`, completion `[7, 8]`: loss_mask = [F, F, T, T]."""
+
+    id: str
+    input_ids: np.ndarray  # [L] int64
+    loss_mask: np.ndarray  # [L] bool; never set at position 0
+    logprobs: np.ndarray | None = None  # [L] float32, the sampler's; 0 off the mask
+    advantages: np.ndarray | None = None  # [L] float32; 0 off the mask
+    reward: float | None = None
+    group_id: str | None = None
+    temperature: float = 1.0
+    model_version: np.ndarray | None = None  # [L] int64: documents the policy had seen when each token was sampled
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def num_labels(self) -> int:
+        return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A record that is never trained on, and why."""
+
+    file: str
+    line: int  # 1-based line of a JSONL file, or row of a Parquet file
+    reason: str
+    id: str | None = None
+    group_id: str | None = None  # where it could be read: it still counts towards its group being complete
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """Counts over the whole step, known before its first backward pass. Every denominator comes from here."""
+
+    num_documents: int  # D, documents without labels included
+    num_labels: int  # N
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Which documents make one step, and how they are packed. Made on the host, knows no model."""
+
+    documents: tuple[Rollout, ...]  # in the global order
+    micro_batches: tuple[tuple[int, ...], ...]  # indices into `documents`; each is one forward pass, and may be empty
+    totals: StepTotals
+    documents_seen: int  # before this step
+
+    def __post_init__(self) -> None:
+        packed = sorted(index for micro_batch in self.micro_batches for index in micro_batch)
+        if packed != list(range(len(self.documents))):
+            raise ValueError("a plan packs each of its documents exactly once")
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBatch:
+    """Documents of one micro-batch laid end to end. Padding comes last, is a segment of its own and no document."""
+
+    input_ids: torch.Tensor  # [S] int64
+    position_ids: torch.Tensor  # [S] int64, from 0 in each document
+    segments: torch.Tensor  # [D + 1] int32, or [D + 2] with padding: cumulative lengths, from 0 to S
+    # Per label. The hidden state that predicts the token at position t is that of t - 1: shifted here, once, before
+    # anything is cut.
+    label_rows: torch.Tensor  # [T] int64, index into S of the predicting position
+    label_ids: torch.Tensor  # [T] int64
+    label_document: torch.Tensor  # [T] int64, index into D
+    temperature: torch.Tensor  # [T] float32
+    old_logprobs: torch.Tensor  # [T] float32; 0 where the document has none
+    advantages: torch.Tensor  # [T] float32; 0 where the document has none
+    model_version: torch.Tensor  # [T] int64; 0 where the document has none
+    # Per document.
+    plan_index: torch.Tensor  # [D] int64, index into the plan's documents
+    num_labels: torch.Tensor  # [D] int64
+    reward: torch.Tensor  # [D] float32; 0 where the document has none
+    has_logprobs: torch.Tensor  # [D] bool
+    has_advantages: torch.Tensor  # [D] bool
+    has_version: torch.Tensor  # [D] bool
+    has_reward: torch.Tensor  # [D] bool
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.num_labels)
+
+    def to(self, device: torch.device) -> PackedBatch:
+        moved = {item.name: getattr(self, item.name).to(device, non_blocking=True) for item in fields(self)}
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentScore:
+    """What the policy says of one document's labels, in order."""
+
+    id: str
+    logprobs: np.ndarray  # [labels of the document] float32
+    entropy: np.ndarray  # [labels of the document] float32
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step's outcome: metric values after every reduction, and the documents' scores where they were asked for."""
+
+    metrics: Mapping[str, float]
+    scores: tuple[DocumentScore, ...] = ()

@@ -1,0 +1,151 @@
+"""Options that are valid alone and not together: each rule refuses, says which options, and where they are."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+from truestep.config import contradictions, schema
+from truestep.config.load import ConfigError, load_config
+
+MODEL = "model: {path: m}\n"
+SAMPLER = "sampler: {prompts: p, reward: r}\n"
+SAMPLED = {
+    "data": "data: {group_size: 4}\n",
+    "schedule": "schedule: {docs_per_step: 8, steps: 3}\n",
+}
+
+
+def sampled(**changes: str) -> str:
+    """A good run with a sampler, some of its sections replaced. Line 2 is data, 3 schedule, 4 the sampler."""
+    return MODEL + "".join((SAMPLED | changes).values()) + SAMPLER
+
+
+CASES = [
+    (
+        sampled(data="data: {group_size: 4, path: a}\n"),
+        "2, run.yaml:4: data.path and sampler are both given: documents come from one source; remove one of the two",
+    ),
+    (
+        sampled() + "loss: {type: cross_entropy}\n",
+        "5, run.yaml:4: loss.type: cross_entropy learns from given completions: it takes data.path, not a sampler",
+    ),
+    (sampled(data=""), "3: sampler needs data.group_size: how many completions each prompt gets"),
+    (
+        sampled(schedule="schedule: {steps: 3}\n"),
+        "4: sampler needs schedule.docs_per_step: how many completions make a step",
+    ),
+    (
+        sampled(schedule="schedule:\n  steps: 3\n  docs_per_step: 6\n"),
+        "5, run.yaml:2: schedule.docs_per_step: 6 is not a multiple of data.group_size: 4, so a group would be cut in "
+        "two",
+    ),
+    (
+        sampled(data="data: {group_size: 4, advantages: none}\n"),
+        "2, run.yaml:4: data.advantages: none expects records that carry their advantage; a sampler gives rewards",
+    ),
+    (
+        sampled(data="data: {group_size: 4, shuffle: true}\n"),
+        "2, run.yaml:4: data.shuffle is for files; a sampler's prompts are always taken in a seeded order",
+    ),
+    (
+        sampled(data="data: {group_size: 4, epochs: 2}\n"),
+        "2, run.yaml:4, run.yaml:3: data.epochs is for files; with a sampler, schedule.steps says how long the run is",
+    ),
+    (
+        sampled(schedule="schedule: {docs_per_step: 8}\n"),
+        "4: sampler needs schedule.steps: its prompts never end",
+    ),
+    (MODEL + "schedule:\n  overshoot: keep", "3: schedule.overshoot: keep needs schedule.docs_per_step > 0"),
+    (
+        MODEL + "schedule:\n  docs_per_step: 8\n  depth_first_micro_batches: 2\n",
+        "4, run.yaml:3: schedule.depth_first_micro_batches fixes the number of micro-batches and "
+        "schedule.docs_per_step lets documents decide it: set one",
+    ),
+    (
+        MODEL + "optimizer:\n  schedule: cosine",
+        "3: optimizer.schedule: cosine needs schedule.steps: where the learning rate ends",
+    ),
+    (
+        MODEL + "optimizer: {warmup_steps: 9}\nschedule: {steps: 5}\n",
+        "2, run.yaml:3: optimizer.warmup_steps: 9 is more than schedule.steps: 5",
+    ),
+    (
+        MODEL + "optimizer: {schedule: linear, minimum_learning_rate: 1}\nschedule: {steps: 5}\n",
+        "2: optimizer.minimum_learning_rate is above optimizer.learning_rate",
+    ),
+    (
+        MODEL + "optimizer: {minimum_learning_rate: 1e-9}\n",
+        "2: optimizer.minimum_learning_rate does nothing with optimizer.schedule: constant",
+    ),
+    (
+        MODEL + "evaluation: {prompts: p}\n",
+        "2: evaluation needs evaluation.reward: there is no sampler.reward to take",
+    ),
+    (
+        MODEL + "data: {tokens_per_microbatch: 100, pad_to_multiple: 64}\n",
+        "2: data.tokens_per_microbatch: 100 is not a multiple of data.pad_to_multiple: 64, so padding could exceed the "
+        "budget",
+    ),
+]
+
+SECTION_CASES = [
+    (
+        MODEL + "loss:\n  normalize_by: constant\n",
+        "3: loss: normalize_by: constant and max_labels go together: set both or neither",
+    ),
+    (
+        MODEL + "loss: {type: gspo, max_labels: 3}\n",
+        "2: loss: normalize_by: constant and max_labels go together: set both or neither",
+    ),
+]
+
+
+def message(text: str, directory: Path, *overrides: str) -> str:
+    (directory / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(Path("run.yaml"), overrides)
+    return str(caught.value)
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(("text", "expected"), CASES + SECTION_CASES)
+def test_each_contradiction(text: str, expected: str, tmp_path: Path) -> None:
+    assert message(text, tmp_path) == f"run.yaml:{expected}"
+
+
+def test_what_the_cases_start_from_is_good(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(sampled() + "evaluation: {prompts: p}\n")
+    assert load_config(tmp_path / "run.yaml").sampler is not None
+    (tmp_path / "run.yaml").write_text(MODEL + "evaluation: {prompts: p, reward: r}\n")
+    assert load_config(tmp_path / "run.yaml").evaluation is not None
+
+
+def test_a_contradiction_with_the_command_line_names_it(tmp_path: Path) -> None:
+    text = message(MODEL + "data: {path: a}\n", tmp_path, "--sampler", "{prompts: p, reward: r}")
+    assert text.startswith("run.yaml:2, command line: data.path and sampler are both given")
+
+
+def test_every_rule_has_a_case() -> None:
+    tree = ast.parse(inspect.getsource(contradictions))
+    rules = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("_")]
+    refusals = [
+        node
+        for rule in rules
+        for node in ast.walk(rule)
+        if isinstance(node, ast.Return) and not (isinstance(node.value, ast.Constant) and node.value.value is None)
+    ]
+    assert len(refusals) == len(CASES)
+    assert len(rules) == len(contradictions._RULES)
+
+
+def test_every_rule_of_a_section_has_a_case() -> None:
+    raised = [node for node in ast.walk(ast.parse(inspect.getsource(schema))) if isinstance(node, ast.Raise)]
+    assert len(raised) == 2  # max_labels, and the one that raises what find_contradiction returns

@@ -1,0 +1,536 @@
+"""The report: what it says, what it must survive, and that it leaves nothing behind."""
+
+import json
+import math
+import os
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from truestep.metrics.report import text_plot, write_plot, write_report
+from truestep.metrics.report.health import health
+from truestep.metrics.report.runs import read_run, run_names
+from truestep.metrics.report.scale import (
+    format_duration,
+    format_number,
+    linear_scale,
+    logarithmic_scale,
+    wants_logarithm,
+)
+from truestep.metrics.report.series import Point, downsample, smooth
+
+VOID = {"meta", "br", "path", "rect"}
+
+
+class Page(HTMLParser):
+    """The page as text by element, checked to be well nested on the way."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.stack: list[tuple[str, dict]] = []
+        self.texts: list[tuple[list[tuple[str, dict]], str]] = []
+        self.elements: list[tuple[str, dict]] = []
+        self.feed(text)
+        self.close()
+        assert not self.stack, self.stack
+
+    def handle_starttag(self, tag: str, attributes: list) -> None:
+        self.elements.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.stack.append((tag, dict(attributes)))
+
+    def handle_startendtag(self, tag: str, attributes: list) -> None:
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag: str) -> None:
+        opened, _ = self.stack.pop()
+        assert opened == tag, (opened, tag)
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append((list(self.stack), data))
+
+    def inside(self, tag: str, name: str = "") -> list[str]:
+        """The texts within elements of a tag and a class."""
+        return [
+            text
+            for stack, text in self.texts
+            if text.strip()
+            and any(tag == one and name in ["", *(attributes.get("class") or "").split()] for one, attributes in stack)
+        ]
+
+    @property
+    def tiles(self) -> dict[str, str]:
+        texts = self.inside("dl", "tiles")
+        labels = [text for stack, text in self.texts if stack and stack[-1][0] == "dt" and text in texts]
+        return {label: texts[texts.index(label) + 1] for label in labels}
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """The level of each note by its text."""
+        found = {}
+        for stack, text in self.texts:
+            if len(stack) > 1 and stack[-1][0] == "p" and stack[-2][0] == "li":
+                found[text] = stack[-2][1]["class"]
+        return found
+
+    @property
+    def charts(self) -> dict[str, list[dict]]:
+        """The readings of each chart by its title."""
+        titles = [text for stack, text in self.texts if stack and stack[-1][0] == "h3" and stack[-2][0] == "figcaption"]
+        data = [text for stack, text in self.texts if stack and stack[-1][1].get("type") == "application/json"]
+        assert len(titles) == len(data)
+        return dict(zip(titles, map(json.loads, data), strict=True))
+
+
+def write_lines(path: Path, records: Iterable[dict], end: str = "\n") -> None:
+    path.write_text("\n".join(json.dumps(record) for record in records) + end)
+
+
+def make_metrics(steps: int, documents: int = 8, **changes: object) -> list[dict]:
+    return [
+        {
+            "step": step,
+            "documents_seen": documents * step,
+            "num_documents": documents,
+            "num_tokens": 1000,
+            "num_labels": 500,
+            "step_time": 30.0,
+            "tokens_per_second": 1234.5,
+            "data_wait_time": 0.5,
+            "loss": 0.1 / step,
+            "reward": 0.2 + 0.5 * step / steps,
+            "ratio_new_old": 1.0 if step == 1 else 1.00012,
+            "ratio_new_old_sum": 500.0,
+            "ratio_new_old_squared_sum": 500.0005,
+            "clipped_ratio_fraction": 0.02,
+            "kl_new_old": 1e-5,
+            "entropy": 0.5,
+            "new_logprobs": -0.4,
+            "old_logprobs": -0.4,
+            "grad_norm": 0.3 + 0.01 * (step % 3),
+            "learning_rate": 1e-6,
+            **changes,
+        }
+        for step in range(1, steps + 1)
+    ]
+
+
+def make_evaluations(steps: int, documents: int = 8) -> list[dict]:
+    return [
+        {
+            "step": step,
+            "documents_seen": documents * step,
+            "num_prompts": 200,
+            "greedy_reward": reward,
+            "sampled_reward": reward - 0.05,
+            "seconds": 2.0,
+            "examples": [{"prompt": "2 + 2?", "completion": completion, "reward": reward}],
+        }
+        for step, reward, completion in ((0, 0.25, "perhaps 5"), (steps, 0.625, "surely 4"))
+    ]
+
+
+def make_run(path: Path, steps: int = 20, documents: int = 8, metrics: list[dict] | None = None) -> Path:
+    path.mkdir(parents=True)
+    write_lines(path / "metrics.jsonl", make_metrics(steps, documents) if metrics is None else metrics)
+    write_lines(path / "evaluation.jsonl", make_evaluations(steps, documents))
+    write_lines(
+        path / "ledger.jsonl",
+        (
+            {
+                "step": step,
+                "documents": [documents * step + index for index in range(documents)],
+                "num_documents": documents,
+                "documents_seen": documents * step,
+            }
+            for step in range(1, steps + 1)
+        ),
+    )
+    (path / "config.yaml").write_text("seed: 7\nversions:\n  torch: 2.9.0\n")
+    return path
+
+
+def page_of(*runs: Path, **options: str) -> Page:
+    output = runs[0].parent / "report.html"
+    assert write_report(runs, output, **options) == output
+    return Page(output.read_text())
+
+
+def test_page_of_a_healthy_run(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "first"))
+    assert page.inside("h1") == ["first"]
+    facts = page.inside("dl", "facts")
+    assert dict(zip(facts[::2], facts[1::2], strict=True)) == {
+        "Steps": "20",
+        "Documents": "160",
+        "Tokens": "20,000",
+        "Time in steps": "10 min",
+        "Time in evaluations": "4.0 s",
+        "Median tokens/s": "1,234",
+    }
+    assert page.inside("p", "versions") == ["torch 2.9.0"]
+    assert page.tiles == {
+        "Held-out reward, greedy": "0.250 → 0.625",
+        "Held-out reward, sampled": "0.200 → 0.575",
+        "Final training reward": "0.7000",
+        "|ratio \N{MINUS SIGN} 1| at step 1": "0",
+        "Last ratio new/old": "1.00012",
+        "Clipped fraction, last": "2.00 %",
+        "Gradient norm, median": "0.310",
+        "Rejected records": "0",
+    }
+    assert set(page.notes.values()) == {"good"}
+    assert any(note.startswith("The ratio at step 1 is 1.00000: sampler and trainer agree") for note in page.notes)
+    assert page.charts["Training reward"][0]["points"][-1] == [20, 160, 0.7]
+    assert [series["name"] for series in page.charts["Held-out reward"]] == ["greedy", "sampled"]
+    assert "surely 4" in page.inside("div", "pair")
+    assert "perhaps 5" in page.inside("div", "pair")
+    assert any("seed: 7" in text for text in page.inside("pre"))
+
+
+def test_both_axes_are_drawn_and_documents_come_first(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "first"))
+    assert ("html", {"lang": "en", "data-axis": "documents"}) in page.elements
+    variants = [attributes for _, attributes in page.elements if attributes.get("class") == "variant"]
+    ends = {(variant["data-axis"], float(variant["data-x0"]), float(variant["data-x1"])) for variant in variants}
+    assert ends == {("documents", 0.0, 160.0), ("step", 0.0, 20.0)}
+    assert [attributes["data-set"] for tag, attributes in page.elements if tag == "button"] == ["documents", "step"]
+
+
+def test_page_needs_nothing_else(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "first"))
+    for tag, attributes in page.elements:
+        assert tag not in {"link", "img", "iframe"}
+        assert not {"src", "href", "onclick", "onload"} & set(attributes), (tag, attributes)
+
+
+def test_data_is_escaped(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \"quoted\" 'single' \ud800"
+    run = make_run(tmp_path / "a<b>&c")
+    evaluations = make_evaluations(20)
+    for evaluation in evaluations:
+        evaluation["examples"] = [{"prompt": evil, "completion": evil, "reward": 1.0}]
+    write_lines(run / "evaluation.jsonl", evaluations)
+    write_lines(run / "rejected.jsonl", [{"file": "x", "line": 1, "reason": evil}])
+    (run / "config.yaml").write_text("key: '</pre><script>alert(3)</script>'\n")
+    other = make_run(tmp_path / "</script><b>" / "second")
+    for page in (page_of(run, title=evil), page_of(run, other)):
+        scripts = [attributes for tag, attributes in page.elements if tag == "script"]
+        # One for each chart, and the page's own.
+        assert len(scripts) == len(page.charts) + 1
+        assert "img" not in {tag for tag, _ in page.elements}
+        assert any("</script><script>alert(1)</script><img src=x" in text for text in page.inside("div", "text"))
+        assert any("alert(3)" in text for text in page.inside("pre"))
+    plot = write_plot([run, other], tmp_path / "plot.svg").read_text()
+    assert "a<b>&c, greedy" in [element.text for element in ElementTree.fromstring(plot).iter()]
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    page = page_of(empty)
+    for file in ("metrics.jsonl", "evaluation.jsonl", "ledger.jsonl", "config.yaml"):
+        assert any(f"{file} is missing" in note and level == "warning" for note, level in page.notes.items())
+    assert page.charts == {}
+    assert page.tiles["Final training reward"] == "\N{EN DASH}"
+    assert "Nothing to draw" in page.inside("p", "empty")[0]
+    assert any("does not exist" in note for note in page_of(tmp_path / "nowhere").notes)
+    assert "No evaluation has been logged." in write_plot([empty], tmp_path / "plot.svg").read_text()
+
+
+def test_cut_and_broken_lines_are_left_out_and_named(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "cut")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    lines[4] = "not json"
+    (run / "metrics.jsonl").write_bytes("\n".join(lines).encode()[:-30] + "é".encode()[:1])
+    page = page_of(run)
+    assert "metrics.jsonl: the last line is cut off and was left out." in page.notes
+    assert "metrics.jsonl: 1 line is no JSON object and left out." in page.notes
+    steps = [point[0] for point in page.charts["Loss"][0]["points"]]
+    assert steps == [step for step in range(1, 20) if step != 5]
+
+
+def test_not_a_number_is_a_gap_and_a_note(tmp_path: Path) -> None:
+    metrics = make_metrics(20)
+    metrics[6]["loss"] = math.nan
+    metrics[7]["loss"] = None
+    metrics[8]["grad_norm"] = math.inf
+    metrics[9].pop("entropy")
+    page = page_of(make_run(tmp_path / "nan", metrics=metrics))
+    assert page.notes["The loss is NaN, infinite or null at steps 7 and 8."] == "bad"
+    assert page.notes["NaN, infinite or null: grad_norm at step 9."] == "warning"
+    values = {point[0]: point[2] for point in page.charts["Loss"][0]["points"]}
+    assert values[7] is None
+    assert values[8] is None
+    assert values[6] == pytest.approx(0.1 / 6)
+    # A metric that is not on a line is no gap.
+    assert len(page.charts["Entropy"][0]["points"]) == 19
+    paths = [attributes["d"] for tag, attributes in page.elements if tag == "path"]
+    assert not any(word in path for path in paths for word in ("nan", "inf", "None"))
+
+
+def test_every_value_not_a_number(tmp_path: Path) -> None:
+    metrics = [
+        {key: value if key == "step" else math.nan for key, value in record.items()} for record in make_metrics(5)
+    ]
+    run = make_run(tmp_path / "nan", metrics=metrics)
+    (run / "ledger.jsonl").unlink()
+    page = page_of(run)
+    assert set(page.charts) == {"Held-out reward"}
+    assert page.tiles["Last ratio new/old"] == "NaN"
+    assert any(level == "bad" and "not a finite number" in note for note, level in page.notes.items())
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -3.5, 1e-12, 1e300, -1e308, 5e-324, 10**400])
+def test_constant_series_of_any_size(tmp_path: Path, value: float) -> None:
+    run = make_run(tmp_path / "constant", metrics=make_metrics(5, loss=value, grad_norm=value))
+    page = page_of(run)
+    for tag, attributes in page.elements:
+        if tag == "path":
+            numbers = [float(number) for number in re.findall(r"-?\d+(?:\.\d+)?", attributes["d"])]
+            assert all(-0.1 <= number <= 1000.1 for number in numbers), attributes
+            assert not re.search("nan|inf|e", attributes["d"])
+
+
+def test_one_point_is_drawn_as_a_dot(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "one", steps=1)
+    write_lines(run / "evaluation.jsonl", make_evaluations(1)[:1])
+    page = page_of(run)
+    assert page.charts["Loss"][0]["points"] == [[1, 8, 0.1]]
+    dots = [attributes["d"] for tag, attributes in page.elements if "dots" in (attributes.get("class") or "")]
+    assert dots
+    assert all(re.fullmatch(r"(M[\d.]+ [\d.]+h0)+", path) for path in dots)
+    assert page.tiles["Held-out reward, greedy"] == "0.250"
+    assert any("There is one evaluation" in note for note in page.notes)
+
+
+def test_two_runs_are_compared_over_documents(tmp_path: Path) -> None:
+    first, second = make_run(tmp_path / "first", 20, 8), make_run(tmp_path / "second", 10, 32)
+    page = page_of(first, second)
+    assert page.inside("h1") == ["first against second"]
+    assert [series["name"] for series in page.charts["Training reward"]] == ["first", "second"]
+    assert [series["colour"] for series in page.charts["Training reward"]] == [0, 1]
+    assert {"Held-out reward, greedy", "Held-out reward, sampled"} <= set(page.charts)
+    assert page.inside("ul", "legend") == ["first", "second"]
+    table = page.inside("table")
+    at = table.index("Documents")
+    assert table[at + 1 : at + 3] == ["160", "320"]
+    variants = [attributes for _, attributes in page.elements if attributes.get("class") == "variant"]
+    assert {float(one["data-x1"]) for one in variants if one["data-axis"] == "documents"} == {320.0}
+
+
+def test_nine_runs_stay_apart(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / f"seed-{index}", 3) for index in range(9)]
+    page = page_of(*runs)
+    styles = {
+        attributes["class"] for tag, attributes in page.elements if tag == "path" and "line" in attributes["class"]
+    }
+    assert len(styles) == 9
+
+
+def test_runs_of_the_same_name(tmp_path: Path) -> None:
+    assert run_names([Path("/a/run"), Path("/b/run"), Path("/c/other")]) == ["a/run", "b/run", "other"]
+    assert run_names([Path("/a/run"), Path("/a/run")]) == ["a/run (1)", "a/run (2)"]
+
+
+def test_ratio_off_at_the_first_step(tmp_path: Path) -> None:
+    metrics = make_metrics(5)
+    metrics[0]["ratio_new_old"] = 1.02
+    page = page_of(make_run(tmp_path / "off", metrics=metrics))
+    assert page.tiles["|ratio \N{MINUS SIGN} 1| at step 1"] == "0.020"
+    assert [level for note, level in page.notes.items() if note.startswith("The ratio at step 1 is 1.02000")] == ["bad"]
+
+
+def test_mean_ratio_that_hides_a_spread(tmp_path: Path) -> None:
+    # Half of the tokens at a ratio of 0.5, half at 1.5: the mean is 1, the root mean square deviation one half.
+    metrics = make_metrics(5, ratio_new_old_sum=500.0, ratio_new_old_squared_sum=625.0)
+    notes = health(read_run(make_run(tmp_path / "spread", metrics=metrics)))
+    assert any(note.level == "warning" and "strays from 1 by 0.50 RMS" in note.text for note in notes)
+    assert not any("sampler and trainer agree" in note.text for note in notes)
+
+
+def test_spikes_batch_sizes_and_ledger(tmp_path: Path) -> None:
+    metrics = make_metrics(20)
+    metrics[11]["grad_norm"] = 40.0
+    metrics[3]["num_documents"] = 7
+    run = make_run(tmp_path / "odd", metrics=metrics)
+    with (run / "ledger.jsonl").open("a") as stream:
+        stream.write(json.dumps({"step": 21, "documents": [8, 9], "num_documents": 2, "documents_seen": 162}) + "\n")
+    write_lines(run / "rejected.jsonl", [{"file": "x", "line": index, "reason": "too long"} for index in range(3)])
+    page = page_of(run)
+    assert page.tiles["Rejected records"] == "3"
+    notes = page.notes
+    spike = next(note for note in notes if note.startswith("The gradient norm exceeds 10 times its median"))
+    assert "at step 12; the largest is 40" in spike
+    assert notes["Not every step trained on 8 documents: 7 at step 4."] == "warning"
+    assert notes["The ledger has 2 of 160 documents more than once (up to 2 times): 8, 9."] == "warning"
+    assert notes["Ledger and metrics disagree on the number of documents at step 4."] == "warning"
+    assert notes["3 records were rejected: 3 \N{MULTIPLICATION SIGN} too long."] == "note"
+
+
+def test_gradient_norm_over_orders_of_magnitude_is_logarithmic(tmp_path: Path) -> None:
+    metrics = make_metrics(20)
+    metrics[5]["grad_norm"] = 900.0
+    page = page_of(make_run(tmp_path / "wide", metrics=metrics))
+    assert "logarithmic" in page.inside("span", "unit")
+    logged = [attributes for _, attributes in page.elements if "data-log" in attributes]
+    assert {(float(one["data-y0"]), float(one["data-y1"])) for one in logged} == {(0.1, 1000.0)}
+
+
+def test_resumed_run_shows_the_later_line(tmp_path: Path) -> None:
+    metrics = make_metrics(10)
+    run = make_run(tmp_path / "resumed", metrics=[*metrics[:7], *({**one, "loss": 5.0} for one in metrics[4:])])
+    page = page_of(run)
+    assert [point[2] for point in page.charts["Loss"][0]["points"]][4:] == [5] * 6
+    assert any("3 lines repeat a step" in note for note in page.notes)
+
+
+def test_documents_are_counted_where_none_are_logged(tmp_path: Path) -> None:
+    metrics = [{"step": step, "loss": 1.0, "num_documents": 4} for step in (1, 2, 3)]
+    run = tmp_path / "old"
+    run.mkdir()
+    write_lines(run / "metrics.jsonl", metrics)
+    assert [point[1] for point in page_of(run).charts["Loss"][0]["points"]] == [4, 8, 12]
+    write_lines(run / "metrics.jsonl", ({"step": step, "loss": 1.0} for step in (1, 2, 3)))
+    page = page_of(run)
+    assert ("html", {"lang": "en", "data-axis": "step"}) in page.elements
+    assert not [attributes for tag, attributes in page.elements if tag == "button"]
+
+
+def test_long_run_is_thinned_without_losing_its_extremes(tmp_path: Path) -> None:
+    points = [Point(step, 2 * step, math.sin(step)) for step in range(5000)]
+    points[1234] = Point(1234, 2468, 99.0)
+    points[4321] = Point(4321, 8642, None)
+    thin = downsample(points)
+    assert len(thin) <= 1000
+    assert thin[0] is points[0]
+    assert thin[-1] is points[-1]
+    assert points[1234] in thin
+    assert points[4321] in thin
+    assert [point.step for point in thin] == sorted({point.step for point in thin})
+    smoothed = smooth(points)
+    assert len(smoothed) <= 300
+    assert smoothed[-1].step == 4999
+    page = page_of(make_run(tmp_path / "long", steps=3000))
+    assert len(page.charts["Loss"][0]["points"]) <= 1000
+    assert any("faint" in (attributes.get("class") or "") for _, attributes in page.elements)
+    assert os.path.getsize(tmp_path / "report.html") < 2_000_000
+
+
+def test_smoothing_keeps_constants_and_gaps() -> None:
+    points = [Point(step, None, None if step == 30 else 2.5) for step in range(100)]
+    smoothed = smooth(points)
+    assert [point.value for point in smoothed if point.step == 30] == [None]
+    assert all(point.value == pytest.approx(2.5) for point in smoothed if point.step != 30)
+    spiked = [Point(step, None, 1000.0 if step == 50 else 1.0) for step in range(100)]
+    assert max(point.value for point in smooth(spiked, logarithmic=True)) < 10
+
+
+def test_writing_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "runs" / "first")
+    output = tmp_path / "reports" / "page.html"
+    write_report([run], output)
+    write_plot([run], tmp_path / "reports" / "plot.svg")
+    assert sorted(path.name for path in output.parent.iterdir()) == ["page.html", "plot.svg"]
+    before = output.read_text()
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_report([run], output, title="another")
+    assert output.read_text() == before
+    assert sorted(path.name for path in output.parent.iterdir()) == ["page.html", "plot.svg"]
+    with pytest.raises(ValueError, match="at least one run"):
+        write_report([], output)
+
+
+def test_plot_is_a_picture_of_its_own(tmp_path: Path) -> None:
+    one, two = make_run(tmp_path / "one"), make_run(tmp_path / "two", 10)
+    root = ElementTree.fromstring(write_plot([one], tmp_path / "plot.svg").read_text())
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"Held-out reward", "greedy", "sampled", "documents seen", "0.8", "0", "150"} <= set(texts)
+    both = ElementTree.fromstring(write_plot([one, two], tmp_path / "both.svg").read_text())
+    assert {"one, greedy", "two, sampled"} <= {element.text for element in both.iter()}
+
+
+def test_ticks_are_round_numbers() -> None:
+    assert linear_scale([0.03, 0.61]).labels == ("0", "0.2", "0.4", "0.6", "0.8")
+    assert linear_scale([0, 25_600], snap=False, count=6).labels == ("0", "5k", "10k", "15k", "20k", "25k")
+    assert linear_scale([0.99985, 1.0012]).labels == ("0.9995", "1.0000", "1.0005", "1.0010", "1.0015")
+    assert linear_scale([0, 3e-6]).labels == ("0", "1e-6", "2e-6", "3e-6")
+    assert linear_scale([-0.02, 0.02]).labels == ("-0.02", "-0.01", "0", "0.01", "0.02")
+    assert linear_scale([1_000_000, 1_000_100], snap=False, whole=True).high == 1_000_100
+    assert linear_scale([1, 3], snap=False, whole=True).labels == ("1", "2", "3")
+    assert logarithmic_scale([0.2, 900]).labels == ("0.1", "1", "10", "100", "1000")
+    assert wants_logarithm([0.0, 0.1, 11.0])
+    assert not wants_logarithm([0.1, 9.0])
+    assert not wants_logarithm([-1, 0.1, 11])
+
+
+def test_numbers_as_people_read_them() -> None:
+    assert [format_number(value) for value in (None, math.nan, -math.inf)] == ["\N{EN DASH}", "NaN", "-Inf"]
+    assert [format_number(value) for value in (0, 1234567, 1234.5678, 0.61234, 1.5e-6)] == [
+        "0",
+        "1,234,567",
+        "1,235",
+        "0.6123",
+        "1.5e-6",
+    ]
+    assert [format_duration(value) for value in (4.25, 59, 61, 3600, 11520, 200_000)] == [
+        "4.2 s",
+        "59 s",
+        "1 min 1 s",
+        "1 h",
+        "3 h 12 min",
+        "2 d 7 h",
+    ]
+
+
+def test_text_plot_of_one_series() -> None:
+    text = text_plot({"run": [(step, step / 100) for step in range(101)]}, x_label="step", y_label="reward")
+    lines = text.split("\n")
+    assert lines[0] == "reward: run"
+    assert len(lines) == 1 + 12 + 3
+    assert all(len(line) <= 72 for line in lines)
+    assert lines[1].startswith("1.0")
+    assert lines[12].startswith("  0")
+    assert "\N{BRAILLE PATTERN BLANK}" not in text
+    assert any(0x2800 < ord(character) < 0x2900 for character in text)
+    assert lines[-1].strip() == "step"
+    # The line rises from the lower left to the upper right.
+    assert len(lines[1]) > 65
+    assert len(lines[12]) < 20
+
+
+def test_text_plot_in_ascii_and_of_several_series() -> None:
+    series = {"first": [(0, 0.0), (10, 1.0)], "zweite ü": [(0, 1.0), (10, 0.0)]}
+    text = text_plot(series, width=40, height=6, x_label="x", y_label="y", ascii_only=True)
+    assert text.isascii()
+    assert "* first   x zweite ?" in text
+    assert max(map(len, text.split("\n"))) <= 40
+    assert "*" in text
+    assert "x" in text
+    assert "\N{BULLET} first" in text_plot(series, x_label="x", y_label="y")
+
+
+@pytest.mark.parametrize("ascii_only", [False, True])
+@pytest.mark.parametrize(
+    "pairs",
+    [[(3, 0.5)], [(0, 2.0), (5, 2.0)], [(0, math.nan), (1, 4.0), (2, math.inf)], [(0, -1e308), (1, 1e308)], [(0, 0)]],
+)
+def test_text_plot_of_hard_series(pairs: list[tuple[float, float]], ascii_only: bool) -> None:
+    text = text_plot({"run": pairs}, x_label="x", y_label="y", ascii_only=ascii_only)
+    rows = text.split("\n")[1:13]
+    assert any(re.search(r"[^\s]", row[row.index("|" if "|" in row else row[row.index(" ")]) :]) for row in rows)
+    assert max(map(len, text.split("\n"))) <= 72
+
+
+def test_text_plot_of_nothing() -> None:
+    assert text_plot({}, x_label="x", y_label="y") == "(nothing to plot)"
+    assert text_plot({"run": [(0, math.nan)]}, x_label="x", y_label="y") == "(nothing to plot)"

@@ -1,0 +1,141 @@
+import math
+from decimal import Decimal
+
+import pytest
+
+from rollouts.rollout_records import MISSING, changed, reason
+
+BAD = [
+    # input_ids
+    ({"input_ids": MISSING}, "input_ids is missing"),
+    ({"input_ids": None}, "input_ids is missing"),
+    ({"input_ids": []}, "input_ids is empty: a document has at least one token"),
+    ({"input_ids": "56789"}, "input_ids is '56789': expected a list"),
+    ({"input_ids": 5}, "input_ids is 5: expected a list"),
+    ({"input_ids": {"0": 5}}, "input_ids is an object: expected a list"),
+    ({"input_ids": list(range(11))}, "input_ids has 11 tokens: a micro-batch holds at most 10"),
+    ({"input_ids": [5, 6, 100, 8, 9]}, "input_ids[2] is 100: outside the vocabulary of 100 tokens"),
+    ({"input_ids": [5, -1, 7, 8, 9]}, "input_ids[1] is -1: a token id is at least 0"),
+    ({"input_ids": [5, 6, True, 8, 9]}, "input_ids[2] is true: expected an integer"),
+    ({"input_ids": [5, 6, 7, 1.0, 9]}, "input_ids[3] is 1.0: expected an integer"),
+    ({"input_ids": [5, 6, 7, None, 9]}, "input_ids[3] is null: expected an integer"),
+    ({"input_ids": [5, 6, 7, 8, "9"]}, "input_ids[4] is '9': expected an integer"),
+    ({"input_ids": [[5, 6, 7, 8, 9]]}, "input_ids[0] is a list: expected an integer"),
+    ({"input_ids": [5, 2**64, 7, 8, 9]}, "input_ids[1] is an integer of 65 bits: beyond 64 bits"),
+    ({"input_ids": [5, 2**63, 7, 8, 9]}, "input_ids[1] is 9223372036854775808: beyond 64 bits"),
+    ({"input_ids": [5, 10**6000, 7, 8, 9]}, "input_ids[1] is an integer of 19932 bits: beyond 64 bits"),
+    ({"input_ids": [5, float("nan"), 7, 8, 9]}, "input_ids[1] is nan: expected an integer"),
+    # labels
+    ({"loss_mask": MISSING}, "loss_mask and prompt_length are missing: one of them says which tokens are labels"),
+    ({"loss_mask": [0, 0, 1, 1]}, "loss_mask has 4 values: expected 5, one for each of input_ids"),
+    ({"loss_mask": []}, "loss_mask has 0 values: expected 5, one for each of input_ids"),
+    ({"loss_mask": [1, 0, 1, 1, 0]}, "loss_mask[0] is 1: nothing predicts the first token, so it cannot be a label"),
+    ({"loss_mask": [True] * 5}, "loss_mask[0] is 1: nothing predicts the first token, so it cannot be a label"),
+    ({"loss_mask": [0, 0, 2, 1, 0]}, "loss_mask[2] is 2: expected 0 or 1"),
+    ({"loss_mask": [0, 0, -1, 1, 0]}, "loss_mask[2] is -1: expected 0 or 1"),
+    ({"loss_mask": [0, 0, 1.0, 1, 0]}, "loss_mask[2] is 1.0: expected 0 or 1"),
+    ({"loss_mask": [0, 0, None, 1, 0]}, "loss_mask[2] is null: expected 0 or 1"),
+    ({"loss_mask": [0, 0, "1", 1, 0]}, "loss_mask[2] is '1': expected 0 or 1"),
+    ({"loss_mask": [0, 0, [1], 1, 0]}, "loss_mask[2] is a list: expected 0 or 1"),
+    ({"loss_mask": [0, 0, 2**70, 1, 0]}, "loss_mask[2] is an integer of 71 bits: expected 0 or 1"),
+    ({"loss_mask": "00110"}, "loss_mask is '00110': expected a list"),
+    (
+        {"prompt_length": 2},
+        "loss_mask[4] is 0 and prompt_length makes it 1: the two disagree, give one of them",
+    ),
+    (
+        {"loss_mask": MISSING, "prompt_length": 0},
+        "prompt_length is 0: nothing predicts the first token, so it cannot be a label",
+    ),
+    (
+        {"loss_mask": MISSING, "prompt_length": 6},
+        "prompt_length is 6: expected 1 to 5, the length of input_ids",
+    ),
+    (
+        {"loss_mask": MISSING, "prompt_length": -1},
+        "prompt_length is -1: expected 1 to 5, the length of input_ids",
+    ),
+    ({"loss_mask": MISSING, "prompt_length": 2.0}, "prompt_length is 2.0: expected an integer"),
+    ({"loss_mask": MISSING, "prompt_length": True}, "prompt_length is true: expected an integer"),
+    ({"loss_mask": MISSING, "prompt_length": [2]}, "prompt_length is a list: expected an integer"),
+    ({"loss_mask": MISSING, "prompt_length": 10**30}, "prompt_length is an integer of 100 bits: beyond 64 bits"),
+    # logprobs
+    ({"logprobs": MISSING}, "logprobs is missing: this run's loss needs the sampler's log-probabilities"),
+    ({"logprobs": None}, "logprobs is missing: this run's loss needs the sampler's log-probabilities"),
+    ({"logprobs": -0.5}, "logprobs is -0.5: expected a list"),
+    ({"logprobs": [-1.0] * 3}, "logprobs has 3 values: expected 5 (one a token) or 2 (one a label)"),
+    ({"logprobs": []}, "logprobs has 0 values: expected 5 (one a token) or 2 (one a label)"),
+    ({"logprobs": [0, 0, -1, 0.3, 0]}, "logprobs[3] is 0.3 on a label: a log-probability is at most 0"),
+    ({"logprobs": [-1, 1e-60]}, "logprobs[1] is 1e-60 on a label: a log-probability is at most 0"),
+    ({"logprobs": [0, 0, math.nan, -1, 0]}, "logprobs[2] is nan on a label: expected a finite number"),
+    ({"logprobs": [0, 0, -math.inf, -1, 0]}, "logprobs[2] is -inf on a label: expected a finite number"),
+    ({"logprobs": [0, 0, math.inf, -1, 0]}, "logprobs[2] is inf on a label: expected a finite number"),
+    ({"logprobs": [0, 0, -1e300, -1, 0]}, "logprobs[2] is -1e+300 on a label: not finite in float32"),
+    ({"logprobs": [0, 0, None, -1, 0]}, "logprobs[2] is null on a label: expected a number"),
+    ({"logprobs": [0, 0, "-1", -1, 0]}, "logprobs[2] is '-1' on a label: expected a number"),
+    ({"logprobs": [0, 0, False, -1, 0]}, "logprobs[2] is false on a label: expected a number"),
+    ({"logprobs": [0, 0, [-1], -1, 0]}, "logprobs[2] is a list on a label: expected a number"),
+    ({"logprobs": [-1, {}]}, "logprobs[1] is an object on a label: expected a number"),
+    (
+        {"logprobs": [-1, -(10**400)]},
+        "logprobs[1] is an integer of 1329 bits on a label: expected a finite number",
+    ),
+    # advantage
+    ({"advantage": math.nan}, "advantage is nan: expected a finite number"),
+    ({"advantage": math.inf}, "advantage is inf: expected a finite number"),
+    ({"advantage": 1e39}, "advantage is 1e+39: not finite in float32"),
+    ({"advantage": "1"}, "advantage is '1': expected a number"),
+    ({"advantage": True}, "advantage is true: expected a number"),
+    ({"advantage": [1.0] * 4}, "advantage has 4 values: expected 5 (one a token) or 2 (one a label)"),
+    ({"advantage": [0, 0, 1, math.nan, 0]}, "advantage[3] is nan on a label: expected a finite number"),
+    ({"advantage": [1, -math.inf]}, "advantage[1] is -inf on a label: expected a finite number"),
+    ({"advantage": [1, None]}, "advantage[1] is null on a label: expected a number"),
+    (
+        {"advantage": MISSING, "reward": MISSING},
+        "advantage and reward are missing: this run's loss needs one of them",
+    ),
+    (
+        {"advantage": None, "group_id": None},
+        "group_id is missing: advantages come from the rewards of the record's group",
+    ),
+    # the rest
+    ({"reward": math.nan}, "reward is nan: expected a finite number"),
+    ({"reward": -math.inf}, "reward is -inf: expected a finite number"),
+    ({"reward": 10**400}, "reward is an integer of 1329 bits: expected a finite number"),
+    ({"reward": 2e38}, "reward is 2e+38: at most 1e+38 in size, for advantages in float32"),
+    ({"reward": "1.0"}, "reward is '1.0': expected a number"),
+    ({"reward": True}, "reward is true: expected a number"),
+    ({"reward": [1.0]}, "reward is a list: expected a number"),
+    ({"reward": Decimal("1")}, "reward is of type Decimal: expected a number"),
+    ({"temperature": 0}, "temperature is 0: a temperature is above 0"),
+    ({"temperature": -0.5}, "temperature is -0.5: a temperature is above 0"),
+    ({"temperature": math.nan}, "temperature is nan: expected a finite number"),
+    ({"temperature": math.inf}, "temperature is inf: expected a finite number"),
+    ({"temperature": 1e60}, "temperature is 1e+60: not finite in float32"),
+    (
+        {"temperature": 1e-50},
+        "temperature is 1e-50: too small for float32, and the logits are divided by it",
+    ),
+    ({"temperature": "1"}, "temperature is '1': expected a number"),
+    ({"group_id": 3}, "group_id is 3: expected text"),
+    ({"group_id": ""}, "group_id is empty text"),
+    ({"group_id": ["g"]}, "group_id is a list: expected text"),
+    ({"id": 3}, "id is 3: expected text"),
+    ({"id": ""}, "id is empty text"),
+    ({"id": "\ud800"}, "id is '\\ud800': not valid Unicode"),
+    ({"model_version": 1.5}, "model_version is 1.5: expected an integer"),
+    ({"model_version": -1}, "model_version is -1: expected at least 0"),
+    ({"model_version": True}, "model_version is true: expected an integer"),
+    ({"model_version": "12"}, "model_version is '12': expected an integer"),
+    ({"model_version": 2**64}, "model_version is an integer of 65 bits: beyond 64 bits"),
+    ({"model_version": [1, 2, 3]}, "model_version has 3 values: expected 5 (one a token) or 2 (one a label)"),
+    ({"model_version": [0, 0, 4, None, 0]}, "model_version[3] is null on a label: expected an integer"),
+    ({"model_version": [4, -3]}, "model_version[1] is -3 on a label: expected at least 0"),
+    ({"metadata": "x"}, "metadata is 'x': expected an object"),
+    ({"metadata": [1]}, "metadata is a list: expected an object"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD, ids=[message for _, message in BAD])
+def test_a_bad_record_says_what_is_wrong(fields, message):
+    assert reason(changed(**fields)) == message
