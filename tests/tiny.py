@@ -84,7 +84,7 @@ def make_model(directory: str | Path, kind: str, *, seed: int = 0, dtype: str = 
                 identity = 0.0 if config.model_type == "gemma2" else 1.0  # Gemma2 multiplies by 1 + w
                 parameter.copy_(identity + 0.2 * noise)
             else:
-                parameter.copy_(0.25 * noise)
+                parameter.copy_(0.15 * noise)
     model.to(getattr(torch, dtype)).save_pretrained(directory)
     return directory
 

@@ -130,10 +130,9 @@ def data() -> None:
 def check(files: tuple[str, ...], model: Path | None, tokens_per_microbatch: int | None, temperature: float) -> None:
     """Counts, lengths, groups and rejected records of rollout FILES, with the reasons."""
     from truestep.rollouts.check import check_files, render
-    from truestep.rollouts.files import expand_paths
 
     vocabulary_size = None if model is None else _vocabulary_size(model)
-    summary = check_files(expand_paths(list(files)), vocabulary_size, temperature, tokens_per_microbatch)
+    summary = check_files(files, vocabulary_size, temperature, tokens_per_microbatch)
     Console().print(render(summary))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from truestep import assemble
+from truestep.checkpoint.random_state import seed_random
 from truestep.checkpoint.store import CheckpointStore, read_progress
 from truestep.config.load import dump_config
 from truestep.config.schema import Config
@@ -65,6 +66,7 @@ def make_trainer(config: Config, console: Console, title: str = "training") -> T
     )
     evaluator = _make_evaluator(config, policy)
     step, rejected_lines = 0, 0
+    seed_random(config.seed)
     if latest is not None:
         progress = read_progress(latest)
         queue.restore(progress.queue, list(progress.carried))
@@ -72,6 +74,7 @@ def make_trainer(config: Config, console: Console, title: str = "training") -> T
         step, rejected_lines = progress.step, progress.rejected_lines
         if config.logging.console:
             console.print(f"going on after step {step} of {latest}", highlight=False, soft_wrap=True)
+    sinks = _make_sinks(config, directory, console, title, step)
     _lay_out(directory, config, source, step, rejected_lines)
     return Trainer(
         policy=policy,
@@ -84,7 +87,7 @@ def make_trainer(config: Config, console: Console, title: str = "training") -> T
         directory=directory,
         checkpoints=store,
         checkpoint_every=config.checkpoint.every,
-        sinks=_make_sinks(config, directory, console, title, step),
+        sinks=sinks,
         steps=config.schedule.steps,
         evaluator=evaluator,
         evaluate_every=config.evaluation.every if config.evaluation else 0,
@@ -149,7 +152,7 @@ def _make_sinks(config: Config, directory: RunDirectory, console: Console, title
     if logging.jsonl:
         sinks.append(JsonLines(directory.metrics))
     if logging.tensorboard is not None:
-        sinks.append(TensorBoardSink(logging.tensorboard))
+        sinks.append(TensorBoardSink(logging.tensorboard, done))
     if logging.wandb is not None:
         options = logging.wandb
         sinks.append(

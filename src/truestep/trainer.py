@@ -68,9 +68,11 @@ class Trainer:
             if self.stop_asked:
                 return f"stopped by a signal after step {self.step}; the same command goes on from here"
             start = time.perf_counter()
-            plan = self.queue.next_plan()
+            try:
+                plan = self.queue.next_plan()
+            finally:  # also where every document was rejected, and the error says to look there
+                self.directory.record_rejected(self.source.drain_rejected())
             waited = time.perf_counter() - start
-            self.directory.record_rejected(self.source.drain_rejected())
             if plan is None:
                 return self._end_of_data()
             self._train(plan, start, waited)

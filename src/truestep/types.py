@@ -106,6 +106,28 @@ class PackedBatch:
         return replace(self, **moved)
 
 
+@dataclass(frozen=True)
+class RowStatistics:
+    """What the head says of rows of logits."""
+
+    logprobs: torch.Tensor  # [T] of the label
+    entropy: torch.Tensor  # [T]
+    logsumexp: torch.Tensor  # [T]
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """The gradient of any loss of labels for one row of logits z with softmax p and label y:
+    `p · (a + b · log p) - c · onehot(y)`."""
+
+    a: torch.Tensor  # [T]
+    b: torch.Tensor | None  # [T]; None where it is zero throughout
+    c: torch.Tensor  # [T]
+
+    def __getitem__(self, rows: slice) -> Coefficients:
+        return Coefficients(self.a[rows], None if self.b is None else self.b[rows], self.c[rows])
+
+
 @dataclass(frozen=True, eq=False)
 class DocumentScore:
     """What the policy says of one document's labels, in order."""

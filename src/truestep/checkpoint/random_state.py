@@ -12,6 +12,13 @@ import numpy as np
 import torch
 
 
+def seed_random(seed: int) -> None:
+    """At a run's beginning."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def random_state() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)

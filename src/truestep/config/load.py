@@ -26,6 +26,7 @@ from truestep.config.describe import (
     show,
 )
 from truestep.config.schema import Config
+from truestep.errors import TruestepError
 
 Name = tuple[str, ...]
 """A dotted name in parts."""
@@ -36,7 +37,7 @@ _TAG = "tag:yaml.org,2002:"
 _UNREADABLE = (yaml.YAMLError, ValueError, OverflowError, RecursionError)  # all that PyYAML raises on odd text
 
 
-class ConfigError(Exception):
+class ConfigError(TruestepError):
     """What is wrong with the configuration: a line an error."""
 
 

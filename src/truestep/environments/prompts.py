@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from jinja2 import TemplateError
 
 from truestep.errors import TruestepError
 
@@ -28,13 +32,14 @@ def load_prompts(path: str | Path, tokenizer: Any) -> list[Prompt]:
     source = Path(path)
     records = _read_dataset(source) if source.is_dir() else _read_jsonl(source)
     prompts = []
-    for number, record in enumerate(records, start=1):
+    for number, record in records:
         where = f"{source}:{number}"
         if not isinstance(record, dict) or "prompt" not in record:
             raise PromptError(f"{where}: a prompt is an object with the field `prompt`")
         fields = {name: value for name, value in record.items() if name not in ("prompt", "id")}
         ids = _tokenise(record["prompt"], tokenizer, where)
-        prompts.append(Prompt(str(record.get("id", f"{source.name}:{number}")), record["prompt"], fields, ids))
+        name = f"{source.name}:{number}" if record.get("id") is None else str(record["id"])
+        prompts.append(Prompt(name, record["prompt"], fields, ids))
     if not prompts:
         raise PromptError(f"{source} holds no prompt")
     return prompts
@@ -46,9 +51,12 @@ def _tokenise(prompt: Any, tokenizer: Any, where: str) -> tuple[int, ...]:
     elif isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
         if not tokenizer.chat_template:
             raise PromptError(f"{where}: the prompt is chat messages and the tokenizer has no chat template")
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)[
-            "input_ids"
-        ]
+        try:
+            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)[
+                "input_ids"
+            ]
+        except (ValueError, TypeError, TemplateError) as error:
+            raise PromptError(f"{where}: the chat template refuses these messages: {error}") from error
     else:
         raise PromptError(f"{where}: `prompt` is neither text nor a list of chat messages")
     if not ids:
@@ -56,21 +64,20 @@ def _tokenise(prompt: Any, tokenizer: Any, where: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _read_jsonl(path: Path) -> list[Any]:
+def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
     if not path.is_file():
         raise PromptError(f"{path} does not exist")
-    records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    # Lines end at \n alone: JSON may hold other line separators as they are.
+    for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
+            yield number, json.loads(line.decode())
+        except ValueError as error:  # not JSON, or not UTF-8
             raise PromptError(f"{path}:{number}: not JSON: {error}") from error
-    return records
 
 
-def _read_dataset(path: Path) -> list[Any]:
+def _read_dataset(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         import datasets
     except ImportError as error:
@@ -81,4 +88,4 @@ def _read_dataset(path: Path) -> list[Any]:
         raise PromptError(f"{path} is not a Hugging Face dataset on disk: {error}") from error
     if isinstance(loaded, datasets.DatasetDict):
         raise PromptError(f"{path} holds several splits: name one, such as {path / next(iter(loaded))}")
-    return list(loaded)
+    yield from enumerate(loaded, start=1)

@@ -32,6 +32,8 @@ def load_reward(name: str) -> Reward:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise RewardError(f"reward {name!r}: {error}") from error
+    except (Exception, SystemExit) as error:  # the module is the user's: importing it can raise anything
+        raise RewardError(f"reward {name!r}: importing {module_name} raised {type(error).__name__}: {error}") from error
     reward = getattr(module, function_name, None)
     if not callable(reward):
         raise RewardError(f"reward {name!r}: {module_name} has no function {function_name}")
@@ -45,8 +47,10 @@ def rate(reward: Reward, prompt: Prompt, completion: str) -> float:
     except Exception as error:
         raise RewardError(f"the reward raised {type(error).__name__}: {error}") from error
     try:
+        if isinstance(given, str | bytes):  # float() would read some of them as numbers
+            raise TypeError
         value = float(given)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise RewardError(f"the reward returned {given!r}, which is no number") from error
     if not math.isfinite(value):
         raise RewardError(f"the reward returned {value}")

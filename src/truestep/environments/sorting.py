@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 
@@ -10,10 +11,11 @@ WORDS = ("sort", "=", *DIGITS)
 
 
 def prompts(seed: int, length: int = 4) -> Iterator[dict[str, str]]:
-    """An endless stream of different prompts, the same for the same seed."""
+    """Different prompts until there is no other, the same for the same seed."""
     generator = random.Random(seed)
     seen = set()
-    while True:
+    wrongly_ordered = len(DIGITS) ** length - math.comb(len(DIGITS) + length - 1, length)
+    while len(seen) < wrongly_ordered:
         digits = tuple(generator.choices(DIGITS, k=length))
         if digits not in seen and list(digits) != sorted(digits):
             seen.add(digits)

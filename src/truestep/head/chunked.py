@@ -18,7 +18,6 @@ import torch
 
 from truestep.head.logits import (
     HeadSettings,
-    RowStatistics,
     add_weight_gradient_,
     hidden_gradient,
     logits_gradient_,
@@ -26,7 +25,7 @@ from truestep.head.logits import (
     scaled_logits,
     wide,
 )
-from truestep.losses.labels import Coefficients
+from truestep.types import Coefficients, RowStatistics
 
 # Statistics of some rows, and which rows they are, to the coefficients of the gradient.
 LossFunction = Callable[[slice, RowStatistics], Coefficients]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from truestep.losses.labels import Coefficients
+from truestep.types import Coefficients, RowStatistics
 
 _BLOCK_BYTES = 64 * 2**20
 
@@ -31,13 +31,6 @@ class HeadSettings:
             return self.chunk_size
         logits_bytes = 2**30 if device.type == "cuda" else 2**26
         return max(1, logits_bytes // (4 * vocabulary))
-
-
-@dataclass(frozen=True)
-class RowStatistics:
-    logprobs: torch.Tensor  # [C] of the label
-    entropy: torch.Tensor  # [C]
-    logsumexp: torch.Tensor  # [C]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -60,7 +53,7 @@ def scaled_logits(
     z = _product(hidden, weight, settings.fp32)
     if settings.softcap is not None:
         z = z.div_(settings.softcap).tanh_().mul_(settings.softcap)
-    return z.mul_((settings.scale / temperature).to(z.dtype)[:, None])
+    return z.mul_((settings.scale / temperature.to(z.dtype))[:, None])
 
 
 def _product(hidden: torch.Tensor, weight: torch.Tensor, fp32: bool) -> torch.Tensor:
@@ -94,7 +87,7 @@ def logits_gradient_(
     settings: HeadSettings,
 ) -> torch.Tensor:  # [C, V], written over z
     """d loss / d (h Wᵀ): `p·(a + b·log p) - c·onehot(y)` times the derivatives of scale, temperature and softcap."""
-    multiplier = (settings.scale / temperature).to(z.dtype)[:, None]
+    multiplier = (settings.scale / temperature.to(z.dtype))[:, None]
     slope = None
     if settings.softcap is not None:
         slope = 1 - (z / (multiplier * settings.softcap)).square()

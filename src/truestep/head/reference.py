@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from truestep.head.logits import HeadSettings, RowStatistics
+from truestep.head.logits import HeadSettings
+from truestep.types import RowStatistics
 
 
 def reference_statistics(

@@ -45,16 +45,3 @@ class Labels:
 
 
 _PER_LABEL = ("logprobs", "entropy", "logsumexp", "old_logprobs", "advantages", "document", "weight")
-
-
-@dataclass(frozen=True)
-class Coefficients:
-    """The gradient of any loss of labels for one row of logits z with softmax p and label y:
-    `p · (a + b · log p) - c · onehot(y)`."""
-
-    a: torch.Tensor  # [T]
-    b: torch.Tensor | None  # [T]; None where it is zero throughout
-    c: torch.Tensor  # [T]
-
-    def __getitem__(self, rows: slice) -> Coefficients:
-        return Coefficients(self.a[rows], None if self.b is None else self.b[rows], self.c[rows])

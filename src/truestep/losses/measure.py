@@ -68,8 +68,11 @@ def _largest(values: torch.Tensor) -> torch.Tensor:
 def _ratio_family(labels: Labels, objective: Objective, present: torch.Tensor, percentiles: bool) -> dict[str, Metric]:
     label_present = present[labels.document]
     ratio = torch.where(label_present, objective.policy.ratio(labels), 1)
-    # expm1 keeps the digits of a divergence far smaller than the ratio's own rounding.
-    log_ratio = ratio.log() if objective.whole_documents else labels.logprobs - labels.old_logprobs
+    # Not the logarithm of the ratio, which may be 0 or infinite; and expm1 in float64 keeps the digits of a divergence
+    # far smaller than the ratio's own rounding.
+    log_ratio = labels.logprobs.double() - labels.old_logprobs.double()
+    if objective.whole_documents:
+        log_ratio = labels.document_means(log_ratio)
     log_ratio = torch.where(label_present, log_ratio, 0)
     counted = label_present.double()
     total, squares = Sum((ratio * counted).sum()), Sum((ratio.double().square() * counted).sum())
@@ -91,7 +94,7 @@ def _ratio_family(labels: Labels, objective: Objective, present: torch.Tensor, p
     if percentiles:
         edges = LOG_RATIO_EDGES.to(log_ratio.device)
         metrics |= {
-            f"log_ratio_p{percentile}": Histogram.of(log_ratio[label_present].double(), edges, percentile)
+            f"log_ratio_p{percentile}": Histogram.of(log_ratio[label_present], edges, percentile)
             for percentile in LOG_RATIO_PERCENTILES
         }
     return metrics

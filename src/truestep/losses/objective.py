@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from truestep.losses.labels import Coefficients, Labels
+from truestep.losses.labels import Labels
 from truestep.losses.policy import PolicyLoss
-from truestep.types import StepTotals
+from truestep.types import Coefficients, StepTotals
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -82,24 +82,28 @@ class ConsoleSink:
             self._console.print(f"step {line['step']}{of}  {live_line(line)}", highlight=False, soft_wrap=True)
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
-        self._console.print(
-            f"held-out after step {line['step']}: greedy {line['greedy_reward']:.3f}, "
-            f"sampled {line['sampled_reward']:.3f} over {line['num_prompts']} prompts",
-            highlight=False,
-            soft_wrap=True,
+        rewards = ", ".join(
+            f"{kind} " + ("none could be rated" if reward is None else f"{reward:.3f}")
+            for kind, reward in (("greedy", line["greedy_reward"]), ("sampled", line["sampled_reward"]))
         )
+        text = f"held-out after step {line['step']}: {rewards} over {line['num_prompts']} prompts"
+        if line["num_unrated"]:
+            text += f" ({line['num_unrated']} completions without a reward)"
+        self._console.print(text, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         self._progress.stop()
 
 
 class TensorBoardSink:
-    def __init__(self, directory: str):
+    """`done`: the step that a restart goes on after; what an earlier run wrote of later ones is not shown."""
+
+    def __init__(self, directory: str, done: int = 0):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise SinkError("logging.tensorboard needs `pip install truestep[tensorboard]`") from error
-        self._writer = SummaryWriter(directory)
+        self._writer = SummaryWriter(directory, purge_step=done + 1)
 
     def step(self, line: Mapping[str, Any]) -> None:
         for name, value in _numbers(line).items():
@@ -116,12 +120,15 @@ class TensorBoardSink:
 class WandbSink:
     """documents_seen is the x-axis that two runs share."""
 
-    def __init__(self, directory: Path, *, project: str, name: str | None, mode: str, config: Mapping[str, Any]):
+    def __init__(self, directory: Path, *, project: str, name: str | None, mode: Literal["online", "offline"], config: Mapping[str, Any]):
         try:
             import wandb
         except ImportError as error:
             raise SinkError("logging.wandb needs `pip install truestep[wandb]`") from error
-        self._run = wandb.init(dir=str(directory), project=project, name=name, mode=mode, config=dict(config))
+        try:
+            self._run = wandb.init(dir=str(directory), project=project, name=name, mode=mode, config=dict(config))
+        except wandb.Error as error:
+            raise SinkError(f"logging.wandb: {error}") from error
         self._run.define_metric("*", step_metric="documents_seen")
 
     def step(self, line: Mapping[str, Any]) -> None:

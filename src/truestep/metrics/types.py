@@ -18,6 +18,11 @@ def _float(value: torch.Tensor | float) -> float:
     return float(value)
 
 
+def _double(value: torch.Tensor | float) -> torch.Tensor:
+    """Not torch's default float32: an extreme is one of the values, to the last digit."""
+    return torch.as_tensor(value, dtype=torch.float64)
+
+
 @dataclass(frozen=True)
 class Sum:
     total: torch.Tensor | float
@@ -50,7 +55,7 @@ class Max:
 
     def merge(self, other: Max) -> Max:
         # Not Python's max(): it drops a NaN or keeps it depending on the order of its arguments.
-        return Max(torch.maximum(torch.as_tensor(self.largest), torch.as_tensor(other.largest)))
+        return Max(torch.maximum(_double(self.largest), _double(other.largest)))
 
     def value(self) -> float | None:
         largest = _float(self.largest)
@@ -64,7 +69,7 @@ class Min:
     smallest: torch.Tensor | float
 
     def merge(self, other: Min) -> Min:
-        return Min(torch.minimum(torch.as_tensor(self.smallest), torch.as_tensor(other.smallest)))
+        return Min(torch.minimum(_double(self.smallest), _double(other.smallest)))
 
     def value(self) -> float | None:
         smallest = _float(self.smallest)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from truestep.errors import TruestepError
 from truestep.head.logits import HeadSettings, scaled_logits
 from truestep.policy import attention
 from truestep.policy.policy import Policy
+from truestep.policy.save import read_companions
 from truestep.policy.weights import Weights
 from truestep.types import PackedBatch
 
@@ -41,7 +42,9 @@ def load_policy(
     model.to(place)
     _no_dropout(model)
     settings = _head_settings(model, head or HeadSettings())
-    policy = Policy(model, directory, settings, Weights(model, getattr(torch, dtype)), tokenizer)
+    policy = Policy(
+        model, directory, settings, Weights(model, getattr(torch, dtype)), tokenizer, read_companions(directory)
+    )
     probe(policy)
     if activation_checkpointing:
         if not model.supports_gradient_checkpointing:
@@ -60,7 +63,7 @@ def _enable_activation_checkpointing(model: Any) -> None:
 
 
 def _read(directory: Path, trust_remote_code: bool) -> tuple[Any, Any]:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -79,16 +82,32 @@ def _read(directory: Path, trust_remote_code: bool) -> tuple[Any, Any]:
             attn_implementation=attention.NAME,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
             **options,
         )
-    except (ValueError, OSError, ImportError, RuntimeError, json.JSONDecodeError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError, SafetensorError) as error:  # JSON's error is a ValueError
         raise ModelError(f"model.path: {directory} could not be loaded: {error}") from error
     if loading["missing_keys"]:
         missing = ", ".join(sorted(loading["missing_keys"])[:5])
         raise ModelError(f"model.path: {directory} lacks weights that its config.json asks for: {missing}")
+    if loading["mismatched_keys"]:
+        name, theirs, ours = min(loading["mismatched_keys"])
+        raise ModelError(
+            f"model.path: {directory} has {name} of shape {list(theirs)} where its config.json asks for {list(ours)}"
+        )
+    return model.eval(), _read_tokenizer(directory, options)
+
+
+def _read_tokenizer(directory: Path, options: dict[str, Any]) -> Any:
+    from transformers import AutoTokenizer
+
     has_tokenizer = any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    tokenizer = AutoTokenizer.from_pretrained(directory, **options) if has_tokenizer else None
-    return model.eval(), tokenizer
+    if not has_tokenizer:
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(directory, **options)
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        raise ModelError(f"model.path: the tokenizer of {directory} could not be loaded: {error}") from error
 
 
 def _no_dropout(model: Any) -> None:
@@ -96,8 +115,10 @@ def _no_dropout(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        if getattr(module, "attention_dropout", 0.0):
-            module.attention_dropout = 0.0
+        # `attention_dropout`, `dropout`, `layerdrop`: numbers that a forward pass in training mode would use.
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def _head_settings(model: Any, settings: HeadSettings) -> HeadSettings:
@@ -130,14 +151,20 @@ def probe(policy: Policy) -> None:
     tolerance = 5e-2 if low_precision else 1e-4
     exact_head = dataclasses.replace(policy.head, fp32=True)
     for document, hidden in zip(documents, packed, strict=True):
-        with policy.plain_attention():
-            output = policy.model(
-                input_ids=document[None].to(policy.device), output_hidden_states=True, use_cache=False
-            )
+        output = _plain_output(policy, document)
         _refuse_unless_close(hidden, output.hidden_states[-1][0], tolerance, f"{name}: packed documents give other")
         ones = torch.ones(len(document), device=policy.device)
         logits = scaled_logits(output.hidden_states[-1][0], policy.head_weight, ones, exact_head)
         _refuse_unless_close(logits, output.logits[0], tolerance, f"{name}: the plain LM head gives other")
+
+
+def _plain_output(policy: Policy, document: torch.Tensor) -> Any:
+    """What transformers' own attention gives for one document."""
+    try:
+        with policy.plain_attention():
+            return policy.model(input_ids=document[None].to(policy.device), output_hidden_states=True, use_cache=False)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ModelError(f"{type(policy.model).__name__} cannot be compared with plain attention: {error}") from error
 
 
 def _probe_batch(documents: list[torch.Tensor]) -> PackedBatch:

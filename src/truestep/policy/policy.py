@@ -5,9 +5,9 @@ Dimensions: S tokens of the micro-batch, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ class Policy:
     head: HeadSettings
     weights: Weights
     tokenizer: Any = None
+    companions: Mapping[str, bytes] = field(default_factory=dict)  # the directory's other files, by name
 
     @property
     def device(self) -> torch.device:

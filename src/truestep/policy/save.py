@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import torch
 
 from truestep.policy.policy import Policy
 
+# What belongs to a model besides its weights: tokenizer, templates, code, licences.
+_COMPANIONS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py", ".md")
 # Written anew with the weights, or of the weights that came in.
 _REPLACED = ("config.json", "generation_config.json")
-_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+
+
+def read_companions(directory: Path) -> dict[str, bytes]:
+    """Read with the model, not when it is saved: the directory may be a checkpoint that is gone by then."""
+    return {
+        file.name: file.read_bytes()
+        for file in directory.iterdir()
+        if file.is_file()
+        and (file.suffix in _COMPANIONS or file.name.startswith(("LICENSE", "NOTICE")))
+        and file.name not in _REPLACED
+        and not file.name.endswith(".index.json")
+    }
 
 
 def save_policy(policy: Policy, directory: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -23,9 +35,8 @@ def save_policy(policy: Policy, directory: Path, dtype: torch.dtype = torch.floa
     }
     # transformers knows the names and groupings that this architecture's files use; tied tensors are written once.
     policy.model.save_pretrained(directory, state_dict=tensors)
-    for file in policy.path.iterdir():
-        if file.is_file() and file.name not in _REPLACED and not file.name.endswith(_WEIGHTS):
-            shutil.copyfile(file, directory / file.name)
+    for name, content in policy.companions.items():
+        (directory / name).write_bytes(content)
     config_file = directory / "config.json"
     config = json.loads(config_file.read_text(encoding="utf-8"))
     config["dtype"] = str(dtype).removeprefix("torch.")

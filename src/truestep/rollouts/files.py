@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from truestep.errors import TruestepError
 from truestep.rollouts.advantages import assign_advantages
 from truestep.rollouts.record import FIELDS, BadRecord, Needs, parse_record, readable_text
 from truestep.rollouts.values import describe
@@ -21,7 +22,7 @@ SUFFIXES = (".jsonl", ".parquet")
 ROWS_AT_A_TIME = 128  # of a Parquet file, as Arrow arrays; one row at a time becomes Python's lists
 
 
-class DataError(Exception):
+class DataError(TruestepError):
     """The files as a whole cannot be used, or one record is bad and the run was told to stop."""
 
 

@@ -97,8 +97,9 @@ def pack(plan: StepPlan, micro_batch: Sequence[int], pad_to_multiple: int = 1) -
     def flags(name: str) -> torch.Tensor:
         return torch.tensor([getattr(document, name) is not None for document in documents], dtype=torch.bool)
 
+    input_ids = [*(document.input_ids for document in documents), np.zeros(padding, np.int64)]
     return PackedBatch(
-        input_ids=tensor(np.concatenate([*(document.input_ids for document in documents), np.zeros(padding, np.int64)])),
+        input_ids=tensor(np.concatenate(input_ids)),
         position_ids=tensor(np.concatenate(positions).astype(np.int64)),
         segments=tensor(segments.astype(np.int32)),
         label_rows=tensor(np.concatenate([*rows, np.zeros(0, np.int64)]).astype(np.int64)),

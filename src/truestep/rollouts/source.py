@@ -74,21 +74,29 @@ class FileSource:
         return taken
 
     def _fingerprint(self, position: int) -> str:
-        """Of the documents that came before: a file may grow behind what was trained on, never before it."""
+        """Of the order, and of the documents that came before: a file may grow behind what was trained on, never
+        before it."""
         seen = len(self.documents) if position >= len(self.documents) or self.shuffle_seed is not None else position
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(f"{self.shuffle_seed}\n".encode())
         for document in self.documents[:seen]:
-            digest.update(f"{document.id}\n{document.num_tokens}\n{document.num_labels}\n".encode())
+            digest.update(f"{document.id}\n{document.num_tokens}\n".encode())
+            digest.update(document.input_ids.tobytes())
+            digest.update(document.loss_mask.tobytes())
         return digest.hexdigest()
 
     def state(self) -> dict[str, Any]:
         return {"position": self._position, "fingerprint": self._fingerprint(self._position)}
 
     def restore(self, state: dict[str, Any]) -> None:
+        if "position" not in state:
+            raise SourceError(
+                "data.path: this run's checkpoint was made from a sampler; give another checkpoint.directory"
+            )
         if self._fingerprint(state["position"]) != state["fingerprint"]:
             raise SourceError(
-                "data.path: the documents that this run was trained on are no longer those in the files; give it the "
-                "same files (they may have grown at the end, unless shuffled), or another checkpoint.directory"
+                "data.path: the documents that this run was trained on are no longer those in the files, or data.shuffle "
+                "or seed was changed; give it the same files (they may have grown at the end, unless shuffled) in the "
+                "same order, or another checkpoint.directory"
             )
         self._position = state["position"]
 

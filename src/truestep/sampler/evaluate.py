@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from truestep.environments.prompts import Prompt
-from truestep.environments.rewards import Reward, rate
+from truestep.environments.rewards import Reward, RewardError, rate
 from truestep.policy.policy import Policy
 from truestep.sampler.decode import DecodeOptions, Request, decode
 from truestep.sampler.in_process import completion_text
@@ -36,13 +36,16 @@ class Evaluator:
             "step": step,
             "documents_seen": documents_seen,
             "num_prompts": len(self.prompts),
-            "greedy_reward": sum(greedy) / len(greedy),
-            "sampled_reward": sum(sampled) / len(sampled),
+            "greedy_reward": _mean(greedy),
+            "sampled_reward": _mean(sampled),
+            "num_unrated": sum(reward is None for reward in (*greedy, *sampled)),
             "seconds": time.perf_counter() - start,
             "examples": examples,
         }
 
-    def _answer(self, options: DecodeOptions, samples: int, step: int) -> tuple[list[float], list[dict[str, Any]]]:
+    def _answer(
+        self, options: DecodeOptions, samples: int, step: int
+    ) -> tuple[list[float | None], list[dict[str, Any]]]:
         asked = [prompt for prompt in self.prompts for _ in range(samples)]
         requests = [
             Request(prompt.input_ids, (self.seed, _EVALUATION_DRAWS, step, number))
@@ -50,9 +53,21 @@ class Evaluator:
         ]
         completions = decode(self.policy, requests, options)
         texts = [completion_text(self.policy, completion) for completion in completions]
-        rewards = [rate(self.reward, prompt, text) for prompt, text in zip(asked, texts, strict=True)]
+        rewards = [self._rate(prompt, text) for prompt, text in zip(asked, texts, strict=True)]
         examples = [
             {"prompt": prompt.prompt, "completion": text, "reward": reward}
             for prompt, text, reward in list(zip(asked, texts, rewards, strict=True))[: self.examples]
         ]
         return rewards, examples
+
+    def _rate(self, prompt: Prompt, text: str) -> float | None:
+        """None where the reward failed: an evaluation never ends a run."""
+        try:
+            return rate(self.reward, prompt, text)
+        except RewardError:
+            return None
+
+
+def _mean(rewards: Sequence[float | None]) -> float | None:
+    rated = [reward for reward in rewards if reward is not None]
+    return sum(rated) / len(rated) if rated else None

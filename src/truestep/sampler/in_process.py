@@ -13,6 +13,7 @@ from truestep.environments.prompts import Prompt
 from truestep.environments.rewards import Reward, RewardError, rate
 from truestep.policy.policy import Policy
 from truestep.rollouts.advantages import group_advantages
+from truestep.rollouts.source import SourceError
 from truestep.sampler.decode import Completion, DecodeOptions, Request, decode
 from truestep.types import Rejected, Rollout
 
@@ -109,6 +110,10 @@ class InProcessSource:
         return {"groups": self._groups}
 
     def restore(self, state: dict[str, Any]) -> None:
+        if "groups" not in state:
+            raise SourceError(
+                "sampler: this run's checkpoint was made from the files of data.path; give another checkpoint.directory"
+            )
         self._groups = state["groups"]
 
     def drain_rejected(self) -> list[Rejected]:

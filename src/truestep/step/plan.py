@@ -58,7 +58,7 @@ def count_packed(lengths: Sequence[int], rule: StepRule) -> tuple[list[list[int]
     room = rule.tokens_per_microbatch
     for index, length in enumerate(lengths):
         if length > room:
-            if _complete(len(bins), index, rule):
+            if may_end(len(bins), index, rule):
                 return bins, True
             bins.append([])
             room = rule.tokens_per_microbatch
@@ -67,8 +67,8 @@ def count_packed(lengths: Sequence[int], rule: StepRule) -> tuple[list[list[int]
     return [members for members in bins if members], False
 
 
-def _complete(micro_batches: int, documents: int, rule: StepRule) -> bool:
-    """Whether the step may end here, its last micro-batch being full."""
+def may_end(micro_batches: int, documents: int, rule: StepRule) -> bool:
+    """Whether the step may end here, its last micro-batch being full or the data at its end."""
     if micro_batches % rule.breadth_first_micro_batches:
         return False
     if rule.docs_per_step:

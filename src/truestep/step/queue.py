@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from truestep.rollouts.source import Source, SourceError
-from truestep.step.plan import StepRule, count_packed, make_plan, plan_exactly
+from truestep.step.plan import StepRule, count_packed, make_plan, may_end, plan_exactly
 from truestep.types import Rollout, StepPlan
 
 
@@ -52,7 +52,10 @@ class PlanQueue:
         while True:
             waiting = self._source.peek(wanted)
             bins, complete = count_packed([document.num_tokens for document in waiting], self._rule)
-            if complete or len(waiting) < wanted:
+            if complete:
+                break
+            if len(waiting) < wanted:  # the data ends: nothing more comes that could still fit
+                complete = bool(bins) and may_end(len(bins), len(waiting), self._rule)
                 break
             wanted *= 2
         documents = self._source.take(sum(len(members) for members in bins), self.documents_seen)

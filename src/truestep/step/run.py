@@ -11,14 +11,13 @@ import torch
 
 from truestep.head import chunked
 from truestep.head.chunked import HeadRows
-from truestep.head.logits import RowStatistics
-from truestep.losses.labels import Coefficients, Labels
+from truestep.losses.labels import Labels
 from truestep.losses.measure import DocumentFacts, measure
 from truestep.losses.objective import Objective
 from truestep.metrics.types import Metric, Sum, merge
 from truestep.policy.policy import Policy
 from truestep.rollouts.packing import pack
-from truestep.types import DocumentScore, PackedBatch, StepPlan
+from truestep.types import Coefficients, DocumentScore, PackedBatch, RowStatistics, StepPlan
 
 
 @dataclass(frozen=True)

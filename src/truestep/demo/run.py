@@ -1,0 +1,135 @@
+"""The demo: a base model that imitates a corpus of mixed quality, then GRPO on a reward that can be checked.
+
+Both phases go through the trainer that a real run uses; only the model and the data are small.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.rule import Rule
+
+from truestep.config.load import dump_config
+from truestep.config.schema import Config
+from truestep.demo.model import make_model
+from truestep.environments import sorting
+from truestep.files import read_json_lines, write_json_lines, write_whole
+from truestep.metrics.report import text_plot, write_plot, write_report
+from truestep.train import train
+from truestep.trainer import Trainer
+
+REWARD = "truestep.environments.sorting:reward"
+HELD_OUT, PROMPTS = 200, 2048
+WARM_UP_STEPS, WARM_UP_DOCUMENTS = 240, 128
+RL_STEPS = 100
+# How often the corpus answers rightly. The rest gives the digits as they stand, or in falling order.
+RIGHT = 0.35
+
+
+@dataclass(frozen=True)
+class Outcome:
+    before: float
+    after: float
+    page: Path
+
+
+def run(output: Path, seed: int, console: Console) -> Outcome:
+    start = time.perf_counter()
+    if output.exists():
+        shutil.rmtree(output)  # a demo starts from nothing each time
+    console.print(f"[bold]truestep demo[/]: sort four digits, seed {seed}, everything in {output}", highlight=False)
+    base = make_model(output / "model", sorting.WORDS, seed)
+    _write_task(output, base, seed)
+    console.print(Rule("1. warm-up: imitate a corpus that is right a third of the time", style="dim"))
+    warm = _train(_warm_up(output, base, seed), output / "warm-up.yaml", console, "warm-up")
+    console.print(Rule("2. GRPO: sample from the policy itself, reward what is right", style="dim"))
+    policy = warm.checkpoints.latest()
+    assert policy is not None
+    trained = _train(_rl(output, policy, seed), output / "grpo.yaml", console, "grpo")
+    return _show(trained.directory.path, output, console, time.perf_counter() - start)
+
+
+def _write_task(output: Path, model: Path, seed: int) -> None:
+    """Prompts to train on, others held out, and the corpus of the warm-up."""
+    stream = sorting.prompts(seed)
+    write_json_lines(output / "held_out.jsonl", itertools.islice(stream, HELD_OUT))
+    prompts = list(itertools.islice(stream, PROMPTS))
+    write_json_lines(output / "prompts.jsonl", prompts)
+    write_json_lines(output / "corpus.jsonl", _corpus(prompts, model, seed))
+
+
+def _corpus(prompts: Sequence[dict[str, str]], model: Path, seed: int) -> Iterable[dict[str, Any]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    generator = random.Random(seed)
+    for number in range(WARM_UP_STEPS * WARM_UP_DOCUMENTS):
+        prompt = generator.choice(prompts)
+        digits = prompt["prompt"].split()[1:-1]
+        draw = generator.random()
+        if draw >= RIGHT:
+            answer = digits if draw < (1 + RIGHT) / 2 else sorted(digits, reverse=True)
+        else:
+            answer = prompt["answer"].split()
+        prompt_ids = tokenizer(prompt["prompt"])["input_ids"]
+        answer_ids = [*tokenizer(" ".join(answer))["input_ids"], tokenizer.eos_token_id]
+        yield {"id": str(number), "input_ids": [*prompt_ids, *answer_ids], "prompt_length": len(prompt_ids)}
+
+
+def _warm_up(output: Path, model: Path, seed: int) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": str(model), "dtype": "float32"},
+            "loss": {"type": "cross_entropy"},
+            "data": {"path": str(output / "corpus.jsonl"), "tokens_per_microbatch": 4096},
+            "schedule": {"docs_per_step": WARM_UP_DOCUMENTS, "steps": WARM_UP_STEPS},
+            "optimizer": {"learning_rate": 3e-3, "warmup_steps": 20, "schedule": "linear"},
+            "checkpoint": {"directory": str(output / "warm-up")},
+            "seed": seed,
+        }
+    )
+
+
+def _rl(output: Path, model: Path, seed: int) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": str(model), "dtype": "float32", "head": {"fp32_lm_head": True}},
+            "loss": {"type": "grpo", "metrics": "full"},
+            "data": {"group_size": 8, "tokens_per_microbatch": 4096},
+            "sampler": {"prompts": str(output / "prompts.jsonl"), "reward": REWARD, "max_new_tokens": 8},
+            "evaluation": {"prompts": str(output / "held_out.jsonl"), "every": 10},
+            "schedule": {"docs_per_step": 256, "steps": RL_STEPS},
+            "optimizer": {"learning_rate": 1e-3, "schedule": "linear"},
+            "checkpoint": {"directory": str(output / "grpo"), "every": 20},
+            "seed": seed,
+        }
+    )
+
+
+def _train(config: Config, file: Path, console: Console, title: str) -> Trainer:
+    write_whole(file, dump_config(config).encode())  # `truestep train` on it is the same run
+    return train(config, console, title)
+
+
+def _show(run_directory: Path, output: Path, console: Console, seconds: float) -> Outcome:
+    evaluations = read_json_lines(run_directory / "evaluation.jsonl")
+    before, after = evaluations[0]["sampled_reward"], evaluations[-1]["sampled_reward"]
+    series = {
+        kind: [(line["documents_seen"], line[f"{kind}_reward"]) for line in evaluations]
+        for kind in ("greedy", "sampled")
+    }
+    console.print()
+    console.print(text_plot(series, x_label="documents", y_label="held-out accuracy"), highlight=False, markup=False)
+    plot = write_plot([run_directory], output / "accuracy.svg")
+    page = write_report([run_directory], output / "report.html", title="truestep demo")
+    console.print(f"\nplot: {plot}\npage: {page}\n{seconds:.0f} s in all", highlight=False, soft_wrap=True)
+    console.print(f"held-out accuracy: {before:.0%} -> {after:.0%}", highlight=False, soft_wrap=True)
+    return Outcome(before, after, page)

@@ -1,0 +1,124 @@
+"""Rewards: found by name, one clear message for each way not to be found, and what rating one completion gives."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from truestep.environments.prompts import Prompt
+from truestep.environments.rewards import RewardError, load_reward, rate
+
+PROMPT = Prompt("p", "sort 2 1 =", {"answer": "1 2", "level": 3}, (1, 2))
+
+
+@pytest.fixture(autouse=True)
+def _own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The working directory is a new one, and what is imported from it is forgotten."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    known = set(sys.modules)
+    yield
+    for name in set(sys.modules) - known:
+        del sys.modules[name]
+
+
+def test_a_module_in_the_working_directory_is_found(tmp_path: Path) -> None:
+    (tmp_path / "my_rewards_a.py").write_text("def score(prompt, completion, *, answer, **_): return completion == answer")
+    reward = load_reward("my_rewards_a:score")
+    assert rate(reward, PROMPT, "1 2") == 1.0
+    assert rate(reward, PROMPT, "2 1") == 0.0
+
+
+def test_a_package_in_the_working_directory_is_found(tmp_path: Path) -> None:
+    (tmp_path / "my_package_b").mkdir()
+    (tmp_path / "my_package_b" / "inner.py").write_text("class Rate:\n  def __call__(self, p, c, **_): return 2\nscore = Rate()")
+    assert rate(load_reward("my_package_b.inner:score"), PROMPT, "") == 2.0
+
+
+@pytest.mark.parametrize("name", ["score", "module.score", ":score", "module:", "", ":"])
+def test_a_name_of_another_form(name: str) -> None:
+    with pytest.raises(RewardError, match="package.module:function") as caught:
+        load_reward(name)
+    assert repr(name) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no_such_module_c:score", "No module named 'no_such_module_c'"),
+        ("json:no_such_function", "json has no function no_such_function"),
+        ("json:__name__", "json has no function __name__"),
+        ("json.nothing:score", "nothing"),
+        (".relative:score", "relative"),
+        ("with space:score", "with space"),
+        ("broken_d:score", "SyntaxError"),
+        ("raising_e:score", "RuntimeError: no licence"),
+        ("exiting_f:score", "SystemExit"),
+        ("needing_g:score", "no_such_dependency"),
+        ("typo_h:scroe", "typo_h has no function scroe"),
+        ("module_i.py:score", "module_i"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_message(name: str, said: str, tmp_path: Path) -> None:
+    sources = {
+        "broken_d": "def score(:",
+        "raising_e": "raise RuntimeError('no licence')",
+        "exiting_f": "import sys; sys.exit(3)",
+        "needing_g": "import no_such_dependency",
+        "typo_h": "def score(*_, **__): return 0",
+        "module_i": "def score(*_, **__): return 0",
+    }
+    for module, source in sources.items():
+        (tmp_path / f"{module}.py").write_text(source)
+    with pytest.raises(RewardError) as caught:
+        load_reward(name)
+    assert repr(name) in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_prompt_completion_and_fields_are_passed() -> None:
+    seen = []
+
+    def reward(prompt: Any, completion: str, **fields: Any) -> float:
+        seen.append((prompt, completion, fields))
+        return 0.25
+
+    assert rate(reward, PROMPT, "1 2") == 0.25
+    assert seen == [("sort 2 1 =", "1 2", {"answer": "1 2", "level": 3})]
+
+
+@pytest.mark.parametrize("given", [1, True, 1.0, np.float32(1), np.int64(1), np.bool_(True), torch.tensor(1.0)])
+def test_every_kind_of_number_is_one(given: Any) -> None:
+    value = rate(lambda *_, **__: given, PROMPT, "")
+    assert type(value) is float
+    assert value == 1.0
+
+
+@pytest.mark.parametrize(
+    "given", [None, "1.0", b"1.0", [1.0], {}, float("nan"), float("inf"), -np.inf, 1j, 10**400, torch.ones(2)]
+)
+def test_whatever_is_no_finite_number_is_refused(given: Any) -> None:
+    with pytest.raises(RewardError, match="the reward returned"):
+        rate(lambda *_, **__: given, PROMPT, "")
+
+
+def test_a_field_that_the_reward_does_not_take_is_said() -> None:
+    def reward(prompt: str, completion: str) -> float:
+        return 1.0
+
+    with pytest.raises(RewardError, match="raised TypeError: .*'answer'"):
+        rate(reward, PROMPT, "")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_is_no_rating(error: type[BaseException]) -> None:
+    def reward(*_: Any, **__: Any) -> float:
+        raise error
+
+    with pytest.raises(error):
+        rate(reward, PROMPT, "")

@@ -1,0 +1,169 @@
+"""Labels of random documents, given alike to the trainer's losses and to the float64 oracle.
+
+Dimensions: T labels, D documents, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from oracles.step import Document, LabelValues, complete_loss_config
+from truestep.losses.labels import Labels
+from truestep.losses.objective import Denominator, Objective
+from truestep.losses.policy import Cispo, CrossEntropy, Grpo, Gspo, PolicyLoss, Reinforce, clip_bounds
+from truestep.types import StepTotals
+
+DENOMINATORS: tuple[dict[str, Any], ...] = (
+    {"normalize_by": "labels"},
+    {"normalize_by": "documents"},
+    {"normalize_by": "document_means"},
+    {"normalize_by": "constant", "max_labels": 20},
+)
+# Ratios of `make_case` lie on both sides of every one of these.
+LOSSES: tuple[dict[str, Any], ...] = (
+    {"type": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.28},
+    {"type": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.28, "dual_clip": 1.5},
+    {"type": "gspo", "epsilon_low": 0.1, "epsilon_high": 0.12},
+    {"type": "gspo", "epsilon_low": 0.1, "epsilon_high": 0.12, "dual_clip": 1.25},
+    {"type": "reinforce"},
+    {"type": "reinforce", "ratio_cap": 1.3},
+    {"type": "cispo", "epsilon_low": 0.3, "epsilon_high": 0.2},
+    {"type": "cross_entropy"},
+)
+COUNTS = (5, 0, 1, 9, 2, 0, 14, 3, 3, 7)
+
+
+def loss_name(loss: dict[str, Any]) -> str:
+    return "-".join(f"{value}" for value in loss.values())
+
+
+@dataclass(frozen=True)
+class Case:
+    """Documents of `counts` labels. Advantages of both signs and zero, one for each label."""
+
+    counts: tuple[int, ...]
+    logits: torch.Tensor  # [T, V] float64
+    label_ids: torch.Tensor  # [T]
+    old_logprobs: torch.Tensor  # [T]
+    advantages: torch.Tensor  # [T]
+
+    @property
+    def document(self) -> torch.Tensor:  # [T]
+        return torch.repeat_interleave(torch.arange(len(self.counts)), torch.tensor(self.counts))
+
+    @property
+    def totals(self) -> StepTotals:
+        return StepTotals(len(self.counts), sum(self.counts), 3 * sum(self.counts))
+
+
+def make_case(
+    counts: Sequence[int] = COUNTS, *, seed: int = 0, vocabulary: int = 11, per_token_advantages: bool = True
+) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+    labels = sum(counts)
+    document = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    logits = 1.5 * torch.randn(labels, vocabulary, generator=generator, dtype=torch.float64)
+    label_ids = torch.randint(vocabulary, (labels,), generator=generator)
+    logprobs = torch.log_softmax(logits, -1)[torch.arange(labels), label_ids]
+    # A shift of the whole document, so that gspo's ratio leaves its bounds too, and one of each label.
+    shift = 0.3 * torch.randn(len(counts), generator=generator, dtype=torch.float64)
+    own = 0.3 * torch.randn(labels, generator=generator, dtype=torch.float64)
+    advantages = torch.randn(len(counts), generator=generator, dtype=torch.float64)[document]
+    if per_token_advantages:
+        advantages = advantages + torch.randn(labels, generator=generator, dtype=torch.float64)
+        advantages[::6] = 0
+    else:
+        advantages[document % 4 == 0] = 0
+    return Case(tuple(counts), logits, label_ids, logprobs - shift[document] - own, advantages)
+
+
+def policy_loss(loss: dict[str, Any]) -> PolicyLoss:
+    """From the options of the oracle, whose defaults are SPEC's."""
+    options = complete_loss_config(loss)
+    clipped = options["epsilon_low"] is not None
+    bounds = clip_bounds(options["epsilon_low"], options["epsilon_high"]) if clipped else (math.nan, math.nan)
+    match options["type"]:
+        case "grpo":
+            return Grpo(bounds, options["dual_clip"])
+        case "gspo":
+            return Gspo(bounds, options["dual_clip"])
+        case "reinforce":
+            return Reinforce(math.inf if options["ratio_cap"] is None else options["ratio_cap"])
+        case "cispo":
+            return Cispo(bounds)
+        case _:
+            return CrossEntropy()
+
+
+def make_objective(loss: dict[str, Any]) -> Objective:
+    options = complete_loss_config(loss)
+    return Objective(
+        policy_loss(loss),
+        Denominator(options["normalize_by"], options["max_labels"]),
+        entropy_bonus=options["entropy_bonus"],
+        z_loss=options["z_loss"],
+        deepspeed_divisor=options["gradient_divisor"] == "deepspeed",
+    )
+
+
+def make_labels(case: Case, denominator: Denominator, dtype: torch.dtype = torch.float64) -> Labels:
+    """As `step.run` builds them of one micro-batch with every document of the step."""
+    log_p = torch.log_softmax(case.logits, -1)
+    num_labels = torch.tensor(case.counts)
+    return Labels(
+        logprobs=log_p[torch.arange(len(log_p)), case.label_ids].to(dtype),
+        entropy=-(log_p.exp() * log_p).sum(-1).to(dtype),
+        logsumexp=case.logits.logsumexp(-1).to(dtype),
+        old_logprobs=case.old_logprobs.to(dtype),
+        advantages=case.advantages.to(dtype),
+        document=case.document,
+        weight=denominator.label_weights(num_labels[case.document], case.totals).to(dtype),
+        num_labels=num_labels,
+    )
+
+
+def plain_labels(**vectors: Sequence[float]) -> Labels:
+    """One document of labels in float32, with weight 1 unless given; whatever is not given is 0."""
+    length = len(next(iter(vectors.values())))
+    names = ("logprobs", "entropy", "logsumexp", "old_logprobs", "advantages", "weight")
+    values = {name: torch.tensor(vectors.get(name, [float(name == "weight")] * length)) for name in names}
+    return Labels(**values, document=torch.zeros(length, dtype=torch.int64), num_labels=torch.tensor([length]))
+
+
+def oracle_inputs(case: Case, logits: torch.Tensor) -> tuple[list[Document], list[list[LabelValues]]]:
+    """The oracle's view of the same labels, on the graph of `logits`."""
+    documents: list[Document] = []
+    values: list[list[LabelValues]] = []
+    start = 0
+    for index, count in enumerate(case.counts):
+        rows = range(start, start + count)
+        start += count
+        documents.append(
+            Document(
+                id=str(index),
+                input_ids=[0] * (3 * count),
+                positions=list(range(1, count + 1)),
+                temperature=1.0,
+                old_logprobs=case.old_logprobs[rows.start : rows.stop].tolist(),
+                advantages=case.advantages[rows.start : rows.stop].tolist(),
+                versions=None,
+                reward=None,
+            )
+        )
+        values.append([_label_values(logits[row], int(case.label_ids[row])) for row in rows])
+    return documents, values
+
+
+def _label_values(z: torch.Tensor, label: int) -> LabelValues:
+    logsumexp = torch.logsumexp(z, dim=0)
+    entropy = logsumexp - (torch.exp(z - logsumexp) * z).sum()
+    return LabelValues(z[label] - logsumexp, entropy, logsumexp)
+
+
+def without(document: Document, *names: str) -> Document:
+    return replace(document, **dict.fromkeys(names))

@@ -1,0 +1,191 @@
+"""Where numbers go: read back from what each sink wrote."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import math
+import random
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from truestep.files import read_json_lines
+from truestep.metrics.sinks import ConsoleSink, JsonLines, SinkError, TensorBoardSink, WandbSink, live_line
+
+EVALUATION = {
+    "step": 2,
+    "documents_seen": 16,
+    "num_prompts": 4,
+    "greedy_reward": 0.5,
+    "sampled_reward": 0.25,
+    "num_unrated": 0,
+    "seconds": 0.1,
+    "examples": [{"prompt": "[bold]p[/]", "completion": "c", "reward": 1.0}],
+}
+
+
+def step_line(step: int, **more: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "loss": -0.125 * step,
+        "reward": 0.75,
+        "new_logprobs": -1.5,
+        "ratio_new_old": 1.0001,
+        "clipped_ratio_fraction": 0.25,
+        "grad_norm": 12.5,
+        "tokens_per_second": 12345.6,
+        "documents_seen": 8 * step,
+        **more,
+    }
+
+
+def test_jsonl_keeps_every_bit_of_a_float(tmp_path: Path) -> None:
+    generator = random.Random(0)
+    numbers = [struct.unpack("<d", generator.randbytes(8))[0] for _ in range(300)]
+    numbers = [number for number in numbers if math.isfinite(number)] + [0.1, -0.0, 5e-324, 1e308, 1 / 3, math.inf]
+    sink = JsonLines(tmp_path / "run" / "metrics.jsonl")
+    for step, number in enumerate(numbers):
+        sink.step({"step": step, "loss": number})
+    sink.evaluation(EVALUATION)  # has a file of its own
+    sink.close()
+    lines = read_json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(len(numbers)))
+    assert [struct.pack("<d", line["loss"]) for line in lines] == [struct.pack("<d", number) for number in numbers]
+
+
+def test_tensorboard_events_hold_steps_and_evaluations(tmp_path: Path) -> None:
+    sink = TensorBoardSink(str(tmp_path / "board"))
+    for step in (1, 2, 3):
+        sink.step(step_line(step))
+    sink.evaluation(EVALUATION)
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, -0.125), (2, -0.25), (3, -0.375)]
+    assert [(event.step, event.value) for event in events.Scalars("documents_seen")] == [(1, 8), (2, 16), (3, 24)]
+    assert [(event.step, event.value) for event in events.Scalars("evaluation/greedy_reward")] == [(2, 0.5)]
+    assert {"grad_norm", "reward", "evaluation/sampled_reward"} <= set(events.Tags()["scalars"])
+    assert not any("examples" in name for name in events.Tags()["scalars"])
+
+
+def test_tensorboard_forgets_the_steps_that_a_restart_rolled_back(tmp_path: Path) -> None:
+    first = TensorBoardSink(str(tmp_path))
+    for step in (1, 2, 3):
+        first.step(step_line(step, loss=float(step)))
+    first.close()
+    second = TensorBoardSink(str(tmp_path), done=1)  # the checkpoint was after step 1
+    for step in (2, 3, 4):
+        second.step(step_line(step, loss=10.0 * step))
+    second.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1), (2, 20), (3, 30), (4, 40)]
+
+
+def test_wandb_offline_writes_below_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for name in ("CACHE", "CONFIG", "DATA"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name.lower()))
+    run = tmp_path / "run"
+    sink = WandbSink(run, project="tests", name="mine", mode="offline", config={"seed": 0})
+    for step in (1, 2):
+        sink.step(step_line(step))
+    sink.evaluation(EVALUATION)
+    summary = dict(sink._run.summary)
+    sink.close()
+    (directory,) = (run / "wandb").glob("offline-run-*")
+    (log,) = directory.glob("*.wandb")
+    deadline = time.monotonic() + 20  # wandb's own process writes the last of it
+    while b"evaluation/greedy_reward" not in log.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    content = log.read_bytes()
+    assert b"tokens_per_second" in content
+    assert b"evaluation/greedy_reward" in content
+    assert summary["loss"] == -0.25
+    assert summary["documents_seen"] == 16
+    assert summary["evaluation/greedy_reward"] == 0.5
+
+
+@pytest.mark.parametrize(("module", "extra"), [("torch.utils.tensorboard", "tensorboard"), ("wandb", "wandb")])
+def test_without_the_package_the_extra_is_named(
+    module: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *arguments: Any, **options: Any) -> Any:
+        if name == module:
+            raise ImportError(f"No module named {module!r}")
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(SinkError, match=rf"pip install truestep\[{extra}\]"):
+        if extra == "wandb":
+            WandbSink(tmp_path / "run", project="p", name=None, mode="offline", config={})
+        else:
+            TensorBoardSink(str(tmp_path / "board"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wandb_that_refuses_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    def refuse(**options: Any) -> None:
+        raise wandb.errors.UsageError("No API key configured. Use `wandb login` to log in.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(SinkError, match=r"logging\.wandb: .*wandb login"):
+        WandbSink(tmp_path, project="p", name=None, mode="online", config={})
+
+
+def test_a_file_gets_a_plain_line_a_step() -> None:
+    written = io.StringIO()
+    sink = ConsoleSink(Console(file=written, width=40), steps=9)
+    for step in (1, 2):
+        sink.step(step_line(step))
+    sink.evaluation(EVALUATION)
+    sink.close()
+    first, second, evaluation, *rest = written.getvalue().splitlines()
+    assert not any(line.strip() for line in rest)
+    assert first == f"step 1/9  {live_line(step_line(1))}"
+    assert second.startswith("step 2/9  reward 0.750  loss -0.2500")
+    assert evaluation == "held-out after step 2: greedy 0.500, sampled 0.250 over 4 prompts"
+    assert "\x1b" not in written.getvalue()
+
+
+def test_an_evaluation_without_a_mean_is_shown_as_such(tmp_path: Path) -> None:
+    written = io.StringIO()
+    unrated = EVALUATION | {"greedy_reward": None, "num_unrated": 4}
+    ConsoleSink(Console(file=written), steps=None).evaluation(unrated)
+    assert "greedy none could be rated, sampled 0.250" in written.getvalue()
+    assert "4 completions without a reward" in written.getvalue()
+    board = TensorBoardSink(str(tmp_path))
+    board.evaluation(unrated)
+    board.close()
+
+
+def test_a_line_shows_what_there_is() -> None:
+    assert live_line({"step": 1, "loss": 0.5, "entropy": 3.0}) == "loss +0.5000"
+    assert live_line({"step": 1, "loss": math.nan, "grad_norm": math.inf}) == "loss +nan  grad inf"
+    assert live_line({}) == ""
+
+
+@pytest.mark.parametrize("steps", [None, 3])
+def test_a_terminal_gets_a_bar_with_the_last_numbers(steps: int | None) -> None:
+    written = io.StringIO()
+    sink = ConsoleSink(Console(file=written, force_terminal=True, width=200), steps=steps, done=1, title="training")
+    for step in (2, 3):
+        sink.step(step_line(step))
+    sink.evaluation(EVALUATION)
+    sink.close()
+    shown = written.getvalue()
+    assert "loss -0.3750" in shown
+    assert "held-out after step 2" in shown
+    assert ("3/3" if steps else "3") in shown
+    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") > 0, "the cursor must come back"

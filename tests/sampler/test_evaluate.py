@@ -1,0 +1,98 @@
+"""Evaluation on held-out prompts: what a line says, and that training draws the same with and without it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from small_runs import digit_reward, failing_reward, sort_prompts, word_model, write_lines
+from truestep.environments.prompts import load_prompts
+from truestep.policy.load import load_policy
+from truestep.policy.policy import Policy
+from truestep.sampler.decode import DecodeOptions, Request, decode
+from truestep.sampler.evaluate import Evaluator
+from truestep.sampler.in_process import completion_text, stop_ids
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    return load_policy(word_model(tmp_path_factory.mktemp("evaluate") / "model"))
+
+
+def make_evaluator(policy: Policy, directory: Path, count: int = 5, **changes: Any) -> Evaluator:
+    usual: dict[str, Any] = {
+        "prompts": load_prompts(write_lines(directory / "held_out.jsonl", sort_prompts(count)), policy.tokenizer),
+        "reward": digit_reward,
+        "options": DecodeOptions(1.0, 1.0, 6, 3, stop_ids(policy)),
+        "samples_per_prompt": 3,
+        "seed": 0,
+    }
+    return Evaluator(policy=policy, **(usual | changes))
+
+
+def test_a_line_is_the_mean_reward_of_greedy_and_of_sampled_answers(policy: Policy, tmp_path: Path) -> None:
+    given: list[float] = []
+
+    def reward(prompt: Any, completion: str, **fields: Any) -> float:
+        given.append(digit_reward(prompt, completion))
+        return given[-1]
+
+    evaluator = make_evaluator(policy, tmp_path, reward=reward)
+    line = evaluator.run(step=4, documents_seen=32)
+    assert len(given) == 5 + 15
+    assert line["greedy_reward"] == pytest.approx(sum(given[:5]) / 5)
+    assert line["sampled_reward"] == pytest.approx(sum(given[5:]) / 15)
+    assert (line["step"], line["documents_seen"], line["num_prompts"]) == (4, 32, 5)
+    assert json.loads(json.dumps(line)) == line
+
+
+def test_examples_are_the_greedy_answers(policy: Policy, tmp_path: Path) -> None:
+    evaluator = make_evaluator(policy, tmp_path, count=10)
+    line = evaluator.run(0, 0)
+    greedy = decode(
+        policy,
+        [Request(prompt.input_ids, (0,)) for prompt in evaluator.prompts],
+        DecodeOptions(0.0, 1.0, 6, 64, stop_ids(policy)),
+    )
+    texts = [completion_text(policy, completion) for completion in greedy]
+    assert [example["completion"] for example in line["examples"]] == texts[:8]
+    assert [example["prompt"] for example in line["examples"]] == [prompt.prompt for prompt in evaluator.prompts[:8]]
+    assert [example["reward"] for example in line["examples"]] == [digit_reward("", text) for text in texts[:8]]
+
+
+def test_samples_are_seeded_by_the_step(policy: Policy, tmp_path: Path) -> None:
+    def sampled(step: int, **changes: Any) -> list[str]:
+        texts: list[str] = []
+
+        def reward(prompt: Any, completion: str, **fields: Any) -> float:
+            texts.append(completion)
+            return 0.0
+
+        make_evaluator(policy, tmp_path, reward=reward, **changes).run(step, 0)
+        return texts[5:]
+
+    first = sampled(2)
+    assert first == sampled(2)
+    assert first != sampled(3)
+    assert first != sampled(2, seed=1)
+    assert len(set(first[:3])) > 1, "the samples of one prompt differ"
+
+
+def test_what_cannot_be_rated_is_counted_and_no_part_of_a_mean(policy: Policy, tmp_path: Path) -> None:
+    calls = itertools.count()
+
+    def reward(prompt: Any, completion: str, **fields: Any) -> float:
+        return float("nan") if next(calls) in (1, 7, 8) else 2.0
+
+    line = make_evaluator(policy, tmp_path, reward=reward).run(0, 0)
+    assert (line["greedy_reward"], line["sampled_reward"], line["num_unrated"]) == (2.0, 2.0, 3)
+    assert [example["reward"] for example in line["examples"]] == [2.0, None, 2.0, 2.0, 2.0]
+
+
+def test_an_evaluation_that_nothing_can_be_rated_in_ends_no_run(policy: Policy, tmp_path: Path) -> None:
+    line = make_evaluator(policy, tmp_path, reward=failing_reward).run(0, 0)
+    assert (line["greedy_reward"], line["sampled_reward"], line["num_unrated"]) == (None, None, 20)

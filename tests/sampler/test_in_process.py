@@ -1,0 +1,302 @@
+"""Rollouts that the policy makes itself: groups, advantages, order, restarts, rejections, and exact log-probs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from small_runs import (
+    WORDS,
+    digit_reward,
+    quiet_trainer,
+    read_lines,
+    sampled_config,
+    sort_prompts,
+    tokenised_model,
+    word_model,
+    write_lines,
+)
+from truestep.environments.prompts import load_prompts
+from truestep.head.logits import HeadSettings
+from truestep.losses.objective import Denominator, Objective
+from truestep.losses.policy import Grpo, clip_bounds
+from truestep.metrics.types import values
+from truestep.policy.load import load_policy
+from truestep.policy.policy import Policy
+from truestep.rollouts.source import SourceError
+from truestep.sampler.decode import DecodeOptions
+from truestep.sampler.in_process import InProcessSource, stop_ids
+from truestep.step.plan import make_plan
+from truestep.step.run import StepRunner
+from truestep.types import Rollout
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    return load_policy(word_model(tmp_path_factory.mktemp("in-process") / "model"))
+
+
+def make_source(policy: Policy, directory: Path, count: int = 5, **changes: Any) -> InProcessSource:
+    prompts = load_prompts(write_lines(directory / "prompts.jsonl", sort_prompts(count)), policy.tokenizer)
+    usual: dict[str, Any] = {
+        "reward": digit_reward,
+        "options": DecodeOptions(0.7, 1.0, 6, 64, stop_ids(policy)),
+        "group_size": 4,
+        "advantage_rule": "group_mean",
+        "seed": 3,
+        "max_tokens": 64,
+    }
+    return InProcessSource(policy=policy, prompts=prompts, **(usual | changes))
+
+
+def same(first: Rollout, second: Rollout) -> bool:
+    for item in dataclasses.fields(first):
+        mine, theirs = getattr(first, item.name), getattr(second, item.name)
+        equal = np.array_equal(mine, theirs) if isinstance(mine, np.ndarray) else mine == theirs
+        if not equal:
+            return False
+    return True
+
+
+def expected_advantages(rewards: list[float], rule: str) -> list[float]:
+    if rule == "leave_one_out":
+        return [reward - statistics.mean(rewards[:at] + rewards[at + 1 :]) for at, reward in enumerate(rewards)]
+    scale = statistics.stdev(rewards) + 1e-4 if rule == "group_normalized" else 1.0
+    return [(reward - statistics.mean(rewards)) / scale for reward in rewards]
+
+
+@pytest.mark.parametrize("rule", ["group_mean", "group_normalized", "leave_one_out"])
+def test_groups_and_their_advantages(rule: str, policy: Policy, tmp_path: Path) -> None:
+    source = make_source(policy, tmp_path, advantage_rule=rule)
+    rollouts = source.take(12, documents_seen=40)
+    assert [rollout.id for rollout in rollouts] == [f"{group}-{member}" for group in range(3) for member in range(4)]
+    for start in (0, 4, 8):
+        group = rollouts[start : start + 4]
+        assert {rollout.group_id for rollout in group} == {str(start // 4)}
+        assert len({rollout.metadata["prompt_id"] for rollout in group}) == 1
+        rewards = [rollout.reward for rollout in group]
+        assert len(set(rewards)) > 1
+        for rollout, expected in zip(group, expected_advantages(rewards, rule), strict=True):
+            np.testing.assert_allclose(rollout.advantages[rollout.loss_mask], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_rollout_is_what_was_sampled(policy: Policy, tmp_path: Path) -> None:
+    source = make_source(policy, tmp_path)
+    prompts = {prompt.id: prompt for prompt in source.prompts}
+    rollouts = source.take(20, documents_seen=40)
+    for rollout in rollouts:
+        prompt = prompts[rollout.metadata["prompt_id"]]
+        start = len(prompt.input_ids)
+        assert tuple(rollout.input_ids[:start]) == prompt.input_ids
+        assert rollout.loss_mask.tolist() == [False] * start + [True] * (rollout.num_tokens - start)
+        assert (rollout.logprobs[start:] < 0).all()
+        assert rollout.temperature == 0.7
+        assert (rollout.model_version == 40).all()
+        completion = rollout.input_ids[start:].tolist()
+        ended = completion[-1] == policy.tokenizer.eos_token_id
+        assert rollout.metadata["stopped"] is ended
+        assert ended or len(completion) == 6
+        text = policy.tokenizer.decode([token for token in completion if token != policy.tokenizer.eos_token_id])
+        assert rollout.reward == digit_reward(prompt.prompt, text)
+    assert {rollout.metadata["stopped"] for rollout in rollouts} == {True, False}
+
+
+def test_the_reward_sees_the_prompt_the_text_and_the_fields(policy: Policy, tmp_path: Path) -> None:
+    seen = []
+
+    def reward(prompt: str, completion: str, **fields: Any) -> float:
+        seen.append((prompt, completion, fields))
+        return 0.0
+
+    rollouts = make_source(policy, tmp_path, reward=reward).take(4, 0)
+    for (prompt, completion, fields), _ in zip(seen, rollouts, strict=True):
+        assert set(fields) == {"answer"}
+        assert sorted(prompt.split()[1:-1]) == fields["answer"].split()
+        assert "<end>" not in completion
+    assert all((rollout.advantages == 0).all() for rollout in rollouts), "equal rewards teach nothing"
+
+
+def test_each_epoch_is_a_seeded_permutation_of_the_prompts(policy: Policy, tmp_path: Path) -> None:
+    def epochs(seed: int) -> list[list[str]]:
+        source = make_source(policy, tmp_path, seed=seed, group_size=1)
+        # Taken in portions that do not divide an epoch.
+        names = [rollout.metadata["prompt_id"] for count in (3, 7, 4, 1) for rollout in source.take(count, 0)]
+        return [names[start : start + 5] for start in (0, 5, 10)]
+
+    first = epochs(3)
+    assert all(sorted(epoch) == [f"prompt-{number}" for number in range(5)] for epoch in first)
+    assert len({tuple(epoch) for epoch in first}) == 3
+    assert epochs(3) == first
+    assert epochs(4) != first
+
+
+@pytest.mark.parametrize("taken", [0, 4, 16, 24])
+def test_a_restored_source_goes_on_bit_for_bit(taken: int, policy: Policy, tmp_path: Path) -> None:
+    source = make_source(policy, tmp_path)
+    source.take(taken, 0)
+    state = json.loads(json.dumps(source.state()))
+    expected = source.take(8, taken)
+    restored = make_source(policy, tmp_path)
+    restored.restore(state)
+    documents = restored.take(8, taken)
+    assert all(same(mine, theirs) for mine, theirs in zip(documents, expected, strict=True))
+    assert not same(documents[0], make_source(policy, tmp_path, seed=4).take(8, taken)[0])
+
+
+def test_a_file_runs_checkpoint_is_refused_in_words(policy: Policy, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"checkpoint\.directory"):
+        make_source(policy, tmp_path).restore({"position": 5, "fingerprint": "abc"})
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (ValueError("no such answer"), "raised ValueError: no such answer"),
+        (None, "None"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+        ("1.0", "'1.0'"),
+        ([1.0], r"\[1.0\]"),
+    ],
+)
+def test_a_bad_reward_rejects_one_document_and_the_rest_share_the_baseline(
+    answer: Any, reason: str, policy: Policy, tmp_path: Path
+) -> None:
+    calls = []
+
+    def reward(prompt: str, completion: str, **_: object) -> Any:
+        calls.append(completion)
+        if len(calls) != 2:
+            return float(len(calls))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    source = make_source(policy, tmp_path, reward=reward, advantage_rule="leave_one_out")
+    rollouts = source.take(8, 0)
+    assert [rollout.id for rollout in rollouts] == ["0-0", "0-2", "0-3", "1-0", "1-1", "1-2", "1-3"]
+    (rejected,) = source.drain_rejected()
+    assert source.drain_rejected() == []
+    assert (rejected.id, rejected.group_id) == ("0-1", "0")
+    assert re.search(reason, rejected.reason), rejected.reason
+    expected = expected_advantages([1.0, 3.0, 4.0], "leave_one_out")
+    for rollout, advantage in zip(rollouts[:3], expected, strict=True):
+        np.testing.assert_allclose(rollout.advantages[rollout.loss_mask], advantage, rtol=1e-6)
+
+
+def test_a_group_with_one_document_left_gets_no_advantage(policy: Policy, tmp_path: Path) -> None:
+    answers = iter([None, 2.0, None, None])
+    source = make_source(policy, tmp_path, reward=lambda *_, **__: next(answers), advantage_rule="group_normalized")
+    (rollout,) = source.take(4, 0)
+    assert (rollout.advantages == 0).all()
+    assert len(source.drain_rejected()) == 3
+
+
+def test_what_fits_no_micro_batch_is_rejected_with_the_option(policy: Policy, tmp_path: Path) -> None:
+    source = make_source(policy, tmp_path, max_tokens=11)  # prompts have 6 tokens, completions up to 6
+    rollouts = source.take(20, 0)
+    rejected = source.drain_rejected()
+    assert 0 < len(rejected) < 20
+    assert len(rollouts) + len(rejected) == 20
+    assert max(rollout.num_tokens for rollout in rollouts) <= 11
+    assert all("12 tokens" in item.reason and "data.tokens_per_microbatch" in item.reason for item in rejected)
+
+
+def test_a_run_whose_documents_are_all_rejected_says_why(policy: Policy, tmp_path: Path) -> None:
+    prompts = write_lines(tmp_path / "prompts.jsonl", sort_prompts(3))
+    config = sampled_config(
+        policy.path, prompts, tmp_path / "run", sampler={"reward": "small_runs:failing_reward"}
+    )
+    with pytest.raises(SourceError, match=r"rejected\.jsonl"):
+        quiet_trainer(config).run()
+    rejected = read_lines(tmp_path / "run" / "rejected.jsonl")  # the file that the message sends to
+    assert len(rejected) == 8
+    assert all("this reward never works" in line["reason"] for line in rejected)
+
+
+def test_chat_messages_go_through_the_template(policy: Policy, tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}={% endif %}"
+    policy.tokenizer.chat_template = template
+    messages = [{"role": "system", "content": "sort"}, {"role": "user", "content": "7 2"}]
+    file = write_lines(tmp_path / "chat.jsonl", [{"prompt": messages, "answer": "2 7"}])
+    prompts = load_prompts(file, policy.tokenizer)
+    seen = []
+
+    def reward(prompt: Any, completion: str, **fields: Any) -> float:
+        seen.append((prompt, fields))
+        return 1.0
+
+    (rollout,) = dataclasses.replace(
+        make_source(policy, tmp_path, group_size=1, reward=reward), prompts=prompts
+    ).take(1, 0)
+    policy.tokenizer.chat_template = None
+    assert policy.tokenizer.decode(rollout.input_ids[:4]) == "sort 7 2 ="
+    assert not rollout.loss_mask[:4].any()
+    assert seen == [(messages, {"answer": "2 7"})]
+
+
+def test_nobody_may_look_at_documents_that_are_not_made_yet(policy: Policy, tmp_path: Path) -> None:
+    source = make_source(policy, tmp_path)
+    with pytest.raises(NotImplementedError):
+        source.peek(4)
+    with pytest.raises(ValueError, match="groups of 4"):
+        source.take(6, 0)
+
+
+def word_reward(prompt: object, completion: str, **_: object) -> float:
+    return len(set(completion.split())) / 10
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2"])
+def test_on_policy_every_ratio_is_one(
+    kind: str, temperature: float, tmp_path: Path, tiny_tokenised: Callable[[str], Path]
+) -> None:
+    policy = load_policy(tiny_tokenised(kind), head=HeadSettings(fp32=True))
+    generator = np.random.default_rng(0)
+    records = [{"prompt": " ".join(generator.choice(WORDS, length))} for length in (2, 9, 5, 14)]
+    source = InProcessSource(
+        policy=policy,
+        prompts=load_prompts(write_lines(tmp_path / "prompts.jsonl", records), policy.tokenizer),
+        reward=word_reward,
+        options=DecodeOptions(temperature, 0.95, 10, 7, stop_ids(policy)),
+        group_size=4,
+        advantage_rule="group_normalized",
+        seed=0,
+        max_tokens=64,
+    )
+    documents = source.take(16, 0)
+    objective = Objective(Grpo(clip_bounds(0.2, 0.2), None), Denominator("labels", None))
+    # Packed in an order and in a company that sampling did not know.
+    plan = make_plan(documents, [range(0, 16, 3), range(1, 16, 3), range(2, 16, 3)], 0)
+    accumulated = StepRunner(policy, objective, "full").accumulate(plan, keep_scores=True)
+    logged = values(accumulated.metrics)
+    assert logged["ratio_new_old"] == pytest.approx(1, abs=1e-5)
+    assert logged["effective_sample_size"] == pytest.approx(logged["num_labels"], rel=1e-5)
+    assert logged["kl_new_old"] == pytest.approx(0, abs=1e-9)
+    assert logged["clipped_ratio_fraction"] == 0
+    assert logged["staleness"] == 0
+    for document, score in zip(documents, accumulated.scores, strict=True):
+        ratios = np.exp(score.logprobs.astype(np.float64) - document.logprobs[document.loss_mask])
+        np.testing.assert_allclose(ratios, 1, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def tiny_tokenised(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def model(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = tokenised_model(tmp_path_factory.mktemp("tokenised") / kind, kind)
+        return made[kind]
+
+    return model

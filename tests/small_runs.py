@@ -1,0 +1,110 @@
+"""Small real runs for tests: models with tokenizers, prompts, rollouts, configurations, and what a run wrote."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tiny import VOCABULARY, make_model, make_records
+from truestep.config.schema import Config
+from truestep.demo import model as demo_model
+from truestep.environments import sorting
+from truestep.train import make_trainer
+from truestep.trainer import Trainer
+
+TIMES = ("tokens_per_second", "data_wait_time", "step_time", "seconds")
+WORDS = tuple(f"w{number}" for number in range(VOCABULARY - 2))  # with the end and the unknown: the whole vocabulary
+
+
+def word_model(directory: Path) -> Path:
+    """The demo's model: 14 tokens, digits among them."""
+    return demo_model.make_model(directory, sorting.WORDS, seed=0)
+
+
+def tokenised_model(directory: Path, kind: str) -> Path:
+    """A model of tests/tiny.py with a word-level tokenizer of as many words as it has ids."""
+    make_model(directory, kind)
+    assert demo_model.make_tokenizer(directory, WORDS) == VOCABULARY
+    return directory
+
+
+def write_lines(path: Path, records: Sequence[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def write_rollouts(path: Path, documents: int, **options: Any) -> list[dict[str, Any]]:
+    records = make_records(5, documents=documents, max_length=16, **options)
+    write_lines(path, records)
+    return records
+
+
+def sort_prompts(count: int) -> list[dict[str, str]]:
+    stream = sorting.prompts(seed=1)
+    return [{"id": f"prompt-{number}", **next(stream)} for number in range(count)]
+
+
+def digit_reward(prompt: object, completion: str, **_: object) -> float:
+    """Differs between most completions of a prompt, right or wrong."""
+    return sum(int(word) for word in completion.split() if word.isdigit()) / 10
+
+
+def failing_reward(prompt: object, completion: str, **_: object) -> float:
+    raise KeyError("this reward never works")
+
+
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    both = dict(base)
+    for name, value in over.items():
+        inner = both.get(name)
+        both[name] = merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return both
+
+
+def file_config(model: Path, rollouts: Path, run: Path, **sections: Any) -> Config:
+    base = {
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"path": str(rollouts), "advantages": "none", "tokens_per_microbatch": 40},
+        "schedule": {"docs_per_step": 5},
+        "optimizer": {"learning_rate": 1e-2},
+        "checkpoint": {"directory": str(run)},
+        "logging": {"console": False},
+    }
+    return Config.model_validate(merged(base, sections))
+
+
+def sampled_config(model: Path, prompts: Path, run: Path, **sections: Any) -> Config:
+    base = {
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"group_size": 4, "tokens_per_microbatch": 64},
+        "schedule": {"docs_per_step": 8, "steps": 3},
+        "sampler": {"prompts": str(prompts), "reward": "small_runs:digit_reward", "max_new_tokens": 6},
+        "optimizer": {"learning_rate": 1e-2},
+        "checkpoint": {"directory": str(run)},
+        "logging": {"console": False},
+    }
+    return Config.model_validate(merged(base, sections))
+
+
+def quiet_trainer(config: Config) -> Trainer:
+    return make_trainer(config, Console(file=io.StringIO()))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def without_times(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
+
+
+def file_hashes(directory: Path) -> dict[str, str]:
+    files = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

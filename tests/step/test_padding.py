@@ -1,0 +1,59 @@
+"""Padding belongs to no document: no value in it, whatever it is, reaches a result."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from scoring import write_records
+from step.test_score_oracle import config_for, records_for
+from truestep import assemble
+from truestep.config.schema import Config
+from truestep.metrics.types import values
+from truestep.step import run
+from truestep.step.plan import plan_exactly
+from truestep.types import PackedBatch
+
+
+@pytest.mark.parametrize("loss", ["grpo", "gspo", "reinforce", "cispo", "cross_entropy"])
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
+def test_poisoned_padding_changes_no_bit(
+    kind: str, loss: str, tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(kind)
+    file = write_records(tmp_path / "rollouts.jsonl", records_for(model, loss))
+    options = config_for(model, file, {"type": loss}, tokens_per_microbatch=80, pad_to_multiple=80)
+    config = Config.model_validate(options)
+    policy = assemble.make_policy(config)
+    documents = assemble.read_documents(config, policy.vocabulary_size).rollouts
+    plan = plan_exactly(documents, assemble.make_rule(config), documents_seen=0)
+    runner = assemble.make_runner(config, policy)
+    padded_tokens = 0
+    honest = run.pack
+
+    def step(poison: int | None) -> tuple[dict[str, float], list[torch.Tensor]]:
+        def pack(*arguments: object) -> PackedBatch:
+            nonlocal padded_tokens
+            batch = honest(*arguments)  # type: ignore[arg-type]
+            end = int(batch.segments[batch.num_documents])
+            padded_tokens += len(batch.input_ids) - end
+            if poison is None:
+                return batch
+            input_ids, position_ids = batch.input_ids.clone(), batch.position_ids.clone()
+            input_ids[end:], position_ids[end:] = poison, poison
+            return dataclasses.replace(batch, input_ids=input_ids, position_ids=position_ids)
+
+        monkeypatch.setattr(run, "pack", pack)
+        accumulated = runner.accumulate(plan)
+        return values(accumulated.metrics), [gradient.clone() for gradient in policy.weights.gradients.values()]
+
+    clean = step(None)
+    assert padded_tokens > 0
+    for poison in (1, 60, -100, 10**9, -(2**63), 2**63 - 1):
+        metrics, gradients = step(poison)
+        assert metrics == clean[0]
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(gradients, clean[1], strict=True))

@@ -1,0 +1,94 @@
+"""Which documents make one step, and how many micro-batches."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from documents import make_documents
+from truestep.step.plan import StepRule, count_packed, plan_exactly, totals_of
+
+LENGTHS = st.lists(st.integers(1, 12), max_size=24)
+
+
+def rule(documents: int, *, keep: bool = False, depth: int = 1, breadth: int = 1, budget: int = 12) -> StepRule:
+    return StepRule(documents, keep, depth, breadth, budget)
+
+
+@settings(max_examples=200, deadline=None)
+@given(LENGTHS, st.integers(12, 40), st.integers(1, 5), st.integers(0, 1000))
+def test_an_exact_plan_is_of_these_documents(lengths: list[int], budget: int, breadth: int, seen: int) -> None:
+    documents = make_documents(lengths)
+    plan = plan_exactly(documents, rule(len(documents), breadth=breadth, budget=budget), seen)
+    assert plan.documents == documents
+    assert plan.documents_seen == seen
+    assert len(plan.micro_batches) % breadth == 0
+    assert sorted(index for members in plan.micro_batches for index in members) == list(range(len(documents)))
+    assert all(sum(lengths[index] for index in members) <= budget for members in plan.micro_batches)
+    assert plan.totals.num_documents == len(lengths)
+    assert plan.totals.num_tokens == sum(lengths)
+    assert plan.totals.num_labels == sum(int(value) for document in documents for value in document.loss_mask)
+
+
+def test_totals_of_nothing() -> None:
+    totals = totals_of([])
+    assert (totals.num_documents, totals.num_labels, totals.num_tokens) == (0, 0, 0)
+
+
+def test_exact_is_for_carry_with_a_target() -> None:
+    assert rule(5).exact
+    assert not rule(5, keep=True).exact
+    assert not rule(0).exact
+    assert not rule(0, keep=True).exact
+
+
+@pytest.mark.parametrize(
+    ("lengths", "given_rule", "bins", "final"),
+    [
+        # The micro-batch that crossed the target is whole: 3 documents though 2 were asked for.
+        ([4, 4, 4, 4], rule(2, keep=True), [[0, 1, 2]], True),
+        # Reached, but what comes next might still fit.
+        ([4, 4], rule(2, keep=True), [[0, 1]], False),
+        ([4, 4, 4], rule(3, keep=True), [[0, 1, 2]], False),
+        ([4, 4, 4, 1], rule(3, keep=True), [[0, 1, 2]], True),
+        # The target is reached in the first, and the second makes the multiple.
+        ([6, 6, 6, 6, 6], rule(2, keep=True, breadth=2), [[0, 1], [2, 3]], True),
+        ([6, 6, 6], rule(2, keep=True, breadth=2), [[0, 1], [2]], False),
+        # A fixed number of micro-batches: 2 x 1, then 1 x 2, then 2 x 2.
+        ([12, 5, 5, 5], rule(0, depth=2), [[0], [1, 2]], True),
+        ([12, 5, 5, 5], rule(0, breadth=2), [[0], [1, 2]], True),
+        ([12, 5, 5, 12, 12, 1], rule(0, depth=2, breadth=2), [[0], [1, 2], [3], [4]], True),
+        ([12, 5, 5, 12, 12], rule(0, depth=2, breadth=2), [[0], [1, 2], [3], [4]], False),
+        ([], rule(2, keep=True), [], False),
+    ],
+)
+def test_micro_batches_in_order_until_the_count_is_reached(lengths, given_rule, bins, final) -> None:
+    assert count_packed(lengths, given_rule) == (bins, final)
+
+
+@settings(max_examples=300, deadline=None)
+@given(LENGTHS, st.integers(0, 8), st.integers(1, 3), st.integers(1, 3), LENGTHS)
+def test_more_data_changes_no_final_step(
+    lengths: list[int], target: int, depth: int, breadth: int, more: list[int]
+) -> None:
+    chosen = rule(target, keep=True, depth=depth, breadth=breadth)
+    bins, final = count_packed(lengths, chosen)
+    taken = [index for members in bins for index in members]
+    assert taken == list(range(len(taken))), "from the front, in order"
+    assert all(0 < sum(lengths[index] for index in members) <= 12 for members in bins)
+    if not final:
+        assert len(taken) == len(lengths)
+        return
+    assert count_packed(lengths + more, chosen) == (bins, True)
+    assert len(bins) % breadth == 0
+    assert all(
+        sum(lengths[index] for index in members) + lengths[members[-1] + 1] > 12 for members in bins
+    ), "each is full: the next document did not fit"
+    reached = len(taken) >= target if target else len(bins) == depth * breadth
+    assert reached
+    # No earlier multiple of the breadth would have done.
+    before = [index for members in bins[:-breadth] for index in members]
+    assert len(before) < target if target else len(bins) == math.prod((depth, breadth))

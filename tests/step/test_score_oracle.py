@@ -1,0 +1,112 @@
+"""`score` in float32 against the independent float64 plain-loop oracle: every architecture, loss and denominator, at
+every chunk size and packing budget."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oracles.step import oracle_logprobs, oracle_step
+from scoring import check_against_oracle, run_score, write_records
+from tiny import make_records, set_old_logprobs
+
+LOSSES = ("grpo", "gspo", "reinforce", "cispo", "cross_entropy")
+DENOMINATORS: tuple[dict[str, Any], ...] = (
+    {"normalize_by": "labels"},
+    {"normalize_by": "documents"},
+    {"normalize_by": "document_means"},
+    {"normalize_by": "constant", "max_labels": 20},
+)
+CHUNKS = (1, 7, "auto")
+BUDGETS = (24, 50, 1000)
+# Where each loss has its kinks: ratios lie on both sides of every one of them.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "grpo": {"epsilon_low": 0.2, "epsilon_high": 0.28, "dual_clip": 1.5},
+    "gspo": {"epsilon_low": 0.003, "epsilon_high": 0.004, "dual_clip": 1.02},
+    "reinforce": {"ratio_cap": 1.3},
+    "cispo": {"epsilon_low": 0.3, "epsilon_high": 0.2},
+    "cross_entropy": {},
+}
+BOUNDS = {
+    "grpo": {"spread": 0.4, "bounds": (0.8, 1.28, 1.5)},
+    "gspo": {"level": "document", "spread": 0.05, "bounds": (0.997, 1.004)},
+    "reinforce": {"bounds": (0.8, 1.3)},
+    "cispo": {"bounds": (0.7, 1.2)},
+    "cross_entropy": {},
+}
+
+
+def records_for(model: Path, loss: str, seed: int = 3, **options: Any) -> list[dict[str, Any]]:
+    records = make_records(seed, documents=12, **options)
+    return set_old_logprobs(records, oracle_logprobs(model, records), seed=seed, **BOUNDS[loss])
+
+
+def config_for(model: Path, records: Path, loss: dict[str, Any], **data: Any) -> dict[str, Any]:
+    return {
+        "model": {"path": str(model), "dtype": "float32"},
+        "loss": {"metrics": "full", **loss},
+        "data": {"path": str(records), "advantages": "none", **data},
+    }
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_tied", "gemma2"])
+def test_score_equals_the_oracle_at_every_layout(
+    kind: str, loss: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = tiny_model(kind)
+    records = records_for(model, loss)
+    file = write_records(tmp_path / "rollouts.jsonl", records)
+    clipped = set()
+    for denominator in DENOMINATORS:
+        options = {"type": loss, "entropy_bonus": 0.1, "z_loss": 0.01, **OPTIONS[loss], **denominator}
+        config = config_for(model, file, options)
+        oracle = oracle_step(model, records, config)
+        for chunk, budget in itertools.product(CHUNKS, BUDGETS):
+            config["model"]["head"] = {"logits_chunk_size": chunk}
+            config["data"]["tokens_per_microbatch"] = budget
+            scored = run_score(config, tmp_path / "out")
+            check_against_oracle(scored, oracle)
+            clipped |= {name for name, value in scored.step.items() if "clipped" in name and 0 < value < 1}
+    if loss in ("grpo", "gspo", "cispo"):
+        assert len(clipped) == 3, "both bounds must lie inside the tested range"
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "granite"])
+def test_further_architectures_equal_the_oracle(kind: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    model = tiny_model(kind)
+    records = records_for(model, "grpo")
+    file = write_records(tmp_path / "rollouts.jsonl", records)
+    config = config_for(model, file, {"type": "grpo", **OPTIONS["grpo"]}, tokens_per_microbatch=50)
+    config["model"]["head"] = {"logits_chunk_size": 7}
+    check_against_oracle(run_score(config, tmp_path / "out"), oracle_step(model, records, config))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_deepspeed_divisor_divides_the_gradient_alone(
+    loss: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = tiny_model("qwen3_tied")
+    records = records_for(model, loss)
+    file = write_records(tmp_path / "rollouts.jsonl", records)
+    options = {"type": loss, "gradient_divisor": "deepspeed", "normalize_by": "documents", **OPTIONS[loss]}
+    config = config_for(model, file, options)
+    scored = run_score(config, tmp_path / "out")
+    check_against_oracle(scored, oracle_step(model, records, config))
+    plain = run_score(config | {"loss": config["loss"] | {"gradient_divisor": "none"}}, tmp_path / "plain")
+    assert scored.step["loss"] == plain.step["loss"]
+    assert scored.step["grad_norm"] == pytest.approx(plain.step["grad_norm"] / len(records), rel=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["group_mean", "group_normalized", "leave_one_out"])
+def test_advantages_from_rewards_equal_the_oracle(rule: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    records = records_for(model, "grpo", advantages="rewards", group_size=4)
+    file = write_records(tmp_path / "rollouts.jsonl", records)
+    config = config_for(model, file, {"type": "grpo", **OPTIONS["grpo"]}, group_size=4)
+    config["data"]["advantages"] = rule
+    check_against_oracle(run_score(config, tmp_path / "out"), oracle_step(model, records, config))

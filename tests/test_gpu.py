@@ -1,0 +1,101 @@
+"""What only a GPU can show: the fused packed attention, the float32 head at half precision's price, mixed devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from oracles.step import oracle_logprobs, oracle_step
+from scoring import check_against_oracle, run_score, write_records
+from step.test_score_oracle import LOSSES, OPTIONS, config_for, records_for
+from truestep.head.logits import HeadSettings, row_statistics, scaled_logits
+from truestep.policy import attention
+from truestep.policy.load import load_policy
+from truestep.rollouts.packing import pack
+from truestep.rollouts.record import Needs, parse_record
+from truestep.step.plan import make_plan
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+KINDS = ("llama", "qwen3", "qwen3_tied", "gemma2", "mistral")
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_float32_on_the_gpu_equals_the_oracle(
+    kind: str, loss: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = tiny_model(kind)
+    records = records_for(model, loss)
+    file = write_records(tmp_path / "rollouts.jsonl", records)
+    for chunk, budget in ((7, 50), ("auto", 1000)):
+        config = config_for(model, file, {"type": loss, "entropy_bonus": 0.1, **OPTIONS[loss]})
+        config["model"] |= {"device": "cuda", "head": {"logits_chunk_size": chunk}}
+        config["data"]["tokens_per_microbatch"] = budget
+        check_against_oracle(run_score(config, tmp_path / "out"), oracle_step(model, records, config))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_tied", "mistral", "gemma2"])
+def test_bfloat16_is_as_near_float64_packed_as_alone(
+    kind: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """SPEC §0: in bfloat16 a layout's error against float64 is at most 1.5 × that of documents run one by one."""
+    model = tiny_model(kind)
+    records = records_for(model, "grpo", max_length=60)
+    file = write_records(tmp_path / "rollouts.jsonl", records)
+    exact = [value for document in oracle_logprobs(model, records) for value in document]
+    errors = []
+    for budget in (60, 100_000):
+        config = config_for(model, file, {"type": "grpo"}, tokens_per_microbatch=budget)
+        config["model"] |= {"device": "cuda", "dtype": "bfloat16", "head": {"fp32_lm_head": True}}
+        scored = run_score(config, tmp_path / str(budget))
+        found = [value for document in scored.documents for value in document["logprobs"]]
+        errors.append((torch.tensor(found) - torch.tensor(exact)).norm() / torch.tensor(exact).norm())
+    assert errors[0] < 0.05, "bfloat16 itself"
+    assert errors[1] <= 1.5 * errors[0]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_the_fused_attention_is_used_and_keeps_documents_apart(
+    kind: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    honest = attention._varlen
+    monkeypatch.setattr(attention, "_varlen", lambda *values: (calls.append(1), honest(*values))[1])
+    policy = load_policy(tiny_model(kind), dtype="bfloat16", device="cuda")
+    needs = Needs(logprobs=False, advantages=False, advantage_rule="none")
+    generator = torch.Generator().manual_seed(0)
+    documents = [
+        parse_record(
+            {"input_ids": torch.randint(61, (length,), generator=generator).tolist(), "prompt_length": 1},
+            where=str(length),
+            vocabulary_size=61,
+            default_temperature=1.0,
+            max_tokens=None,
+            needs=needs,
+        )
+        for length in (3, 40, 1, 17)
+    ]
+    together = policy.hidden(pack(make_plan(documents, [[0, 1, 2, 3]], 0), range(4)))
+    alone = [policy.hidden(pack(make_plan([document], [[0]], 0), [0])) for document in documents]
+    assert calls
+    relative = (together - torch.cat(alone)).float().norm() / torch.cat(alone).float().norm()
+    assert relative < 1e-2
+
+
+def test_the_float32_head_costs_no_precision_on_the_gpu() -> None:
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    hidden = torch.randn(512, 1024, device="cuda", generator=generator).bfloat16()
+    weight = (torch.randn(32_003, 1024, device="cuda", generator=generator) * 2 / 1024**0.5).bfloat16()
+    labels = torch.randint(32_003, (512,), device="cuda", generator=generator)
+    ones = torch.ones(512, device="cuda")
+    exact = row_statistics(scaled_logits(hidden.double(), weight.double(), ones, HeadSettings()), labels).logprobs
+    error = {}
+    for fp32 in (True, False):
+        found = row_statistics(scaled_logits(hidden, weight, ones, HeadSettings(fp32=fp32)), labels).logprobs
+        error[fp32] = float((found - exact).abs().max())
+    assert error[True] <= 1e-4
+    assert error[False] > 1e-3

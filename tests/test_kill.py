@@ -1,0 +1,114 @@
+"""SIGKILL at any instant, a checkpoint's writing included, then a restart: bitwise the run that was never killed."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tiny import make_records
+from truestep.demo.model import make_model
+from truestep.environments import sorting
+
+_DRIVER = Path(__file__).parent / "kill_driver.py"
+_TIMES = ("tokens_per_second", "data_wait_time", "step_time", "seconds")
+
+
+def _file_config(directory: Path, model: Path) -> dict[str, Any]:
+    rollouts = directory / "rollouts.jsonl"
+    records = [*make_records(1, documents=203), {"id": "bad", "input_ids": []}]
+    rollouts.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return {
+        "model": {"path": str(model), "dtype": "float32"},
+        "loss": {"type": "gspo", "epsilon_low": 0.1, "epsilon_high": 0.1},
+        "data": {"path": str(rollouts), "advantages": "none", "shuffle": True, "epochs": 2},
+        "schedule": {"docs_per_step": 5, "updates_per_batch": 2},
+        "optimizer": {"learning_rate": 1e-3, "warmup_steps": 3},
+        # An odd interval, so that checkpoints fall between the two updates of a batch.
+        "checkpoint": {"every": 3, "keep": 2},
+    }
+
+
+def _sampled_config(directory: Path) -> dict[str, Any]:
+    prompts = directory / "prompts.jsonl"
+    stream = sorting.prompts(0)
+    prompts.write_text("".join(json.dumps(next(stream)) + "\n" for _ in range(7)), encoding="utf-8")
+    return {
+        "model": {"path": str(make_model(directory / "model", sorting.WORDS, 0)), "dtype": "float32"},
+        "data": {"group_size": 3, "tokens_per_microbatch": 100},
+        "sampler": {"prompts": str(prompts), "reward": "unsteady_reward:reward", "max_new_tokens": 6},
+        "evaluation": {"prompts": str(prompts), "every": 4},
+        "schedule": {"docs_per_step": 6, "steps": 40},
+        "optimizer": {"learning_rate": 1e-3},
+        "checkpoint": {"every": 2, "keep": 2},
+    }
+
+
+def _start(directory: Path, name: str, config: dict[str, Any], kills: list[tuple[str, float]]) -> Path:
+    """The run's directory, after all kills and a last start that was let be."""
+    file = directory / f"{name}.yaml"
+    run = directory / name
+    checkpoint = config["checkpoint"] | {"directory": str(run)}
+    file.write_text(yaml.safe_dump(config | {"checkpoint": checkpoint, "deterministic": True}), encoding="utf-8")
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", str(_DRIVER), str(file), json.dumps(kills)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        timeout=280,
+        check=False,
+    )
+    log = file.with_suffix(".log")
+    assert ended.returncode == 0, ended.stderr
+    outcome = json.loads(ended.stdout.splitlines()[-1])
+    assert outcome["final"] == 0, log.read_text(encoding="utf-8")[-2000:]
+    # A kill may come after the end of a run; ten must not.
+    assert sum(outcome["killed"]) >= min(len(kills), 10), outcome
+    return run
+
+
+def _result(run: Path) -> dict[str, Any]:
+    """All that must be bit for bit the same."""
+    last = sorted((run / "checkpoints").iterdir())[-1]
+    lines = {
+        name: [
+            {key: value for key, value in json.loads(line).items() if key not in _TIMES}
+            for line in (run / name).read_text(encoding="utf-8").splitlines()
+        ]
+        for name in ("metrics.jsonl", "evaluation.jsonl", "rejected.jsonl")
+        if (run / name).is_file()
+    }
+    return {
+        "weights": (last / "model.safetensors").read_bytes(),
+        "optimizer": (last / "truestep" / "optimizer.safetensors").read_bytes(),
+        "ledger": (run / "ledger.jsonl").read_bytes(),
+        "checkpoints": sorted(path.name for path in (run / "checkpoints").iterdir()),
+        **lines,
+    }
+
+
+def _compare(whole: Path, killed: Path) -> None:
+    expected, found = _result(whole), _result(killed)
+    for name in expected:
+        assert found[name] == expected[name], f"{name} differs from the run that was never killed"
+
+
+@pytest.mark.parametrize("kind", ["files", "sampled"])
+def test_a_killed_run_ends_bitwise_like_one_that_was_not(
+    kind: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    config = _file_config(tmp_path, tiny_model("qwen3_tied")) if kind == "files" else _sampled_config(tmp_path)
+    whole = _start(tmp_path, "whole", config, [])
+    generator = random.Random(kind)
+    at_files = [("event", generator.randint(5, 50)) for _ in range(9)]
+    at_times = [("seconds", generator.uniform(0.3, 0.8)) for _ in range(5)]
+    kills = [*at_files, *at_times]
+    generator.shuffle(kills)
+    _compare(whole, _start(tmp_path, "killed", config, kills))
