@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 from rich.console import Console
@@ -39,18 +39,23 @@ def _said_once(command: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return command(*args, **kwargs)
         except TruestepError as error:
-            Console(stderr=True).print(f"[bold red]error:[/] {_escape(str(error))}", highlight=False, soft_wrap=True)
-            sys.exit(1)
+            _complain(str(error))
+        except OSError as error:
+            if error.filename is None:
+                raise
+            # A file where a directory should be, no permission, a full disk.
+            _complain(f"{error.filename}: {error.strerror}")
         except KeyboardInterrupt:
             sys.exit(130)
 
     return guarded
 
 
-def _escape(text: str) -> str:
+def _complain(message: str) -> NoReturn:
     from rich.markup import escape
 
-    return escape(text)
+    Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    sys.exit(1)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -94,7 +99,7 @@ def score(config: Path, output: Path, gradients: bool, overrides: tuple[str, ...
     result = run(options, output, gradients=gradients)
     console = Console()
     console.print(step_table(result.step))
-    console.print(f"written to {output}", highlight=False, soft_wrap=True)
+    console.print(f"written to {output}", highlight=False, markup=False, soft_wrap=True)
 
 
 @main.command()
@@ -113,7 +118,7 @@ def export(source: Path, output: Path, dtype: str) -> None:
     from truestep.export import export as run
 
     checkpoint = run(source, output, dtype)
-    Console().print(f"{checkpoint} -> {output} ({dtype})", highlight=False, soft_wrap=True)
+    Console().print(f"{checkpoint} -> {output} ({dtype})", highlight=False, markup=False, soft_wrap=True)
 
 
 @main.group()
@@ -125,7 +130,13 @@ def data() -> None:
 @click.argument("files", nargs=-1, required=True)
 @click.option("--model", type=click.Path(path_type=Path), help="A model directory: token ids are held against it.")
 @click.option("--tokens-per-microbatch", type=click.IntRange(min=1), help="The longest document allowed.")
-@click.option("--temperature", type=float, default=1.0, show_default=True, help="Of records without their own.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Of records without their own.",
+)
 @_said_once
 def check(files: tuple[str, ...], model: Path | None, tokens_per_microbatch: int | None, temperature: float) -> None:
     """Counts, lengths, groups and rejected records of rollout FILES, with the reasons."""
@@ -138,8 +149,6 @@ def check(files: tuple[str, ...], model: Path | None, tokens_per_microbatch: int
 
 def _vocabulary_size(model: Path) -> int:
     import json
-
-    from truestep.errors import TruestepError
 
     try:
         return int(json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"])
@@ -155,13 +164,18 @@ def report(runs: tuple[Path, ...], output: Path | None) -> None:
     """A self-contained page of one run, or of several compared."""
     from truestep.metrics.report import write_report
 
+    for run in runs:
+        if not (run / "metrics.jsonl").is_file():
+            raise TruestepError(f"{run} is no run's directory: it has no metrics.jsonl")
     page = write_report(list(runs), output or runs[0] / "report.html")
-    Console().print(f"{page}", highlight=False, soft_wrap=True)
+    Console().print(f"{page}", highlight=False, markup=False, soft_wrap=True)
 
 
 @main.command()
 @click.option("--output", type=click.Path(path_type=Path), default=Path("runs/demo"), show_default=True)
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the model, the task and the sampling.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the model, the task and the sampling."
+)
 @_said_once
 def demo(output: Path, seed: int) -> None:
     """A whole RL run on this machine: make a tiny model, warm it up, train it by GRPO, write the report."""

@@ -34,7 +34,12 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def json_line(value: Mapping[str, Any]) -> str:
     """One line; floats keep every digit, so that what is read is bit for bit what was written."""
-    return json.dumps(value, ensure_ascii=False, separators=(", ", ": ")) + "\n"
+    line = json.dumps(value, ensure_ascii=False)
+    try:
+        line.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can hold and UTF-8 cannot
+        line = json.dumps(value)
+    return line + "\n"
 
 
 def write_json_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,15 @@ def score(config: Config, output: Path, *, gradients: bool) -> Score:
     """Write scores.jsonl, step.json and, if asked for, gradients.safetensors and the gradient's norm."""
     if config.data.path is None:
         raise ScoreError("score needs data.path: the rollouts of the step that is to be scored")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ScoreError("this version of truestep scores on one process: start it without torchrun")
     if config.deterministic:
         make_deterministic()
     policy = make_policy(config)
     documents = read_documents(config, policy.vocabulary_size)
     output.mkdir(parents=True, exist_ok=True)
+    for name in ("step.json", "scores.jsonl", "gradients.safetensors"):  # of an earlier step
+        (output / name).unlink(missing_ok=True)
     write_rejected(output, documents.rejected)
     if not documents.rollouts:
         raise ScoreError(f"no record of {config.data.path} is usable: see {output / 'rejected.jsonl'}")

@@ -37,7 +37,8 @@ def train(config: Config, console: Console, title: str = "training") -> Trainer:
         for sink in trainer.sinks:
             sink.close()
     if config.logging.console:
-        console.print(f"{ended}; the run is in {trainer.directory.path}", highlight=False, soft_wrap=True)
+        where = f"the run is in {trainer.directory.path}"
+        console.print(f"{ended}; {where}", highlight=False, markup=False, soft_wrap=True)
     return trainer
 
 
@@ -73,7 +74,7 @@ def make_trainer(config: Config, console: Console, title: str = "training") -> T
         restore_optimizer(optimizer, policy.weights, progress.optimizer)
         step, rejected_lines = progress.step, progress.rejected_lines
         if config.logging.console:
-            console.print(f"going on after step {step} of {latest}", highlight=False, soft_wrap=True)
+            console.print(f"going on after step {step} of {latest}", highlight=False, markup=False, soft_wrap=True)
     sinks = _make_sinks(config, directory, console, title, step)
     _lay_out(directory, config, source, step, rejected_lines)
     return Trainer(

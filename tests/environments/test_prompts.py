@@ -123,9 +123,7 @@ def test_any_other_directory_is_refused(tokenizer: Any, tmp_path: Path) -> None:
         load_prompts(tmp_path, tokenizer)
 
 
-def test_without_datasets_the_extra_is_named(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_datasets_the_extra_is_named(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def without(name: str, *arguments: Any, **options: Any) -> Any:

@@ -28,7 +28,9 @@ def _own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_module_in_the_working_directory_is_found(tmp_path: Path) -> None:
-    (tmp_path / "my_rewards_a.py").write_text("def score(prompt, completion, *, answer, **_): return completion == answer")
+    (tmp_path / "my_rewards_a.py").write_text(
+        "def score(prompt, completion, *, answer, **_): return completion == answer"
+    )
     reward = load_reward("my_rewards_a:score")
     assert rate(reward, PROMPT, "1 2") == 1.0
     assert rate(reward, PROMPT, "2 1") == 0.0
@@ -36,7 +38,9 @@ def test_a_module_in_the_working_directory_is_found(tmp_path: Path) -> None:
 
 def test_a_package_in_the_working_directory_is_found(tmp_path: Path) -> None:
     (tmp_path / "my_package_b").mkdir()
-    (tmp_path / "my_package_b" / "inner.py").write_text("class Rate:\n  def __call__(self, p, c, **_): return 2\nscore = Rate()")
+    (tmp_path / "my_package_b" / "inner.py").write_text(
+        "class Rate:\n  def __call__(self, p, c, **_): return 2\nscore = Rate()"
+    )
     assert rate(load_reward("my_package_b.inner:score"), PROMPT, "") == 2.0
 
 

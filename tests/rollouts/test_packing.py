@@ -146,9 +146,7 @@ DTYPES |= dict.fromkeys(("has_logprobs", "has_advantages", "has_version", "has_r
     st.randoms(use_true_random=False),
 )
 def test_tensors_against_plain_loops(shapes: list, multiple: int, seed: int, random) -> None:
-    documents = [
-        make_document(f"d{at}", length, seed + at, bare=bare) for at, (length, bare) in enumerate(shapes)
-    ]
+    documents = [make_document(f"d{at}", length, seed + at, bare=bare) for at, (length, bare) in enumerate(shapes)]
     chosen = random.sample(range(len(documents)), random.randint(0, len(documents)))
     rest = [index for index in range(len(documents)) if index not in chosen]
     batch = pack(make_plan(documents, [rest, chosen], 0), chosen, multiple)

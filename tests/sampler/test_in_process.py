@@ -213,9 +213,7 @@ def test_what_fits_no_micro_batch_is_rejected_with_the_option(policy: Policy, tm
 
 def test_a_run_whose_documents_are_all_rejected_says_why(policy: Policy, tmp_path: Path) -> None:
     prompts = write_lines(tmp_path / "prompts.jsonl", sort_prompts(3))
-    config = sampled_config(
-        policy.path, prompts, tmp_path / "run", sampler={"reward": "small_runs:failing_reward"}
-    )
+    config = sampled_config(policy.path, prompts, tmp_path / "run", sampler={"reward": "small_runs:failing_reward"})
     with pytest.raises(SourceError, match=r"rejected\.jsonl"):
         quiet_trainer(config).run()
     rejected = read_lines(tmp_path / "run" / "rejected.jsonl")  # the file that the message sends to
@@ -235,9 +233,9 @@ def test_chat_messages_go_through_the_template(policy: Policy, tmp_path: Path) -
         seen.append((prompt, fields))
         return 1.0
 
-    (rollout,) = dataclasses.replace(
-        make_source(policy, tmp_path, group_size=1, reward=reward), prompts=prompts
-    ).take(1, 0)
+    (rollout,) = dataclasses.replace(make_source(policy, tmp_path, group_size=1, reward=reward), prompts=prompts).take(
+        1, 0
+    )
     policy.tokenizer.chat_template = None
     assert policy.tokenizer.decode(rollout.input_ids[:4]) == "sort 7 2 ="
     assert not rollout.loss_mask[:4].any()

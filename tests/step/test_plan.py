@@ -84,9 +84,9 @@ def test_more_data_changes_no_final_step(
         return
     assert count_packed(lengths + more, chosen) == (bins, True)
     assert len(bins) % breadth == 0
-    assert all(
-        sum(lengths[index] for index in members) + lengths[members[-1] + 1] > 12 for members in bins
-    ), "each is full: the next document did not fit"
+    assert all(sum(lengths[index] for index in members) + lengths[members[-1] + 1] > 12 for members in bins), (
+        "each is full: the next document did not fit"
+    )
     reached = len(taken) >= target if target else len(bins) == depth * breadth
     assert reached
     # No earlier multiple of the breadth would have done.

@@ -57,13 +57,15 @@ class CheckpointStore:
     def save(self, policy: Policy, progress: Progress) -> Path:
         self._directory.mkdir(parents=True, exist_ok=True)
         final = self._directory / f"step-{progress.step:08d}"
-        if final.exists():
+        if final in self.complete():
             return final
         self._remove_partial()
         beside = self._directory / f".{final.name}.partial"
         save_policy(policy, beside)
         _write_progress(beside / _FOLDER, progress)
         _sync_tree(beside)
+        if final.exists():
+            shutil.rmtree(final)  # not complete: a copy that was cut short
         os.replace(beside, final)
         sync_directory(self._directory)
         self._remove_old()

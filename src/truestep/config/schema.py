@@ -287,7 +287,7 @@ class Config(Section):
     """Where the run lives and what survives."""
     logging: LoggingConfig = LoggingConfig()
     """Where numbers go."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     """Of sampling, shuffling and prompt order."""
     deterministic: bool = False
     """Refuse operations whose result differs from run to run; a resumed run is then bitwise the uninterrupted one."""

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.rule import Rule
 
 from truestep.config.load import dump_config
 from truestep.config.schema import Config
 from truestep.demo.model import make_model
 from truestep.environments import sorting
+from truestep.errors import TruestepError
 from truestep.files import read_json_lines, write_json_lines, write_whole
 from truestep.metrics.report import text_plot, write_plot, write_report
 from truestep.train import train
@@ -32,6 +34,11 @@ WARM_UP_STEPS, WARM_UP_DOCUMENTS = 240, 128
 RL_STEPS = 100
 # How often the corpus answers rightly. The rest gives the digits as they stand, or in falling order.
 RIGHT = 0.35
+MARK = ".truestep-demo"  # in a directory that a demo made and may remove
+
+
+class DemoError(TruestepError):
+    pass
 
 
 @dataclass(frozen=True)
@@ -43,9 +50,10 @@ class Outcome:
 
 def run(output: Path, seed: int, console: Console) -> Outcome:
     start = time.perf_counter()
-    if output.exists():
-        shutil.rmtree(output)  # a demo starts from nothing each time
-    console.print(f"[bold]truestep demo[/]: sort four digits, seed {seed}, everything in {output}", highlight=False)
+    _start_afresh(output)
+    console.print(
+        f"[bold]truestep demo[/]: sort four digits, seed {seed}, everything in {escape(str(output))}", highlight=False
+    )
     base = make_model(output / "model", sorting.WORDS, seed)
     _write_task(output, base, seed)
     console.print(Rule("1. warm-up: imitate a corpus that is right a third of the time", style="dim"))
@@ -55,6 +63,14 @@ def run(output: Path, seed: int, console: Console) -> Outcome:
     assert policy is not None
     trained = _train(_rl(output, policy, seed), output / "grpo.yaml", console, "grpo")
     return _show(trained.directory.path, output, console, time.perf_counter() - start)
+
+
+def _start_afresh(output: Path) -> None:
+    """A demo starts from nothing each time; what no demo made is not removed."""
+    if output.exists() and any(output.iterdir()) and not (output / MARK).is_file():
+        raise DemoError(f"{output} is there already and no demo made it: name a directory that is new or empty")
+    shutil.rmtree(output, ignore_errors=True)
+    write_whole(output / MARK, b"")
 
 
 def _write_task(output: Path, model: Path, seed: int) -> None:

@@ -120,7 +120,15 @@ class TensorBoardSink:
 class WandbSink:
     """documents_seen is the x-axis that two runs share."""
 
-    def __init__(self, directory: Path, *, project: str, name: str | None, mode: Literal["online", "offline"], config: Mapping[str, Any]):
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        project: str,
+        name: str | None,
+        mode: Literal["online", "offline"],
+        config: Mapping[str, Any],
+    ):
         try:
             import wandb
         except ImportError as error:

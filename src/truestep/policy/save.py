@@ -29,10 +29,8 @@ def read_companions(directory: Path) -> dict[str, bytes]:
 
 def save_policy(policy: Policy, directory: Path, dtype: torch.dtype = torch.float32) -> None:
     """Into a new directory. The float32 weights by default; another type is rounded to once."""
-    tensors = {
-        name: policy.weights.master.get(name, parameter).detach().to(dtype)
-        for name, parameter in policy.model.named_parameters()
-    }
+    weights = policy.weights.master | policy.weights.frozen
+    tensors = {name: weights[name].detach().to(dtype) for name, _ in policy.model.named_parameters()}
     # transformers knows the names and groupings that this architecture's files use; tied tensors are written once.
     policy.model.save_pretrained(directory, state_dict=tensors)
     for name, content in policy.companions.items():

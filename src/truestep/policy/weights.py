@@ -19,6 +19,11 @@ class Weights:
         # `named_parameters` gives a tied tensor once, under the name it is first registered by: its input embedding's.
         self._computed = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.master: dict[str, torch.nn.Parameter] = {}
+        self.frozen: dict[str, torch.Tensor] = {}  # float32, as they came and as they are saved
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                self.frozen[name] = parameter.detach()
+                parameter.data = parameter.data.to(dtype)
         for name, parameter in self._computed.items():
             master = parameter
             if parameter.dtype != dtype:

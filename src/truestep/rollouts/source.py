@@ -94,9 +94,9 @@ class FileSource:
             )
         if self._fingerprint(state["position"]) != state["fingerprint"]:
             raise SourceError(
-                "data.path: the documents that this run was trained on are no longer those in the files, or data.shuffle "
-                "or seed was changed; give it the same files (they may have grown at the end, unless shuffled) in the "
-                "same order, or another checkpoint.directory"
+                "data.path: the documents that this run was trained on are no longer those in the files, or seed or "
+                "data.shuffle was changed; give it the same files in the same order (they may have grown at the end, "
+                "unless shuffled), or another checkpoint.directory"
             )
         self._position = state["position"]
 

@@ -1,0 +1,225 @@
+"""A kill at any instant leaves the last complete checkpoint usable, and what is read is what was saved."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from documents import make_documents, same_bits, same_document
+from truestep.checkpoint import store as store_module
+from truestep.checkpoint.random_state import random_state, random_tensors, restore_random
+from truestep.checkpoint.store import CheckpointStore, Progress, read_progress
+from truestep.policy.load import load_policy
+from truestep.policy.policy import Policy
+
+Made = Callable[[str], Path]
+
+
+@pytest.fixture
+def policy(tiny_model: Made) -> Policy:
+    policy = load_policy(tiny_model("llama"), device="cpu")
+    set_step(policy, 0)
+    return policy
+
+
+def set_step(policy: Policy, step: int) -> None:
+    """Weights by which a checkpoint can be told."""
+    with torch.no_grad():
+        for master in policy.weights.master.values():
+            master.fill_(1 + step)
+
+
+def progress(step: int) -> Progress:
+    return Progress(
+        step=step,
+        queue={"documents_seen": 3 * step, "micro_batches": [[0], [1]], "source": {"position": step}},
+        carried=make_documents([3, 5], seed=step),
+        rejected_lines=step,
+        optimizer={
+            "model.norm.weight.exp_avg": torch.arange(4.0) / 3 + step,
+            "model.norm.weight.step": torch.tensor(step),
+        },
+    )
+
+
+def save(store: CheckpointStore, policy: Policy, step: int) -> Path:
+    set_step(policy, step)
+    return store.save(policy, progress(step))
+
+
+def check(checkpoint: Path, step: int) -> None:
+    """That it is whole, weights and all."""
+    weights = load_file(checkpoint / "model.safetensors")
+    assert len(weights) == 21
+    assert all((weight == 1 + step).all() for weight in weights.values())
+    assert (checkpoint / "config.json").is_file()
+    read, expected = read_progress(checkpoint), progress(step)
+    assert (read.step, read.queue, read.rejected_lines) == (step, expected.queue, expected.rejected_lines)
+    assert all(same_document(one, other) for one, other in zip(read.carried, expected.carried, strict=True))
+    assert set(read.optimizer) == set(expected.optimizer)
+    assert all(same_bits(read.optimizer[name], tensor) for name, tensor in expected.optimizer.items())
+
+
+def steps_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5])
+def test_the_newest_are_kept(policy: Policy, tmp_path: Path, keep: int) -> None:
+    store = CheckpointStore(tmp_path / "deep" / "checkpoints", keep)
+    assert store.latest() is None
+    for step in (2, 4, 9, 10, 100):
+        path = save(store, policy, step)
+        assert store.latest() == path
+    newest = [f"step-{step:08d}" for step in (2, 4, 9, 10, 100)][-keep:]
+    assert steps_in(tmp_path / "deep" / "checkpoints") == newest
+    assert [path.name for path in store.complete()] == newest
+    check(path, 100)
+    assert load_policy(path, device="cpu").vocabulary_size == policy.vocabulary_size
+
+
+def test_what_is_incomplete_is_no_checkpoint(policy: Policy, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 2)
+    first = save(store, policy, 1)
+    shutil.copytree(first, tmp_path / "step-00000002", ignore=shutil.ignore_patterns("state.json"))
+    shutil.copytree(first, tmp_path / ".step-00000003.partial")
+    (tmp_path / "step-00000004").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    assert store.complete() == [first]
+    assert store.latest() == first
+    check(save(store, policy, 4), 4)
+    check(save(store, policy, 2), 2)
+    assert not (tmp_path / ".step-00000003.partial").exists()
+    assert (tmp_path / "notes.txt").is_file()
+
+
+def test_a_step_is_saved_once(policy: Policy, tmp_path: Path) -> None:
+    """The end of a run may fall on a step that was saved already."""
+    store = CheckpointStore(tmp_path, 2)
+    path = save(store, policy, 3)
+    files = {file: file.stat().st_mtime_ns for file in path.rglob("*")}
+    assert save(store, policy, 3) == path
+    assert {file: file.stat().st_mtime_ns for file in path.rglob("*")} == files
+
+
+class Killed(BaseException):
+    """No `except Exception` sees it, as none sees a kill."""
+
+
+class Disk:
+    """Every operation of a save that touches the disk, counted; dies in the middle of the chosen one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, die_at: int):
+        self.done, self.die_at = 0, die_at
+        for owner, name in (
+            (os, "replace"),
+            (os, "fsync"),
+            (shutil, "rmtree"),
+            (Path, "write_bytes"),
+            (Path, "write_text"),
+            (Path, "mkdir"),
+            (store_module, "save_file"),
+            (store_module, "save_policy"),
+        ):
+            monkeypatch.setattr(owner, name, self._counted(name, getattr(owner, name)))
+
+    def _counted(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*arguments: Any, **options: Any) -> Any:
+            number, self.done = self.done, self.done + 1
+            if number != self.die_at:
+                return real(*arguments, **options)
+            half = Path(arguments[0]) if name == "rmtree" else None
+            if half is not None:
+                (half / "model.safetensors").unlink()  # removed in part
+            elif name.startswith("write"):
+                real(arguments[0], arguments[1][: len(arguments[1]) // 2])  # written in part
+            raise Killed
+
+        return operation
+
+
+def operations_of_a_save(policy: Policy, directory: Path, keep: int) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        disk = Disk(patch, -1)
+        save(CheckpointStore(directory, keep), policy, 3)
+    return disk.done
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_kill_at_any_instant(policy: Policy, tmp_path: Path, keep: int) -> None:
+    begun = tmp_path / "begun"
+    for step in (1, 2):
+        save(CheckpointStore(begun, keep), policy, step)
+    shutil.copytree(begun, tmp_path / "counted")
+    total = operations_of_a_save(policy, tmp_path / "counted", keep)
+    assert total > 20
+    outcomes = []
+    for die_at in range(total):
+        directory = Path(shutil.copytree(begun, tmp_path / f"killed-{die_at}"))
+        with pytest.MonkeyPatch.context() as patch:
+            Disk(patch, die_at)
+            with pytest.raises(Killed):
+                save(CheckpointStore(directory, keep), policy, 3)
+        store = CheckpointStore(directory, keep)
+        latest = store.latest()
+        assert latest is not None
+        outcomes.append(read_progress(latest).step)
+        check(latest, outcomes[-1])
+        check(save(store, policy, 4), 4)  # and the run goes on, over what the kill left
+        assert len(steps_in(directory)) == keep
+        assert store.complete() == sorted(directory.iterdir())
+        shutil.rmtree(directory)
+    assert outcomes == sorted(outcomes), "once the new one is there it stays"
+    assert set(outcomes) == {2, 3}
+
+
+def test_a_failed_save_is_told(policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    store = CheckpointStore(tmp_path, 1)
+    first = save(store, policy, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "save_file", full)
+        with pytest.raises(OSError, match="no space left"):
+            save(store, policy, 2)
+    assert store.latest() == first
+    check(first, 1)
+
+
+def test_the_directory_that_a_resumed_run_was_read_from_may_go(policy: Policy, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 1)
+    resumed = load_policy(save(store, policy, 1), device="cpu")
+    for step in (2, 3, 4):
+        check(save(store, resumed, step), step)
+
+
+def draws() -> list[Any]:
+    return [random.random(), random.gauss(0, 1), *np.random.rand(3), np.random.normal(), *torch.randn(3).tolist()]
+
+
+def test_random_state_goes_on(policy: Policy, tmp_path: Path) -> None:
+    """Python's, numpy's and torch's, with the second half of a pair of normal numbers in waiting."""
+    random.gauss(0, 1)
+    np.random.normal()
+    path = save(CheckpointStore(tmp_path, 1), policy, 1)
+    expected = draws()
+    assert draws() != expected
+    read_progress(path)
+    assert draws() == expected
+
+
+def test_random_state_of_this_moment() -> None:
+    state, tensors = random_state(), random_tensors()
+    expected = draws()
+    restore_random(state, tensors)
+    assert draws() == expected

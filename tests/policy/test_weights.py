@@ -1,0 +1,133 @@
+"""Float32 weights and gradients beside a model that computes in bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from documents import make_documents, pack_all, same_bits
+from tiny import make_model
+from truestep.head.logits import HeadSettings
+from truestep.policy import attention
+from truestep.policy.load import load_policy
+from truestep.policy.policy import Policy
+from truestep.policy.save import save_policy
+from truestep.policy.weights import Weights
+
+Made = Callable[[str], Path]
+MICRO_BATCHES = [make_documents([5, 9, 2], 0), make_documents([20], 1), make_documents([1, 7], 2)]
+
+
+def backward(policy: Policy, number: int) -> None:
+    hidden = policy.hidden(pack_all(MICRO_BATCHES[number]))
+    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(number))
+    (hidden.float() * weights).sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_tied"])
+def test_masters_are_the_file_and_the_model_is_rounded_once(kind: str, tiny_model: Made) -> None:
+    file = load_file(tiny_model(kind) / "model.safetensors")
+    policy = load_policy(tiny_model(kind), dtype="bfloat16", device="cpu")
+    computed = dict(policy.model.named_parameters())
+    assert set(policy.weights.master) == set(file) == set(computed)
+    for name, tensor in file.items():
+        assert not torch.equal(tensor, tensor.bfloat16().float()), "a float32 file, or the test says nothing"
+        assert same_bits(policy.weights.master[name], tensor), name
+        assert same_bits(computed[name], tensor.bfloat16()), name
+
+
+def test_a_bfloat16_file_is_read_exactly(tmp_path: Path) -> None:
+    file = load_file(make_model(tmp_path, "llama", dtype="bfloat16") / "model.safetensors")
+    for dtype in ("float32", "bfloat16"):
+        policy = load_policy(tmp_path, dtype=dtype, device="cpu")
+        for name, tensor in file.items():
+            assert same_bits(policy.weights.master[name], tensor.float()), name
+
+
+def test_a_float32_model_has_no_second_copy(tiny_model: Made) -> None:
+    policy = load_policy(tiny_model("llama"), device="cpu")
+    for name, parameter in policy.model.named_parameters():
+        assert policy.weights.master[name] is parameter
+        assert policy.weights.gradients[name] is parameter.grad
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_tied"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_micro_batches_add_up_in_float32(kind: str, dtype: str, tiny_model: Made) -> None:
+    policy = load_policy(tiny_model(kind), dtype=dtype, device="cpu")
+    parts = []
+    for number in range(len(MICRO_BATCHES)):
+        policy.weights.zero_gradients()
+        backward(policy, number)
+        parts.append({name: gradient.clone() for name, gradient in policy.weights.gradients.items()})
+    policy.weights.zero_gradients()
+    for number in range(len(MICRO_BATCHES)):
+        backward(policy, number)
+    rounded = False
+    for name, gradient in policy.weights.gradients.items():
+        assert gradient.dtype == torch.float32
+        assert same_bits(gradient, parts[0][name] + parts[1][name] + parts[2][name]), name
+        rounded |= not torch.equal(gradient, gradient.bfloat16().float())
+    assert rounded, "sums that bfloat16 could hold would prove nothing"
+    if dtype == "bfloat16":
+        assert all(parameter.grad is None for parameter in policy.model.parameters())
+
+
+def test_buffers_are_cleared_in_place(tiny_model: Made) -> None:
+    policy = load_policy(tiny_model("llama"), dtype="bfloat16", device="cpu")
+    before = policy.weights.gradients
+    backward(policy, 0)
+    assert any(gradient.norm() > 0 for gradient in before.values())
+    policy.weights.zero_gradients()
+    for name, gradient in policy.weights.gradients.items():
+        assert gradient is before[name]
+        assert not gradient.any()
+        assert policy.weights.gradient_of(dict(policy.model.named_parameters())[name]) is gradient
+
+
+def test_publish_rounds_once(tiny_model: Made) -> None:
+    """Updates too small for bfloat16 add up in the masters and come through when they have grown."""
+    policy = load_policy(tiny_model("llama"), dtype="bfloat16", device="cpu")
+    name = "model.layers.0.mlp.up_proj.weight"
+    computed = dict(policy.model.named_parameters())[name]
+    before, start = computed.detach().clone(), policy.weights.master[name].detach().clone()
+    update = start.abs() * 2**-14  # bfloat16 keeps 8 bits
+    for _ in range(256):
+        with torch.no_grad():
+            policy.weights.master[name] += update
+        policy.weights.publish()
+        policy.weights.publish()
+    master = policy.weights.master[name].detach()
+    expected = start.double() + 256 * update.double()
+    torch.testing.assert_close(master.double(), expected, rtol=1e-4, atol=0)
+    assert same_bits(computed, master.bfloat16())
+    assert (computed != before).float().mean() > 0.9
+    assert policy.hidden(pack_all(MICRO_BATCHES[0])).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("frozen", ["lm_head.weight", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"])
+def test_a_frozen_parameter(frozen: str, dtype: torch.dtype, tiny_model: Made, tmp_path: Path) -> None:
+    """It computes like the others, has no gradient and no master, and is saved as it came."""
+    path = tiny_model("llama")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention.NAME)
+    parameter = dict(model.named_parameters())[frozen]
+    parameter.requires_grad_(False)
+    policy = Policy(model, path, HeadSettings(), Weights(model, dtype))
+    assert frozen not in policy.weights.master
+    assert policy.weights.gradient_of(parameter) is None
+    assert parameter.dtype == dtype
+    for number in range(len(MICRO_BATCHES)):
+        backward(policy, number)
+    assert parameter.grad is None
+    others = {name: g for name, g in policy.weights.gradients.items() if name not in (frozen, "lm_head.weight")}
+    assert all(gradient.norm() > 0 for gradient in others.values())
+    policy.weights.publish()
+    save_policy(policy, tmp_path / "saved")
+    saved, before = load_file(tmp_path / "saved/model.safetensors"), load_file(path / "model.safetensors")
+    assert all(same_bits(saved[name], tensor) for name, tensor in before.items())

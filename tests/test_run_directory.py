@@ -1,0 +1,85 @@
+"""The files of a run, rolled back to the step that a restart goes on from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from documents import make_documents
+from truestep.files import append_json_line, read_json_lines
+from truestep.run_directory import RunDirectory
+from truestep.step.plan import make_plan
+from truestep.types import Rejected
+
+DOCUMENTS = make_documents([3, 4, 5])
+
+
+def made(path: Path, steps: int, *, evaluate_every: int = 2) -> RunDirectory:
+    """As a run of so many steps leaves it: an evaluation of the first weights, one rejected record a step."""
+    directory = RunDirectory(path)
+    directory.record_evaluation({"step": 0, "reward": 0.0})
+    for step in range(1, steps + 1):
+        directory.record_rejected([Rejected("a.jsonl", step, "bad")])
+        directory.record_step(step, make_plan(DOCUMENTS, [[0, 1], [2]], 3 * (step - 1)))
+        append_json_line(directory.metrics, {"step": step, "loss": step / 3})
+        if step % evaluate_every == 0:
+            directory.record_evaluation({"step": step, "reward": 1.0})
+    return directory
+
+
+def steps_of(file: Path) -> list[int]:
+    return [line["step"] for line in read_json_lines(file)]
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 7, 9])
+@pytest.mark.parametrize("torn", [b"", b'{"step": 8, "lo', b'{"step": 8}', b'{"step": 2, "los\xc3'])
+def test_exactly_the_lines_up_to_the_step_stay(tmp_path: Path, step: int, torn: bytes) -> None:
+    directory = made(tmp_path, 7)
+    files = (directory.ledger, directory.metrics, directory.evaluations, directory.rejected)
+    before = {file: file.read_bytes().splitlines(keepends=True) for file in files}
+    for file in files:
+        with file.open("ab") as stream:
+            stream.write(torn)
+    directory.roll_back(step, rejected_lines=step)
+    for file in (directory.ledger, directory.metrics):
+        assert file.read_bytes().splitlines(keepends=True) == before[file][:step]
+    assert directory.rejected.read_bytes().splitlines(keepends=True) == before[directory.rejected][:step]
+    assert steps_of(directory.evaluations) == [0, *range(2, min(step, 7) + 1, 2)]
+    assert directory.last_evaluated() == min(step, 7) // 2 * 2
+    assert directory.rejected_lines() == min(step, 7)
+    # What follows begins on a line of its own.
+    append_json_line(directory.metrics, {"step": step + 1})
+    assert steps_of(directory.metrics) == [*range(1, min(step, 7) + 1), step + 1]
+
+
+def test_the_beginning_of_a_run_is_empty(tmp_path: Path) -> None:
+    directory = made(tmp_path, 3)
+    directory.roll_back(0, 0)
+    for file in (directory.ledger, directory.metrics, directory.evaluations, directory.rejected):
+        assert file.read_bytes() == b""
+    assert directory.last_evaluated() is None
+
+
+def test_a_directory_without_files(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "none")
+    directory.roll_back(3, 2)
+    assert directory.last_evaluated() is None
+    assert directory.rejected_lines() == 0
+    directory.record_rejected([])
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_ledger_line(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.record_step(4, make_plan(DOCUMENTS, [[2], [0, 1]], 30))
+    assert [json.loads(line) for line in directory.ledger.read_text().splitlines()] == [
+        {
+            "step": 4,
+            "documents": ["d0", "d1", "d2"],
+            "num_documents": 3,
+            "num_labels": sum(document.num_labels for document in DOCUMENTS),
+            "documents_seen": 33,
+        }
+    ]
