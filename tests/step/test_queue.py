@@ -42,8 +42,11 @@ class Case:
         return list(self.source().take(10**6, 0))
 
 
+ANY_TARGET = st.integers(0, 9)
+
+
 @st.composite
-def cases(draw: st.DrawFn, *, target: st.SearchStrategy[int] = st.integers(0, 9), keep: bool | None = None) -> Case:
+def cases(draw: st.DrawFn, *, target: st.SearchStrategy[int] = ANY_TARGET, keep: bool | None = None) -> Case:
     rule = StepRule(
         docs_per_step=draw(target),
         keep_overshoot=draw(st.booleans()) if keep is None else keep,

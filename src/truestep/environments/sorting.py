@@ -13,7 +13,7 @@ WORDS = ("sort", "=", *DIGITS)
 def prompts(seed: int, length: int = 4) -> Iterator[dict[str, str]]:
     """Different prompts until there is no other, the same for the same seed."""
     generator = random.Random(seed)
-    seen = set()
+    seen: set[tuple[str, ...]] = set()
     wrongly_ordered = len(DIGITS) ** length - math.comb(len(DIGITS) + length - 1, length)
     while len(seen) < wrongly_ordered:
         digits = tuple(generator.choices(DIGITS, k=length))
