@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import signal
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from rich.console import Console
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from small_runs import (
     TIMES,
@@ -31,6 +34,7 @@ from small_runs import (
 from tiny import label_positions
 from truestep.config.schema import Config
 from truestep.metrics.sinks import Sink
+from truestep.train import train
 from truestep.trainer import Trainer, TrainingError
 
 ALWAYS = {
@@ -322,6 +326,32 @@ def test_the_learning_rate_is_that_of_the_schedule(schedule: str, tiny_model: Mo
         "constant": [0.005, 0.01, 0.01, 0.01, 0.01, 0.01],
     }
     assert logged == pytest.approx(expected[schedule], rel=1e-12)
+
+
+def test_tensorboard_has_each_step_once_over_a_restart(tiny_model: Model, tmp_path: Path) -> None:
+    def crash() -> None:
+        raise RuntimeError("power cut")
+
+    write_rollouts(tmp_path / "r.jsonl", 20)
+    config = file_config(
+        tiny_model("llama"),
+        tmp_path / "r.jsonl",
+        tmp_path / "run",
+        logging={"tensorboard": str(tmp_path / "board")},
+        checkpoint={"every": 2},
+    )
+    trainer = quiet_trainer(config)
+    trainer.sinks = [*trainer.sinks, DoAt(3, crash)]
+    with pytest.raises(RuntimeError):
+        trainer.run()
+    for sink in trainer.sinks:
+        sink.close()
+    train(config, Console(file=io.StringIO()))
+    events = EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    logged = [line["grad_norm"] for line in read_lines(tmp_path / "run/metrics.jsonl")]
+    assert [event.step for event in events.Scalars("grad_norm")] == [1, 2, 3, 4]
+    assert [event.value for event in events.Scalars("grad_norm")] == pytest.approx(logged, rel=1e-6)
 
 
 def test_what_makes_no_whole_step_is_dropped_and_said(tiny_model: Model, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -30,6 +30,12 @@ def write_whole(path: Path, content: bytes) -> None:
     finally:
         beside.unlink(missing_ok=True)
     sync_directory(path.parent)
+    return path
+
+
+def write_text_whole(path: Path, text: str) -> Path:
+    """Text that people read: half a surrogate pair in a completion must not stop it."""
+    return write_whole(path, text.encode("utf-8", errors="replace"))
 
 
 def json_line(value: Mapping[str, Any]) -> str:

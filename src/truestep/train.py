@@ -117,7 +117,7 @@ def _make_source(config: Config, policy: Policy) -> Source:
     assert config.data.group_size is not None
     return InProcessSource(
         policy=policy,
-        prompts=load_prompts(sampler.prompts, policy.tokenizer),
+        prompts=load_prompts(sampler.prompts, policy.tokenizer, policy.vocabulary_size),
         reward=load_reward(sampler.reward),
         options=DecodeOptions(
             sampler.temperature, sampler.top_p, sampler.max_new_tokens, sampler.batch_size, stop_ids(policy)
@@ -136,10 +136,11 @@ def _make_evaluator(config: Config, policy: Policy) -> Evaluator | None:
     reward = evaluation.reward or (sampler and sampler.reward)
     assert reward, "a contradiction that the configuration refuses"
     max_new_tokens = evaluation.max_new_tokens or (sampler.max_new_tokens if sampler else 512)
+    held_out = load_prompts(evaluation.prompts, policy.tokenizer, policy.vocabulary_size)
     options = DecodeOptions(evaluation.temperature, 1.0, max_new_tokens, evaluation.batch_size, stop_ids(policy))
     return Evaluator(
         policy=policy,
-        prompts=load_prompts(evaluation.prompts, policy.tokenizer)[: evaluation.max_prompts],
+        prompts=held_out[: evaluation.max_prompts],
         reward=load_reward(reward),
         options=options,
         samples_per_prompt=evaluation.samples_per_prompt,

@@ -78,7 +78,8 @@ class PackedBatch:
 
     input_ids: torch.Tensor  # [S] int64
     position_ids: torch.Tensor  # [S] int64, from 0 in each document
-    segments: torch.Tensor  # [D + 1] int32, or [D + 2] with padding: cumulative lengths, from 0 to S
+    # [D + 1] int32, or [D + 2] with padding: cumulative lengths, from 0 to S. Stays on the host, which lays out attention.
+    segments: torch.Tensor
     # Per label. The hidden state that predicts the token at position t is that of t - 1: shifted here, once, before
     # anything is cut.
     label_rows: torch.Tensor  # [T] int64, index into S of the predicting position
@@ -102,8 +103,8 @@ class PackedBatch:
         return len(self.num_labels)
 
     def to(self, device: torch.device) -> PackedBatch:
-        moved = {item.name: getattr(self, item.name).to(device, non_blocking=True) for item in fields(self)}
-        return replace(self, **moved)
+        names = [item.name for item in fields(self) if item.name != "segments"]
+        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
 
 @dataclass(frozen=True)

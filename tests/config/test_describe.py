@@ -66,7 +66,7 @@ def test_no_field_of_the_schema_is_left_out() -> None:
 @pytest.mark.parametrize(
     "expected",
     [
-        Option("seed", "int", "0", "Of sampling, shuffling and prompt order."),
+        Option("seed", "int >= 0", "0", "Of sampling, shuffling and prompt order."),
         Option(
             "model.path",
             "text",
@@ -199,8 +199,8 @@ OPTION_ERRORS = [
     ("loss: {type: gspo, dual_clip: 1}", "2: loss.dual_clip must be float > 1 or null, not 1"),
     ("logging: {wandb: no}", "2: logging.wandb must be a section of options or null, not false"),
     ("sampler: {type: server}", "2: sampler.type must be in_process, not 'server'"),
-    ("seed: true", "2: seed must be int, not true"),
-    ("seed: 1.5", "2: seed must be int, not 1.5"),
+    ("seed: true", "2: seed must be int >= 0, not true"),
+    ("seed: 1.5", "2: seed must be int >= 0, not 1.5"),
     ("deterministic: 'true'", "2: deterministic must be true or false, not 'true'; did you mean true?"),
     ("data: {tokens_per_microbatch: '1'}", "2: data.tokens_per_microbatch must be int >= 1, not '1'"),
     ("data: {path: 12}", "2: data.path must be text, list of text or null, not 12; put it in quotes"),
@@ -210,7 +210,7 @@ OPTION_ERRORS = [
     ("optimizer: {beta1: 1.0}", "2: optimizer.beta1 must be float >= 0 and < 1, not 1.0"),
     ("optimizer: {epsilon: .inf}", "2: optimizer.epsilon must be float > 0, not inf"),
     ("optimizer: {epsilon: .nan}", "2: optimizer.epsilon must be float > 0, not nan"),
-    (f"seed: {'x' * 100}", f"2: seed must be int, not '{'x' * 56}..."),
+    (f"seed: {'x' * 100}", f"2: seed must be int >= 0, not '{'x' * 56}..."),
 ]
 
 
@@ -228,7 +228,7 @@ def test_several_errors_are_a_line_each(tmp_path: Path) -> None:
     assert message("seed: a\nmodel: {dtype: int8, path: m}\n", tmp_path, "--loss.z_loss=-1").splitlines() == [
         "run.yaml:2: model.dtype must be float32 or bfloat16, not 'int8'",
         "command line: loss.z_loss must be float >= 0, not -1",
-        "run.yaml:1: seed must be int, not 'a'",
+        "run.yaml:1: seed must be int >= 0, not 'a'",
     ]
 
 

@@ -116,7 +116,7 @@ def test_an_error_behind_a_merge_key_points_at_the_line_of_the_option() -> None:
 def test_overrides_of_every_form() -> None:
     config = load(
         MODEL + "loss: {type: grpo}\ndata: {path: x}\n",
-        *("--model.head.fp32-lm-head", "true", "--loss.type", "gspo", "--data.path", "[a, b]", "--seed", "-1"),
+        *("--model.head.fp32-lm-head", "true", "--loss.type", "gspo", "--data.path", "[a, b]", "--seed", "7"),
         *("--parallel.data_shard", "-1", "--schedule.steps=null", "--data.shuffle", "--loss.dual-clip=2.5"),
         "--deterministic",
     )
@@ -126,7 +126,7 @@ def test_overrides_of_every_form() -> None:
     assert isinstance(config.loss, GspoLoss)
     assert config.loss.dual_clip == 2.5
     assert config.data.path == ["a", "b"]
-    assert config.seed == -1
+    assert config.seed == 7
     assert config.parallel.data_shard == -1
 
 
@@ -169,8 +169,9 @@ x                                    => 'x' is not an override: write --section.
 --schedule.steps=                    => --schedule.steps needs a value: int >= 1 or null
 --data.path                          => --data.path needs a value: text, list of text or null
 --loss                               => --loss needs a value
---seed many                          => seed must be int, not 'many'
---seed.more 1                        => seed must be int, not a section of options
+--seed many                          => seed must be int >= 0, not 'many'
+--seed -1                            => seed must be int >= 0, not -1
+--seed.more 1                        => seed must be int >= 0, not a section of options
 --deterministic 1                    => deterministic must be true or false, not 1
 --seed 'a: b: c'                     => --seed 'a: b: c': not valid YAML: mapping values are not allowed here
 --sampler '{type: a, type: b}'       => sampler.type is already given at command line
@@ -255,7 +256,7 @@ def test_the_example_survives_a_round_trip_and_other_yaml_readers() -> None:
     assert yaml.safe_load(dump_config(config)) == config.model_dump()
 
 
-@given(path=st.text(), paths=st.lists(st.text()), rate=st.floats(0, 1e300), seed=st.integers(-(2**63) + 1, 2**63 - 1))
+@given(path=st.text(), paths=st.lists(st.text()), rate=st.floats(0, 1e300), seed=st.integers(0, 2**63 - 1))
 @settings(deadline=None)
 def test_any_text_and_number_survives_a_round_trip(path: str, paths: list[str], rate: float, seed: int) -> None:
     sections = {"model": {"path": path}, "data": {"path": paths}, "checkpoint": {"directory": path}}

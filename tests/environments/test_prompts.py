@@ -56,6 +56,7 @@ def test_ids_are_the_records_own(tokenizer: Any, tmp_path: Path) -> None:
         ('{"prompt": null}', "neither text nor a list"),
         ('{"prompt": ["1"]}', "neither text nor a list"),
         ('{"prompt": ""}', "no tokens"),
+        ('{"prompt": "a\\ud800"}', "surrogate"),
         ('{"prompt": [{"role": "user", "content": "1"}]}', "no chat template"),
     ],
 )
@@ -74,6 +75,14 @@ def test_messages_that_the_template_refuses(messages: list[Any], tokenizer: Any,
     file = write_lines(tmp_path / "p.jsonl", [{"prompt": [{"role": "user", "content": "1"}]}, {"prompt": messages}])
     with pytest.raises(PromptError, match="p.jsonl:2: the chat template refuses"):
         load_prompts(file, tokenizer)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.add_tokens(["new"])
+    file = write_lines(tmp_path / "p.jsonl", [{"prompt": "1"}, {"prompt": "1 new"}])
+    assert len(load_prompts(file, tokenizer, vocabulary_size=15)) == 2
+    with pytest.raises(PromptError, match=r"p\.jsonl:2: .*token id 14.*vocabulary has 14"):
+        load_prompts(file, tokenizer, vocabulary_size=14)
 
 
 def test_a_file_that_is_no_utf8(tokenizer: Any, tmp_path: Path) -> None:

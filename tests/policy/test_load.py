@@ -61,6 +61,22 @@ def test_every_kind_passes_the_probe(kind: str, dtype: str, tiny_model: Made) ->
     assert policy.hidden(pack_all(DOCUMENTS)).dtype == getattr(torch, dtype)
 
 
+def test_positions_begin_anew_in_each_document(tmp_path: Path) -> None:
+    """Rotary embeddings hide where counting begins; GPT-2's learned positions do not, nor where they run out."""
+    policy = load_policy(other_model(tmp_path, "gpt2", n_positions=40, tie_word_embeddings=True), device="cpu")
+    documents = make_documents([40, 3, 40, 1, 17])
+    with torch.no_grad():
+        batch = pack_all(documents, 64)
+        batch.position_ids[101:] = 10**6
+        batch.input_ids[101:] = -100
+        packed = policy.hidden(batch)
+        start = 0
+        for document in documents:
+            alone = policy.hidden(pack_all([document]))
+            torch.testing.assert_close(packed[start : start + len(alone)], alone, rtol=1e-5, atol=1e-5)
+            start += len(alone)
+
+
 # ---- directories that are not a model
 
 

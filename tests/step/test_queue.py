@@ -189,6 +189,19 @@ def test_a_restart_after_any_step_changes_nothing(case: Case, runs: list[int]) -
     assert same_plans(plans, expected)
 
 
+@pytest.mark.parametrize("count", [63, 64, 65, 127, 128, 129, 300])
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_step_of_many_documents(count: int, drop: bool) -> None:
+    """More than the queue looks at first."""
+    case = Case((1,) * count, StepRule(100, True, 1, 1, 60), drop=drop)
+    plans = drain(case.queue())
+    steps = [list(range(start, min(start + 120, count))) for start in range(0, count, 120)]
+    if drop:
+        steps = [step for step in steps if len(step) >= 100]
+    assert [names(plan.documents) for plan in plans] == [[f"d{index}" for index in step] for step in steps]
+    assert [len(plan.micro_batches) for plan in plans] == [-(-len(step) // 60) for step in steps]
+
+
 def test_what_is_being_repeated_travels_with_the_checkpoint() -> None:
     case = Case((3, 4, 5, 6), StepRule(2, False, 1, 1, 8), updates=3)
     queue = case.queue()

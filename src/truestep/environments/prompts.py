@@ -26,7 +26,7 @@ class Prompt:
     input_ids: tuple[int, ...]
 
 
-def load_prompts(path: str | Path, tokenizer: Any) -> list[Prompt]:
+def load_prompts(path: str | Path, tokenizer: Any, vocabulary_size: int | None = None) -> list[Prompt]:
     if tokenizer is None:
         raise PromptError("prompts need a tokenizer, and model.path has none")
     source = Path(path)
@@ -38,6 +38,10 @@ def load_prompts(path: str | Path, tokenizer: Any) -> list[Prompt]:
             raise PromptError(f"{where}: a prompt is an object with the field `prompt`")
         fields = {name: value for name, value in record.items() if name not in ("prompt", "id")}
         ids = _tokenise(record["prompt"], tokenizer, where)
+        if vocabulary_size is not None and max(ids) >= vocabulary_size:
+            raise PromptError(
+                f"{where}: the tokenizer gives token id {max(ids)}, and the model's vocabulary has {vocabulary_size}"
+            )
         name = f"{source.name}:{number}" if record.get("id") is None else str(record["id"])
         prompts.append(Prompt(name, record["prompt"], fields, ids))
     if not prompts:
@@ -47,6 +51,10 @@ def load_prompts(path: str | Path, tokenizer: Any) -> list[Prompt]:
 
 def _tokenise(prompt: Any, tokenizer: Any, where: str) -> tuple[int, ...]:
     if isinstance(prompt, str):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(f"{where}: the prompt holds half of a surrogate pair, which is no text") from error
         ids = tokenizer(prompt)["input_ids"]
     elif isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
         if not tokenizer.chat_template:

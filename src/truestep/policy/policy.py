@@ -42,9 +42,8 @@ class Policy:
 
     def hidden(self, batch: PackedBatch) -> torch.Tensor:  # [S, H]
         """The last hidden state of every token of a packed micro-batch, with its graph."""
-        segments = batch.segments.cpu()
-        layout = attention.make_layout(segments, self.device)
-        tokens = int(segments[batch.num_documents])
+        layout = attention.make_layout(batch.segments, self.device)
+        tokens = int(batch.segments[batch.num_documents])
         # Whatever stands in the padding is replaced here: an id outside the vocabulary must not reach the embedding.
         inside = torch.arange(len(batch.input_ids), device=self.device) < tokens
         input_ids = torch.where(inside, batch.input_ids.to(self.device), 0)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from truestep.files import write_whole
 from truestep.types import Rejected
 
 FILE_NAME = "rejected.jsonl"
@@ -18,21 +18,10 @@ def write_rejected(directory: str | Path, rejected: Iterable[Rejected], append: 
     Without `append` a file of an earlier run is replaced, by an empty one where nothing was rejected.
     """
     path = Path(directory) / FILE_NAME
-    path.parent.mkdir(parents=True, exist_ok=True)
     before = path.read_bytes() if append and path.exists() else b""
     if before and not before.endswith(b"\n"):
         before += b"\n"
-    temporary = path.with_name(f".{FILE_NAME}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(before)
-            file.writelines(_line(record) for record in rejected)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
+    return write_whole(path, before + b"".join(_line(record) for record in rejected))
 
 
 def _line(record: Rejected) -> bytes:

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+from truestep.files import write_text_whole
 from truestep.metrics.report.charts import GROUPS, charts_of, group_html, legend_html, shared_scales
 from truestep.metrics.report.examples import examples_html
 from truestep.metrics.report.figures import Figure, facts, tiles
-from truestep.metrics.report.files import write_atomically
 from truestep.metrics.report.health import health
 from truestep.metrics.report.runs import Run, read_runs
 from truestep.metrics.report.script import PAGE_SCRIPT
@@ -22,7 +22,7 @@ def write_report(runs: Sequence[Path], output: Path, *, title: str | None = None
     """Writes the page of one run, or of several compared, and returns its path."""
     if not runs:
         raise ValueError("a report needs at least one run")
-    return write_atomically(output, page_html(read_runs(runs), title=title))
+    return write_text_whole(Path(output), page_html(read_runs(runs), title=title))
 
 
 def page_html(runs: Sequence[Run], *, title: str | None = None) -> str:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from truestep.files import write_text_whole
 from truestep.metrics.report.charts import AXIS_LABELS, MINUS
-from truestep.metrics.report.files import write_atomically
 from truestep.metrics.report.runs import Run, read_runs
 from truestep.metrics.report.series import Axis
 from truestep.metrics.report.style import COLOURS, FONT, palette_css
@@ -34,7 +34,7 @@ def write_plot(runs: Sequence[Path], output_svg: Path) -> Path:
     """Writes the held-out reward of the runs over the documents seen, and returns the path."""
     if not runs:
         raise ValueError("a plot needs at least one run")
-    return write_atomically(output_svg, plot_document(read_runs(runs)))
+    return write_text_whole(Path(output_svg), plot_document(read_runs(runs)))
 
 
 def plot_document(runs: Sequence[Run]) -> str:

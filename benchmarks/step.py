@@ -1,0 +1,158 @@
+"""One training step on one GPU: how far it is from the matrix rate of the same run, and what memory it takes.
+
+    python benchmarks/step.py [--layers 28 --hidden 1024 ...]
+
+A random model of Qwen3's shape, packed documents of about 1,000 tokens of which half are labels, GRPO, bfloat16 compute,
+a float32 head. The bound counts matrix products alone: 6 · weights · tokens for the layers, 6 · hidden · vocabulary ·
+labels for the head, and attention's over the pairs that a causal document has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from truestep.head.logits import HeadSettings
+from truestep.losses.objective import Denominator, Objective
+from truestep.losses.policy import Grpo, clip_bounds
+from truestep.policy.load import load_policy
+from truestep.step.optimizer import make_adamw, update
+from truestep.step.plan import StepRule, plan_exactly
+from truestep.step.run import StepRunner, clip_gradients, gradient_norm
+from truestep.types import Rollout
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--intermediate", type=int, default=3072)
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--tokens", type=int, default=16_384, help="of a micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=5, help="timed, after two that are not")
+    parser.add_argument("--activation-checkpointing", action="store_true")
+    return parser.parse_args()
+
+
+def make_model(directory: Path, given: argparse.Namespace) -> Path:
+    config = Qwen3Config(
+        vocab_size=given.vocabulary,
+        hidden_size=given.hidden,
+        intermediate_size=given.intermediate,
+        num_hidden_layers=given.layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+    )
+    with torch.device("cuda"):
+        model = Qwen3ForCausalLM(config)
+    model.save_pretrained(directory)
+    return directory
+
+
+def make_documents(given: argparse.Namespace) -> list[Rollout]:
+    """About 1,000 tokens each, filling the micro-batches to within a document."""
+    generator = np.random.default_rng(0)
+    documents, left = [], given.tokens * given.micro_batches * 97 // 100
+    while left > 200:
+        length = min(int(generator.integers(600, 1400)), left)
+        left -= length
+        mask = np.arange(length) >= length // 2
+        documents.append(
+            Rollout(
+                id=str(len(documents)),
+                input_ids=generator.integers(0, given.vocabulary, length),
+                loss_mask=mask,
+                logprobs=np.where(mask, -12, 0).astype(np.float32),
+                advantages=np.where(mask, generator.normal(), 0).astype(np.float32),
+            )
+        )
+    return documents
+
+
+def matrix_rate() -> float:
+    """FLOP/s of a large bfloat16 product in this run."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    times = [_time(lambda: a @ b) for _ in range(15)]
+    return 2 * 8192**3 / statistics.median(times[5:])
+
+
+def _time(work: object) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()  # type: ignore[operator]
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def flops(policy_parameters: int, embedding: int, documents: list[Rollout], given: argparse.Namespace) -> float:
+    tokens = sum(document.num_tokens for document in documents)
+    labels = sum(document.num_labels for document in documents)
+    pairs = sum(document.num_tokens**2 / 2 for document in documents)
+    layers = 6 * (policy_parameters - embedding) * tokens
+    if given.activation_checkpointing:
+        layers = layers * 4 / 3
+    attention = 3 * given.layers * 4 * 16 * 128 * pairs
+    return layers + 6 * embedding * labels + attention
+
+
+def main() -> None:
+    given = options()
+    rate = matrix_rate()
+    with tempfile.TemporaryDirectory() as directory:
+        path = make_model(Path(directory), given)
+        torch.cuda.empty_cache()
+        policy = load_policy(
+            path,
+            dtype="bfloat16",
+            device="cuda",
+            head=HeadSettings(fp32=True),
+            activation_checkpointing=given.activation_checkpointing,
+        )
+    parameters = sum(parameter.numel() for parameter in policy.model.parameters())
+    documents = make_documents(given)
+    plan = plan_exactly(documents, StepRule(len(documents), False, 1, 1, given.tokens), 0)
+    objective = Objective(Grpo(clip_bounds(0.2, 0.2)), Denominator("labels"))
+    runner = StepRunner(policy, objective)
+    optimizer = make_adamw(policy.weights, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
+
+    def step() -> None:
+        runner.accumulate(plan)
+        gradients = policy.weights.gradients
+        clip_gradients(gradients, gradient_norm(gradients), 1.0)
+        update(optimizer, policy.weights, 1e-6)
+
+    step()
+    torch.cuda.reset_peak_memory_stats()
+    times = [_time(step) for _ in range(given.steps + 1)][1:]
+    forward_backward = statistics.median(_time(lambda: runner.accumulate(plan)) for _ in range(3))
+    bound = flops(parameters, policy.head_weight.numel(), documents, given) / rate
+    median, tokens = statistics.median(times), plan.totals.num_tokens
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.cuda.get_device_name()}")
+    print(
+        f"{parameters / 1e9:.2f}B weights, {tokens:,} tokens, {plan.totals.num_labels:,} labels, "
+        f"{len(documents)} documents, {len(plan.micro_batches)} micro-batches"
+    )
+    print(f"matrix rate      {rate / 1e12:8.0f} TFLOP/s")
+    print(f"bound            {bound:8.3f} s")
+    print(f"step             {median:8.3f} s   {median / bound:.2f} x bound   {tokens / median:,.0f} tokens/s")
+    print(f"forward+backward {forward_backward:8.3f} s   {forward_backward / bound:.2f} x bound")
+    state = parameters * (4 + 4 + 8 + 2) / 2**30
+    print(
+        f"peak memory      {torch.cuda.max_memory_allocated() / 2**30:8.1f} GiB, of which weights, gradients, "
+        f"optimizer and compute copy {state:.1f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
