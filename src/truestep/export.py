@@ -10,6 +10,7 @@ import torch
 
 from truestep.checkpoint.store import CheckpointStore
 from truestep.errors import TruestepError
+from truestep.files import sync_directory, sync_tree
 from truestep.policy.load import load_policy
 from truestep.policy.save import save_policy
 from truestep.run_directory import RunDirectory
@@ -28,7 +29,9 @@ def export(source: Path, output: Path, dtype: str) -> Path:
     beside = output.with_name(f".{output.name}.{os.getpid()}.partial")
     try:
         save_policy(policy, beside, getattr(torch, dtype))
+        sync_tree(beside)
         os.replace(beside, output)
+        sync_directory(output.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return checkpoint

@@ -18,6 +18,15 @@ def sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
+def sync_tree(directory: Path) -> None:
+    """All files below, before a rename makes them count."""
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with (Path(folder) / name).open("rb") as file:
+                os.fsync(file.fileno())
+        sync_directory(Path(folder))
+
+
 def write_whole(path: Path, content: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.partial")

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from truestep import assemble
 from truestep.checkpoint.random_state import seed_random
 from truestep.checkpoint.store import CheckpointStore, read_progress
-from truestep.config.load import dump_config
+from truestep.config.load import ConfigError, dump_config, load_config
 from truestep.config.schema import Config
-from truestep.environments.prompts import load_prompts
+from truestep.environments.prompts import find_prompts, load_prompts
 from truestep.environments.rewards import load_reward
 from truestep.files import write_whole
 from truestep.metrics.sinks import ConsoleSink, JsonLines, Sink, TensorBoardSink, WandbSink
 from truestep.policy.policy import Policy
+from truestep.rollouts.files import expand_paths
 from truestep.rollouts.rejects import write_rejected
 from truestep.rollouts.source import FileSource, Source
 from truestep.run_directory import RunDirectory
@@ -47,6 +49,7 @@ def make_trainer(config: Config, console: Console, title: str = "training") -> T
         raise TrainingError("this version of truestep trains on one process: start it without torchrun")
     if config.deterministic:
         assemble.make_deterministic()
+    _check_inputs(config)
     assert config.checkpoint.directory is not None
     directory = RunDirectory(Path(config.checkpoint.directory))
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
@@ -74,7 +77,8 @@ def make_trainer(config: Config, console: Console, title: str = "training") -> T
         restore_optimizer(optimizer, policy.weights, progress.optimizer)
         step, rejected_lines = progress.step, progress.rejected_lines
         if config.logging.console:
-            console.print(f"going on after step {step} of {latest}", highlight=False, markup=False, soft_wrap=True)
+            for note in (f"going on after step {step} of {latest}", *_changes_since(directory, config)):
+                console.print(note, highlight=False, markup=False, soft_wrap=True)
     sinks = _make_sinks(config, directory, console, title, step)
     _lay_out(directory, config, source, step, rejected_lines)
     return Trainer(
@@ -95,6 +99,41 @@ def make_trainer(config: Config, console: Console, title: str = "training") -> T
         step=step,
         last_evaluated=directory.last_evaluated(),
     )
+
+
+def _check_inputs(config: Config) -> None:
+    """What can be wrong without the model, before the minutes that a large one takes to load."""
+    if config.data.path is not None:
+        expand_paths(config.data.path)
+    for section in (config.sampler, config.evaluation):
+        if section is not None:
+            find_prompts(section.prompts)
+            if section.reward is not None:
+                load_reward(section.reward)
+
+
+def _changes_since(directory: RunDirectory, config: Config) -> list[str]:
+    """Options that are no longer what the run was started with. They may change; nobody should be surprised."""
+    try:
+        before = _flat(load_config(directory.config).model_dump())
+    except ConfigError:  # written by another version, or gone
+        return []
+    now = _flat(config.model_dump())
+    notes = [
+        f"{name} is now {now.get(name)}; before it was {before.get(name)}"
+        for name in dict.fromkeys((*before, *now))
+        if before.get(name) != now.get(name)
+    ]
+    if before.get("model.path") != now.get("model.path"):
+        notes.append("the weights are the checkpoint's all the same: model.path is read at a run's beginning only")
+    return notes
+
+
+def _flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
 
 
 def _lay_out(directory: RunDirectory, config: Config, source: Source, step: int, rejected_lines: int) -> None:

@@ -58,15 +58,16 @@ class Trainer:
             if self.last_evaluated is None:
                 self._evaluate()
             ended = self._steps()
-        if not self.stop_asked and self.last_evaluated != self.step:
+        if ended is not None and self.last_evaluated != self.step:
             self._evaluate()
         self._save()
-        return ended
+        return ended or f"stopped by a signal after step {self.step}; the same command goes on from here"
 
-    def _steps(self) -> str:
+    def _steps(self) -> str | None:
+        """How the run ended; None where a signal asked to stop before that."""
         while self.steps is None or self.step < self.steps:
             if self.stop_asked:
-                return f"stopped by a signal after step {self.step}; the same command goes on from here"
+                return None
             start = time.perf_counter()
             try:
                 plan = self.queue.next_plan()

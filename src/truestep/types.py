@@ -78,7 +78,7 @@ class PackedBatch:
 
     input_ids: torch.Tensor  # [S] int64
     position_ids: torch.Tensor  # [S] int64, from 0 in each document
-    # [D + 1] int32, or [D + 2] with padding: cumulative lengths, from 0 to S. Stays on the host, which lays out attention.
+    # [D + 1] int32, or [D + 2] with padding: cumulative lengths, from 0 to S. On the host, which lays out attention.
     segments: torch.Tensor
     # Per label. The hidden state that predicts the token at position t is that of t - 1: shifted here, once, before
     # anything is cut.

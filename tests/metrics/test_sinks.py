@@ -161,10 +161,10 @@ def test_a_file_gets_a_plain_line_a_step() -> None:
 
 def test_an_evaluation_without_a_mean_is_shown_as_such(tmp_path: Path) -> None:
     written = io.StringIO()
-    unrated = EVALUATION | {"greedy_reward": None, "num_unrated": 4}
+    unrated = EVALUATION | {"greedy_reward": None, "num_unrated": 4, "problems": ["the reward raised KeyError"]}
     ConsoleSink(Console(file=written), steps=None).evaluation(unrated)
     assert "greedy none could be rated, sampled 0.250" in written.getvalue()
-    assert "4 completions without a reward" in written.getvalue()
+    assert "4 completions have no reward: the reward raised KeyError" in written.getvalue()
     board = TensorBoardSink(str(tmp_path))
     board.evaluation(unrated)
     board.close()

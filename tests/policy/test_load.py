@@ -283,3 +283,11 @@ def test_a_model_of_one_seed_is_itself(tmp_path: Path) -> None:
     torch.manual_seed(0)
     load_policy(make_model(tmp_path, "llama"), device="cpu")
     assert same_bits(torch.rand(3), expected)
+
+
+def test_weights_that_no_layer_uses_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = make_model(tmp_path / "model", "llama")
+    tensors = load_file(directory / "model.safetensors")
+    save_file(tensors | {"adapter.down.weight": torch.zeros(2, 2)}, directory / "model.safetensors", {"format": "pt"})
+    load_policy(directory, device="cpu")
+    assert "1 weights that LlamaForCausalLM has no use for (adapter.down.weight" in caplog.text

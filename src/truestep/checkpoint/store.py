@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from truestep.checkpoint.documents import document_line, read_document
 from truestep.checkpoint.random_state import random_state, random_tensors, restore_random
-from truestep.files import read_json_lines, sync_directory, write_json_lines
+from truestep.files import read_json_lines, sync_directory, sync_tree, write_json_lines
 from truestep.policy.policy import Policy
 from truestep.policy.save import save_policy
 from truestep.types import Rollout
@@ -63,7 +63,7 @@ class CheckpointStore:
         beside = self._directory / f".{final.name}.partial"
         save_policy(policy, beside)
         _write_progress(beside / _FOLDER, progress)
-        _sync_tree(beside)
+        sync_tree(beside)
         if final.exists():
             shutil.rmtree(final)  # not complete: a copy that was cut short
         os.replace(beside, final)
@@ -110,11 +110,3 @@ def read_progress(checkpoint: Path) -> Progress:
         rejected_lines=state["rejected_lines"],
         optimizer=load_file(folder / "optimizer.safetensors"),
     )
-
-
-def _sync_tree(directory: Path) -> None:
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            with (Path(folder) / name).open("rb") as file:
-                os.fsync(file.fileno())
-        sync_directory(Path(folder))

@@ -29,7 +29,7 @@ class Prompt:
 def load_prompts(path: str | Path, tokenizer: Any, vocabulary_size: int | None = None) -> list[Prompt]:
     if tokenizer is None:
         raise PromptError("prompts need a tokenizer, and model.path has none")
-    source = Path(path)
+    source = find_prompts(path)
     records = _read_dataset(source) if source.is_dir() else _read_jsonl(source)
     prompts = []
     for number, record in records:
@@ -47,6 +47,13 @@ def load_prompts(path: str | Path, tokenizer: Any, vocabulary_size: int | None =
     if not prompts:
         raise PromptError(f"{source} holds no prompt")
     return prompts
+
+
+def find_prompts(path: str | Path) -> Path:
+    source = Path(path)
+    if not source.exists():
+        raise PromptError(f"{source} does not exist")
+    return source
 
 
 def _tokenise(prompt: Any, tokenizer: Any, where: str) -> tuple[int, ...]:
@@ -73,8 +80,6 @@ def _tokenise(prompt: Any, tokenizer: Any, where: str) -> tuple[int, ...]:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
-    if not path.is_file():
-        raise PromptError(f"{path} does not exist")
     # Lines end at \n alone: JSON may hold other line separators as they are.
     for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if not line.strip():

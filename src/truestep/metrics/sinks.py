@@ -88,8 +88,8 @@ class ConsoleSink:
         )
         text = f"held-out after step {line['step']}: {rewards} over {line['num_prompts']} prompts"
         if line["num_unrated"]:
-            text += f" ({line['num_unrated']} completions without a reward)"
-        self._console.print(text, highlight=False, soft_wrap=True)
+            text += f"; {line['num_unrated']} completions have no reward: {'; '.join(line.get('problems', []))}"
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         self._progress.stop()

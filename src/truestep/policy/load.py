@@ -95,6 +95,15 @@ def _read(directory: Path, trust_remote_code: bool) -> tuple[Any, Any]:
         raise ModelError(
             f"model.path: {directory} has {name} of shape {list(theirs)} where its config.json asks for {list(ours)}"
         )
+    if loading["unexpected_keys"]:
+        extra = sorted(loading["unexpected_keys"])
+        log.warning(
+            "model.path: %s holds %d weights that %s has no use for (%s …): they are neither trained nor saved",
+            directory,
+            len(extra),
+            type(model).__name__,
+            ", ".join(extra[:3]),
+        )
     return model.eval(), _read_tokenizer(directory, options)
 
 

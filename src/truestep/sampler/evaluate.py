@@ -30,22 +30,22 @@ class Evaluator:
     def run(self, step: int, documents_seen: int) -> dict[str, Any]:
         """One line of evaluation.jsonl."""
         start = time.perf_counter()
-        greedy, examples = self._answer(dataclasses.replace(self.options, temperature=0.0), 1, step)
-        sampled, _ = self._answer(self.options, self.samples_per_prompt, step)
+        greedy = self._answer(dataclasses.replace(self.options, temperature=0.0), 1, step)
+        sampled = self._answer(self.options, self.samples_per_prompt, step)
+        problems = [answer["problem"] for answer in (*greedy, *sampled) if "problem" in answer]
         return {
             "step": step,
             "documents_seen": documents_seen,
             "num_prompts": len(self.prompts),
             "greedy_reward": _mean(greedy),
             "sampled_reward": _mean(sampled),
-            "num_unrated": sum(reward is None for reward in (*greedy, *sampled)),
+            "num_unrated": len(problems),
+            "problems": list(dict.fromkeys(problems))[:3],
             "seconds": time.perf_counter() - start,
-            "examples": examples,
+            "examples": greedy[: self.examples],
         }
 
-    def _answer(
-        self, options: DecodeOptions, samples: int, step: int
-    ) -> tuple[list[float | None], list[dict[str, Any]]]:
+    def _answer(self, options: DecodeOptions, samples: int, step: int) -> list[dict[str, Any]]:
         asked = [prompt for prompt in self.prompts for _ in range(samples)]
         requests = [
             Request(prompt.input_ids, (self.seed, _EVALUATION_DRAWS, step, number))
@@ -53,21 +53,19 @@ class Evaluator:
         ]
         completions = decode(self.policy, requests, options)
         texts = [completion_text(self.policy, completion) for completion in completions]
-        rewards = [self._rate(prompt, text) for prompt, text in zip(asked, texts, strict=True)]
-        examples = [
-            {"prompt": prompt.prompt, "completion": text, "reward": reward}
-            for prompt, text, reward in list(zip(asked, texts, rewards, strict=True))[: self.examples]
+        return [
+            {"prompt": prompt.prompt, "completion": text, **self._rate(prompt, text)}
+            for prompt, text in zip(asked, texts, strict=True)
         ]
-        return rewards, examples
 
-    def _rate(self, prompt: Prompt, text: str) -> float | None:
-        """None where the reward failed: an evaluation never ends a run."""
+    def _rate(self, prompt: Prompt, text: str) -> dict[str, Any]:
+        """No reward, and why, where it failed: an evaluation never ends a run."""
         try:
-            return rate(self.reward, prompt, text)
-        except RewardError:
-            return None
+            return {"reward": rate(self.reward, prompt, text)}
+        except RewardError as error:
+            return {"reward": None, "problem": str(error)}
 
 
-def _mean(rewards: Sequence[float | None]) -> float | None:
-    rated = [reward for reward in rewards if reward is not None]
+def _mean(answers: Sequence[dict[str, Any]]) -> float | None:
+    rated = [answer["reward"] for answer in answers if answer["reward"] is not None]
     return sum(rated) / len(rated) if rated else None
