@@ -3,8 +3,8 @@
     python benchmarks/step.py [--layers 28 --hidden 1024 ...]
 
 A random model of Qwen3's shape, packed documents of about 1,000 tokens of which half are labels, GRPO, bfloat16
-compute, a float32 head. The bound counts matrix products alone: 6 · weights · tokens for the layers, 6 · hidden · vocabulary ·
-labels for the head, and attention's over the pairs that a causal document has.
+compute, a float32 head. The bound counts matrix products alone: 6 · weights · tokens for the layers, 6 · hidden ·
+vocabulary · labels for the head, and attention's over the pairs that a causal document has.
 """
 
 from __future__ import annotations
