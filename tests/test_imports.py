@@ -23,7 +23,7 @@ FLOORS = (
     ("step",),
     ("policy", "environments"),
     ("head", "losses"),
-    ("metrics", "rollouts"),
+    ("metrics", "rollouts", "report"),
     ("types", "config", "files"),
     ("errors",),
     ("__init__",),

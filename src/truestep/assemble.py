@@ -6,14 +6,8 @@ import math
 
 import torch
 
-from truestep.config.schema import (
-    CispoLoss,
-    Config,
-    CrossEntropyLoss,
-    GrpoLoss,
-    GspoLoss,
-    ReinforceLoss,
-)
+from truestep.config.schema import Config
+from truestep.config.sections import CispoLoss, CrossEntropyLoss, GrpoLoss, GspoLoss, ReinforceLoss
 from truestep.head.logits import HeadSettings
 from truestep.losses.objective import Denominator, Objective
 from truestep.losses.policy import Cispo, CrossEntropy, Grpo, Gspo, PolicyLoss, Reinforce, clip_bounds

@@ -162,7 +162,7 @@ def _vocabulary_size(model: Path) -> int:
 @_said_once
 def report(runs: tuple[Path, ...], output: Path | None) -> None:
     """A self-contained page of one run, or of several compared."""
-    from truestep.metrics.report import write_report
+    from truestep.report import write_report
 
     for run in runs:
         if not (run / "metrics.jsonl").is_file():

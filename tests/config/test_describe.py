@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from rich.console import Console
 
 from truestep.config import schema
+from truestep.config import sections as section_models
 from truestep.config.describe import (
     Option,
     explain_unknown,
@@ -57,7 +58,11 @@ def test_names_are_unique() -> None:
 
 
 def test_no_field_of_the_schema_is_left_out() -> None:
-    models = {item for item in vars(schema).values() if isinstance(item, type) and issubclass(item, BaseModel)}
+    models = {
+        item
+        for item in (schema.Config, *vars(section_models).values())
+        if isinstance(item, type) and issubclass(item, BaseModel)
+    }
     fields = {name for model in models for name in model.model_fields}
     listed = {part for name in [*options(), *sections()] for part in name.split(".")}
     assert fields == listed
@@ -107,7 +112,7 @@ def test_types_and_defaults(name: str, type_text: str, default: str) -> None:
 
 
 def test_a_field_redeclared_without_a_docstring_means_what_its_parent_says() -> None:
-    assert schema.GspoLoss.model_fields["epsilon_low"].description is None  # or this test tests nothing
+    assert section_models.GspoLoss.model_fields["epsilon_low"].description is None  # or this test tests nothing
     assert options()["loss.epsilon_low"].meaning == "The ratio is clipped at 1 - epsilon_low from below."
 
 
@@ -242,6 +247,6 @@ def test_an_override_of_the_type_leaves_no_option_of_the_old_type_behind(tmp_pat
 
 
 def test_importing_the_configuration_does_not_import_torch() -> None:
-    modules = "truestep.config.load, truestep.config.describe, truestep.config.schema, truestep.config.contradictions"
+    modules = "truestep.config.load, truestep.config.describe, truestep.config.schema, truestep.config.sections"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0

@@ -1,269 +1,25 @@
-"""Every option, its default and its meaning. Imports no torch.
-
-A field enters this file only together with the code that obeys it.
-"""
+"""The whole configuration, and the options that are each valid and cannot hold together: one clear sentence each."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 
-NormalizeBy = Literal["labels", "documents", "document_means", "constant"]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
-
-
-class HeadConfig(Section):
-    fp32_lm_head: bool = False
-    """Never round logits to bfloat16: log-probs within 1e-4 of float64 given the hidden states. Set it as your
-    sampler does."""
-    logits_chunk_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """At most this many rows of logits exist at a time. Changes memory and speed, never a result."""
-
-
-class ModelConfig(Section):
-    path: str
-    """A Hugging Face causal LM directory (safetensors, config.json, tokenizer)."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of the compute. Weights and optimizer state stay float32."""
-    head: HeadConfig = HeadConfig()
-    """The LM head and its log-probabilities."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs; auto takes a GPU if there is one."""
-    activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass: less memory, about a third more time."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model directory."""
-
-
-class LossBase(Section):
-    normalize_by: NormalizeBy = "labels"
-    """The denominator: all labels of the step (labels), its documents (documents), each document's own labels and
-    then the documents (document_means), or documents x max_labels (constant, Dr. GRPO)."""
-    max_labels: Annotated[int, Field(ge=1)] | None = None
-    """The constant of normalize_by: constant, usually the longest completion allowed."""
-    gradient_divisor: Literal["none", "deepspeed"] = "none"
-    """deepspeed divides the gradient, not the reported loss, once more by the step's documents: the implicit
-    1/(accumulation x world) that clip thresholds tuned there expect."""
-    entropy_bonus: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Weight w of the term -w x entropy, with the same denominator as the loss."""
-    z_loss: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Weight of the term logsumexp squared, with the same denominator as the loss."""
-    metrics: Literal["none", "basic", "full"] = "basic"
-    """Which metrics are logged: none leaves only those that every run has, full adds entropy and percentiles of the
-    log-ratio."""
-
-    @model_validator(mode="after")
-    def _constant_needs_its_constant(self) -> LossBase:
-        if (self.normalize_by == "constant") != (self.max_labels is not None):
-            raise ValueError("normalize_by: constant and max_labels go together: set both or neither")
-        return self
-
-
-Epsilon = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-class Clipped(LossBase):
-    epsilon_low: Epsilon = 0.2
-    """The ratio is clipped at 1 - epsilon_low from below."""
-    epsilon_high: Epsilon = 0.2
-    """The ratio is clipped at 1 + epsilon_high from above."""
-
-
-class DualClipped(Clipped):
-    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
-    """c > 1: where the advantage is negative the loss is at most -c x advantage."""
-
-
-class GrpoLoss(DualClipped):
-    type: Literal["grpo"] = "grpo"
-    """Clipped importance ratio per label."""
-
-
-class GspoLoss(DualClipped):
-    type: Literal["gspo"]
-    """Clipped importance ratio per document: the geometric mean over its labels."""
-    normalize_by: NormalizeBy = "document_means"
-    epsilon_low: Epsilon = 3e-4
-    epsilon_high: Epsilon = 4e-4
-
-
-class ReinforceLoss(LossBase):
-    type: Literal["reinforce"]
-    """Truncated importance weight, held constant, times the log-prob."""
-    ratio_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """The importance weight is at most this; null leaves it uncapped."""
-
-
-class CispoLoss(Clipped):
-    type: Literal["cispo"]
-    """Clipped importance weight, held constant, times the log-prob: no label loses its gradient."""
-    epsilon_low: Epsilon = 1.0
-    epsilon_high: Epsilon = 4.0
-
-
-class CrossEntropyLoss(LossBase):
-    type: Literal["cross_entropy"]
-    """Supervised: needs no advantage and no sampler log-probs."""
-
-
-def _loss_type(value: Any) -> Any:
-    return value.get("type", "grpo") if isinstance(value, dict) else getattr(value, "type", None)
-
-
-LossConfig = Annotated[
-    Annotated[GrpoLoss, Tag("grpo")]
-    | Annotated[GspoLoss, Tag("gspo")]
-    | Annotated[ReinforceLoss, Tag("reinforce")]
-    | Annotated[CispoLoss, Tag("cispo")]
-    | Annotated[CrossEntropyLoss, Tag("cross_entropy")],
-    Discriminator(_loss_type),
-]
-
-Temperature = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class DataConfig(Section):
-    path: str | list[str] | None = None
-    """Rollout files: JSONL (.jsonl) or Parquet (.parquet), globs allowed, read in sorted order."""
-    temperature: Temperature = 1.0
-    """What a record without its own `temperature` was sampled at."""
-    advantages: Literal["group_mean", "group_normalized", "leave_one_out", "none"] = "group_normalized"
-    """How rewards become advantages within a group; none: records carry their advantage."""
-    group_size: Annotated[int, Field(ge=1)] | None = None
-    """Rollouts of one prompt. For files: a group is complete at this size (null: at the end of the data)."""
-    tokens_per_microbatch: Annotated[int, Field(ge=1)] = 16384
-    """At most this many tokens in one forward pass; a longer document is rejected."""
-    pad_to_multiple: Annotated[int, Field(ge=1)] = 1
-    """Pad each micro-batch to a multiple of this many tokens. Padding never reaches a result."""
-    on_bad_record: Literal["reject", "stop"] = "reject"
-    """reject writes a bad record to rejected.jsonl and goes on; stop ends the run."""
-    shuffle: bool = False
-    """Shuffle the documents of files by `seed`, anew each epoch."""
-    epochs: Annotated[int, Field(ge=1)] = 1
-    """How many times each document of the files is trained on."""
-
-
-class InProcessSampler(Section):
-    type: Literal["in_process"] = "in_process"
-    """The policy itself samples, from the very weights being trained."""
-    prompts: str
-    """A JSONL file of {"prompt": text or chat messages, other fields}, or a Hugging Face dataset on disk."""
-    reward: str
-    """package.module:function, called as reward(prompt, completion, **fields) -> float."""
-    temperature: Temperature = 1.0
-    """Sampling temperature; the same temperature is trained at."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling; 1 is off. Log-probs are those of the whole distribution."""
-    max_new_tokens: Annotated[int, Field(ge=1)] = 512
-    """A completion ends at the end-of-text token or here."""
-    batch_size: Annotated[int, Field(ge=1)] = 256
-    """Completions decoded at a time."""
-
-
-class EvaluationConfig(Section):
-    prompts: str
-    """Held-out prompts, in the form of sampler.prompts."""
-    every: Annotated[int, Field(ge=1)] = 10
-    """Evaluate before the first step, every this many steps and after the last."""
-    reward: str | None = None
-    """package.module:function; null: sampler.reward."""
-    max_prompts: Annotated[int, Field(ge=1)] | None = None
-    """Use the first so many prompts; null: all."""
-    samples_per_prompt: Annotated[int, Field(ge=1)] = 1
-    """Sampled completions a prompt, beside the greedy one."""
-    temperature: Temperature = 1.0
-    """Of the sampled completions."""
-    max_new_tokens: Annotated[int, Field(ge=1)] | None = None
-    """null: sampler.max_new_tokens, or 512 without a sampler."""
-    batch_size: Annotated[int, Field(ge=1)] = 256
-    """Completions decoded at a time."""
-
-
-class ScheduleConfig(Section):
-    docs_per_step: Annotated[int, Field(ge=0)] = 0
-    """Documents in a step. 0: a fixed number of micro-batches, depth_first x breadth_first."""
-    overshoot: Literal["carry", "keep"] = "carry"
-    """carry: a step is exactly docs_per_step documents. keep: the micro-batch that crosses the target is trained on
-    whole."""
-    depth_first_micro_batches: Annotated[int, Field(ge=1)] = 1
-    """With docs_per_step: 0, micro-batches in a step (times breadth_first_micro_batches)."""
-    breadth_first_micro_batches: Annotated[int, Field(ge=1)] = 1
-    """The number of micro-batches in a step is a multiple of this."""
-    steps: Annotated[int, Field(ge=1)] | None = None
-    """Optimizer steps of the whole run; null: until the data ends."""
-    last_step: Literal["train", "drop"] = "train"
-    """At the end of the data: train on what is left, with its true counts, or drop it and say so."""
-    updates_per_batch: Annotated[int, Field(ge=1)] = 1
-    """Optimizer updates on the same documents before new ones are taken."""
-
-
-class ParallelConfig(Section):
-    data_shard: Literal[-1, 1] = -1
-    """Ranks that weights are sharded over; -1: all there are. This version runs on one."""
-    data_replicate: Literal[1] = 1
-    """Replicas of the sharded model. This version runs one."""
-    tensor: Literal[1] = 1
-    """Ranks that a layer is split over. This version runs on one."""
-    context: Literal[1] = 1
-    """Ranks that a sequence is split over. This version runs on one."""
-    pipeline: Literal[1] = 1
-    """Ranks that the layers are split over. This version runs on one."""
-
-
-class AdamWConfig(Section):
-    type: Literal["adamw"] = "adamw"
-    """Adam with decoupled weight decay; norms and biases are never decayed."""
-    learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
-    """The peak, reached after warm-up."""
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """After warm-up; cosine and linear fall to minimum_learning_rate at schedule.steps."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """The learning rate rises linearly over these steps: learning_rate / warmup_steps at the first."""
-    minimum_learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Where cosine and linear end."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of the gradient's running mean."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """Decay of the squared gradient's running mean."""
-    epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8
-    """Added to the denominator of the update."""
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """On matrices only."""
-    gradient_clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 1.0
-    """The gradient's norm is clipped at this; null: never."""
-
-
-class CheckpointConfig(Section):
-    directory: str | None = None
-    """The run's directory: checkpoints, metrics, ledger, report. null: runs/NAME-OF-THE-CONFIG-FILE."""
-    every: Annotated[int, Field(ge=0)] = 0
-    """Steps between checkpoints; 0: only at the end."""
-    keep: Annotated[int, Field(ge=1)] = 3
-    """How many complete checkpoints stay."""
-
-
-class WandbConfig(Section):
-    project: str
-    """The project that the run is logged to."""
-    name: str | None = None
-    """The run's name; null lets wandb choose."""
-    mode: Literal["online", "offline"] = "online"
-    """offline writes to the run's directory only."""
-
-
-class LoggingConfig(Section):
-    console: bool = True
-    """A live line of the numbers that matter."""
-    jsonl: bool = True
-    """metrics.jsonl in the run's directory, a line a step."""
-    wandb: WandbConfig | None = None
-    """Weights & Biases (extra: wandb)."""
-    tensorboard: str | None = None
-    """A directory for TensorBoard's event files (extra: tensorboard)."""
+from truestep.config.sections import (
+    AdamWConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    GrpoLoss,
+    InProcessSampler,
+    LoggingConfig,
+    LossConfig,
+    ModelConfig,
+    ParallelConfig,
+    ScheduleConfig,
+    Section,
+)
 
 
 class Config(Section):
@@ -294,9 +50,83 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _options_agree(self) -> Config:
-        from truestep.config.contradictions import find_contradiction
-
-        contradiction = find_contradiction(self)
+        contradiction = next((message for rule in _RULES for message in [rule(self)] if message), None)
         if contradiction:
             raise ValueError(contradiction)
         return self
+
+
+def _one_source(config: Config) -> str | None:
+    if config.sampler is not None and config.data.path is not None:
+        return "data.path and sampler are both given: documents come from one source; remove one of the two"
+    return None
+
+
+def _sampled_groups(config: Config) -> str | None:
+    if config.sampler is None:
+        return None
+    group_size, docs_per_step = config.data.group_size, config.schedule.docs_per_step
+    if config.loss.type == "cross_entropy":
+        return "loss.type: cross_entropy learns from given completions: it takes data.path, not a sampler"
+    if group_size is None:
+        return "sampler needs data.group_size: how many completions each prompt gets"
+    if docs_per_step == 0:
+        return "sampler needs schedule.docs_per_step: how many completions make a step"
+    if docs_per_step % group_size:
+        return (
+            f"schedule.docs_per_step: {docs_per_step} is not a multiple of data.group_size: {group_size}, so a group "
+            "would be cut in two"
+        )
+    if config.data.advantages == "none":
+        return "data.advantages: none expects records that carry their advantage; a sampler gives rewards"
+    if config.data.shuffle:
+        return "data.shuffle is for files; a sampler's prompts are always taken in a seeded order"
+    if config.data.epochs != 1:
+        return "data.epochs is for files; with a sampler, schedule.steps says how long the run is"
+    if config.schedule.steps is None:
+        return "sampler needs schedule.steps: its prompts never end"
+    return None
+
+
+def _overshoot(config: Config) -> str | None:
+    schedule = config.schedule
+    if schedule.docs_per_step == 0 and schedule.overshoot == "keep":
+        return "schedule.overshoot: keep needs schedule.docs_per_step > 0"
+    if schedule.docs_per_step > 0 and schedule.depth_first_micro_batches > 1:
+        return (
+            "schedule.depth_first_micro_batches fixes the number of micro-batches and schedule.docs_per_step lets "
+            "documents decide it: set one"
+        )
+    return None
+
+
+def _learning_rate(config: Config) -> str | None:
+    optimizer, steps = config.optimizer, config.schedule.steps
+    if optimizer.schedule != "constant" and steps is None:
+        return f"optimizer.schedule: {optimizer.schedule} needs schedule.steps: where the learning rate ends"
+    if steps is not None and optimizer.warmup_steps > steps:
+        return f"optimizer.warmup_steps: {optimizer.warmup_steps} is more than schedule.steps: {steps}"
+    if optimizer.minimum_learning_rate > optimizer.learning_rate:
+        return "optimizer.minimum_learning_rate is above optimizer.learning_rate"
+    if optimizer.schedule == "constant" and optimizer.minimum_learning_rate > 0:
+        return "optimizer.minimum_learning_rate does nothing with optimizer.schedule: constant"
+    return None
+
+
+def _evaluation(config: Config) -> str | None:
+    if config.evaluation is not None and config.evaluation.reward is None and config.sampler is None:
+        return "evaluation needs evaluation.reward: there is no sampler.reward to take"
+    return None
+
+
+def _padding(config: Config) -> str | None:
+    data = config.data
+    if data.tokens_per_microbatch % data.pad_to_multiple:
+        return (
+            f"data.tokens_per_microbatch: {data.tokens_per_microbatch} is not a multiple of data.pad_to_multiple: "
+            f"{data.pad_to_multiple}, so padding could exceed the budget"
+        )
+    return None
+
+
+_RULES = (_one_source, _sampled_groups, _overshoot, _learning_rate, _evaluation, _padding)

@@ -24,7 +24,7 @@ from truestep.demo.model import make_model
 from truestep.environments import sorting
 from truestep.errors import TruestepError
 from truestep.files import read_json_lines, write_json_lines, write_whole
-from truestep.metrics.report import text_plot, write_plot, write_report
+from truestep.report import text_plot, write_plot, write_report
 from truestep.train import train
 from truestep.trainer import Trainer
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from truestep.metrics.report.scale import Scale, linear_scale
+from truestep.report.scale import Scale, linear_scale
 
 SYMBOLS = "\N{BULLET}\N{MULTIPLICATION SIGN}o+#@%&"
 ASCII_SYMBOLS = "*xo+#@%&"

@@ -4,8 +4,8 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from truestep.metrics.report.runs import Record, Run, is_finite, number, step_of
-from truestep.metrics.report.scale import format_compact, format_duration, format_number
+from truestep.report.runs import Record, Run, is_finite, number, step_of
+from truestep.report.scale import format_compact, format_duration, format_number
 
 ARROW = "\N{RIGHTWARDS ARROW}"
 RATIO_KEYS = ("ratio_new_old", "min_ratio_new_old", "max_ratio_new_old")

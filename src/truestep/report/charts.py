@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from truestep.metrics.report.runs import Run
-from truestep.metrics.report.scale import Scale
-from truestep.metrics.report.series import Axis, downsample
-from truestep.metrics.report.style import COLOURS
-from truestep.metrics.report.svg import Chart, Line, horizontal_scale, plot_svg, vertical_scale
+from truestep.report.runs import Run
+from truestep.report.scale import Scale
+from truestep.report.series import Axis, downsample
+from truestep.report.style import COLOURS
+from truestep.report.svg import Chart, Line, horizontal_scale, plot_svg, vertical_scale
 
 MINUS = "\N{MINUS SIGN}"
 AXIS_LABELS: dict[Axis, str] = {"documents": "documents seen", "step": "step"}

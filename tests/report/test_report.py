@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from truestep.metrics.report import text_plot, write_plot, write_report
-from truestep.metrics.report.health import health
-from truestep.metrics.report.runs import read_run, run_names
-from truestep.metrics.report.scale import (
+from truestep.report import text_plot, write_plot, write_report
+from truestep.report.health import health
+from truestep.report.runs import read_run, run_names
+from truestep.report.scale import (
     format_duration,
     format_number,
     linear_scale,
     logarithmic_scale,
     wants_logarithm,
 )
-from truestep.metrics.report.series import Point, downsample, smooth
+from truestep.report.series import Point, downsample, smooth
 
 VOID = {"meta", "br", "path", "rect"}
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from truestep.metrics.report.scale import Scale, linear_scale, logarithmic_scale, wants_logarithm
-from truestep.metrics.report.series import LONGEST_PLAIN_SERIES, Axis, Point, downsample, smooth
+from truestep.report.scale import Scale, linear_scale, logarithmic_scale, wants_logarithm
+from truestep.report.series import LONGEST_PLAIN_SERIES, Axis, Point, downsample, smooth
 
 # The coordinates of a plot, stretched to whatever room it gets.
 EXTENT = 1000

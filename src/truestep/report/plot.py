@@ -5,11 +5,11 @@ from html import escape
 from pathlib import Path
 
 from truestep.files import write_text_whole
-from truestep.metrics.report.charts import AXIS_LABELS, MINUS
-from truestep.metrics.report.runs import Run, read_runs
-from truestep.metrics.report.series import Axis
-from truestep.metrics.report.style import COLOURS, FONT, palette_css
-from truestep.metrics.report.svg import Chart, Line, horizontal_scale, plot_svg, vertical_scale
+from truestep.report.charts import AXIS_LABELS, MINUS
+from truestep.report.runs import Run, read_runs
+from truestep.report.series import Axis
+from truestep.report.style import COLOURS, FONT, palette_css
+from truestep.report.svg import Chart, Line, horizontal_scale, plot_svg, vertical_scale
 
 WIDTH, HEIGHT = 800, 420
 LEFT, RIGHT, BOTTOM = 64, 28, 56

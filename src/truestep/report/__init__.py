@@ -1,7 +1,7 @@
 """The report of one or several runs: a self-contained page, a stand-alone plot and a plot for the terminal."""
 
-from truestep.metrics.report.page import write_report
-from truestep.metrics.report.plot import write_plot
-from truestep.metrics.report.terminal import text_plot
+from truestep.report.page import write_report
+from truestep.report.plot import write_plot
+from truestep.report.terminal import text_plot
 
 __all__ = ["text_plot", "write_plot", "write_report"]

@@ -5,14 +5,14 @@ from html import escape
 from pathlib import Path
 
 from truestep.files import write_text_whole
-from truestep.metrics.report.charts import GROUPS, charts_of, group_html, legend_html, shared_scales
-from truestep.metrics.report.examples import examples_html
-from truestep.metrics.report.figures import Figure, facts, tiles
-from truestep.metrics.report.health import health
-from truestep.metrics.report.runs import Run, read_runs
-from truestep.metrics.report.script import PAGE_SCRIPT
-from truestep.metrics.report.style import COLOURS, PAGE_CSS, palette_css
-from truestep.metrics.report.svg import Line
+from truestep.report.charts import GROUPS, charts_of, group_html, legend_html, shared_scales
+from truestep.report.examples import examples_html
+from truestep.report.figures import Figure, facts, tiles
+from truestep.report.health import health
+from truestep.report.runs import Run, read_runs
+from truestep.report.script import PAGE_SCRIPT
+from truestep.report.style import COLOURS, PAGE_CSS, palette_css
+from truestep.report.svg import Line
 
 MARKS = {"bad": ("\N{MULTIPLICATION X}", "Wrong"), "warning": ("!", "Warning")}
 MARKS |= {"good": ("\N{CHECK MARK}", "Good"), "note": ("i", "Note")}

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 import yaml
 
-from truestep.metrics.report.series import Point
+from truestep.report.series import Point
 
 Record = dict[str, Any]
 LARGEST_VALUE = 1e300

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from truestep.metrics.report.figures import first_ratio, format_deviation, format_percent, format_ratio, held_out
-from truestep.metrics.report.runs import Run, is_finite, number, step_of
-from truestep.metrics.report.scale import format_number
+from truestep.report.figures import first_ratio, format_deviation, format_percent, format_ratio, held_out
+from truestep.report.runs import Run, is_finite, number, step_of
+from truestep.report.scale import format_number
 
 Level = Literal["bad", "warning", "good", "note"]
 LEVELS: tuple[Level, ...] = ("bad", "warning", "good", "note")

@@ -1,0 +1,166 @@
+"""YAML as nodes, not as values, so that the line of every option is known; and plain values from them.
+
+Numbers are YAML 1.2's: PyYAML's own reader takes `1e-6` for text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import yaml
+
+from truestep.config.describe import show
+from truestep.errors import TruestepError
+
+Name = tuple[str, ...]
+"""A dotted name in parts."""
+
+_MOST_NODES = 10_000  # aliases of aliases can ask for more than memory holds
+_TAG = "tag:yaml.org,2002:"
+UNREADABLE = (yaml.YAMLError, ValueError, OverflowError, RecursionError)  # all that PyYAML raises on odd text
+
+
+class ConfigError(TruestepError):
+    """What is wrong with the configuration: a line an error."""
+
+
+def compose(text: str) -> yaml.Node | None:
+    return yaml.compose(text, Loader=_Loader)
+
+
+def dump(values: dict[str, Any]) -> str:
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
+
+
+class _Loader(yaml.SafeLoader):
+    """Numbers as in YAML 1.2 (1e-6 is one, 010 is ten, 1:30 is text), no dates; yes and no stay true and false."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes whatever text the loader, or another program's, would not read as text."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_NUMBERS = {
+    "int": re.compile(r"^[-+]?(?:[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+)$"),
+    "float": re.compile(
+        r"^[-+]?(?:(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|\.inf|\.Inf|\.INF)$|^\.(?:nan|NaN|NAN)$"
+    ),
+}
+_KEPT = {_TAG + kind for kind in ("bool", "null", "merge")}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag in _KEPT]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _kind, _pattern in _NUMBERS.items():
+    _Loader.add_implicit_resolver(_TAG + _kind, _pattern, list("-+.0123456789"))
+    _Dumper.add_implicit_resolver(_TAG + _kind, _pattern, list("-+.0123456789"))
+
+
+def _number(text: str) -> int | float:
+    """1e4 counts as the whole number it is, so that `tokens_per_microbatch: 1e4` works."""
+    plain = text.replace("_", "")
+    if _NUMBERS["int"].match(text):
+        whole = int(plain, 0 if plain.lstrip("+-")[:2] in ("0x", "0o") else 10)
+        if whole.bit_length() > 63:
+            raise ValueError("no option takes a number this large")
+        return whole
+    value = float(re.sub(r"\.(inf|nan)$", r"\1", plain.lower()))
+    return int(value) if "e" in plain.lower() and abs(value) < 2**53 and value.is_integer() else value
+
+
+class TreeReader:
+    """Turns nodes into plain values and notes where each option was given."""
+
+    def __init__(self, place: Callable[[yaml.Node], str]) -> None:
+        self.place = place
+        self.origins: dict[Name, str] = {}
+        self._above: list[yaml.Node] = []
+        self._count = 0
+
+    def read(self, node: yaml.Node, name: Name) -> Any:
+        self._count += 1
+        if node in self._above or self._count > _MOST_NODES:
+            problem = "contains itself" if node in self._above else "is too large, its aliases written out"
+            raise ConfigError(f"{self.place(node)}: {dotted(name) or 'the file'} {problem}")
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node, name)
+        if node.tag not in (_TAG + "map", _TAG + "seq"):
+            raise ConfigError(f"{self.place(node)}: the tag {node.tag!r} is not supported")
+        self._above.append(node)
+        if isinstance(node, yaml.MappingNode):
+            value: Any = self._mapping(node, name)
+        else:
+            value = [self.read(item, name) for item in node.value]
+        self._above.pop()
+        return value
+
+    def _mapping(self, node: yaml.MappingNode, name: Name) -> dict[str, Any]:
+        own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        merged: list[yaml.Node] = []
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(f"{self.place(key)}: an option's name must be text, not a list or a mapping")
+            if key.tag == _TAG + "merge":
+                merged += value.value if isinstance(value, yaml.SequenceNode) else [value]
+            elif key.value in own:
+                first = self.place(own[key.value][0])
+                raise ConfigError(f"{self.place(key)}: {dotted((*name, key.value))} is already given at {first}")
+            else:
+                own[key.value] = (key, value)
+        values = self._merge(merged, name)
+        for text, (key, value) in own.items():
+            forget(self.origins, (*name, text))
+            self.origins[(*name, text)] = self.place(key)
+            values[text] = self.read(value, (*name, text))
+        return values
+
+    def _merge(self, nodes: list[yaml.Node], name: Name) -> dict[str, Any]:
+        """What `<<` brings in. The first of several mappings wins, so it is read last."""
+        values: dict[str, Any] = {}
+        for node in reversed(nodes):
+            if not isinstance(node, yaml.MappingNode):
+                raise ConfigError(f"{self.place(node)}: << takes a mapping, or a list of mappings")
+            values.update(self.read(node, name))
+        return values
+
+    def _scalar(self, node: yaml.ScalarNode, name: Name) -> Any:
+        kind = node.tag.removeprefix(_TAG)
+        if kind in ("str", "null"):
+            return node.value if kind == "str" else None
+        try:
+            if kind in ("int", "float"):
+                return _number(node.value)
+            if kind == "bool":
+                return yaml.SafeLoader.bool_values[node.value.lower()]
+        except (ValueError, KeyError):
+            pass  # reported below, like an unknown tag
+        raise ConfigError(f"{self.place(node)}: {dotted(name)}: cannot read {show(node.value)} as {kind}")
+
+
+def forget(origins: dict[Name, str], name: Name) -> None:
+    for given in [given for given in origins if given[: len(name)] == name]:
+        del origins[given]
+
+
+def line_of(error: Exception, text: str) -> str:
+    """`:line` of a syntax error, where PyYAML knows it."""
+    mark, position = getattr(error, "problem_mark", None), getattr(error, "position", None)
+    line = mark.line if mark else text.count("\n", 0, position) if position is not None else None
+    return "" if line is None else f":{line + 1}"
+
+
+def reason_of(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    reasons = [getattr(error, part, None) for part in ("context", "problem")]
+    return ", ".join(reason for reason in reasons if reason) or " ".join(str(error).split("\n")[0].split())
+
+
+def dotted(name: Name) -> str:
+    """Quotes what could not be a name, so that a key `loss.type` is told from `type` in `loss`."""
+    return ".".join(part if re.fullmatch(r"[\w-]+", part) else show(part) for part in name)
