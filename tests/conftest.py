@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
+
+# Where there is no GPU, Triton's own functions must be interpreted ones from their first import. The variable is taken
+# back at once: only the tests of the kernels ask for kernels.
+if not list(Path("/dev").glob("nvidia[0-9]*")) or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+    os.environ["TRITON_INTERPRET"] = "1"
+    with contextlib.suppress(ImportError):
+        import triton  # noqa: F401
+    del os.environ["TRITON_INTERPRET"]
 
 import pytest
 import torch

@@ -21,12 +21,13 @@ from truestep.step.run import StepRunner
 
 
 def make_policy(config: Config, path: str | None = None) -> Policy:
-    model, chunk = config.model, config.model.head.logits_chunk_size
+    model, head = config.model, config.model.head
+    chunk = None if head.logits_chunk_size == "auto" else head.logits_chunk_size
     return load_policy(
         path or model.path,
         dtype=model.dtype,
         device=model.device,
-        head=HeadSettings(fp32=model.head.fp32_lm_head, chunk_size=None if chunk == "auto" else chunk),
+        head=HeadSettings(fp32=head.fp32_lm_head, chunk_size=chunk, split_gradient=head.head_gradient == "split"),
         activation_checkpointing=model.activation_checkpointing,
         trust_remote_code=model.trust_remote_code,
     )

@@ -90,7 +90,7 @@ class PackedBatch:
     advantages: torch.Tensor  # [T] float32; 0 where the document has none
     model_version: torch.Tensor  # [T] int64; 0 where the document has none
     # Per document.
-    plan_index: torch.Tensor  # [D] int64, index into the plan's documents
+    plan_index: torch.Tensor  # [D] int64, index into the plan's documents; on the host
     num_labels: torch.Tensor  # [D] int64
     reward: torch.Tensor  # [D] float32; 0 where the document has none
     has_logprobs: torch.Tensor  # [D] bool
@@ -103,7 +103,7 @@ class PackedBatch:
         return len(self.num_labels)
 
     def to(self, device: torch.device) -> PackedBatch:
-        names = [item.name for item in fields(self) if item.name != "segments"]
+        names = [item.name for item in fields(self) if item.name not in ("segments", "plan_index")]
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
 
@@ -124,6 +124,12 @@ class Coefficients:
     a: torch.Tensor  # [T]
     b: torch.Tensor | None  # [T]; None where it is zero throughout
     c: torch.Tensor  # [T]
+
+    @property
+    def active(self) -> torch.Tensor:  # [T] bool
+        """Rows that have a gradient at all."""
+        nonzero = (self.a != 0) | (self.c != 0)
+        return nonzero if self.b is None else nonzero | (self.b != 0)
 
     def __getitem__(self, rows: slice) -> Coefficients:
         return Coefficients(self.a[rows], None if self.b is None else self.b[rows], self.c[rows])

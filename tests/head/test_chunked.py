@@ -35,12 +35,24 @@ def buffer_for(rows: HeadRows) -> torch.Tensor:
     return torch.zeros_like(rows.weight, dtype=torch.promote_types(rows.weight.dtype, torch.float32))
 
 
+def documents_of(labels: int) -> list[int]:
+    """Numbers of labels: none, one, a few, and half of all in one document."""
+    counts, left = [0, labels // 2], labels - labels // 2
+    for count in itertools.cycle((1, 3, 0, 2)):
+        if not left:
+            return counts
+        counts.append(min(count, left))
+        left -= counts[-1]
+    raise AssertionError
+
+
 def run(
     rows: HeadRows, coefficients: Coefficients, buffer: torch.Tensor | None, *, whole_documents: bool = False
 ) -> HeadResult:
     """Through the loss's own interface: the coefficients of the rows it is asked for."""
+    documents = documents_of(len(rows.label_ids)) if whole_documents else None
     return forward_backward(
-        rows, lambda chunk, _: coefficients[chunk], whole_documents=whole_documents, weight_gradient=buffer
+        rows, lambda chunk, _: coefficients[chunk], document_labels=documents, weight_gradient=buffer
     )
 
 
@@ -147,45 +159,58 @@ class LossSpy:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 15, 16, 40])
-def test_a_loss_of_whole_documents_is_asked_once_over_all_rows(chunk: int) -> None:
+def test_a_loss_of_whole_documents_is_asked_once_for_each_and_never_for_a_part(chunk: int) -> None:
     rows = make_rows(16, 5, settings=HeadSettings(chunk_size=chunk))
     coefficients = make_coefficients(16, like=rows.hidden)
     spy = LossSpy(coefficients)
-    forward_backward(rows, spy, whole_documents=True, weight_gradient=None)
+    documents = documents_of(16)
+    result = forward_backward(rows, spy, document_labels=documents, weight_gradient=None)
     wanted = expected(rows, coefficients)
-    assert [list(range(16))[asked] for asked in spy.asked] == [list(range(16))]
-    assert largest_difference(spy.statistics[0].logprobs, wanted.logprobs) < 1e-12
-    assert largest_difference(spy.statistics[0].entropy, wanted.entropy) < 1e-12
-    assert largest_difference(spy.statistics[0].logsumexp, wanted.logsumexp) < 1e-12
+    assert [row for asked in spy.asked for row in range(16)[asked]] == list(range(16))
+    ends = {0, *itertools.accumulate(documents)}
+    assert all({asked.start, asked.stop} <= ends for asked in spy.asked)
+    for name in ("logprobs", "entropy", "logsumexp"):
+        seen = torch.cat([getattr(statistics, name) for statistics in spy.statistics])
+        assert largest_difference(seen, getattr(wanted, name)) < 1e-12
+        assert torch.equal(seen, getattr(result.statistics, name))
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 40])
 def test_a_loss_of_labels_is_asked_once_for_each_row(chunk: int) -> None:
     rows = make_rows(16, 5, settings=HeadSettings(chunk_size=chunk))
     spy = LossSpy(make_coefficients(16, like=rows.hidden))
-    result = forward_backward(rows, spy, whole_documents=False, weight_gradient=None)
+    result = forward_backward(rows, spy, weight_gradient=None)
     assert [row for asked in spy.asked for row in range(16)[asked]] == list(range(16))
     assert all(len(range(16)[asked]) <= chunk for asked in spy.asked)
     seen = torch.cat([statistics.logprobs for statistics in spy.statistics])
     assert torch.equal(seen, result.statistics.logprobs)
 
 
-@pytest.mark.parametrize(("whole", "passes"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize(
+    ("documents", "made_rows"),
+    [(None, 20), ([3, 3, 4, 2, 0, 6, 1, 1], 20), ([2, 14, 4], 20 + 14), ([20], 40), ([7, 6, 7], 20 + 14)],
+)
 def test_each_row_of_logits_is_made_no_more_often_than_needed(
-    whole: bool, passes: int, monkeypatch: pytest.MonkeyPatch
+    documents: list[int] | None, made_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A second time only for documents that are longer than a chunk of 6."""
     made: list[int] = []
-    original = chunked.scaled_logits
+    original = chunked.raw_logits
 
     def spy(hidden: torch.Tensor, *arguments: Any) -> torch.Tensor:
         made.append(len(hidden))
         return original(hidden, *arguments)
 
-    monkeypatch.setattr(chunked, "scaled_logits", spy)
+    monkeypatch.setattr(chunked, "raw_logits", spy)
     rows = make_rows(20, 9, settings=HeadSettings(chunk_size=6))
-    run(rows, make_coefficients(20, like=rows.hidden), buffer_for(rows), whole_documents=whole)
-    assert max(made) == 6
-    assert sum(made) == 20 * passes
+    coefficients = make_coefficients(20, like=rows.hidden)
+    result = forward_backward(
+        rows, lambda chunk, _: coefficients[chunk], document_labels=documents, weight_gradient=None
+    )
+    assert max(made) <= 6
+    assert sum(made) == made_rows
+    assert result.hidden_gradient is not None
+    assert relative(result.hidden_gradient, expected(rows, coefficients).hidden_gradient) < 1e-12
     made.clear()
     run(with_settings(rows, chunk_size=20), make_coefficients(20, like=rows.hidden), None, whole_documents=True)
     assert made == [20], "one chunk has every label in it: no second pass"
@@ -219,7 +244,8 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(dtype: torch.dtype, whole: b
 def accumulate_in_bfloat16(rows: HeadRows, coefficients: Coefficients) -> torch.Tensor:
     """The mistake: each chunk's exact weight gradient, added in the weight's own type."""
     total = torch.zeros_like(rows.weight)
-    for chunk in rows.chunks():
+    for start in range(0, len(rows.label_ids), rows.rows_per_chunk):
+        chunk = slice(start, start + rows.rows_per_chunk)
         one = torch.zeros_like(rows.weight, dtype=torch.float32)
         cut = {name: getattr(rows, name)[chunk] for name in ("hidden", "label_ids", "temperature")}
         run(replace(rows, **cut), coefficients[chunk], one)

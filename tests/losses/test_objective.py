@@ -86,7 +86,8 @@ def test_the_head_and_the_objective_together_equal_autograd(loss: dict[str, Any]
         return objective.coefficients(replace(labels[chunk], **given), case.totals)
 
     buffer = torch.zeros_like(weight)
-    result = forward_backward(rows, ask, whole_documents=objective.whole_documents, weight_gradient=buffer)
+    counts = labels.num_labels.tolist() if objective.whole_documents else None
+    result = forward_backward(rows, ask, document_labels=counts, weight_gradient=buffer)
     _, wanted = oracle_gradient(case, options)
     assert result.hidden_gradient is not None
     torch.testing.assert_close(result.hidden_gradient, wanted, rtol=1e-10, atol=1e-14)

@@ -22,6 +22,9 @@ class HeadConfig(Section):
     sampler does."""
     logits_chunk_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """At most this many rows of logits exist at a time. Changes memory and speed, never a result."""
+    head_gradient: Literal["bfloat16", "split"] = "bfloat16"
+    """How the logits' gradient enters the backward products on a GPU: rounded to the compute type, or split into a high
+    and a low part of it, for a weight gradient 100 times nearer float64 at 1.6 times the price."""
 
 
 class ModelConfig(Section):

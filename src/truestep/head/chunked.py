@@ -3,32 +3,36 @@
     hidden rows ──GEMM──> logits chunk ──statistics──> loss ──> coefficients ──in place──> dL/dlogits
                                                      d hidden <──GEMM──┴──GEMM──> d weight
 
-Three matrix products, the least that exists. A loss of whole documents whose labels lie in several chunks first
-makes one pass for the statistics: a fourth.
+Three matrix products, the least that exists. For a loss of whole documents, chunks end where documents do; only a
+document that is longer than a chunk makes one pass for the statistics first: a fourth product, for its rows alone.
+Rows whose coefficients are all zero make no backward product.
 
 Dimensions: T labels, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from truestep.head.logits import (
     HeadSettings,
+    LogitsGradient,
     add_weight_gradient_,
     hidden_gradient,
-    logits_gradient_,
-    row_statistics,
-    scaled_logits,
+    raw_logits,
     wide,
 )
+from truestep.head.passes import passes_for
 from truestep.types import Coefficients, RowStatistics
 
 # Statistics of some rows, and which rows they are, to the coefficients of the gradient.
 LossFunction = Callable[[slice, RowStatistics], Coefficients]
+
+# Backward products of fewer rows pay for gathering them when at most this share is left.
+_WORTH_GATHERING = 0.75
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,21 @@ class HeadRows:
     temperature: torch.Tensor  # [T]
     settings: HeadSettings
 
-    def chunks(self) -> Iterator[slice]:
-        size = self.settings.rows_per_chunk(self.weight.shape[0], self.hidden.device)
-        return (slice(start, min(start + size, len(self.label_ids))) for start in range(0, len(self.label_ids), size))
+    @property
+    def rows_per_chunk(self) -> int:
+        return self.settings.rows_per_chunk(len(self.label_ids), self.weight.shape[0], self.hidden.device)
 
-    def logits(self, rows: slice) -> torch.Tensor:
-        return scaled_logits(self.hidden[rows], self.weight, self.temperature[rows], self.settings)
+    def forward(self, rows: slice) -> tuple[torch.Tensor, RowStatistics]:
+        """What the backward pass of these rows starts from, and their statistics."""
+        raw = raw_logits(self.hidden[rows], self.weight, self.settings.fp32)
+        return passes_for(self.settings, raw).statistics(raw, self.label_ids[rows], self.temperature[rows])
+
+    def backward(
+        self, rows: slice, kept: torch.Tensor, statistics: RowStatistics, coefficients: Coefficients
+    ) -> LogitsGradient:
+        return passes_for(self.settings, kept).gradient(
+            kept, statistics, self.label_ids[rows], self.temperature[rows], coefficients, self.weight.dtype
+        )
 
 
 @dataclass(frozen=True)
@@ -56,31 +69,86 @@ class HeadResult:
 
 
 def forward(head: HeadRows) -> RowStatistics:
-    return _join([row_statistics(head.logits(rows), head.label_ids[rows]) for rows in head.chunks()], head)
+    return _statistics(head, slice(0, len(head.label_ids)), head.rows_per_chunk)
 
 
 def forward_backward(
-    head: HeadRows, loss: LossFunction, *, whole_documents: bool, weight_gradient: torch.Tensor | None
+    head: HeadRows,
+    loss: LossFunction,
+    *,
+    weight_gradient: torch.Tensor | None,
+    document_labels: Sequence[int] | None = None,
 ) -> HeadResult:
     """Both gradients of `loss`: of the hidden rows, returned, and of the weight, added into `weight_gradient` (None for
-    a frozen head: it is then not computed)."""
-    chunks = list(head.chunks())
-    gradient = torch.empty_like(head.hidden, dtype=wide(head.hidden.dtype))
-    everything = slice(0, len(head.label_ids))
-    # Coefficients that need labels of other chunks are made before the pass that uses them.
-    ready = loss(everything, forward(head)) if whole_documents and len(chunks) > 1 else None
+    a frozen head: it is then not computed).
+
+    `document_labels`, the number of labels of each document in order, says that the loss needs whole documents: it is
+    then only ever given rows that hold all labels of each of theirs.
+    """
+    size = head.rows_per_chunk
+    gradient = torch.zeros_like(head.hidden, dtype=wide(head.hidden.dtype))
     seen = []
-    for rows in chunks:
-        z = head.logits(rows)
-        statistics = row_statistics(z, head.label_ids[rows])
-        seen.append(statistics)
-        coefficients = loss(rows, statistics) if ready is None else ready[rows]
-        temperature = head.temperature[rows]
-        logits_gradient_(z, statistics.logsumexp, head.label_ids[rows], temperature, coefficients, head.settings)
-        gradient[rows] = hidden_gradient(z, head.weight)
-        if weight_gradient is not None:
-            add_weight_gradient_(weight_gradient, z, head.hidden[rows])
+    for span in _spans(len(head.label_ids), size, document_labels):
+        # Coefficients that need labels of other chunks are made before the pass that uses them.
+        ready = None
+        if document_labels is not None and span.stop - span.start > size:
+            ready = loss(span, _statistics(head, span, size))
+        for rows in _cut(span, size):
+            given = None if ready is None else ready[slice(rows.start - span.start, rows.stop - span.start)]
+            seen.append(_chunk(head, rows, loss, given, gradient, weight_gradient))
     return HeadResult(_join(seen, head), gradient)
+
+
+def _chunk(
+    head: HeadRows,
+    rows: slice,
+    loss: LossFunction,
+    coefficients: Coefficients | None,
+    gradient: torch.Tensor,
+    weight_gradient: torch.Tensor | None,
+) -> RowStatistics:
+    """All of one chunk. Its logits are gone when this returns: two chunks' never exist at a time."""
+    kept, statistics = head.forward(rows)
+    if coefficients is None:
+        coefficients = loss(rows, statistics)
+    # One number read back for each chunk: the products of the chunk before are still running meanwhile.
+    active = coefficients.active
+    count = int(active.sum())
+    if not count:
+        return statistics
+    logits_gradient = head.backward(rows, kept, statistics, coefficients)
+    hidden, out = head.hidden[rows], gradient[rows]
+    if count <= _WORTH_GATHERING * len(active):
+        index = active.nonzero().squeeze(-1)
+        logits_gradient, hidden = logits_gradient[index], hidden[index]
+        out.index_copy_(0, index, hidden_gradient(logits_gradient, head.weight))
+    else:
+        out.copy_(hidden_gradient(logits_gradient, head.weight))
+    if weight_gradient is not None:
+        add_weight_gradient_(weight_gradient, logits_gradient, hidden)
+    return statistics
+
+
+def _spans(rows: int, size: int, document_labels: Sequence[int] | None) -> list[slice]:
+    """Runs of whole documents that fit a chunk, and documents that do not; one span where documents do not matter."""
+    if document_labels is None:
+        return [slice(0, rows)]
+    spans: list[slice] = []
+    start = end = 0
+    for count in document_labels:
+        if end > start and end + count - start > size:
+            spans.append(slice(start, end))
+            start = end
+        end += count
+    return [*spans, slice(start, end)] if end > start else spans
+
+
+def _cut(span: slice, size: int) -> list[slice]:
+    return [slice(start, min(start + size, span.stop)) for start in range(span.start, span.stop, size)]
+
+
+def _statistics(head: HeadRows, span: slice, size: int) -> RowStatistics:
+    return _join([head.forward(rows)[1] for rows in _cut(span, size)], head)
 
 
 def _join(parts: list[RowStatistics], head: HeadRows) -> RowStatistics:

@@ -4,19 +4,27 @@ Dimensions: C rows of a chunk, H hidden, V vocabulary.
 
 Precision. bfloat16 products are exact in float32, so with `fp32_lm_head` the logits are those of a float32 head
 without a float32 matrix product wherever the hardware has a bfloat16 product with float32 output. A CPU has none:
-there, blocks of the weight are upcast.
+there, blocks of the weight are upcast, and gradients stay float32.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from truestep.types import Coefficients, RowStatistics
 
+log = logging.getLogger(__name__)
+
 _BLOCK_BYTES = 64 * 2**20
+# More rows than this make no matrix product faster.
+_MOST_ROWS = 8192
+# Of the memory that is free, what a chunk of logits may take.
+_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -24,13 +32,36 @@ class HeadSettings:
     fp32: bool = False  # logits are never rounded to half precision
     softcap: float | None = None
     scale: float = 1.0  # of the logits
-    chunk_size: int | None = None  # rows of logits that exist at a time; None: chosen from the shape
+    chunk_size: int | None = None  # rows of logits that exist at a time; None: chosen from free memory and shape
+    split_gradient: bool = False  # carry dL/dlogits as a high and a low half-precision part
+    kernels: bool = True  # use the fused kernels where they run
 
-    def rows_per_chunk(self, vocabulary: int, device: torch.device) -> int:
+    def rows_per_chunk(self, rows: int, vocabulary: int, device: torch.device) -> int:
         if self.chunk_size is not None:
             return self.chunk_size
-        logits_bytes = 2**30 if device.type == "cuda" else 2**26
-        return max(1, logits_bytes // (4 * vocabulary))
+        most = max(1, min(_MOST_ROWS, _free_bytes(device) // self._bytes_per_row(vocabulary)))
+        # Chunks of like size: a small last one would waste its matrix products.
+        chunks = max(1, -(-rows // most))
+        chosen = -(-rows // chunks)
+        _log_choice(chosen, vocabulary, str(device))
+        return max(1, chosen)
+
+    def _bytes_per_row(self, vocabulary: int) -> int:
+        return vocabulary * (4 + 2 * self.split_gradient)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 2**26
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int((free + unused) * _SHARE)
+
+
+@cache
+def _log_choice(rows: int, vocabulary: int, device: str) -> None:
+    """Once for each choice."""
+    log.info("logits_chunk_size: auto is %d rows of %d logits on %s", rows, vocabulary, device)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -46,27 +77,37 @@ def _weight_blocks(weight: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]
         yield block, weight[block].to(wide(weight.dtype))
 
 
-def scaled_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, temperature: torch.Tensor, settings: HeadSettings
-) -> torch.Tensor:  # [C, H], [V, H], [C] -> [C, V]
-    """z = softcap(h Wᵀ) · scale / temperature, in float32 or wider."""
-    z = _product(hidden, weight, settings.fp32)
-    if settings.softcap is not None:
-        z = z.div_(settings.softcap).tanh_().mul_(settings.softcap)
-    return z.mul_((settings.scale / temperature.to(z.dtype))[:, None])
-
-
-def _product(hidden: torch.Tensor, weight: torch.Tensor, fp32: bool) -> torch.Tensor:
+def raw_logits(hidden: torch.Tensor, weight: torch.Tensor, fp32: bool) -> torch.Tensor:  # [C, H], [V, H] -> [C, V]
+    """h Wᵀ in float32 or wider; rounded to the inputs' half precision unless `fp32`."""
     if hidden.dtype == wide(hidden.dtype):
         return hidden @ weight.T
     if not fp32:
-        return (hidden @ weight.T).float()
+        return hidden @ weight.T
     if hidden.is_cuda:
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
     z = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=torch.float32)
     for block, block_weight in _weight_blocks(weight):
         torch.mm(hidden.float(), block_weight.T, out=z[:, block])
     return z
+
+
+def scale_(raw: torch.Tensor, temperature: torch.Tensor, settings: HeadSettings) -> torch.Tensor:  # [C, V], [C]
+    """z = softcap(raw) · scale / temperature, over the memory of `raw` where that is wide enough."""
+    z = raw.to(wide(raw.dtype))
+    if settings.softcap is not None:
+        z = z.div_(settings.softcap).tanh_().mul_(settings.softcap)
+    return z.mul_(multiplier(temperature, settings, z.dtype)[:, None])
+
+
+def multiplier(temperature: torch.Tensor, settings: HeadSettings, dtype: torch.dtype) -> torch.Tensor:  # [C]
+    return settings.scale / temperature.to(dtype)
+
+
+def scaled_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, temperature: torch.Tensor, settings: HeadSettings
+) -> torch.Tensor:  # [C, H], [V, H], [C] -> [C, V]
+    """z = softcap(h Wᵀ) · scale / temperature, in float32 or wider."""
+    return scale_(raw_logits(hidden, weight, settings.fp32), temperature, settings)
 
 
 def row_statistics(z: torch.Tensor, label_ids: torch.Tensor) -> RowStatistics:  # [C, V], [C]
@@ -87,10 +128,10 @@ def logits_gradient_(
     settings: HeadSettings,
 ) -> torch.Tensor:  # [C, V], written over z
     """d loss / d (h Wᵀ): `p·(a + b·log p) - c·onehot(y)` times the derivatives of scale, temperature and softcap."""
-    multiplier = (settings.scale / temperature.to(z.dtype))[:, None]
+    chain = multiplier(temperature, settings, z.dtype)[:, None]
     slope = None
     if settings.softcap is not None:
-        slope = 1 - (z / (multiplier * settings.softcap)).square()
+        slope = 1 - (z / (chain * settings.softcap)).square()
     log_p = z.sub_(logsumexp[:, None])
     if coefficients.b is None:
         gradient = log_p.exp_().mul_(coefficients.a.to(z.dtype)[:, None])
@@ -98,25 +139,52 @@ def logits_gradient_(
         factor = log_p * coefficients.b.to(z.dtype)[:, None] + coefficients.a.to(z.dtype)[:, None]
         gradient = log_p.exp_().mul_(factor)
     gradient.scatter_add_(-1, label_ids[:, None], -coefficients.c.to(z.dtype)[:, None])
-    gradient.mul_(multiplier)
+    gradient.mul_(chain)
     return gradient if slope is None else gradient.mul_(slope)
 
 
-def hidden_gradient(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # [C, V], [V, H] -> [C, H]
+@dataclass(frozen=True)
+class LogitsGradient:
+    """dL/d(h Wᵀ) as it enters the two backward products."""
+
+    high: torch.Tensor  # [C, V] in the weight's type, or wider
+    low: torch.Tensor | None = None  # [C, V] what rounding to that type left
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        return [self.high] if self.low is None else [self.high, self.low]
+
+    def __getitem__(self, rows: torch.Tensor) -> LogitsGradient:
+        return LogitsGradient(self.high[rows], None if self.low is None else self.low[rows])
+
+
+def round_gradient(gradient: torch.Tensor, dtype: torch.dtype, split: bool) -> LogitsGradient:
+    """A GPU multiplies in the weight's type; a CPU keeps the gradient as it is."""
+    if not gradient.is_cuda or gradient.dtype == dtype:
+        return LogitsGradient(gradient)
+    high = gradient.to(dtype)
+    return LogitsGradient(high, (gradient - high).to(dtype) if split else None)
+
+
+def hidden_gradient(gradient: LogitsGradient, weight: torch.Tensor) -> torch.Tensor:  # [C, V], [V, H] -> [C, H]
     """In float32 or wider, before its one cast."""
-    if weight.dtype == wide(weight.dtype):
-        return gradient @ weight
+    high = gradient.high
+    if high.dtype == weight.dtype == wide(weight.dtype):
+        return high @ weight
+    total = high.new_zeros(high.shape[0], weight.shape[1], dtype=wide(weight.dtype))
     if weight.is_cuda:
-        return torch.mm(gradient.to(weight.dtype), weight, out_dtype=torch.float32)
-    total = gradient.new_zeros(gradient.shape[0], weight.shape[1])
+        for part in gradient.parts:
+            torch.addmm(total, part, weight, out_dtype=total.dtype, out=total)
+        return total
     for block, block_weight in _weight_blocks(weight):
-        total.addmm_(gradient[:, block], block_weight)
+        total.addmm_(high[:, block], block_weight)
     return total
 
 
-def add_weight_gradient_(buffer: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
-    """buffer[V, H] += gradientᵀ[V, C] · hidden[C, H], accumulated in the buffer's float32."""
-    if hidden.is_cuda and hidden.dtype != wide(hidden.dtype):
-        buffer.add_(torch.mm(gradient.to(hidden.dtype).T, hidden, out_dtype=torch.float32))
-    else:
-        buffer.addmm_(gradient.T, hidden.to(gradient.dtype))
+def add_weight_gradient_(buffer: torch.Tensor, gradient: LogitsGradient, hidden: torch.Tensor) -> None:
+    """buffer[V, H] += gradientᵀ[V, C] · hidden[C, H], accumulated in the buffer's float32 by the product itself."""
+    for part in gradient.parts:
+        if part.is_cuda and part.dtype != buffer.dtype:
+            torch.addmm(buffer, part.T, hidden, out_dtype=buffer.dtype, out=buffer)
+        else:
+            buffer.addmm_(part.T, hidden.to(part.dtype))

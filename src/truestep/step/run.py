@@ -77,8 +77,8 @@ class StepRunner:
         result = chunked.forward_backward(
             head,
             loss,
-            whole_documents=self.objective.whole_documents,
             weight_gradient=self.policy.weights.gradient_of(weight),
+            document_labels=_label_counts(batch, plan) if self.objective.whole_documents else None,
         )
         assert result.hidden_gradient is not None
         rows.backward(result.hidden_gradient.to(rows.dtype))
@@ -97,6 +97,10 @@ class StepRunner:
             weight=weight.to(statistics.logprobs.dtype),
             num_labels=batch.num_labels,
         )
+
+
+def _label_counts(batch: PackedBatch, plan: StepPlan) -> list[int]:
+    return [plan.documents[index].num_labels for index in batch.plan_index]
 
 
 def _document_facts(batch: PackedBatch, plan: StepPlan) -> DocumentFacts:

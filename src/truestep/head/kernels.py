@@ -1,0 +1,194 @@
+"""The head's two elementwise passes over logits, fused (Triton). They know no loss.
+
+`row_statistics` reads a chunk of raw logits once; `logits_gradient_` reads it once more and writes the gradient over
+its memory. Scale, temperature and softcap are applied on the way: logits are stored as the matrix product gave them.
+
+Dimensions: C rows of a chunk, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from truestep.types import Coefficients, RowStatistics
+
+_BLOCK = 4096
+_WARPS = 8
+
+
+@triton.jit
+def _z(raw, multiplier, softcap, CAPPED: tl.constexpr):
+    """z = softcap(raw) · multiplier. tanh by exp of a negative number, which cannot overflow."""
+    if CAPPED:
+        scaled = raw / softcap
+        shrunk = tl.exp(-2 * tl.abs(scaled))
+        tanh = (1 - shrunk) / (1 + shrunk)
+        raw = tl.where(scaled < 0, -tanh, tanh) * softcap
+    return raw * multiplier
+
+
+@triton.jit
+def _statistics_kernel(
+    raw_pointer,  # [C, V]
+    label_pointer,  # [C]
+    multiplier_pointer,  # [C] scale / temperature
+    logprob_pointer,  # [C]
+    entropy_pointer,  # [C]
+    logsumexp_pointer,  # [C]
+    row_stride,
+    vocabulary,
+    softcap,
+    CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row. A running maximum for each lane of the block; lanes are joined once, at the end."""
+    row = tl.program_id(0).to(tl.int64)
+    raw_row = raw_pointer + row * row_stride
+    multiplier = tl.load(multiplier_pointer + row)
+    lanes = tl.arange(0, BLOCK)
+    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)  # Σ exp(z - largest)
+    weighted = tl.zeros((BLOCK,), tl.float32)  # Σ exp(z - largest) · (z - largest)
+    for start in range(0, vocabulary, BLOCK):
+        inside = start + lanes < vocabulary
+        raw = tl.load(raw_row + start + lanes, mask=inside, other=0.0).to(tl.float32)
+        z = tl.where(inside, _z(raw, multiplier, softcap, CAPPED), float("-inf"))
+        higher = tl.maximum(largest, z)
+        # A lane that has seen nothing yet has -inf - -inf: there is nothing to shift.
+        shift = tl.where(largest == float("-inf"), 0.0, largest - higher)
+        rescale = tl.where(largest == float("-inf"), 0.0, tl.exp(shift))
+        distance = tl.where(inside, z - higher, 0.0)
+        p = tl.where(inside, tl.exp(distance), 0.0)
+        weighted = (weighted + total * shift) * rescale + p * distance
+        total = total * rescale + p
+        largest = higher
+    top = tl.max(largest, axis=0)
+    shift = tl.where(largest == float("-inf"), 0.0, largest - top)
+    rescale = tl.where(largest == float("-inf"), 0.0, tl.exp(shift))
+    normaliser = tl.sum(total * rescale, axis=0)
+    mean_distance = tl.sum((weighted + total * shift) * rescale, axis=0) / normaliser
+    log_normaliser = tl.log(normaliser)
+    label = tl.load(label_pointer + row)
+    label_z = _z(tl.load(raw_row + label).to(tl.float32), multiplier, softcap, CAPPED)
+    # Differences to the largest logit, not the logits themselves: large ones would cancel.
+    tl.store(logprob_pointer + row, (label_z - top) - log_normaliser)
+    tl.store(entropy_pointer + row, log_normaliser - mean_distance)
+    tl.store(logsumexp_pointer + row, top + log_normaliser)
+
+
+@triton.jit
+def _gradient_kernel(
+    raw_pointer,  # [C, V]
+    high_pointer,  # [C, V] the gradient, in its own type; may be the memory of `raw`
+    low_pointer,  # [C, V] what rounding to that type left, with SPLIT
+    label_pointer,  # [C]
+    multiplier_pointer,  # [C]
+    logsumexp_pointer,  # [C]
+    a_pointer,  # [C]
+    b_pointer,  # [C]
+    c_pointer,  # [C]
+    raw_stride,
+    high_stride,
+    low_stride,
+    vocabulary,
+    softcap,
+    CAPPED: tl.constexpr,
+    HAS_B: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row, block by block in ascending order: what is written never lies ahead of what has been read."""
+    row = tl.program_id(0).to(tl.int64)
+    raw_row = raw_pointer + row * raw_stride
+    high_row = high_pointer + row * high_stride
+    multiplier = tl.load(multiplier_pointer + row)
+    logsumexp = tl.load(logsumexp_pointer + row)
+    a, c = tl.load(a_pointer + row), tl.load(c_pointer + row)
+    label = tl.load(label_pointer + row)
+    lanes = tl.arange(0, BLOCK)
+    for start in range(0, vocabulary, BLOCK):
+        columns = start + lanes
+        inside = columns < vocabulary
+        raw = tl.load(raw_row + columns, mask=inside, other=0.0).to(tl.float32)
+        log_p = _z(raw, multiplier, softcap, CAPPED) - logsumexp
+        p = tl.exp(log_p)
+        if HAS_B:  # noqa: SIM108 (decided when the kernel is compiled)
+            gradient = p * (a + tl.load(b_pointer + row) * log_p)
+        else:
+            gradient = p * a
+        gradient = tl.where(columns == label, gradient - c, gradient) * multiplier
+        if CAPPED:
+            scaled = raw / softcap
+            shrunk = tl.exp(-2 * tl.abs(scaled))
+            # 1 - tanh², without the cancellation of a saturated tanh.
+            gradient = gradient * 4 * shrunk / ((1 + shrunk) * (1 + shrunk))
+        high = gradient.to(high_pointer.dtype.element_ty)
+        # All of the block has been read by every thread before any of it is overwritten.
+        tl.debug_barrier()
+        tl.store(high_row + columns, high, mask=inside)
+        if SPLIT:
+            low = (gradient - high.to(tl.float32)).to(low_pointer.dtype.element_ty)
+            tl.store(low_pointer + row * low_stride + columns, low, mask=inside)
+
+
+def row_statistics(
+    raw: torch.Tensor, label_ids: torch.Tensor, multiplier: torch.Tensor, softcap: float | None
+) -> RowStatistics:  # [C, V], [C], [C]
+    rows, vocabulary = raw.shape
+    logprobs, entropy, logsumexp = (torch.empty(rows, dtype=torch.float32, device=raw.device) for _ in range(3))
+    if rows:
+        _statistics_kernel[(rows,)](
+            raw,
+            label_ids,
+            multiplier,
+            logprobs,
+            entropy,
+            logsumexp,
+            raw.stride(0),
+            vocabulary,
+            softcap or 1.0,
+            CAPPED=softcap is not None,
+            BLOCK=min(_BLOCK, triton.next_power_of_2(vocabulary)),
+            num_warps=_WARPS,
+        )
+    return RowStatistics(logprobs, entropy, logsumexp)
+
+
+def logits_gradient_(
+    raw: torch.Tensor,  # [C, V]
+    logsumexp: torch.Tensor,  # [C]
+    label_ids: torch.Tensor,  # [C]
+    multiplier: torch.Tensor,  # [C]
+    coefficients: Coefficients,
+    softcap: float | None,
+    dtype: torch.dtype,
+    low: torch.Tensor | None = None,  # [C, V] in `dtype`: where the part that rounding leaves goes
+) -> torch.Tensor:  # [C, V] in `dtype`, over the memory of `raw`
+    rows, vocabulary = raw.shape
+    # A narrower gradient takes the front of each row's memory.
+    high = raw.view(dtype)[:, :vocabulary]
+    if rows:
+        _gradient_kernel[(rows,)](
+            raw,
+            high,
+            high if low is None else low,
+            label_ids,
+            multiplier,
+            logsumexp,
+            coefficients.a,
+            coefficients.a if coefficients.b is None else coefficients.b,
+            coefficients.c,
+            raw.stride(0),
+            high.stride(0),
+            0 if low is None else low.stride(0),
+            vocabulary,
+            softcap or 1.0,
+            CAPPED=softcap is not None,
+            HAS_B=coefficients.b is not None,
+            SPLIT=low is not None,
+            BLOCK=min(_BLOCK, triton.next_power_of_2(vocabulary)),
+            num_warps=_WARPS,
+        )
+    return high
