@@ -24,7 +24,7 @@ FLOORS = (
     ("policy", "environments"),
     ("head", "losses"),
     ("metrics", "rollouts", "report"),
-    ("types", "config", "files"),
+    ("types", "config", "files", "randomness"),
     ("errors",),
     ("__init__",),
 )

@@ -27,9 +27,8 @@ _COMMON: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
-    # nn.Embedding gives the row of padding_idx no gradient, whatever is in the rollout. Without a pad token every
-    # token that occurs has a gradient and the oracle needs no exception.
-    "pad_token_id": None,
+    # A token that rollouts hold: transformers gives its row of the embedding no gradient unless it is told to.
+    "pad_token_id": 7,
     "bos_token_id": 0,
     "eos_token_id": 1,
 }

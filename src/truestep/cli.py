@@ -112,12 +112,13 @@ def score(config: Path, output: Path, gradients: bool, overrides: tuple[str, ...
     show_default=True,
     help="Of the written weights.",
 )
+@click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model.")
 @_said_once
-def export(source: Path, output: Path, dtype: str) -> None:
+def export(source: Path, output: Path, dtype: str, trust_remote_code: bool) -> None:
     """Turn a checkpoint, or the last one of a run's directory SOURCE, into a Hugging Face directory."""
     from truestep.export import export as run
 
-    checkpoint = run(source, output, dtype)
+    checkpoint = run(source, output, dtype, trust_remote_code)
     Console().print(f"{checkpoint} -> {output} ({dtype})", highlight=False, markup=False, soft_wrap=True)
 
 

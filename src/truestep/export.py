@@ -20,12 +20,12 @@ class ExportError(TruestepError):
     pass
 
 
-def export(source: Path, output: Path, dtype: str) -> Path:
+def export(source: Path, output: Path, dtype: str, trust_remote_code: bool = False) -> Path:
     """The checkpoint that was exported. `output` is whole or absent."""
     checkpoint = _checkpoint_of(source)
     if output.exists():
         raise ExportError(f"{output} is there already; name a directory that is not")
-    policy = load_policy(checkpoint, device="cpu")
+    policy = load_policy(checkpoint, device="cpu", trust_remote_code=trust_remote_code)
     beside = output.with_name(f".{output.name}.{os.getpid()}.partial")
     try:
         save_policy(policy, beside, getattr(torch, dtype))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -49,12 +50,25 @@ def write_text_whole(path: Path, text: str) -> Path:
 
 def json_line(value: Mapping[str, Any]) -> str:
     """One line; floats keep every digit, so that what is read is bit for bit what was written."""
-    line = json.dumps(value, ensure_ascii=False)
+    try:
+        line = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # JSON has no NaN and no infinity
+        value = finite_or_null(value)
+        line = json.dumps(value, ensure_ascii=False)
     try:
         line.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can hold and UTF-8 cannot
         line = json.dumps(value)
     return line + "\n"
+
+
+def finite_or_null(value: Any) -> Any:
+    """null for what is no finite number."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: finite_or_null(item) for name, item in value.items()}
+    return [finite_or_null(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def write_json_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:

@@ -6,6 +6,7 @@ step stands in them twice.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,13 @@ class RunDirectory:
                 "documents_seen": plan.documents_seen + plan.totals.num_documents,
             },
         )
+
+    def sync(self) -> None:
+        """Before a checkpoint counts, the lines of its steps are on the disk."""
+        for file in (self.ledger, self.metrics, self.evaluations):
+            if file.is_file():
+                with file.open("rb") as stream:
+                    os.fsync(stream.fileno())
 
     def record_evaluation(self, line: dict[str, Any]) -> None:
         append_json_line(self.evaluations, line)

@@ -14,8 +14,7 @@ from safetensors.torch import save
 from truestep.assemble import make_deterministic, make_policy, make_rule, make_runner, read_documents
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
-from truestep.files import write_json_lines, write_whole
-from truestep.metrics.types import values
+from truestep.files import finite_or_null, write_json_lines, write_whole
 from truestep.policy.policy import Policy
 from truestep.rollouts.rejects import write_rejected
 from truestep.step.plan import plan_exactly
@@ -61,7 +60,7 @@ def score(config: Config, output: Path, *, gradients: bool) -> Score:
         tensors = {name: gradient.float().cpu().contiguous() for name, gradient in policy.weights.gradients.items()}
         write_whole(output / "gradients.safetensors", save(tensors))
     # The step's file is last: where it stands, the others are whole.
-    write_whole(output / "step.json", (json.dumps(result.step, indent=2) + "\n").encode())
+    write_whole(output / "step.json", (json.dumps(finite_or_null(result.step), indent=2) + "\n").encode())
     return result
 
 
@@ -72,9 +71,7 @@ def _pairs(plan: StepPlan, accumulated: Accumulated) -> zip[tuple[Rollout, Docum
 def _step_line(
     accumulated: Accumulated, plan: StepPlan, policy: Policy, gradients: bool, rejected: int
 ) -> dict[str, Any]:
-    line = values(accumulated.metrics)
-    counts = ("num_documents", "num_labels", "num_tokens", "num_micro_batches")
-    line |= {name: int(line[name]) for name in counts}
+    line = accumulated.line()
     line["documents_seen"] = plan.documents_seen + plan.totals.num_documents
     line["num_rejected"] = rejected
     if gradients:

@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import Console
 
 from truestep import assemble
-from truestep.checkpoint.random_state import seed_random
 from truestep.checkpoint.store import CheckpointStore, read_progress
 from truestep.config.load import ConfigError, dump_config, load_config
 from truestep.config.schema import Config
@@ -18,6 +17,7 @@ from truestep.environments.rewards import load_reward
 from truestep.files import write_whole
 from truestep.metrics.sinks import ConsoleSink, JsonLines, Sink, TensorBoardSink, WandbSink
 from truestep.policy.policy import Policy
+from truestep.randomness import seed_random
 from truestep.rollouts.files import expand_paths
 from truestep.rollouts.rejects import write_rejected
 from truestep.rollouts.source import FileSource, Source
@@ -49,6 +49,8 @@ def make_trainer(config: Config, console: Console, title: str = "training") -> T
         raise TrainingError("this version of truestep trains on one process: start it without torchrun")
     if config.deterministic:
         assemble.make_deterministic()
+    if config.data.path is None and config.sampler is None:
+        raise TrainingError("documents come from data.path (rollout files) or from a sampler: give one of the two")
     _check_inputs(config)
     assert config.checkpoint.directory is not None
     directory = RunDirectory(Path(config.checkpoint.directory))
@@ -165,6 +167,7 @@ def _make_source(config: Config, policy: Policy) -> Source:
         advantage_rule=config.data.advantages,
         seed=config.seed,
         max_tokens=config.data.tokens_per_microbatch,
+        stop_at_rejected=config.data.on_bad_record == "stop",
     )
 
 

@@ -15,7 +15,6 @@ import torch
 from truestep.checkpoint.store import CheckpointStore, Progress
 from truestep.errors import TruestepError
 from truestep.metrics.sinks import Sink
-from truestep.metrics.types import values
 from truestep.policy.policy import Policy
 from truestep.rollouts.source import Source
 from truestep.run_directory import RunDirectory
@@ -24,8 +23,6 @@ from truestep.step.optimizer import LearningRate, optimizer_tensors, update
 from truestep.step.queue import PlanQueue
 from truestep.step.run import StepRunner, clip_gradients, gradient_norm
 from truestep.types import StepPlan
-
-_COUNTS = ("num_documents", "num_labels", "num_tokens", "num_micro_batches")
 
 
 class TrainingError(TruestepError):
@@ -94,7 +91,7 @@ class Trainer:
         gradients = self.policy.weights.gradients
         norm = gradient_norm(gradients)
         if not math.isfinite(norm):
-            loss = values(accumulated.metrics).get("loss")
+            loss = accumulated.line()["loss"]
             raise TrainingError(
                 f"step {number}: the gradient's norm is {norm} (loss {loss}); nothing was updated, and the last "
                 f"checkpoint is {self.checkpoints.latest() or 'not written yet'}"
@@ -104,8 +101,7 @@ class Trainer:
         update(self.optimizer, self.policy.weights, rate)
         self.step = number
         self.directory.record_step(number, plan)
-        line: dict[str, Any] = {"step": number, **values(accumulated.metrics)}
-        line |= {name: int(line[name]) for name in _COUNTS}
+        line: dict[str, Any] = {"step": number, **accumulated.line()}
         elapsed = time.perf_counter() - start
         line |= {
             "documents_seen": self.queue.documents_seen,
@@ -128,6 +124,7 @@ class Trainer:
             sink.evaluation(line)
 
     def _save(self) -> None:
+        self.directory.sync()
         progress = Progress(
             step=self.step,
             queue=self.queue.state(),

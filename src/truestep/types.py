@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+# A difference of rewards must be finite in float32.
+LARGEST_REWARD = 1e38
+
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
@@ -142,11 +145,3 @@ class DocumentScore:
     id: str
     logprobs: np.ndarray  # [labels of the document] float32
     entropy: np.ndarray  # [labels of the document] float32
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One step's outcome: metric values after every reduction, and the documents' scores where they were asked for."""
-
-    metrics: Mapping[str, float]
-    scores: tuple[DocumentScore, ...] = ()

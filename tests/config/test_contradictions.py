@@ -56,6 +56,19 @@ CASES = [
         "2, run.yaml:4, run.yaml:3: data.epochs is for files; with a sampler, schedule.steps says how long the run is",
     ),
     (
+        sampled(schedule="schedule: {steps: 3, docs_per_step: 8, overshoot: keep}\n"),
+        "3, run.yaml:4: schedule.overshoot: keep is for files; a sampler makes exactly schedule.docs_per_step "
+        "documents",
+    ),
+    (
+        sampled(schedule="schedule: {steps: 3, docs_per_step: 8, last_step: drop}\n"),
+        "3, run.yaml:4: schedule.last_step: drop is for files; a sampler's documents never end",
+    ),
+    (
+        sampled(data="data: {group_size: 4, temperature: 0.7}\n"),
+        "2, run.yaml:4: data.temperature is for files; a sampler's is sampler.temperature",
+    ),
+    (
         sampled(schedule="schedule: {docs_per_step: 8}\n"),
         "4: sampler needs schedule.steps: its prompts never end",
     ),

@@ -48,7 +48,7 @@ def step_line(step: int, **more: Any) -> dict[str, Any]:
 def test_jsonl_keeps_every_bit_of_a_float(tmp_path: Path) -> None:
     generator = random.Random(0)
     numbers = [struct.unpack("<d", generator.randbytes(8))[0] for _ in range(300)]
-    numbers = [number for number in numbers if math.isfinite(number)] + [0.1, -0.0, 5e-324, 1e308, 1 / 3, math.inf]
+    numbers = [number for number in numbers if math.isfinite(number)] + [0.1, -0.0, 5e-324, 1e308, 1 / 3]
     sink = JsonLines(tmp_path / "run" / "metrics.jsonl")
     for step, number in enumerate(numbers):
         sink.step({"step": step, "loss": number})

@@ -291,3 +291,46 @@ def test_weights_that_no_layer_uses_are_named(tmp_path: Path, caplog: pytest.Log
     save_file(tensors | {"adapter.down.weight": torch.zeros(2, 2)}, directory / "model.safetensors", {"format": "pt"})
     load_policy(directory, device="cpu")
     assert "1 weights that LlamaForCausalLM has no use for (adapter.down.weight" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+        {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "short_factor": [1.0] * 4,
+            "long_factor": [1.0, 2.0, 4.0, 8.0],
+            "original_max_position_embeddings": 20,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rotary_embeddings_that_look_at_the_longest_document_are_refused(rope: dict[str, Any], tmp_path: Path) -> None:
+    directory = make_model(tmp_path / "model", "llama", rope_parameters=rope, max_position_embeddings=20)
+    with pytest.raises(ModelError, match="packed documents give other values"):
+        load_policy(directory, device="cpu")
+
+
+def test_a_probe_reaches_past_a_long_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that forgets to pass its window on is found out, however long the window is."""
+    directory = make_model(tmp_path / "model", "mistral", sliding_window=600, max_position_embeddings=2048)
+    load_policy(directory, device="cpu", longest_document=2000)
+    honest = attention.packed_attention
+
+    def forgetful(*values: Any, **options: Any) -> Any:
+        return honest(*values, **(options | {"sliding_window": None}))
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, attention.NAME, forgetful)
+    with pytest.raises(ModelError, match="packed documents give other values"):
+        load_policy(directory, device="cpu", longest_document=2000)
+
+
+def test_jitter_is_switched_off_with_activation_checkpointing(tmp_path: Path) -> None:
+    directory = make_model(tmp_path / "model", "llama")
+    policy = load_policy(directory, device="cpu", activation_checkpointing=True)
+    policy.model.model.layers[0].mlp.router_jitter_noise = 0.3
+    load._no_noise(policy.model)
+    assert policy.model.model.layers[0].mlp.router_jitter_noise == 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,28 @@ def test_a_frozen_parameter(frozen: str, dtype: torch.dtype, tiny_model: Made, t
     save_policy(policy, tmp_path / "saved")
     saved, before = load_file(tmp_path / "saved/model.safetensors"), load_file(path / "model.safetensors")
     assert all(same_bits(saved[name], tensor) for name, tensor in before.items())
+
+
+def test_a_repeated_token_keeps_its_gradient_in_bfloat16(tiny_model: Made) -> None:
+    """A CPU would add up an embedding's gradient in bfloat16, and lose most of a token that a batch repeats."""
+    directory = tiny_model("qwen3")
+    documents = [replace(document, input_ids=document.input_ids * 0 + 3) for document in make_documents([9] * 80)]
+
+    def gradient(dtype: str, together: bool) -> torch.Tensor:
+        policy = load_policy(directory, dtype=dtype, device="cpu")
+        for batch in [pack_all(documents)] if together else [pack_all([document]) for document in documents]:
+            policy.hidden(batch).sum().backward()
+        return policy.weights.gradients["model.embed_tokens.weight"][3].clone()
+
+    exact = gradient("float32", together=True)
+    alone, packed = gradient("bfloat16", together=False), gradient("bfloat16", together=True)
+    assert (packed - exact).norm() <= 1.5 * (alone - exact).norm() + 1e-2 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_padding_tokens_row_has_a_gradient_where_the_token_is_real(dtype: str, tiny_model: Made) -> None:
+    policy = load_policy(tiny_model("llama"), dtype=dtype, device="cpu")
+    padding = policy.model.config.pad_token_id
+    documents = [replace(document, input_ids=document.input_ids * 0 + padding) for document in make_documents([5])]
+    policy.hidden(pack_all(documents)).sum().backward()
+    assert policy.weights.gradients["model.embed_tokens.weight"][padding].norm() > 0

@@ -209,7 +209,7 @@ def chi_square_is_plausible(observed: np.ndarray, expected: np.ndarray) -> bool:
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
 def test_two_tokens_are_drawn_from_their_joint_distribution(temperature: float, top_p: float, tmp_path: Path) -> None:
     vocabulary, draws = 7, 8000
-    directory = make_model(tmp_path / "model", "llama", vocab_size=vocabulary)
+    directory = make_model(tmp_path / "model", "llama", vocab_size=vocabulary, pad_token_id=None)
     prompt = (3, 1, 4)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
     with torch.no_grad():

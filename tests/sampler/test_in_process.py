@@ -17,6 +17,7 @@ import pytest
 from small_runs import (
     WORDS,
     digit_reward,
+    failing_reward,
     quiet_trainer,
     read_lines,
     sampled_config,
@@ -26,6 +27,7 @@ from small_runs import (
     write_lines,
 )
 from truestep.environments.prompts import load_prompts
+from truestep.environments.rewards import RewardError
 from truestep.head.logits import HeadSettings
 from truestep.losses.objective import Denominator, Objective
 from truestep.losses.policy import Grpo, clip_bounds
@@ -201,14 +203,26 @@ def test_a_group_with_one_document_left_gets_no_advantage(policy: Policy, tmp_pa
     assert len(source.drain_rejected()) == 3
 
 
-def test_what_fits_no_micro_batch_is_rejected_with_the_option(policy: Policy, tmp_path: Path) -> None:
-    source = make_source(policy, tmp_path, max_tokens=11)  # prompts have 6 tokens, completions up to 6
-    rollouts = source.take(20, 0)
-    rejected = source.drain_rejected()
-    assert 0 < len(rejected) < 20
-    assert len(rollouts) + len(rejected) == 20
-    assert max(rollout.num_tokens for rollout in rollouts) <= 11
-    assert all("12 tokens" in item.reason and "data.tokens_per_microbatch" in item.reason for item in rejected)
+def test_completions_that_could_not_fit_are_refused_before_any_is_sampled(policy: Policy, tmp_path: Path) -> None:
+    """Rejecting the long ones would train on the short ones alone, and on fewer documents than asked for."""
+    with pytest.raises(SourceError, match="6 tokens of prompt prompt-0 and sampler.max_new_tokens: 6 make 12"):
+        make_source(policy, tmp_path, max_tokens=11)
+    assert len(make_source(policy, tmp_path, max_tokens=12).take(20, 0)) == 20
+
+
+def test_on_bad_record_stop_ends_the_run_at_the_first_reward_that_fails(policy: Policy, tmp_path: Path) -> None:
+    source = make_source(policy, tmp_path, reward=failing_reward, stop_at_rejected=True)
+    with pytest.raises(RewardError, match="data.on_bad_record: stop: a completion of prompt prompt-"):
+        source.take(8, 0)
+
+
+@pytest.mark.parametrize("change", [{"count": 4}, {"seed": 4}, {"group_size": 2}])
+def test_a_restored_source_refuses_other_prompts(change: dict[str, int], policy: Policy, tmp_path: Path) -> None:
+    source = make_source(policy, tmp_path)
+    source.take(8, 0)
+    other = make_source(policy, tmp_path, **change)
+    with pytest.raises(SourceError, match="is not what this run was started with"):
+        other.restore(source.state())
 
 
 def test_a_run_whose_documents_are_all_rejected_says_why(policy: Policy, tmp_path: Path) -> None:

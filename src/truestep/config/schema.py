@@ -85,6 +85,12 @@ def _sampled_groups(config: Config) -> str | None:
         return "data.epochs is for files; with a sampler, schedule.steps says how long the run is"
     if config.schedule.steps is None:
         return "sampler needs schedule.steps: its prompts never end"
+    if config.schedule.overshoot == "keep":
+        return "schedule.overshoot: keep is for files; a sampler makes exactly schedule.docs_per_step documents"
+    if config.schedule.last_step == "drop":
+        return "schedule.last_step: drop is for files; a sampler's documents never end"
+    if config.data.temperature != 1.0:
+        return "data.temperature is for files; a sampler's is sampler.temperature"
     return None
 
 

@@ -223,7 +223,7 @@ class AdamWConfig(Section):
     learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
     """The peak, reached after warm-up."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """After warm-up; cosine and linear fall to minimum_learning_rate at schedule.steps."""
+    """After warm-up; cosine and linear fall from the peak to minimum_learning_rate, just behind schedule.steps."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """The learning rate rises linearly over these steps: learning_rate / warmup_steps at the first."""
     minimum_learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -243,7 +243,7 @@ class AdamWConfig(Section):
 class CheckpointConfig(Section):
     directory: str | None = None
     """The run's directory: checkpoints, metrics, ledger, report. null: runs/NAME-OF-THE-CONFIG-FILE."""
-    every: Annotated[int, Field(ge=0)] = 0
+    every: Annotated[int, Field(ge=0)] = 20
     """Steps between checkpoints; 0: only at the end."""
     keep: Annotated[int, Field(ge=1)] = 3
     """How many complete checkpoints stay."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from truestep.environments.prompts import Prompt
 from truestep.errors import TruestepError
+from truestep.types import LARGEST_REWARD
 
 Reward = Callable[..., float]
 
@@ -52,6 +52,6 @@ def rate(reward: Reward, prompt: Prompt, completion: str) -> float:
         value = float(given)
     except (TypeError, ValueError, OverflowError) as error:
         raise RewardError(f"the reward returned {given!r}, which is no number") from error
-    if not math.isfinite(value):
-        raise RewardError(f"the reward returned {value}")
+    if not abs(value) <= LARGEST_REWARD:
+        raise RewardError(f"the reward returned {value}; at most {LARGEST_REWARD:g} in size is a reward")
     return value

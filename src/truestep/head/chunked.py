@@ -25,7 +25,8 @@ from truestep.head.logits import (
     raw_logits,
     wide,
 )
-from truestep.head.passes import passes_for
+from truestep.head.passes import Passes, passes_for
+from truestep.head.vocab_parallel import ShardedPasses, VocabularyShard
 from truestep.types import Coefficients, RowStatistics
 
 # Statistics of some rows, and which rows they are, to the coefficients of the gradient.
@@ -44,6 +45,11 @@ class HeadRows:
     label_ids: torch.Tensor  # [T]
     temperature: torch.Tensor  # [T]
     settings: HeadSettings
+    shard: VocabularyShard | None = None  # where `weight` is a slice of the vocabulary's rows
+
+    def passes(self, logits: torch.Tensor) -> Passes:
+        local = passes_for(self.settings, logits)
+        return local if self.shard is None else ShardedPasses(local, self.shard)
 
     @property
     def rows_per_chunk(self) -> int:
@@ -52,12 +58,12 @@ class HeadRows:
     def forward(self, rows: slice) -> tuple[torch.Tensor, RowStatistics]:
         """What the backward pass of these rows starts from, and their statistics."""
         raw = raw_logits(self.hidden[rows], self.weight, self.settings.fp32)
-        return passes_for(self.settings, raw).statistics(raw, self.label_ids[rows], self.temperature[rows])
+        return self.passes(raw).statistics(raw, self.label_ids[rows], self.temperature[rows])
 
     def backward(
         self, rows: slice, kept: torch.Tensor, statistics: RowStatistics, coefficients: Coefficients
     ) -> LogitsGradient:
-        return passes_for(self.settings, kept).gradient(
+        return self.passes(kept).gradient(
             kept, statistics, self.label_ids[rows], self.temperature[rows], coefficients, self.weight.dtype
         )
 
@@ -96,6 +102,8 @@ def forward_backward(
         for rows in _cut(span, size):
             given = None if ready is None else ready[slice(rows.start - span.start, rows.stop - span.start)]
             seen.append(_chunk(head, rows, loss, given, gradient, weight_gradient))
+    if head.shard is not None:
+        head.shard.sum(gradient)
     return HeadResult(_join(seen, head), gradient)
 
 

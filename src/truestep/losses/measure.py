@@ -74,11 +74,13 @@ def _ratio_family(labels: Labels, objective: Objective, present: torch.Tensor, p
     if objective.whole_documents:
         log_ratio = labels.document_means(log_ratio)
     log_ratio = torch.where(label_present, log_ratio, 0)
+    # The loss compares a float32 ratio with its bounds, and so does the clipped fraction; sums need no such rounding.
+    exact_ratio = log_ratio.exp()
     counted = label_present.double()
-    total, squares = Sum((ratio * counted).sum()), Sum((ratio.double().square() * counted).sum())
+    total, squares = Sum((exact_ratio * counted).sum()), Sum((exact_ratio.square() * counted).sum())
     metrics: dict[str, Metric] = {
         "old_logprobs": _document_mean(labels, labels.old_logprobs, present),
-        "ratio_new_old": _document_mean(labels, ratio, present),
+        "ratio_new_old": _document_mean(labels, exact_ratio, present),
         "kl_new_old": _document_mean(labels, log_ratio.expm1() - log_ratio, present),
     }
     if objective.policy.bounds is not None:

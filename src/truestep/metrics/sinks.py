@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from truestep.errors import TruestepError
-from truestep.files import append_json_line
+from truestep.files import append_json_line, write_whole
 
 # The numbers that matter while watching, in order, with how to show them.
 _LIVE = {
@@ -133,10 +134,22 @@ class WandbSink:
             import wandb
         except ImportError as error:
             raise SinkError("logging.wandb needs `pip install truestep[wandb]`") from error
+        # One run on the server for all starts of this one.
+        known = directory / "wandb_id"
+        run_id = known.read_text(encoding="utf-8") if known.is_file() else uuid.uuid4().hex[:12]
         try:
-            self._run = wandb.init(dir=str(directory), project=project, name=name, mode=mode, config=dict(config))
+            self._run = wandb.init(
+                dir=str(directory),
+                project=project,
+                name=name,
+                mode=mode,
+                config=dict(config),
+                id=run_id,
+                resume="allow",
+            )
         except wandb.Error as error:
             raise SinkError(f"logging.wandb: {error}") from error
+        write_whole(known, run_id.encode())
         self._run.define_metric("*", step_metric="documents_seen")
 
     def step(self, line: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ Dimensions: S tokens of the micro-batch, H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,32 +42,40 @@ class Policy:
 
     def hidden(self, batch: PackedBatch) -> torch.Tensor:  # [S, H]
         """The last hidden state of every token of a packed micro-batch, with its graph."""
-        layout = attention.make_layout(batch.segments, self.device)
-        tokens = int(batch.segments[batch.num_documents])
-        # Whatever stands in the padding is replaced here: an id outside the vocabulary must not reach the embedding.
-        inside = torch.arange(len(batch.input_ids), device=self.device) < tokens
-        input_ids = torch.where(inside, batch.input_ids.to(self.device), 0)
-        position_ids = torch.where(inside, batch.position_ids.to(self.device), 0)
-        output = self.model.base_model(
-            input_ids=input_ids[None],
-            position_ids=position_ids[None],
-            attention_mask=None,
-            use_cache=False,
-            packed_layout=layout,
-        )
-        return output.last_hidden_state[0]
+        return packed_hidden(self.model, batch, self.device)
 
-    @contextmanager
-    def plain_attention(self) -> Iterator[None]:
-        """Transformers' own attention, which knows caches and batches of rows: for decoding and for the probe."""
-        # sdpa has no softcap.
-        capped = getattr(self.model.config, "attn_logit_softcapping", None) is not None
-        self.model.set_attn_implementation("eager" if capped else "sdpa")
-        # Recomputation, which forbids a cache, happens in training mode only.
-        training = self.model.training
-        self.model.eval()
-        try:
-            yield
-        finally:
-            self.model.set_attn_implementation(attention.NAME)
-            self.model.train(training)
+    def plain_attention(self) -> AbstractContextManager[None]:
+        return plain_attention(self.model)
+
+
+def packed_hidden(model: Any, batch: PackedBatch, device: torch.device) -> torch.Tensor:  # [S, H]
+    layout = attention.make_layout(batch.segments, device)
+    tokens = int(batch.segments[batch.num_documents])
+    # Whatever stands in the padding is replaced here: an id outside the vocabulary must not reach the embedding.
+    inside = torch.arange(len(batch.input_ids), device=device) < tokens
+    input_ids = torch.where(inside, batch.input_ids.to(device), 0)
+    position_ids = torch.where(inside, batch.position_ids.to(device), 0)
+    output = model.base_model(
+        input_ids=input_ids[None],
+        position_ids=position_ids[None],
+        attention_mask=None,
+        use_cache=False,
+        packed_layout=layout,
+    )
+    return output.last_hidden_state[0]
+
+
+@contextmanager
+def plain_attention(model: Any) -> Iterator[None]:
+    """Transformers' own attention, which knows caches and batches of rows: for decoding and for the probe."""
+    # sdpa has no softcap.
+    capped = getattr(model.config, "attn_logit_softcapping", None) is not None
+    model.set_attn_implementation("eager" if capped else "sdpa")
+    # Recomputation, which forbids a cache, happens in training mode only.
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(attention.NAME)
+        model.train(training)

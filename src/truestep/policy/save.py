@@ -31,6 +31,9 @@ def save_policy(policy: Policy, directory: Path, dtype: torch.dtype = torch.floa
     """Into a new directory. The float32 weights by default; another type is rounded to once."""
     weights = policy.weights.master | policy.weights.frozen
     tensors = {name: weights[name].detach().to(dtype) for name, _ in policy.model.named_parameters()}
+    # Buffers that belong to the weights, such as a router's correction; the same names are what a load asks for.
+    named = dict(policy.model.named_parameters(remove_duplicate=False))
+    tensors |= {name: value for name, value in policy.model.state_dict().items() if name not in named}
     # transformers knows the names and groupings that this architecture's files use; tied tensors are written once.
     policy.model.save_pretrained(directory, state_dict=tensors)
     for name, content in policy.companions.items():

@@ -5,6 +5,7 @@ Nothing of a record is trusted. Each check has one message that names the field,
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -183,6 +184,10 @@ def _metadata(record: Record) -> dict[str, Any]:
         return {}
     if not isinstance(metadata, Mapping):
         raise BadRecord(f"metadata is {describe(metadata)}: expected an object")
+    try:  # it is carried through to outputs that are JSON
+        json.dumps(dict(metadata))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRecord(f"metadata holds what JSON cannot: {error}") from None
     return dict(metadata)
 
 

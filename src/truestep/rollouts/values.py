@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from truestep.types import LARGEST_REWARD
+
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 # An advantage is a difference of two rewards and is kept in float32, whose largest value is 3.4e38.
-LARGEST_REWARD = 1e38
+
 SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)  # below it float32 loses precision, and then it is 0
 LARGEST_INT64 = 2**63 - 1
 

@@ -11,6 +11,7 @@ from typing import Any
 from truestep.environments.prompts import Prompt
 from truestep.environments.rewards import Reward, RewardError, rate
 from truestep.policy.policy import Policy
+from truestep.randomness import random_state_kept
 from truestep.sampler.decode import DecodeOptions, Request, decode
 from truestep.sampler.in_process import completion_text
 
@@ -30,8 +31,9 @@ class Evaluator:
     def run(self, step: int, documents_seen: int) -> dict[str, Any]:
         """One line of evaluation.jsonl."""
         start = time.perf_counter()
-        greedy = self._answer(dataclasses.replace(self.options, temperature=0.0), 1, step)
-        sampled = self._answer(self.options, self.samples_per_prompt, step)
+        with random_state_kept():  # a reward may draw from it: training draws the same with and without evaluation
+            greedy = self._answer(dataclasses.replace(self.options, temperature=0.0), 1, step)
+            sampled = self._answer(self.options, self.samples_per_prompt, step)
         problems = [answer["problem"] for answer in (*greedy, *sampled) if "problem" in answer]
         return {
             "step": step,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,9 +33,21 @@ class InProcessSource:
     advantage_rule: str
     seed: int
     max_tokens: int
+    stop_at_rejected: bool = False
     finite: bool = False
     _groups: int = 0  # taken so far
     _rejected: list[Rejected] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        longest = max(self.prompts, key=lambda prompt: len(prompt.input_ids))
+        needed = len(longest.input_ids) + self.options.max_new_tokens
+        if needed > self.max_tokens:
+            # Rejecting what does not fit would train on the short completions alone.
+            raise SourceError(
+                f"data.tokens_per_microbatch: {self.max_tokens} does not hold the longest document to be sampled: "
+                f"{len(longest.input_ids)} tokens of prompt {longest.id} and sampler.max_new_tokens: "
+                f"{self.options.max_new_tokens} make {needed}"
+            )
 
     def peek(self, count: int) -> Sequence[Rollout]:
         raise NotImplementedError("documents that are sampled for a step cannot be looked at before it")
@@ -73,6 +86,10 @@ class InProcessSource:
             try:
                 rated.append((name, completion, self._rate(prompt, completion)))
             except RewardError as error:
+                if self.stop_at_rejected:
+                    raise RewardError(
+                        f"data.on_bad_record: stop: a completion of prompt {prompt.id}: {error}"
+                    ) from error
                 self._rejected.append(Rejected(prompt.id, member + 1, str(error), name, str(group)))
         advantages = group_advantages(np.array([reward for _, _, reward in rated]), self.advantage_rule)
         return [
@@ -86,9 +103,6 @@ class InProcessSource:
         ]
 
     def _rate(self, prompt: Prompt, completion: Completion) -> float:
-        tokens = len(prompt.input_ids) + len(completion.token_ids)
-        if tokens > self.max_tokens:
-            raise RewardError(f"{tokens} tokens are more than data.tokens_per_microbatch: {self.max_tokens}")
         return rate(self.reward, prompt, completion_text(self.policy, completion))
 
     def _rollout(self, name: str, prompt: Prompt, completion: Completion, version: int) -> Rollout:
@@ -107,12 +121,24 @@ class InProcessSource:
         )
 
     def state(self) -> dict[str, Any]:
-        return {"groups": self._groups}
+        return {"groups": self._groups, "fingerprint": self._fingerprint()}
+
+    def _fingerprint(self) -> str:
+        """Of what decides which prompt a group gets and what is drawn for it."""
+        digest = hashlib.sha256(f"{self.seed} {self.group_size}\n".encode())
+        for prompt in self.prompts:
+            digest.update(f"{prompt.id}\n{prompt.input_ids}\n".encode(errors="surrogatepass"))
+        return digest.hexdigest()
 
     def restore(self, state: dict[str, Any]) -> None:
         if "groups" not in state:
             raise SourceError(
                 "sampler: this run's checkpoint was made from the files of data.path; give another checkpoint.directory"
+            )
+        if state["fingerprint"] != self._fingerprint():
+            raise SourceError(
+                "sampler.prompts, data.group_size or seed is not what this run was started with, so its groups would "
+                "be others; give it the same, or another checkpoint.directory"
             )
         self._groups = state["groups"]
 

@@ -26,8 +26,8 @@ class LearningRate:
             return self.peak * step / self.warmup_steps
         if self.schedule == "constant" or self.steps is None:
             return self.peak
-        # 0 at the end of warm-up, 1 at the last step.
-        progress = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
+        # 0 at the first step after warm-up, which has the peak; 1 just behind the last step: no update is for nothing.
+        progress = min(1.0, (step - 1 - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
         remaining = 1 - progress if self.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
         return self.minimum + (self.peak - self.minimum) * remaining
 

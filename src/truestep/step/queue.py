@@ -40,11 +40,14 @@ class PlanQueue:
         return plan
 
     def _exact(self) -> StepPlan | None:
-        documents = self._source.take(self._rule.docs_per_step, self.documents_seen)
-        if not documents and not self._source.finite:
+        wanted = self._rule.docs_per_step
+        if self._source.finite:
+            waiting = self._source.peek(wanted)
+            if len(waiting) < wanted and self._leave(waiting):
+                return None
+        documents = self._source.take(wanted, self.documents_seen)
+        if not documents:
             raise SourceError("every document that was made for this step was rejected: see rejected.jsonl")
-        if len(documents) < self._rule.docs_per_step and self._source.finite and self._leave(documents):
-            return None
         return plan_exactly(documents, self._rule, self.documents_seen)
 
     def _packed(self) -> StepPlan | None:
@@ -58,9 +61,10 @@ class PlanQueue:
                 complete = bool(bins) and may_end(len(bins), len(waiting), self._rule)
                 break
             wanted *= 2
-        documents = self._source.take(sum(len(members) for members in bins), self.documents_seen)
-        if not complete and self._leave(documents):
+        # What is left out is not taken: should the files grow, it belongs to the next step.
+        if not complete and self._leave(waiting):
             return None
+        documents = self._source.take(sum(len(members) for members in bins), self.documents_seen)
         missing = -len(bins) % self._rule.breadth_first_micro_batches
         return make_plan(documents, [*bins, *([[]] * missing)], self.documents_seen)
 

@@ -6,6 +6,7 @@ Dimensions: S tokens of the micro-batch, T its labels, D its documents.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,10 +15,12 @@ from truestep.head.chunked import HeadRows
 from truestep.losses.labels import Labels
 from truestep.losses.measure import DocumentFacts, measure
 from truestep.losses.objective import Objective
-from truestep.metrics.types import Metric, Sum, merge
+from truestep.metrics.types import Metric, Sum, merge, values
 from truestep.policy.policy import Policy
 from truestep.rollouts.packing import pack
 from truestep.types import Coefficients, DocumentScore, PackedBatch, RowStatistics, StepPlan
+
+_COUNTS = ("num_documents", "num_labels", "num_tokens", "num_micro_batches")
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,11 @@ class Accumulated:
 
     metrics: dict[str, Metric]
     scores: tuple[DocumentScore, ...]  # in the plan's order
+
+    def line(self) -> dict[str, Any]:
+        """The metrics as they are logged: counts are whole numbers."""
+        line: dict[str, Any] = values(self.metrics)
+        return line | {name: int(line[name]) for name in _COUNTS}
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,8 @@ def gradient_norm(gradients: dict[str, torch.Tensor]) -> float:
     """Over all gradients, after `gradient_divisor` and before clipping."""
     if not gradients:
         return 0.0
-    norms = torch.stack([torch.linalg.vector_norm(gradient).double() for gradient in gradients.values()])
+    # In float64: a float32 sum of the squares of a large tensor, one after another as a CPU adds, is off by percents.
+    norms = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients.values()])
     return float(torch.linalg.vector_norm(norms))
 
 

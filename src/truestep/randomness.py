@@ -6,6 +6,8 @@ truestep's own draws come from seeds and counters and need none of it.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -43,3 +45,13 @@ def restore_random(state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> N
     torch.set_rng_state(tensors["cpu"])
     if "cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """What is drawn inside is as if it had not been."""
+    state, tensors = random_state(), random_tensors()
+    try:
+        yield
+    finally:
+        restore_random(state, tensors)

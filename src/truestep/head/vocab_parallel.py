@@ -1,0 +1,79 @@
+"""The head with its weight sharded by rows over a process group: collectives only.
+
+Every rank computes the statistics of its own slice of the vocabulary, with whatever passes serve there; three numbers a
+row are exchanged, and each rank has those of the whole vocabulary. No rank ever holds another's logits.
+
+Dimensions: C rows of a chunk, R ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from truestep.head.logits import LogitsGradient
+from truestep.head.passes import Passes
+from truestep.types import Coefficients, RowStatistics
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """The rows of the weight that this rank holds: `size` of them from `first` on."""
+
+    group: dist.ProcessGroup
+    first: int
+    size: int
+
+    def owns(self, label_ids: torch.Tensor) -> torch.Tensor:  # [C] bool
+        return (label_ids >= self.first) & (label_ids < self.first + self.size)
+
+    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        """Over the ranks, in place: each row's gradient in its hidden state has a part on every rank."""
+        dist.all_reduce(partial, group=self.group)
+        return partial
+
+
+@dataclass(frozen=True)
+class ShardedPasses:
+    local: Passes
+    shard: VocabularyShard
+
+    def statistics(
+        self, raw: torch.Tensor, label_ids: torch.Tensor, temperature: torch.Tensor
+    ) -> tuple[torch.Tensor, RowStatistics]:
+        owned = self.shard.owns(label_ids)
+        kept, mine = self.local.statistics(raw, self._local(label_ids, owned), temperature)
+        return kept, _join(mine, owned, self.shard.group)
+
+    def gradient(
+        self,
+        kept: torch.Tensor,
+        statistics: RowStatistics,
+        label_ids: torch.Tensor,
+        temperature: torch.Tensor,
+        coefficients: Coefficients,
+        dtype: torch.dtype,
+    ) -> LogitsGradient:
+        owned = self.shard.owns(label_ids)
+        # p is that of the whole vocabulary already; the label's own term belongs to the rank that holds it.
+        here = replace(coefficients, c=torch.where(owned, coefficients.c, 0))
+        return self.local.gradient(kept, statistics, self._local(label_ids, owned), temperature, here, dtype)
+
+    def _local(self, label_ids: torch.Tensor, owned: torch.Tensor) -> torch.Tensor:
+        return torch.where(owned, label_ids - self.shard.first, 0)
+
+
+def _join(mine: RowStatistics, owned: torch.Tensor, group: dist.ProcessGroup) -> RowStatistics:
+    """Statistics of the whole vocabulary from those of each slice."""
+    label_logit = torch.where(owned, mine.logprobs + mine.logsumexp, -torch.inf)
+    packed = torch.stack([mine.logsumexp, mine.entropy, label_logit])  # [3, C]
+    gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, packed, group=group)
+    logsumexps, entropies, label_logits = torch.stack(gathered, dim=1)  # each [R, C]
+    logsumexp = logsumexps.logsumexp(0)
+    # Of slice r with its share w of the probability, p · log p sums to -w · (H_r + logsumexp - logsumexp_r).
+    behind = logsumexp - logsumexps
+    entropy = ((-behind).exp() * (entropies + behind)).sum(0)
+    return RowStatistics(label_logits.amax(0) - logsumexp, entropy, logsumexp)

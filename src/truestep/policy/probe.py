@@ -1,0 +1,148 @@
+"""Whether this trainer would train the model at hand rightly, measured on it. A model that fails is refused.
+
+In float32, packed documents must give what transformers' own attention gives for each alone, and the head must give the
+model's own logits. Lengths cross every threshold of the configuration at which a model's code changes its ways, a
+sliding window or a rotary embedding that looks at the longest position. In half precision, whose attention may be
+another kernel, packed may be no further from float32 than alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from truestep.errors import TruestepError
+from truestep.head.logits import HeadSettings, scaled_logits
+from truestep.policy.policy import packed_hidden, plain_attention
+from truestep.types import PackedBatch
+
+FLOAT32_TOLERANCE = 1e-4
+# Packed and alone are two roundings of one value: neither may be much the worse.
+HALF_PRECISION_FACTOR = 1.5
+
+
+class ModelError(TruestepError):
+    """A model that cannot be trained, with the reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    documents: list[torch.Tensor]
+    hidden: torch.Tensor  # of all documents, each alone, in float32
+
+    @staticmethod
+    def documents_for(model: Any, longest: int) -> list[torch.Tensor]:
+        """Short ones beside one that is just past each threshold within reach."""
+        past = sorted({threshold + 9 for threshold in _thresholds(model.config) if threshold + 9 <= longest})
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = model.get_output_embeddings().weight.shape[0]
+        return [torch.randint(vocabulary, (length,), generator=generator) for length in (5, 2, 9, *past, 1)]
+
+
+def _thresholds(config: Any) -> Iterator[int]:
+    for name in ("sliding_window", "attention_chunk_size"):
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            yield value
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(inner for inner in rope.values() if isinstance(inner, dict))]
+    if any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds):
+        for place in (*kinds, vars(config)):
+            for name in ("original_max_position_embeddings", "max_position_embeddings"):
+                if isinstance(place.get(name), int):
+                    yield place[name]
+
+
+@torch.no_grad()
+def probe_float32(model: Any, head: HeadSettings, device: torch.device, longest: int) -> Probe:
+    """Of a float32 model; what half precision is measured against afterwards."""
+    documents = Probe.documents_for(model, longest)
+    name = type(model).__name__
+    alone = _alone(model, documents, device)
+    difference = _distance(_packed(model, documents, device), alone)
+    if not difference <= FLOAT32_TOLERANCE:
+        raise ModelError(_complaint(f"{name}: packed documents give other values", difference, FLOAT32_TOLERANCE))
+    with _explained(f"{name} cannot be compared with its own logits"), plain_attention(model):
+        output = model(input_ids=documents[0][None].to(device), output_hidden_states=True, use_cache=False)
+    ones = torch.ones(len(documents[0]), device=device)
+    weight = model.get_output_embeddings().weight
+    logits = scaled_logits(output.hidden_states[-1][0], weight, ones, dataclasses.replace(head, fp32=True))
+    difference = _distance(logits, output.logits[0])
+    if not difference <= FLOAT32_TOLERANCE:
+        raise ModelError(_complaint(f"{name}: the plain LM head gives other values", difference, FLOAT32_TOLERANCE))
+    return Probe(documents, alone)
+
+
+@torch.no_grad()
+def probe_half_precision(model: Any, probe: Probe, device: torch.device) -> None:
+    packed = _distance(_packed(model, probe.documents, device), probe.hidden)
+    allowed = HALF_PRECISION_FACTOR * _distance(_alone(model, probe.documents, device), probe.hidden) + 1e-3
+    if not packed <= allowed:
+        raise ModelError(
+            _complaint(f"{type(model).__name__}: packed in half precision gives other values", packed, allowed)
+        )
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Whatever a model's code raises is a reason to refuse it."""
+    try:
+        yield
+    except Exception as error:
+        raise ModelError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _packed(model: Any, documents: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    with _explained(f"{type(model).__name__} cannot run packed documents"):
+        return packed_hidden(model, _batch(documents), device).float()
+
+
+def _alone(model: Any, documents: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    with _explained(f"{type(model).__name__} cannot be compared with plain attention"), plain_attention(model):
+        hidden = [
+            model.base_model(input_ids=document[None].to(device), use_cache=False).last_hidden_state[0]
+            for document in documents
+        ]
+    return torch.cat(hidden).float()
+
+
+def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Of the worst token, relative: a wrong document must not hide among long right ones."""
+    worst = (ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1).clamp(min=1e-12)
+    return float(worst.max()) if not worst.isnan().any() else float("nan")
+
+
+def _complaint(what: str, difference: float, allowed: float) -> str:
+    return (
+        f"{what} than transformers does on the same document (relative difference {difference:.1e}, at most "
+        f"{allowed:.0e}): training it would be wrong, so it is refused"
+    )
+
+
+def _batch(documents: list[torch.Tensor]) -> PackedBatch:
+    lengths = torch.tensor([len(document) for document in documents])
+    count, none = len(documents), torch.zeros(0)
+    integers, flags = none.long(), torch.zeros(count, dtype=torch.bool)
+    return PackedBatch(
+        input_ids=torch.cat(documents),
+        position_ids=torch.cat([torch.arange(length) for length in lengths.tolist()]),
+        segments=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int(),
+        label_rows=integers,
+        label_ids=integers,
+        label_document=integers,
+        temperature=none,
+        old_logprobs=none,
+        advantages=none,
+        model_version=integers,
+        plan_index=torch.arange(count),
+        num_labels=torch.zeros(count, dtype=torch.int64),
+        reward=torch.zeros(count),
+        has_logprobs=flags,
+        has_advantages=flags,
+        has_version=flags,
+        has_reward=flags,
+    )
