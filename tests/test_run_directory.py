@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from documents import make_documents
 from truestep.files import append_json_line, read_json_lines
-from truestep.run_directory import RunDirectory
+from truestep.run_directory import RunDirectory, RunError
 from truestep.step.plan import make_plan
 from truestep.types import Rejected
 
@@ -83,3 +84,13 @@ def test_a_ledger_line(tmp_path: Path) -> None:
             "documents_seen": 33,
         }
     ]
+
+
+def test_a_run_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
+    first, second = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "run")
+    first.lock()
+    first.lock()  # its own lock is no obstacle
+    with pytest.raises(RunError, match=rf"run is being written by another process \(process {os.getpid()} on "):
+        second.lock()
+    first.unlock()
+    second.lock()

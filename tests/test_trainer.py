@@ -38,6 +38,7 @@ from truestep.train import train
 from truestep.trainer import Trainer, TrainingError
 
 ALWAYS = {
+    "num_rejected",
     *("loss", "new_logprobs", "grad_norm", "learning_rate", "num_documents", "documents_seen", "num_tokens"),
     *("num_labels", "num_micro_batches", "tokens_per_second", "data_wait_time", "step_time"),
 }

@@ -79,7 +79,9 @@ def train(config: Path, overrides: tuple[str, ...]) -> None:
     options = load_config(config, overrides)
     from truestep.train import train as run
 
-    run(options, Console())
+    stopped_by = run(options, Console()).stopped_by
+    if stopped_by is not None:
+        sys.exit(128 + stopped_by)
 
 
 @main.command(cls=ConfigCommand, context_settings=_FREE_OPTIONS)

@@ -6,14 +6,21 @@ step stands in them twice.
 
 from __future__ import annotations
 
+import fcntl
 import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from truestep.errors import TruestepError
 from truestep.files import append_json_line, read_json_lines, write_json_lines
 from truestep.rollouts.rejects import write_rejected
 from truestep.types import Rejected, StepPlan
+
+
+class RunError(TruestepError):
+    """A run's directory that cannot be used."""
 
 
 class RunDirectory:
@@ -25,6 +32,28 @@ class RunDirectory:
         self.rejected = path / "rejected.jsonl"
         self.config = path / "config.yaml"
         self.checkpoints = path / "checkpoints"
+        self._lock: TextIO | None = None
+
+    def lock(self) -> None:
+        """One process writes a run. The lock is the process's own: it goes when the process does, however it ends."""
+        if self._lock is not None:
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        handle = (self.path / ".lock").open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            handle.seek(0)
+            raise RunError(f"{self.path} is being written by another process ({handle.read().strip()})") from error
+        handle.truncate(0)
+        handle.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        handle.flush()
+        self._lock = handle
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def roll_back(self, step: int, rejected_lines: int) -> None:
         """To the end of `step`; 0 is a run's beginning."""

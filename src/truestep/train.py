@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from safetensors import SafetensorError
 
 from truestep import assemble
-from truestep.checkpoint.store import CheckpointStore, read_progress
+from truestep.checkpoint.store import CheckpointStore, Progress, read_progress
 from truestep.config.load import ConfigError, dump_config, load_config
 from truestep.config.schema import Config
 from truestep.environments.prompts import find_prompts, load_prompts
 from truestep.environments.rewards import load_reward
-from truestep.files import write_whole
+from truestep.files import read_json_lines, write_whole
 from truestep.metrics.sinks import ConsoleSink, JsonLines, Sink, TensorBoardSink, WandbSink
 from truestep.policy.policy import Policy
+from truestep.policy.probe import ModelError
 from truestep.randomness import seed_random
+from truestep.rollouts.check import reason_kind
 from truestep.rollouts.files import expand_paths
 from truestep.rollouts.rejects import write_rejected
 from truestep.rollouts.source import FileSource, Source
@@ -54,9 +58,11 @@ def make_trainer(config: Config, console: Console, title: str = "training") -> T
     _check_inputs(config)
     assert config.checkpoint.directory is not None
     directory = RunDirectory(Path(config.checkpoint.directory))
+    if directory.path.exists():  # before its checkpoints are looked at; a new one is made when all else could be
+        directory.lock()
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     latest = store.latest()
-    policy = assemble.make_policy(config, None if latest is None else str(latest))
+    policy = _policy_of(config, latest)
     source = _make_source(config, policy)
     queue = PlanQueue(
         source,
@@ -74,14 +80,15 @@ def make_trainer(config: Config, console: Console, title: str = "training") -> T
     step, rejected_lines = 0, 0
     seed_random(config.seed)
     if latest is not None:
-        progress = read_progress(latest)
+        progress = _progress_of(latest)
         queue.restore(progress.queue, list(progress.carried))
         restore_optimizer(optimizer, policy.weights, progress.optimizer)
         step, rejected_lines = progress.step, progress.rejected_lines
-        if config.logging.console:
-            for note in (f"going on after step {step} of {latest}", *_changes_since(directory, config)):
-                console.print(note, highlight=False, markup=False, soft_wrap=True)
+    notes = _notes(directory, config, policy, source, latest, step)
     sinks = _make_sinks(config, directory, console, title, step)
+    directory.lock()
+    for note in notes if config.logging.console else ():
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
     _lay_out(directory, config, source, step, rejected_lines)
     return Trainer(
         policy=policy,
@@ -112,6 +119,49 @@ def _check_inputs(config: Config) -> None:
             find_prompts(section.prompts)
             if section.reward is not None:
                 load_reward(section.reward)
+
+
+def _policy_of(config: Config, checkpoint: Path | None) -> Policy:
+    try:
+        return assemble.make_policy(config, None if checkpoint is None else str(checkpoint))
+    except ModelError as error:
+        raise error if checkpoint is None else _damaged(checkpoint, error) from error
+
+
+def _progress_of(checkpoint: Path) -> Progress:
+    try:
+        return read_progress(checkpoint)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise _damaged(checkpoint, error) from error
+
+
+def _damaged(checkpoint: Path, error: Exception) -> TrainingError:
+    return TrainingError(
+        f"the checkpoint {checkpoint} cannot be read: {error}. Without it the run goes on from the one before: remove "
+        "that directory and start again"
+    )
+
+
+def _notes(
+    directory: RunDirectory, config: Config, policy: Policy, source: Source, latest: Path | None, step: int
+) -> list[str]:
+    """What somebody who starts a run wants to know before the first step."""
+    notes = []
+    if latest is not None:
+        notes += [f"going on after step {step} of {latest}", *_changes_since(directory, config)]
+    elif done := len(read_json_lines(directory.ledger)):
+        notes.append(f"{directory.path} has no checkpoint: starting again, its {done} steps are removed")
+    if isinstance(source, FileSource) and source.rejected:
+        kinds = Counter(reason_kind(record.reason) for record in source.rejected)
+        reasons = "; ".join(f"{count} × {kind}" for kind, count in kinds.most_common(3))
+        total = len(source.rejected) + len(source.documents)
+        notes.append(f"{len(source.rejected)} of {total} records are rejected: {reasons}; see {directory.rejected}")
+    if config.sampler is not None and not stop_ids(policy):
+        notes.append(
+            "warning: neither the model's configuration nor its tokenizer names an end-of-text token: every completion "
+            "runs to sampler.max_new_tokens"
+        )
+    return notes
 
 
 def _changes_since(directory: RunDirectory, config: Config) -> list[str]:

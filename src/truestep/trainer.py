@@ -46,11 +46,17 @@ class Trainer:
     evaluator: Evaluator | None = None
     evaluate_every: int = 0
     step: int = 0  # done so far
-    stop_asked: bool = False
+    stopped_by: int | None = None  # the signal that asked
     last_evaluated: int | None = None  # after which step
 
     def run(self) -> str:
         """Until the steps or the data end, or a signal asks to stop; the last word on how it ended."""
+        try:
+            return self._run()
+        finally:
+            self.directory.unlock()
+
+    def _run(self) -> str:
         with self._stop_between_steps():
             if self.last_evaluated is None:
                 self._evaluate()
@@ -58,22 +64,25 @@ class Trainer:
         if ended is not None and self.last_evaluated != self.step:
             self._evaluate()
         self._save()
+        if ended is not None:
+            self.stopped_by = None  # it came too late to stop anything
         return ended or f"stopped by a signal after step {self.step}; the same command goes on from here"
 
     def _steps(self) -> str | None:
         """How the run ended; None where a signal asked to stop before that."""
         while self.steps is None or self.step < self.steps:
-            if self.stop_asked:
+            if self.stopped_by is not None:
                 return None
             start = time.perf_counter()
             try:
                 plan = self.queue.next_plan()
             finally:  # also where every document was rejected, and the error says to look there
-                self.directory.record_rejected(self.source.drain_rejected())
+                rejected = self.source.drain_rejected()
+                self.directory.record_rejected(rejected)
             waited = time.perf_counter() - start
             if plan is None:
                 return self._end_of_data()
-            self._train(plan, start, waited)
+            self._train(plan, start, waited, len(rejected))
             if self.evaluate_every and self.step % self.evaluate_every == 0:
                 self._evaluate()
             if self.checkpoint_every and self.step % self.checkpoint_every == 0:
@@ -83,9 +92,10 @@ class Trainer:
     def _end_of_data(self) -> str:
         dropped = len(self.queue.dropped)
         note = f"; the last {dropped} documents make no whole step and were dropped" if dropped else ""
-        return f"the data ended after step {self.step}{note}"
+        of = f" of {self.steps}" if self.steps else ""
+        return f"the data ended after step {self.step}{of}{note}"
 
-    def _train(self, plan: StepPlan, start: float, waited: float) -> None:
+    def _train(self, plan: StepPlan, start: float, waited: float, num_rejected: int) -> None:
         number = self.step + 1
         accumulated = self.runner.accumulate(plan)
         gradients = self.policy.weights.gradients
@@ -105,6 +115,7 @@ class Trainer:
         elapsed = time.perf_counter() - start
         line |= {
             "documents_seen": self.queue.documents_seen,
+            "num_rejected": num_rejected,
             "grad_norm": norm,
             "learning_rate": rate,
             "tokens_per_second": plan.totals.num_tokens / elapsed,
@@ -139,11 +150,11 @@ class Trainer:
         """The first interrupt or termination ends the run after the step in hand; a second ends it at once."""
 
         def ask(number: int, frame: object) -> None:
-            self.stop_asked = True
+            self.stopped_by = number
             for kind, handler in before.items():
                 signal.signal(kind, handler)
 
-        kinds = (signal.SIGINT, signal.SIGTERM)
+        kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {kind: signal.getsignal(kind) for kind in kinds}
         try:
             for kind in kinds:

@@ -170,7 +170,7 @@ def test_a_file_runs_checkpoint_is_refused_in_words(policy: Policy, tmp_path: Pa
         ([1.0], r"\[1.0\]"),
     ],
 )
-def test_a_bad_reward_rejects_one_document_and_the_rest_share_the_baseline(
+def test_a_completion_without_a_reward_is_sampled_anew_and_the_group_is_whole(
     answer: Any, reason: str, policy: Policy, tmp_path: Path
 ) -> None:
     calls = []
@@ -185,22 +185,32 @@ def test_a_bad_reward_rejects_one_document_and_the_rest_share_the_baseline(
 
     source = make_source(policy, tmp_path, reward=reward, advantage_rule="leave_one_out")
     rollouts = source.take(8, 0)
-    assert [rollout.id for rollout in rollouts] == ["0-0", "0-2", "0-3", "1-0", "1-1", "1-2", "1-3"]
+    assert [rollout.id for rollout in rollouts] == ["0-0", "0-2", "0-3", "0-4", "1-0", "1-1", "1-2", "1-3"]
     (rejected,) = source.drain_rejected()
     assert source.drain_rejected() == []
     assert (rejected.id, rejected.group_id) == ("0-1", "0")
     assert re.search(reason, rejected.reason), rejected.reason
-    expected = expected_advantages([1.0, 3.0, 4.0], "leave_one_out")
-    for rollout, advantage in zip(rollouts[:3], expected, strict=True):
+    expected = expected_advantages([1.0, 3.0, 4.0, 9.0], "leave_one_out")
+    for rollout, advantage in zip(rollouts[:4], expected, strict=True):
         np.testing.assert_allclose(rollout.advantages[rollout.loss_mask], advantage, rtol=1e-6)
 
 
-def test_a_group_with_one_document_left_gets_no_advantage(policy: Policy, tmp_path: Path) -> None:
-    answers = iter([None, 2.0, None, None])
-    source = make_source(policy, tmp_path, reward=lambda *_, **__: next(answers), advantage_rule="group_normalized")
-    (rollout,) = source.take(4, 0)
-    assert (rollout.advantages == 0).all()
-    assert len(source.drain_rejected()) == 3
+def test_a_group_that_cannot_be_completed_gives_its_place_to_the_next_prompt(policy: Policy, tmp_path: Path) -> None:
+    """One completion of the first group is rated, and no other in four tries: nothing of it is trained on."""
+    calls = 0
+
+    def reward(prompt: str, completion: str, **_: object) -> float | None:
+        nonlocal calls
+        calls += 1
+        return 1.0 if calls == 2 or calls > 4 + 3 * 3 else None
+
+    source = make_source(policy, tmp_path, reward=reward)
+    rollouts = source.take(4, 0)
+    assert [rollout.id for rollout in rollouts] == ["1-0", "1-1", "1-2", "1-3"]
+    rejected = source.drain_rejected()
+    assert len(rejected) == 13
+    assert rejected[-1].reason == "its group could not be completed: 1 of 13 completions rated"
+    assert [rollout.id for rollout in source.take(4, 4)] == ["2-0", "2-1", "2-2", "2-3"]
 
 
 def test_completions_that_could_not_fit_are_refused_before_any_is_sampled(policy: Policy, tmp_path: Path) -> None:
@@ -231,7 +241,7 @@ def test_a_run_whose_documents_are_all_rejected_says_why(policy: Policy, tmp_pat
     with pytest.raises(SourceError, match=r"rejected\.jsonl"):
         quiet_trainer(config).run()
     rejected = read_lines(tmp_path / "run" / "rejected.jsonl")  # the file that the message sends to
-    assert len(rejected) == 8
+    assert len(rejected) == 8 * 4 * 4  # groups in a row, completions, tries
     assert all("this reward never works" in line["reason"] for line in rejected)
 
 

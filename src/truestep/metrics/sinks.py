@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
 
 from truestep.errors import TruestepError
 from truestep.files import append_json_line, write_whole
@@ -23,6 +31,9 @@ _LIVE = {
     "grad_norm": "grad {:.3g}",
     "tokens_per_second": "{:,.0f} tok/s",
 }
+
+
+_RATIO_TOLERANCE = 1e-3
 
 
 class SinkError(TruestepError):
@@ -50,8 +61,16 @@ class JsonLines:
     def close(self) -> None: ...
 
 
-def live_line(line: Mapping[str, Any]) -> str:
-    return "  ".join(form.format(line[name]) for name, form in _LIVE.items() if name in line)
+def live_line(line: Mapping[str, Any], width: int | None = None) -> str:
+    """As many of the numbers, the most telling first, as fit whole."""
+    shown = ""
+    for name, form in _LIVE.items():
+        if line.get(name) is not None:
+            longer = f"{shown}  {form.format(line[name])}" if shown else form.format(line[name])
+            if width is not None and len(longer) > width:
+                break
+            shown = longer
+    return shown
 
 
 class ConsoleSink:
@@ -61,26 +80,41 @@ class ConsoleSink:
         self._console = console
         self._steps = steps
         self._live = console.is_terminal
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.completed:.0f}" + (f"/{steps}" if steps else "")),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[numbers]}", style="cyan"),
-            console=console,
-        )
+        counter = f"{steps or ''}/{steps}" if steps else "0000000"
+        # What a narrow terminal has no room for is left out whole: first the time, then the bar.
+        room = console.width - len(title) - len(counter) - 5
+        wide, wider = room > 80, room > 104
+        self._numbers_width = room - 18 * wide - 24 * wider
+        whole = Column(no_wrap=True)
+        columns: list[ProgressColumn] = [TextColumn("[bold]{task.description}", table_column=whole)]
+        if wide:
+            columns.append(BarColumn(bar_width=16))
+        columns.append(TextColumn("{task.completed:.0f}" + (f"/{steps}" if steps else ""), table_column=whole))
+        if wider:
+            columns += [TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()]
+        columns.append(TextColumn("{task.fields[numbers]}", style="cyan", table_column=whole))
+        self._progress = Progress(*columns, console=console)
         self._task = self._progress.add_task(title, total=steps, completed=done, numbers="")
         if self._live:
             self._progress.start()
 
     def step(self, line: Mapping[str, Any]) -> None:
         if self._live:
-            self._progress.update(self._task, completed=line["step"], numbers=live_line(line))
+            numbers = live_line(line, self._numbers_width)
+            self._progress.update(self._task, completed=line["step"], numbers=numbers)
         else:
             of = f"/{self._steps}" if self._steps else ""
             self._console.print(f"step {line['step']}{of}  {live_line(line)}", highlight=False, soft_wrap=True)
+
+        ratio = line.get("ratio_new_old")
+        if line["step"] == 1 and ratio is not None and not abs(ratio - 1) <= _RATIO_TOLERANCE:
+            self._console.print(
+                f"[bold yellow]warning:[/] ratio_new_old is {ratio:.4f} at step 1, where the policy is still the "
+                "sampler's: they do not give the same probabilities (temperature, head precision, other weights, or "
+                "rollouts of an older policy)",
+                highlight=False,
+                soft_wrap=True,
+            )
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
         rewards = ", ".join(

@@ -198,6 +198,8 @@ def _text(record: Record, field: str) -> str | None:
     text = plain(record.get(field), field)
     if text is None:
         return None
+    if isinstance(text, int) and not isinstance(text, bool):
+        return str(text)  # a number names a document as well as text does
     if not isinstance(text, str):
         raise BadRecord(f"{field} is {describe(text)}: expected text")
     if not text:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,23 @@ from truestep.sampler.decode import Completion, DecodeOptions, Request, decode
 from truestep.types import Rejected, Rollout
 
 _PROMPT_ORDER, _DRAWS = 0, 1  # the streams of randomness that the run's seed is split into
+
+
+_TRIES = 4  # at a completion that could not be rated
+_HOPELESS = 8  # groups given up in a row: it is the reward that fails, not a completion
+
+
+@dataclass
+class _Group:
+    """Completions of one prompt."""
+
+    number: int
+    rated: list[Rollout] = field(default_factory=list)
+    members: int = 0  # sampled so far
+
+    def next_member(self) -> int:
+        self.members += 1
+        return self.members - 1
 
 
 @dataclass
@@ -53,57 +71,78 @@ class InProcessSource:
         raise NotImplementedError("documents that are sampled for a step cannot be looked at before it")
 
     def take(self, count: int, documents_seen: int) -> list[Rollout]:
-        """`count` documents, less those that were rejected."""
+        """Exactly `count` documents, in whole groups: a completion that could not be rated is sampled anew, and a
+        prompt none of whose groups can be completed gives its place to the next."""
         if count % self.group_size:
             raise ValueError(f"{count} documents are no whole number of groups of {self.group_size}")
-        groups = range(self._groups, self._groups + count // self.group_size)
-        prompts = [self._prompt(group) for group in groups]
-        completions = decode(self.policy, self._requests(groups, prompts), self.options)
-        rollouts: list[Rollout] = []
-        for position, (group, prompt) in enumerate(zip(groups, prompts, strict=True)):
-            members = completions[position * self.group_size : (position + 1) * self.group_size]
-            rollouts += self._group(group, prompt, members, documents_seen)
-        self._groups += len(groups)
-        return rollouts
+        wanted, failed = count // self.group_size, 0
+        done: list[_Group] = []
+        while len(done) < wanted:
+            groups = [_Group(self._groups + number) for number in range(wanted - len(done))]
+            self._groups += len(groups)
+            self._fill(groups, documents_seen)
+            complete = [group for group in groups if len(group.rated) == self.group_size]
+            done += complete
+            failed = 0 if complete else failed + len(groups)
+            if failed >= _HOPELESS:
+                raise SourceError(self._hopeless(failed))
+        return [rollout for group in done for rollout in self._rollouts(group)]
+
+    def _fill(self, groups: Sequence[_Group], version: int) -> None:
+        """Sample what is missing, a few times over. A group that stays short is given up whole."""
+        for _ in range(_TRIES):
+            missing = [group for group in groups for _ in range(self.group_size - len(group.rated))]
+            if not missing:
+                return
+            asked = [(group, group.next_member()) for group in missing]
+            requests = [
+                Request(self._prompt(group.number).input_ids, (self.seed, _DRAWS, group.number, member))
+                for group, member in asked
+            ]
+            for (group, member), completion in zip(asked, decode(self.policy, requests, self.options), strict=True):
+                self._add(group, member, completion, version)
+        for group in groups:
+            if len(group.rated) < self.group_size:
+                reason = f"its group could not be completed: {len(group.rated)} of {group.members} completions rated"
+                prompt = self._prompt(group.number)
+                self._rejected += [
+                    Rejected(prompt.id, group.number, reason, rollout.id, str(group.number)) for rollout in group.rated
+                ]
+
+    def _add(self, group: _Group, member: int, completion: Completion, version: int) -> None:
+        prompt, name = self._prompt(group.number), f"{group.number}-{member}"
+        try:
+            reward = rate(self.reward, prompt, completion_text(self.policy, completion))
+        except RewardError as error:
+            if self.stop_at_rejected:
+                raise RewardError(f"data.on_bad_record: stop: a completion of prompt {prompt.id}: {error}") from error
+            self._rejected.append(Rejected(prompt.id, group.number, str(error), name, str(group.number)))
+            return
+        group.rated.append(dataclasses.replace(self._rollout(name, prompt, completion, version), reward=reward))
+
+    def _rollouts(self, group: _Group) -> list[Rollout]:
+        """With their advantages over one shared baseline."""
+        rewards = np.array([rollout.reward for rollout in group.rated])
+        return [
+            dataclasses.replace(
+                rollout,
+                advantages=np.full(rollout.num_tokens, advantage, dtype=np.float32),
+                group_id=str(group.number),
+            )
+            for rollout, advantage in zip(group.rated, group_advantages(rewards, self.advantage_rule), strict=True)
+        ]
+
+    def _hopeless(self, groups: int) -> str:
+        reason, count = Counter(rejected.reason for rejected in self._rejected).most_common(1)[0]
+        return (
+            f"no completion of {groups} prompts in a row could be rated, each tried {_TRIES} times: {reason} "
+            f"({count} times; all are in rejected.jsonl)"
+        )
 
     def _prompt(self, group: int) -> Prompt:
         epoch, index = divmod(group, len(self.prompts))
         order = np.random.default_rng([self.seed, _PROMPT_ORDER, epoch]).permutation(len(self.prompts))
         return self.prompts[order[index]]
-
-    def _requests(self, groups: range, prompts: Sequence[Prompt]) -> list[Request]:
-        return [
-            Request(prompt.input_ids, (self.seed, _DRAWS, group, member))
-            for group, prompt in zip(groups, prompts, strict=True)
-            for member in range(self.group_size)
-        ]
-
-    def _group(self, group: int, prompt: Prompt, completions: Sequence[Completion], version: int) -> list[Rollout]:
-        """The group's rollouts that could be rated, their advantages over one shared baseline."""
-        rated = []
-        for member, completion in enumerate(completions):
-            name = f"{group}-{member}"
-            try:
-                rated.append((name, completion, self._rate(prompt, completion)))
-            except RewardError as error:
-                if self.stop_at_rejected:
-                    raise RewardError(
-                        f"data.on_bad_record: stop: a completion of prompt {prompt.id}: {error}"
-                    ) from error
-                self._rejected.append(Rejected(prompt.id, member + 1, str(error), name, str(group)))
-        advantages = group_advantages(np.array([reward for _, _, reward in rated]), self.advantage_rule)
-        return [
-            dataclasses.replace(
-                self._rollout(name, prompt, completion, version),
-                advantages=np.full(len(prompt.input_ids) + len(completion.token_ids), advantage, dtype=np.float32),
-                reward=reward,
-                group_id=str(group),
-            )
-            for (name, completion, reward), advantage in zip(rated, advantages, strict=True)
-        ]
-
-    def _rate(self, prompt: Prompt, completion: Completion) -> float:
-        return rate(self.reward, prompt, completion_text(self.policy, completion))
 
     def _rollout(self, name: str, prompt: Prompt, completion: Completion, version: int) -> Rollout:
         ids = np.array([*prompt.input_ids, *completion.token_ids], dtype=np.int64)

@@ -47,7 +47,7 @@ class PlanQueue:
                 return None
         documents = self._source.take(wanted, self.documents_seen)
         if not documents:
-            raise SourceError("every document that was made for this step was rejected: see rejected.jsonl")
+            raise SourceError("the source has no end and made no document for this step: all were rejected")
         return plan_exactly(documents, self._rule, self.documents_seen)
 
     def _packed(self) -> StepPlan | None:
