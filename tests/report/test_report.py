@@ -534,3 +534,22 @@ def test_text_plot_of_hard_series(pairs: list[tuple[float, float]], ascii_only: 
 def test_text_plot_of_nothing() -> None:
     assert text_plot({}, x_label="x", y_label="y") == "(nothing to plot)"
     assert text_plot({"run": [(0, math.nan)]}, x_label="x", y_label="y") == "(nothing to plot)"
+
+
+def test_what_the_configuration_asks_for_is_no_fault(tmp_path: Path) -> None:
+    """Two epochs are no documents trained twice by mistake, and a run without evaluation lacks none."""
+    run = tmp_path / "run"
+    run.mkdir()
+    lines = [{"step": step, "documents": ["a", "b"], "num_documents": 2, "documents_seen": 2 * step} for step in (1, 2)]
+    for name in ("ledger.jsonl", "metrics.jsonl"):
+        (run / name).write_text("".join(json.dumps({"loss": 1.0} | line) + "\n" for line in lines))
+    config = "data: {epochs: 2}\nschedule: {docs_per_step: %d, updates_per_batch: 1}\nevaluation: null\n"
+    (run / "config.yaml").write_text(config % 2)
+    text = write_report([run], tmp_path / "page.html").read_text()
+    assert "none of its 2 documents more than 2 times" in text
+    assert "Every step trained on 2 documents" in text
+    assert "evaluation.jsonl is missing" not in text
+    (run / "config.yaml").write_text((config % 3).replace("epochs: 2", "epochs: 1"))
+    text = write_report([run], tmp_path / "page.html").read_text()
+    assert "2 of 2 documents more than once" in text
+    assert "Not every step trained on 3 documents: 2 at" in text

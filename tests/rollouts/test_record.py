@@ -35,7 +35,12 @@ def test_long_text_is_cut_in_a_message():
 
 
 def test_a_bad_record_keeps_its_readable_identity():
-    for fields, identity in (({}, ("a", "g")), ({"id": 4.5}, (None, "g")), ({"id": 4}, ("4", "g")), ({"group_id": []}, ("a", None))):
+    for fields, identity in (
+        ({}, ("a", "g")),
+        ({"id": 4.5}, (None, "g")),
+        ({"id": 4}, ("4", "g")),
+        ({"group_id": []}, ("a", None)),
+    ):
         with pytest.raises(BadRecord) as caught:
             parse(changed(input_ids=[], **fields))
         assert (caught.value.id, caught.value.group_id) == identity

@@ -94,7 +94,9 @@ def _read_dataset(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         import datasets
     except ImportError as error:
-        raise PromptError(f"{path} is a directory: reading a dataset needs `pip install truestep[datasets]`") from error
+        raise PromptError(
+            f"{path} is a directory: reading a dataset needs `pip install 'truestep[datasets]'`"
+        ) from error
     try:
         loaded = datasets.load_from_disk(str(path))
     except (FileNotFoundError, ValueError) as error:

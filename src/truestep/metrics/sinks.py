@@ -137,7 +137,7 @@ class TensorBoardSink:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise SinkError("logging.tensorboard needs `pip install truestep[tensorboard]`") from error
+            raise SinkError("logging.tensorboard needs `pip install 'truestep[tensorboard]'`") from error
         self._writer = SummaryWriter(directory, purge_step=done + 1)
 
     def step(self, line: Mapping[str, Any]) -> None:
@@ -167,7 +167,7 @@ class WandbSink:
         try:
             import wandb
         except ImportError as error:
-            raise SinkError("logging.wandb needs `pip install truestep[wandb]`") from error
+            raise SinkError("logging.wandb needs `pip install 'truestep[wandb]'`") from error
         # One run on the server for all starts of this one.
         known = directory / "wandb_id"
         run_id = known.read_text(encoding="utf-8") if known.is_file() else uuid.uuid4().hex[:12]

@@ -1,5 +1,6 @@
 """Reasons to trust a run or not, computed from its files and said in plain words."""
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -118,6 +119,9 @@ def _batch_sizes(run: Run) -> list[Note]:
     if not sizes:
         return []
     usual, _ = Counter(size for _, size in sizes).most_common(1)[0]
+    asked = run.option("schedule", "docs_per_step")
+    if isinstance(asked, int) and asked > 0 and run.option("schedule", "overshoot") != "keep":
+        usual = float(asked)
     odd = [(step, size) for step, size in sizes if size != usual]
     if not odd:
         return [Note("good", f"Every step trained on {format_number(usual)} documents.")]
@@ -214,8 +218,11 @@ def _ledger(run: Run) -> list[Note]:
         if len(sizes) > 1 and step is not None:
             wrong.append(step)
     notes = []
-    twice = [document for document, count in counts.items() if count > 1]
-    if twice:
+    passes = _times_each(run)
+    twice = [document for document, count in counts.items() if count > passes]
+    if not twice and passes > 1 and counts:
+        notes.append(Note("good", f"The ledger has none of its {len(counts):,} documents more than {passes} times."))
+    elif twice:
         shown = ", ".join(twice[:3]) + (", ..." if len(twice) > 3 else "")
         worst = max(counts.values())
         text = (
@@ -227,6 +234,12 @@ def _ledger(run: Run) -> list[Note]:
     if wrong:
         notes.append(Note("warning", f"Ledger and metrics disagree on the number of documents at {_listed(wrong)}."))
     return notes
+
+
+def _times_each(run: Run) -> int:
+    """How often the configuration asks for each document."""
+    asked = (run.option("data", "epochs"), run.option("schedule", "updates_per_batch"))
+    return math.prod(value for value in asked if isinstance(value, int) and value > 0)
 
 
 def _rejected(run: Run) -> list[Note]:

@@ -26,11 +26,17 @@ class Run:
     ledger: list[Record] = field(default_factory=list)
     rejected: list[Record] = field(default_factory=list)
     config_text: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     # What is missing or unreadable, a sentence each.
     problems: list[str] = field(default_factory=list)
     # Documents seen once each step is done, as far as anything says.
     documents_at: dict[float, float] = field(default_factory=dict)
+
+    def option(self, section: str, name: str) -> Any:
+        """As the run's configuration has it; None where that says nothing."""
+        inside = self.config.get(section)
+        return inside.get(name) if isinstance(inside, dict) else None
 
     def points(self, key: str) -> list[Point]:
         """The series of a metric. A line without the key is passed over, one without a finite value is a gap."""
@@ -116,13 +122,15 @@ def read_run(path: Path, name: str | None = None) -> Run:
     if not path.is_dir():
         run.problems.append(f"The directory {path} does not exist.")
         return run
+    _read_config(run)
     run.metrics = _one_per_step(run, "metrics.jsonl", "no training metrics")
-    run.evaluations = _one_per_step(run, "evaluation.jsonl", "no held-out reward")
+    # A run that was asked for no evaluation lacks none.
+    asked = not run.config or run.config.get("evaluation") is not None
+    run.evaluations = _one_per_step(run, "evaluation.jsonl", "no held-out reward" if asked else None)
     # The ledger keeps its repeated steps: a document trained twice is what it is there to show.
     run.ledger = _read_lines(run, "ledger.jsonl", "documents trained twice cannot be found")
     # A run that rejected nothing has no such file.
     run.rejected = _read_lines(run, "rejected.jsonl", None)
-    _read_config(run)
     run.documents_at = _documents_at(run)
     if run.metrics and not run.documents_at:
         run.problems.append("No file says how many documents were seen: the run is drawn over steps only.")
@@ -167,7 +175,7 @@ def _read_lines(run: Run, file: str, without: str | None) -> list[Record]:
     return records
 
 
-def _one_per_step(run: Run, file: str, without: str) -> list[Record]:
+def _one_per_step(run: Run, file: str, without: str | None) -> list[Record]:
     """The records in the order of their steps. A run resumed from a checkpoint repeats steps: the later counts."""
     records = _read_lines(run, file, without)
     with_step = [record for record in records if is_finite(number(record, "step"))]
@@ -195,6 +203,7 @@ def _read_config(run: Run) -> None:
         run.problems.append("config.yaml is no valid YAML; its text is shown as it is.")
         return
     if isinstance(config, dict):
+        run.config = config
         for key in ("versions", "version"):
             found = config.get(key)
             if isinstance(found, dict):
