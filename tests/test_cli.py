@@ -228,7 +228,7 @@ def test_several_processes_are_refused(files: dict[str, Any], monkeypatch: pytes
 def test_a_sink_without_its_package_makes_no_run(files: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     files["logging"] = {"wandb": {"project": "p", "mode": "offline"}}
-    check_refused(truestep("train", write_config(Path("c.yaml"), **files)), "pip install truestep[wandb]")
+    check_refused(truestep("train", write_config(Path("c.yaml"), **files)), "pip install 'truestep[wandb]'")
 
 
 def test_a_run_of_another_source_is_not_gone_on_with(files: dict[str, Any], sampled: dict[str, Any]) -> None:

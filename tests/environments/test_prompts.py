@@ -141,5 +141,5 @@ def test_without_datasets_the_extra_is_named(tokenizer: Any, tmp_path: Path, mon
         return real(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(PromptError, match=r"pip install truestep\[datasets\]"):
+    with pytest.raises(PromptError, match=r"pip install 'truestep\[datasets\]'"):
         load_prompts(tmp_path, tokenizer)

@@ -125,7 +125,7 @@ def test_without_the_package_the_extra_is_named(
         return real(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(SinkError, match=rf"pip install truestep\[{extra}\]"):
+    with pytest.raises(SinkError, match=rf"pip install 'truestep\[{extra}\]'"):
         if extra == "wandb":
             WandbSink(tmp_path / "run", project="p", name=None, mode="offline", config={})
         else:
