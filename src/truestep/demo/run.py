@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.rule import Rule
@@ -49,6 +50,7 @@ class Outcome:
 
 
 def run(output: Path, seed: int, console: Console) -> Outcome:
+    torch.set_num_threads(1)  # matrices this small gain nothing from more, and lose much beside other work
     start = time.perf_counter()
     _start_afresh(output)
     console.print(
