@@ -1,0 +1,102 @@
+"""The LM head with its vocabulary over several GPUs, against one GPU holding all of it.
+
+    torchrun --nproc-per-node 2 benchmarks/head_sharded.py [--shape 16384x4096x151936]
+
+Every rank makes the same case, runs it whole, and then its slice of the vocabulary together with the others; printed
+are the times and the largest differences between the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+
+from head import Case, make_case, seconds
+from truestep.head.chunked import HeadResult, HeadRows, forward_backward
+from truestep.head.logits import HeadSettings
+from truestep.head.vocab_parallel import VocabularyShard
+from truestep.losses.labels import Labels
+from truestep.losses.objective import Denominator, Objective
+from truestep.losses.policy import Grpo, clip_bounds
+from truestep.types import Coefficients, RowStatistics, StepTotals
+
+
+def run(case: Case, weight: torch.Tensor, shard: VocabularyShard | None) -> tuple[HeadResult, torch.Tensor]:
+    tokens = len(case.labels)
+    objective = Objective(Grpo(clip_bounds(0.2, 0.2)), Denominator("labels"), entropy_bonus=0.01)
+    totals = StepTotals(1, tokens, tokens)
+    document = torch.zeros(tokens, dtype=torch.int64, device="cuda")
+    weights = torch.full((tokens,), 1 / tokens, device="cuda")
+    counts = torch.tensor([tokens], device="cuda")
+
+    def loss(rows: slice, seen: RowStatistics) -> Coefficients:
+        labels = Labels(
+            seen.logprobs,
+            seen.entropy,
+            seen.logsumexp,
+            case.old_logprobs[rows],
+            case.advantages[rows],
+            document[rows],
+            weights[rows],
+            counts,
+        )
+        return objective.coefficients(labels, totals)
+
+    ones = torch.ones(tokens, device="cuda")
+    head = HeadRows(case.hidden, weight, case.labels, ones, HeadSettings(fp32=True, chunk_size=4096), shard)
+    buffer = torch.zeros_like(weight, dtype=torch.float32)
+    return forward_backward(head, loss, weight_gradient=buffer), buffer
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="16384x4096x151936")
+    given = parser.parse_args()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    case = make_case(given.shape)
+    for tensor in (case.hidden, case.weight, case.labels, case.old_logprobs, case.advantages):
+        dist.broadcast(tensor, 0)
+    vocabulary = case.weight.shape[0]
+    first, last = vocabulary * rank // world, vocabulary * (rank + 1) // world
+    part = case.weight[first:last].clone()
+    assert dist.group.WORLD is not None
+    shard = VocabularyShard(dist.group.WORLD, first, last - first)
+    wanted, wanted_buffer = run(case, case.weight, None)
+    found, buffer = run(case, part, shard)
+    assert wanted.hidden_gradient is not None
+    assert found.hidden_gradient is not None
+    differences = torch.tensor(
+        [
+            float((found.statistics.logprobs - wanted.statistics.logprobs).abs().max()),
+            float((found.statistics.entropy - wanted.statistics.entropy).abs().max()),
+            relative(found.hidden_gradient, wanted.hidden_gradient),
+            relative(buffer, wanted_buffer[first:last]),
+        ],
+        device="cuda",
+    )
+    dist.all_reduce(differences, op=dist.ReduceOp.MAX)
+    del wanted, found, wanted_buffer, buffer
+    whole = seconds(lambda: run(case, case.weight, None), 5)
+    together = seconds(lambda: run(case, part, shard), 5)
+    if rank == 0:
+        names = ("log-probs", "entropy", "d hidden (relative)", "d weight (relative)")
+        print(f"{given.shape}, {world} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
+        print(f"one rank {whole * 1e3:.1f} ms, {world} ranks {together * 1e3:.1f} ms: {whole / together:.2f} x")
+        print(
+            "largest differences: "
+            + ", ".join(f"{n} {d:.1e}" for n, d in zip(names, differences.tolist(), strict=True))
+        )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
