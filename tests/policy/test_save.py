@@ -134,3 +134,13 @@ def test_saving_changes_nothing(tiny_model: Made, tmp_path: Path) -> None:
     assert same_bits(policy.hidden(batch), before)
     assert policy.model.dtype == torch.bfloat16
     assert policy.model.config._attn_implementation == "truestep_packed"
+
+
+def test_buffers_that_belong_to_the_weights_are_saved(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """A router's correction, say: without it the checkpoint would lack what its own architecture asks for."""
+    policy = load_policy(tiny_model("qwen3_tied"), device="cpu")
+    policy.model.model.layers[0].mlp.register_buffer("correction", torch.tensor([1.5, -2.0]))
+    save_policy(policy, tmp_path / "saved")
+    tensors = load_file(tmp_path / "saved" / "model.safetensors")
+    assert tensors["model.layers.0.mlp.correction"].tolist() == [1.5, -2.0]
+    assert "lm_head.weight" not in tensors

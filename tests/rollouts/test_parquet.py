@@ -150,3 +150,17 @@ def test_jsonl_and_parquet_give_the_same_rollouts(tmp_path_factory, rows):
         if len(on_labels) == len(row["loss_mask"]):
             on_labels = [value for value, is_label in zip(on_labels, row["loss_mask"], strict=True) if is_label]
         assert left.logprobs[left.loss_mask].tolist() == np.array(on_labels, np.float32).tolist()
+
+
+def test_metadata_that_json_cannot_hold_is_a_rejected_record(tmp_path: Path) -> None:
+    import datetime
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from truestep.rollouts.check import check_files
+
+    rows = {"input_ids": [[1, 2]], "prompt_length": [1], "metadata": [{"at": datetime.datetime(2026, 1, 1)}]}
+    pq.write_table(pa.table(rows), tmp_path / "r.parquet")
+    summary = check_files([str(tmp_path / "r.parquet")])
+    assert "metadata holds what JSON cannot" in str(summary)
