@@ -79,9 +79,7 @@ def _weight_blocks(weight: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]
 
 def raw_logits(hidden: torch.Tensor, weight: torch.Tensor, fp32: bool) -> torch.Tensor:  # [C, H], [V, H] -> [C, V]
     """h Wᵀ in float32 or wider; rounded to the inputs' half precision unless `fp32`."""
-    if hidden.dtype == wide(hidden.dtype):
-        return hidden @ weight.T
-    if not fp32:
+    if not fp32 or hidden.dtype == wide(hidden.dtype):
         return hidden @ weight.T
     if hidden.is_cuda:
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
