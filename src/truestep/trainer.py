@@ -51,12 +51,15 @@ class Trainer:
 
     def run(self) -> str:
         """Until the steps or the data end, or a signal asks to stop; the last word on how it ended."""
+        finished = False
         try:
-            return self._run()
+            ended, finished = self._run()
+            return ended
         finally:
+            self.source.close(finished)
             self.directory.unlock()
 
-    def _run(self) -> str:
+    def _run(self) -> tuple[str, bool]:
         with self._stop_between_steps():
             if self.last_evaluated is None:
                 self._evaluate()
@@ -66,7 +69,8 @@ class Trainer:
         self._save()
         if ended is not None:
             self.stopped_by = None  # it came too late to stop anything
-        return ended or f"stopped by a signal after step {self.step}; the same command goes on from here"
+        stopped = f"stopped by a signal after step {self.step}; the same command goes on from here"
+        return ended or stopped, ended is not None
 
     def _steps(self) -> str | None:
         """How the run ended; None where a signal asked to stop before that."""
@@ -110,6 +114,7 @@ class Trainer:
         rate = self.learning_rate.at(number)
         update(self.optimizer, self.policy.weights, rate)
         self.step = number
+        self.source.updated(self.queue.documents_seen)
         self.directory.record_step(number, plan)
         line: dict[str, Any] = {"step": number, **accumulated.line()}
         elapsed = time.perf_counter() - start
@@ -143,7 +148,8 @@ class Trainer:
             rejected_lines=self.directory.rejected_lines(),
             optimizer=optimizer_tensors(self.optimizer, self.policy.weights),
         )
-        self.checkpoints.save(self.policy, progress)
+        checkpoint = self.checkpoints.save(self.policy, progress)
+        self.source.checkpointed(checkpoint, self.step, self.queue.documents_seen)
 
     @contextmanager
     def _stop_between_steps(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,9 +40,31 @@ class Source(Protocol):
         """Records refused since the last call."""
         ...
 
+    def updated(self, documents_seen: int) -> None:
+        """The policy has new weights, having seen so many documents."""
+        ...
+
+    def checkpointed(self, checkpoint: Path, step: int, documents_seen: int) -> None:
+        """A checkpoint is complete: what `state` gave for it survives any kill from now on."""
+        ...
+
+    def close(self, finished: bool) -> None:
+        """The run has ended, or stopped early where not `finished`."""
+        ...
+
+
+class StillSource:
+    """What a source does about new weights, checkpoints and the end where it does nothing."""
+
+    def updated(self, documents_seen: int) -> None: ...
+
+    def checkpointed(self, checkpoint: Path, step: int, documents_seen: int) -> None: ...
+
+    def close(self, finished: bool) -> None: ...
+
 
 @dataclass
-class FileSource:
+class FileSource(StillSource):
     """Documents of files, in file order or a seeded shuffle of it, `epochs` times over."""
 
     documents: tuple[Rollout, ...]

@@ -15,7 +15,7 @@ from truestep.environments.prompts import Prompt
 from truestep.environments.rewards import Reward, RewardError, rate
 from truestep.policy.policy import Policy
 from truestep.rollouts.advantages import group_advantages
-from truestep.rollouts.source import SourceError
+from truestep.rollouts.source import SourceError, StillSource
 from truestep.sampler.decode import Completion, DecodeOptions, Request, decode
 from truestep.types import Rejected, Rollout
 
@@ -40,7 +40,7 @@ class _Group:
 
 
 @dataclass
-class InProcessSource:
+class InProcessSource(StillSource):
     """Prompts in a seeded order, anew each time all were used; `group_size` completions of each."""
 
     policy: Policy
