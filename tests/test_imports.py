@@ -24,7 +24,7 @@ FLOORS = (
     ("policy", "environments"),
     ("head", "losses"),
     ("metrics", "rollouts", "report"),
-    ("types", "config", "files", "randomness"),
+    ("types", "config", "files", "randomness", "ranks"),
     ("errors",),
     ("__init__",),
 )
