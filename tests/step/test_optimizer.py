@@ -189,7 +189,6 @@ def test_the_rate_rises_to_the_end_of_warm_up_and_never_again(schedule: str) -> 
 def test_the_norm_of_a_large_gradient_is_exact() -> None:
     """A float32 sum of 3e7 squares, one after another as a CPU adds, is off by more than a thousandth."""
 
-
     def norm_of(gradient: torch.Tensor) -> float:
         weights = Weights(torch.nn.ParameterDict({"weight": torch.zeros_like(gradient)}), torch.float32)
         weights.gradients["weight"].copy_(gradient)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
+import sys
 import tempfile
 import time
 import traceback
@@ -35,7 +37,7 @@ def run_ranks(
     environment: dict[str, str] | None = None,
 ) -> None:
     """`target(*arguments)` on so many ranks, each a process. The first one that fails ends all, and says why."""
-    processes, errors, store = start_ranks(size, target, arguments, threads=threads, environment=environment)
+    processes, folder, store = start_ranks(size, target, arguments, threads=threads, environment=environment)
     deadline = time.monotonic() + timeout
     try:
         while any(process.exitcode is None for process in processes):
@@ -51,11 +53,18 @@ def run_ranks(
                 process.kill()
                 process.join()
         del store
-    said = [file.read_text(encoding="utf-8") for rank in range(size) if (file := errors / str(rank)).is_file()]
-    failed = [rank for rank, process in enumerate(processes) if process.exitcode]
+    failed = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode}
+    said = "\n".join(filter(None, (last_words(folder, rank) for rank in range(size))))
+    shutil.rmtree(folder, ignore_errors=True)
     if failed or stuck:
-        codes = {rank: processes[rank].exitcode for rank in failed}
-        raise RankError("\n".join(said) or f"ranks ended with {codes}; still running: {stuck}")
+        raise RankError(f"ranks that failed, with their exit codes: {failed}; ranks that were stuck: {stuck}\n{said}")
+
+
+def last_words(folder: Path, rank: int) -> str:
+    """The end of what a rank wrote to its console."""
+    file = folder / str(rank)
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
+    return "\n".join(f"rank {rank}: {line}" for line in lines[-12:])
 
 
 def start_ranks(
@@ -66,11 +75,11 @@ def start_ranks(
     threads: int = 1,
     environment: dict[str, str] | None = None,
 ) -> tuple[list[BaseProcess], Path, dist.TCPStore]:
-    """The processes, the folder of what they say of failures, and the store, which must outlive them."""
+    """The processes, the folder of what they write to their consoles, and the store, which must outlive them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED_FIRST)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    errors = Path(tempfile.mkdtemp(prefix="truestep-ranks-"))
+    folder = Path(tempfile.mkdtemp(prefix="truestep-ranks-"))
     processes: list[BaseProcess] = []
     for rank in range(size):
         place = {
@@ -82,22 +91,25 @@ def start_ranks(
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             **(environment or {}),
         }
-        process = context.Process(target=_rank, args=(target, tuple(arguments), place, threads, errors / str(rank)))
+        process = context.Process(target=_rank, args=(target, tuple(arguments), place, threads, folder / str(rank)))
         process.start()
         processes.append(process)
-    return processes, errors, store
+    return processes, folder, store
 
 
 def _rank(
-    target: Callable[..., None], arguments: tuple[Any, ...], place: dict[str, str], threads: int, errors: Path
+    target: Callable[..., None], arguments: tuple[Any, ...], place: dict[str, str], threads: int, console: Path
 ) -> None:
     os.environ.update(place)
+    written = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
     torch.set_num_threads(threads)
     try:
         target(*arguments)
-    except BaseException as error:
+    except BaseException:
         traceback.print_exc()
-        errors.write_text(f"rank {place['RANK']}: {type(error).__name__}: {error}", encoding="utf-8")
+        sys.stderr.flush()
         os._exit(1)
     if dist.is_initialized():
         dist.destroy_process_group()
