@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,9 +67,9 @@ def _score(config: Config, output: Path, gradients: bool, ranks: Ranks, watch: W
     if not rollouts:
         raise ScoreError(f"no record of {config.data.path} is usable: see {output / 'rejected.jsonl'}")
     plan = plan_exactly(rollouts, make_rule(config, policy), documents_seen=0)
-    runner = make_runner(config, policy)
+    runner = dataclasses.replace(make_runner(config, policy), keep_scores=True)
     watch.phase("computing the step")
-    accumulated = runner.accumulate(plan, backward=gradients, keep_scores=True)
+    accumulated = runner.accumulate(plan, backward=gradients)
     result = Score(
         _step_line(accumulated, plan, policy, gradients, len(rejected)),
         [_document_line(rollout, said, config) for rollout, said in _pairs(plan, accumulated)],

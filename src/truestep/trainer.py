@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from truestep.run_directory import RunDirectory
 from truestep.sampler.evaluate import Evaluator
 from truestep.step.ahead import Planned, PlansAhead
 from truestep.step.optimizer import LearningRate, optimizer_tensors, update
-from truestep.step.run import StepRunner, clip_gradients, gradient_norm
+from truestep.step.run import Accumulated, StepRunner, clip_gradients, gradient_norm
 from truestep.types import StepPlan
 
 
@@ -54,6 +54,7 @@ class Trainer:
     stopped_by: int | None = None  # the signal that asked
     last_evaluated: int | None = None  # after which step
     documents_seen: int = 0
+    on_gradient: Callable[[StepPlan, Accumulated, float], None] | None = None  # of each step, before it is clipped
     _planned: Planned | None = None  # of the step that was made last
 
     def run(self) -> str:
@@ -131,6 +132,8 @@ class Trainer:
                 f"step {number}: the gradient's norm is {norm} (loss {loss}); nothing was updated, and the last "
                 f"checkpoint is {self.checkpoints.latest() or 'not written yet'}"
             )
+        if self.on_gradient is not None:
+            self.on_gradient(plan, accumulated, norm)
         clip_gradients(gradients, norm, self.gradient_clip)
         rate = self.learning_rate.at(number)
         update(self.optimizer, self.policy.weights, rate)

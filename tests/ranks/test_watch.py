@@ -46,7 +46,15 @@ def test_a_rank_that_is_done_is_not_missed() -> None:
 
 
 def test_all_in_one_phase() -> None:
-    assert "all ranks have been working" in (verdict(seen(0, 5, 4.0), [seen(1, 5, 4.0)], 3.0, 10.0) or "")
+    said = verdict(seen(0, 5, 4.0), [seen(1, 5, 4.0)], 3.0, 10.0)
+    assert said == "rank 0 has been working for 4 s; rank 1 has been working for 4 s (schedule.stall_timeout: 3)"
+
+
+def test_in_one_phase_the_one_that_waits_for_nobody_is_late() -> None:
+    waiting = Seen(0, 5, "working", 4.0, 0.0, ", at run.py:7 in step", waits=True)
+    busy = Seen(1, 5, "working", 4.0, 0.0, ", at reward.py:3 in score", waits=False)
+    said = verdict(waiting, [busy], 3.0, 10.0) or ""
+    assert said.startswith("rank 1 has been working for 4 s, at reward.py:3 in score, and the others wait for it")
 
 
 @pytest.mark.parametrize(

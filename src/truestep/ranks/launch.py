@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from truestep.ranks.group import RankError
 
-_IMPORTED_FIRST = ["truestep.train", "truestep.score"]
+_IMPORTED_FIRST = ["truestep.ranks.preload", "truestep.train", "truestep.score"]
 
 
 def run_ranks(

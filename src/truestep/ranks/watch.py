@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
@@ -36,6 +35,8 @@ class Seen:
     phase: str
     since: float  # seconds it has been in it
     silent: float  # seconds since it last said anything; a process that is there does so about every second
+    place: str = ""  # in the code
+    waits: bool = False  # in a call that waits for other ranks
 
 
 def verdict(mine: Seen, others: list[Seen], timeout: float, silence: float) -> str | None:
@@ -52,10 +53,11 @@ def verdict(mine: Seen, others: list[Seen], timeout: float, silence: float) -> s
     everyone = [mine, *others]
     slowest = min(seen.number for seen in everyone)
     late = sorted((seen for seen in everyone if seen.number == slowest), key=lambda seen: seen.rank)
-    if len(late) == len(everyone):
-        return f"all ranks have been {mine.phase} for {mine.since:.0f} s (schedule.stall_timeout: {timeout:g})"
-    names = "; ".join(f"rank {seen.rank} has been {seen.phase} for {seen.since:.0f} s" for seen in late)
-    return f"{names}, and the others wait for it (schedule.stall_timeout: {timeout:g})"
+    if len(late) == len(everyone) and any(not seen.waits for seen in late):
+        late = [seen for seen in late if not seen.waits]
+    names = "; ".join(f"rank {seen.rank} has been {seen.phase} for {seen.since:.0f} s{seen.place}" for seen in late)
+    others_wait = ", and the others wait for it" if len(late) < len(everyone) else ""
+    return f"{names}{others_wait} (schedule.stall_timeout: {timeout:g})"
 
 
 class Watch:
@@ -135,7 +137,8 @@ class Watch:
                 return
 
     def _tell(self) -> None:
-        state = [self._number, self._phase, time.monotonic() - self._since, time.time()]
+        place, waits = _where()
+        state = [self._number, self._phase, time.monotonic() - self._since, place, waits, time.time()]
         self._store.set(f"truestep/rank/{self._ranks.rank}", json.dumps(state))
 
     def _reason(self) -> str | None:
@@ -143,7 +146,7 @@ class Watch:
             failed = json.loads(self._store.get(_FAILED))
             if failed["rank"] != self._ranks.rank:
                 return f"rank {failed['rank']} failed: {failed['error']}"
-        mine = Seen(self._ranks.rank, self._number, self._phase, time.monotonic() - self._since, 0.0)
+        mine = Seen(self._ranks.rank, self._number, self._phase, time.monotonic() - self._since, 0.0, *_where())
         return verdict(mine, self._others(), self._timeout, self._silence)
 
     def _others(self) -> list[Seen]:
@@ -155,19 +158,16 @@ class Watch:
             said = self._store.get(name).decode()
             if self._heard.get(rank, ("", 0.0))[0] != said:
                 self._heard[rank] = (said, now)  # by this process's clock: hosts need not agree on the time
-            number, phase, since, _ = json.loads(said)
+            number, phase, since, place, waits, _ = json.loads(said)
             silent = now - self._heard[rank][1]
-            others.append(Seen(rank, number, phase, since + silent, silent))
+            others.append(Seen(rank, number, phase, since + silent, silent, place, waits))
         return others
 
     def _fail(self, error: str) -> None:
-        state: dict[str, Any] = {"rank": self._ranks.rank, "error": error}
         try:
-            self._store.set(
-                f"truestep/rank/{self._ranks.rank}", json.dumps([self._number, "failing", 0.0, time.time()])
-            )
+            self._tell()
             if not self._store.check([_FAILED]):
-                self._store.set(_FAILED, json.dumps(state))
+                self._store.set(_FAILED, json.dumps({"rank": self._ranks.rank, "error": error}))
         except Exception as unreachable:
             print(f"rank {self._ranks.rank}: the others could not be told: {unreachable}", file=sys.stderr)
 
@@ -175,3 +175,16 @@ class Watch:
         """At once: the main thread may be inside a collective that nobody else will ever join."""
         print(f"error: rank {self._ranks.rank} ends: {reason}", file=sys.stderr, flush=True)
         os._exit(ENDED_BY_ANOTHER)
+
+
+def _where() -> tuple[str, bool]:
+    """Where the main thread is in truestep's or the user's code, and whether it is in a call that waits for ranks."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    waits = False
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "site-packages" not in file and not file.startswith("<"):
+            return f", at {os.path.basename(file)}:{frame.f_lineno} in {frame.f_code.co_name}", waits
+        waits |= "/torch/distributed/" in file
+        frame = frame.f_back
+    return "", waits

@@ -54,6 +54,7 @@ class StepRunner:
     metrics_level: str = "basic"
     pad_to_multiple: int = 1
     breadth_first: int = 1  # micro-batches that share a gathering of the weights
+    keep_scores: bool = False
 
     @property
     def _ranks(self) -> Ranks:
@@ -64,12 +65,11 @@ class StepRunner:
         plan: StepPlan,
         *,
         backward: bool = True,
-        keep_scores: bool = False,
         beside: Mapping[str, Metric] | None = None,
     ) -> Accumulated:
         """The plan's metrics over all ranks, and with `backward` its whole gradient. `beside`: this rank's own metrics,
         to be reduced with the rest. Every rank that computes holds a part of the weights, so all run every pass."""
-        mine, counts = self._accumulate(plan, backward, keep_scores)
+        mine, counts = self._accumulate(plan, backward)
         parts = self._ranks.gather((on_host(mine.metrics | dict(beside or {})), mine.scores))
         metrics: dict[str, Metric] = dict(counts)
         for part, _ in parts:
@@ -77,7 +77,7 @@ class StepRunner:
         scores = {index: score for _, part in parts for index, score in part.items()}
         return Accumulated(metrics, tuple(scores[index] for index in sorted(scores)))
 
-    def _accumulate(self, plan: StepPlan, backward: bool, keep_scores: bool) -> tuple[_Mine, dict[str, Metric]]:
+    def _accumulate(self, plan: StepPlan, backward: bool) -> tuple[_Mine, dict[str, Metric]]:
         totals, weights = plan.totals, self.policy.weights
         if plan.ranks != self._ranks.size:
             raise ValueError(f"a plan for {plan.ranks} ranks on {self._ranks.size}")
@@ -107,7 +107,7 @@ class StepRunner:
             labels = self._labels(batch, plan, slice(None), statistics)
             facts = _document_facts(batch, plan)
             metrics = merge(metrics, measure(labels, self.objective, facts, self.metrics_level))
-            if keep_scores:
+            if self.keep_scores:
                 scores |= _scores(batch, plan, statistics)
         if backward:
             weights.reduce()
