@@ -14,7 +14,7 @@ ROOT = Path(truestep.__file__).parent
 FLOORS = (
     ("__main__",),
     ("cli",),
-    ("demo", "verify"),
+    ("demo", "verify", "parity"),
     ("train", "score", "export"),
     ("trainer", "assemble"),
     ("checkpoint",),

@@ -153,6 +153,43 @@ def verify(config: Path, output: Path, full: bool, ranks: int, documents: int, o
     )
 
 
+@main.command(cls=ConfigCommand, context_settings=_FREE_OPTIONS)
+@_config
+@click.option("--output", required=True, type=click.Path(path_type=Path), help="Where the files are written.")
+@click.option("--documents", type=click.IntRange(min=1), default=64, show_default=True, help="How many rollouts.")
+@click.option(
+    "--older",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="An earlier version of the weights, to recognise stale ones by; a run's own checkpoints are tried anyway.",
+)
+@_overrides
+@_said_once
+def parity(config: Path, output: Path, documents: int, older: tuple[Path, ...], overrides: tuple[str, ...]) -> None:
+    """How far the sampler's log-probs are from the trainer's, and why: each cause is tried by switching only it."""
+    from truestep.config.load import load_config
+
+    options = load_config(config, overrides)
+    from truestep.files import finite_or_null, write_text_whole
+    from truestep.parity import report
+    from truestep.parity.run import as_json
+    from truestep.parity.run import parity as run
+
+    console = Console()
+    result = run(options, documents=documents, older=older)
+    write_text_whole(output / "parity.json", json.dumps(finite_or_null(as_json(result)), indent=2) + "\n")
+    write_text_whole(output / "parity.svg", report.figure(result))
+    console.print(report.table(result))
+    worst = result.worst
+    console.print(
+        f"worst: document {worst.document}, position {worst.position}, token {worst.token} {worst.text!r}: sampler "
+        f"{worst.sampler:.4f}, trainer {worst.trainer:.4f}\n{result.verdict}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
 @main.command()
 @click.argument("source", type=click.Path(path_type=Path))
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="The Hugging Face directory to make.")

@@ -1,0 +1,216 @@
+"""What makes a sampler's log-probs differ from a trainer's, each tried by switching only it.
+
+A cause is judged by the gap that is left once it is switched: the mean of |log π - log π_sampler| over all labels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from truestep import assemble
+from truestep.config.schema import Config
+from truestep.parity.scores import retokenised, score, score_after_stale_prompt, shifted
+from truestep.policy.policy import Policy
+from truestep.policy.probe import ModelError
+from truestep.ranks.group import ALONE
+from truestep.types import Rollout
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One switch."""
+
+    cause: str
+    switch: str  # what exactly was switched
+    advice: str
+    left: np.ndarray  # [T] log-ratio with it switched; NaN where it says nothing
+
+    @property
+    def gap(self) -> float:
+        known = self.left[np.isfinite(self.left)]
+        return float(np.abs(known).mean()) if len(known) else float("inf")
+
+    @property
+    def worst(self) -> float:
+        known = self.left[np.isfinite(self.left)]
+        return float(np.abs(known).max()) if len(known) else float("inf")
+
+
+class Trial:
+    """The documents, the sampler's log-probs of their labels, and the trainer's policy."""
+
+    def __init__(self, config: Config, policy: Policy, documents: Sequence[Rollout], older: Sequence[Path]):
+        self._config, self._policy, self._documents, self._older = config, policy, documents, older
+        self._budget = config.data.tokens_per_microbatch
+        self.sampler = np.concatenate([_old(document) for document in documents])
+        self._wide = score(policy, documents, self._budget, wide=True)
+        self.base = Tried("as it is", "nothing", "", self._wide.plain - self.sampler)
+
+    def all(self) -> Iterator[Tried]:
+        yield from self._temperature()
+        yield from self._top_p()
+        yield from self._tokens()
+        yield from self._head()
+        yield from self._dtype()
+        yield from self._weights()
+        yield from self._rope()
+
+    def _tried(self, cause: str, switch: str, advice: str, logprobs: np.ndarray) -> Tried:
+        return Tried(cause, switch, advice, logprobs - self.sampler)
+
+    def _temperature(self) -> Iterator[Tried]:
+        for value, logprobs in self._wide.by_temperature.items():
+            if all(abs(document.temperature - value) < 1e-6 for document in self._documents):
+                continue
+            advice = (
+                f"the sampler's log-probs are those of temperature {value:g}: record that temperature, or have the "
+                "sampler report log-probs after its temperature (vLLM: --logprobs-mode processed_logprobs)"
+            )
+            yield self._tried("temperature", f"temperature {value:g}", advice, logprobs)
+
+    def _top_p(self) -> Iterator[Tried]:
+        for value, logprobs in self._wide.by_top_p.items():
+            advice = (
+                f"the sampler reports log-probs of what top-p {value:g} left: set top_p to 1, or report those of the "
+                "whole distribution"
+            )
+            yield self._tried("top-p", f"renormalised after top-p {value:g}", advice, logprobs)
+
+    def _tokens(self) -> Iterator[Tried]:
+        for by in (1, -1):
+            moved = np.concatenate([_shifted(document, by) for document in self._documents])
+            side = "late" if by > 0 else "early"
+            advice = (
+                f"the records' log-probs stand one label too {side}: write each beside the token that it is the "
+                "log-prob of"
+            )
+            yield Tried("token ids shifted", f"log-probs moved by {-by:+d}", advice, self._wide.plain - moved)
+        if self._policy.tokenizer is not None:
+            others = [self._retokenised(document) for document in self._documents]
+            if any(other is not None for other in others):
+                known = [other or document for other, document in zip(others, self._documents, strict=True)]
+                advice = (
+                    "the log-probs are of the text tokenised anew, not of the ids in the records: record the ids that "
+                    "the sampler drew, and never tokenise a completion again"
+                )
+                logprobs = score(self._policy, known, self._budget).plain
+                yield self._tried("token ids re-tokenised", "completions tokenised anew", advice, logprobs)
+
+    def _retokenised(self, document: Rollout) -> Rollout | None:
+        labels = np.flatnonzero(document.loss_mask)
+        if not len(labels):
+            return None
+        cut = int(labels[0])
+        tokenizer = self._policy.tokenizer
+        text = tokenizer.decode(document.input_ids[cut:].tolist(), skip_special_tokens=False)
+        again = tokenizer.encode(text, add_special_tokens=False)
+        return retokenised(document, [*document.input_ids[:cut].tolist(), *again])
+
+    def _head(self) -> Iterator[Tried]:
+        if self._config.model.dtype == "float32":
+            return
+        fp32 = self._policy.head.fp32
+        advice = (
+            f"the sampler's LM head {'rounds logits to bfloat16' if fp32 else 'keeps logits in float32'} and the "
+            f"trainer's does not: set model.head.fp32_lm_head: {str(not fp32).lower()}, or change the sampler"
+        )
+        switched = score(self._policy, self._documents, self._budget, head=replace(self._policy.head, fp32=not fp32))
+        yield self._tried("head rounding", f"fp32_lm_head: {str(not fp32).lower()}", advice, switched.plain)
+
+    def _dtype(self) -> Iterator[Tried]:
+        other = "bfloat16" if self._config.model.dtype == "float32" else "float32"
+        with _loaded(self._config, self._policy.path, dtype=other) as policy:
+            if policy is not None:
+                advice = f"the sampler computes in {other}: run both in one type (model.dtype, or vLLM's --dtype)"
+                logprobs = score(policy, self._documents, self._budget).plain
+                yield self._tried("compute dtype", f"dtype: {other}", advice, logprobs)
+
+    def _weights(self) -> Iterator[Tried]:
+        for path in self._older:
+            with _loaded(self._config, path) as policy:
+                if policy is None:
+                    continue
+                advice = f"the sampler still has the weights of {path}: sync them before it goes on"
+                logprobs = score(policy, self._documents, self._budget).plain
+                yield self._tried("stale weights", f"weights of {path.name}", advice, logprobs)
+                advice = (
+                    "the sampler's prefix cache holds prompts as older weights saw them: reset it after each sync "
+                    "(vLLM: POST /reset_prefix_cache)"
+                )
+                logprobs = score_after_stale_prompt(policy, self._policy, self._documents)
+                yield self._tried("stale prefix cache", f"prompts cached by {path.name}", advice, logprobs)
+
+    def _rope(self) -> Iterator[Tried]:
+        for switch, change in _rope_variants(self._policy.path):
+            with _changed_copy(self._policy.path, change) as directory, _loaded(self._config, directory) as policy:
+                if policy is None:
+                    continue
+                advice = (
+                    f"the sampler's rotary embedding is another ({switch}): serve the config.json that is trained, "
+                    "without an override of rope settings"
+                )
+                logprobs = score(policy, self._documents, self._budget).plain
+                yield self._tried("rope settings", switch, advice, logprobs)
+
+
+def _old(document: Rollout) -> np.ndarray:
+    assert document.logprobs is not None
+    return document.logprobs[document.loss_mask].astype(np.float64)
+
+
+def _shifted(document: Rollout, by: int) -> np.ndarray:
+    moved = shifted(document, by)
+    assert moved is not None
+    return moved
+
+
+@contextlib.contextmanager
+def _loaded(config: Config, path: Path, dtype: str | None = None) -> Iterator[Policy | None]:
+    """Another version of the model; None where it cannot be made."""
+    model = config.model if dtype is None else config.model.model_copy(update={"dtype": dtype})
+    try:
+        yield assemble.make_policy(config.model_copy(update={"model": model}), ALONE, str(path))
+    except ModelError:
+        yield None
+
+
+def _rope_variants(model: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Of the settings that servers are known to override or to ignore."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    rope = config.get("rope_parameters") or {}
+    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+    kind = rope.get("rope_type", (config.get("rope_scaling") or {}).get("rope_type", "default"))
+    plain = {"rope_type": "default", "rope_theta": theta}
+    if kind != "default":
+        yield f"rope_type: default for {kind}", {"rope_parameters": plain, "rope_scaling": None}
+    for other in (10000.0, 500000.0, 1000000.0):
+        if other != theta:
+            changed = {**(rope or plain), "rope_theta": other}
+            yield f"rope_theta: {other:g} for {theta:g}", {"rope_parameters": changed, "rope_theta": other}
+    for factor in (2.0, 4.0):
+        scaled = {"rope_type": "linear", "factor": factor, "rope_theta": theta}
+        yield f"positions divided by {factor:g}", {"rope_parameters": scaled, "rope_scaling": None}
+
+
+@contextlib.contextmanager
+def _changed_copy(model: Path, change: dict[str, Any]) -> Iterator[Path]:
+    """The directory with another config.json; nothing else is copied."""
+    with tempfile.TemporaryDirectory(prefix="truestep-parity-") as folder:
+        copy = Path(folder) / "model"
+        copy.mkdir()
+        for file in model.iterdir():
+            if file.is_file() and file.name != "config.json":
+                os.symlink(file.resolve(), copy / file.name)
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        config |= {name: value for name, value in change.items() if name in config or value is not None}
+        (copy / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        yield copy

@@ -1,0 +1,242 @@
+"""`parity` names the cause of a mismatch, first in its list, for each that is planted.
+
+The samplers here are transformers' own models, used as a server would use them wrongly; nothing of truestep's.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from small_runs import merged
+from tiny import label_positions, make_model, make_records
+from truestep.config.schema import Config
+from truestep.parity.run import Parity, parity
+
+Record = dict[str, Any]
+SMALL = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 96}
+
+
+def logits_of(model: Any, ids: list[int], cache: Any = None) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=cache is not None).logits[0]
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+
+
+def sampled(
+    records: list[Record],
+    logits: Callable[[Record], torch.Tensor],
+    *,
+    temperature: Callable[[Record], float] = lambda record: record.get("temperature", 1.0),
+    top_p: float = 1.0,
+    off: int = 0,
+) -> list[Record]:
+    """The records with log-probs as that sampler would report them."""
+    made = []
+    for record in records:
+        positions = label_positions(record)
+        z = logits(record).double() / temperature(record)
+        log_p = z.log_softmax(-1)
+        values = []
+        for position in positions:
+            row, token = log_p[position - 1], record["input_ids"][position]
+            if top_p < 1:
+                p = row.exp().sort(descending=True).values
+                kept = int((p.cumsum(0) - p < top_p).sum())
+                surviving = float(p[:kept].sum())
+                values.append(float(row[token]) - torch.tensor(surviving).log().item())
+            else:
+                values.append(float(row[token]))
+        if off:
+            values = values[off:] + values[:off]
+        made.append({**record, "logprobs": [min(value, 0.0) for value in values]})
+    return made
+
+
+def documents() -> list[Record]:
+    records = make_records(4, documents=24, max_length=48, temperatures=False)
+    return [record for record in records if len(label_positions(record)) > 1]
+
+
+def look(
+    directory: Path, records: list[Record], tmp_path: Path, older: tuple[Path, ...] = (), **sections: Any
+) -> Parity:
+    file = tmp_path / "rollouts.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    base = {
+        "model": {"path": str(directory), "dtype": "float32", "device": "cpu"},
+        "data": {"path": str(file), "advantages": "none", "tokens_per_microbatch": 200},
+    }
+    return parity(Config.model_validate(merged(base, sections)), older=older)
+
+
+def check_named(result: Parity, cause: str, switch: str = "") -> None:
+    assert result.tried[0].cause == cause, [(tried.cause, tried.switch, tried.gap) for tried in result.tried]
+    assert switch in result.tried[0].switch
+    assert not result.fine
+    assert result.verdict.startswith(cause)
+    assert result.tried[0].advice in result.verdict
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("parity") / "model", "qwen3", seed=1, **SMALL)
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same architecture, a few updates ago."""
+    path = make_model(tmp_path_factory.mktemp("parity") / "old", "qwen3", seed=1, **SMALL)
+    before = load(path)
+    with torch.no_grad():
+        for parameter in before.parameters():
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9)))
+    before.save_pretrained(path)
+    return path
+
+
+def test_where_both_agree_nothing_is_blamed(model: Path, old: Path, tmp_path: Path) -> None:
+    engine = load(model)
+    records = sampled(documents(), lambda record: logits_of(engine, record["input_ids"]))
+    result = look(model, records, tmp_path, (old,))
+    assert result.fine and result.base.gap < 1e-5
+    assert "agree" in result.verdict
+    assert {tried.cause for tried in result.tried} == {
+        *("temperature", "top-p", "token ids shifted", "compute dtype", "stale weights", "stale prefix cache"),
+        "rope settings",
+    }
+
+
+def test_head_rounding(model: Path, tmp_path: Path) -> None:
+    """The head's logits are rounded to bfloat16 there, and not here."""
+    engine = load(model, torch.bfloat16)
+    records = sampled(documents(), lambda record: logits_of(engine, record["input_ids"]))
+    given = {"dtype": "bfloat16", "head": {"fp32_lm_head": True}}
+    check_named(look(model, records, tmp_path, model=given), "head rounding", "fp32_lm_head: false")
+
+
+def test_temperature(model: Path, tmp_path: Path) -> None:
+    """Sampled at 0.7, with log-probs of before the temperature, as vLLM reports them unless told otherwise."""
+    engine = load(model)
+    raw = sampled(documents(), lambda record: logits_of(engine, record["input_ids"]), temperature=lambda _: 1.0)
+    records = [{**record, "temperature": 0.7} for record in raw]
+    check_named(look(model, records, tmp_path), "temperature", "temperature 1")
+
+
+def test_top_p(model: Path, tmp_path: Path) -> None:
+    engine = load(model)
+    records = sampled(documents(), lambda record: logits_of(engine, record["input_ids"]), top_p=0.9)
+    check_named(look(model, records, tmp_path), "top-p", "top-p 0.9")
+
+
+def test_stale_weights(model: Path, old: Path, tmp_path: Path) -> None:
+    engine = load(old)
+    records = sampled(documents(), lambda record: logits_of(engine, record["input_ids"]))
+    check_named(look(model, records, tmp_path, (old,)), "stale weights", "weights of old")
+
+
+def test_stale_weights_are_recognised_by_the_runs_own_checkpoints(model: Path, old: Path, tmp_path: Path) -> None:
+    import shutil
+
+    for step, path in ((1, old), (2, model)):
+        made = tmp_path / "run" / "checkpoints" / f"step-{step:08d}"
+        shutil.copytree(path, made)
+        (made / "truestep").mkdir()
+        (made / "truestep" / "state.json").write_text("{}", encoding="utf-8")
+    engine = load(old)
+    records = sampled(documents(), lambda record: logits_of(engine, record["input_ids"]))
+    result = look(model, records, tmp_path, checkpoint={"directory": str(tmp_path / "run")})
+    check_named(result, "stale weights", "weights of step-00000001")
+
+
+def test_stale_prefix_cache(model: Path, old: Path, tmp_path: Path) -> None:
+    before, engine = load(old), load(model)
+
+    def logits(record: Record) -> torch.Tensor:
+        ids = record["input_ids"]
+        cut = max(0, label_positions(record)[0] - 1)
+        if not cut:
+            return logits_of(engine, ids)
+        with torch.no_grad():
+            cache = before(input_ids=torch.tensor([ids[:cut]]), use_cache=True).past_key_values
+        tail = logits_of(engine, ids[cut:], cache)
+        return torch.cat([torch.zeros(cut, tail.shape[1]), tail])
+
+    records = sampled([record for record in documents() if label_positions(record)[0] > 2], logits)
+    check_named(look(model, records, tmp_path, (old,)), "stale prefix cache", "prompts cached by old")
+
+
+def test_token_ids_shifted(model: Path, tmp_path: Path) -> None:
+    engine = load(model)
+    records = sampled(documents(), lambda record: logits_of(engine, record["input_ids"]), off=1)
+    check_named(look(model, records, tmp_path), "token ids shifted")
+
+
+def test_token_ids_retokenised(tmp_path: Path) -> None:
+    """The sampler drew a|bc; whoever scored it tokenised the text anew, into ab|c."""
+    words = {"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4, "d": 5}
+    fast = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(vocab=words, merges=[("a", "b"), ("b", "c")])))
+    model = make_model(tmp_path / "model", "llama", vocab_size=6, pad_token_id=None, bos_token_id=None, eos_token_id=5)
+    fast.save_pretrained(model)
+    drawn = [[5, 0, 4, 5, 0, 4], [0, 4, 5, 5, 0, 4, 0, 4], [5, 5, 0, 4]]
+    plain = [{"id": str(n), "input_ids": [5, 5, *ids], "prompt_length": 2} for n, ids in enumerate(drawn)]
+    anew = [{**r, "input_ids": [5, 5, *fast.encode(fast.decode(r["input_ids"][2:]))]} for r in plain]
+    assert [len(r["input_ids"]) for r in anew] == [len(r["input_ids"]) for r in plain]
+    engine = load(model)
+    scored = sampled(anew, lambda record: logits_of(engine, record["input_ids"]))
+    records = [
+        {**record, "logprobs": other["logprobs"], "advantage": 1.0} for record, other in zip(plain, scored, strict=True)
+    ]
+    check_named(look(model, records, tmp_path), "token ids re-tokenised")
+
+
+def test_compute_dtype(model: Path, tmp_path: Path) -> None:
+    engine = load(model, torch.bfloat16)
+    records = sampled(documents(), lambda record: logits_of(engine, record["input_ids"]))
+    check_named(look(model, records, tmp_path), "compute dtype", "bfloat16")
+
+
+def test_rope_settings(model: Path, tmp_path: Path) -> None:
+    """Served with the default base in place of the model's own."""
+    engine = load(model)
+    config = engine.config
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    served = type(engine)(config).eval()
+    served.load_state_dict(engine.state_dict())
+    records = sampled(documents(), lambda record: logits_of(served, record["input_ids"]))
+    check_named(look(model, records, tmp_path), "rope settings", "rope_theta: 10000 for")
+
+
+def test_the_command(model: Path, old: Path, tmp_path: Path) -> None:
+    engine = load(old)
+    records = sampled(documents(), lambda record: logits_of(engine, record["input_ids"]))
+    (tmp_path / "r.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    config = f"model: {{path: {model}, dtype: float32}}\ndata: {{path: r.jsonl, advantages: none}}\n"
+    (tmp_path / "c.yaml").write_text(config, encoding="utf-8")
+    command = [sys.executable, "-m", "truestep", "parity", "c.yaml", "--output", "out", "--older", str(old)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "stale weights (weights of old) explains 100% of the gap" in done.stdout
+    assert "worst: document" in done.stdout
+    said = json.loads((tmp_path / "out" / "parity.json").read_text(encoding="utf-8"))
+    assert said["causes"][0]["cause"] == "stale weights"
+    assert (tmp_path / "out" / "parity.svg").read_text(encoding="utf-8").startswith("<svg")
+
+
+def test_records_without_logprobs_are_refused(model: Path, tmp_path: Path) -> None:
+    records = make_records(4, documents=3, with_logprobs=False)
+    with pytest.raises(Exception, match="no record of .* has both labels and log-probs"):
+        look(model, records, tmp_path)
