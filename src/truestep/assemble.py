@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import torch
 
 from truestep.config.schema import Config
-from truestep.config.sections import CispoLoss, CrossEntropyLoss, GrpoLoss, GspoLoss, ReinforceLoss
+from truestep.config.sections import (
+    CispoLoss,
+    CrossEntropyLoss,
+    DirectorySource,
+    GrpoLoss,
+    GspoLoss,
+    RedisSource,
+    ReinforceLoss,
+)
 from truestep.head.logits import HeadSettings
 from truestep.losses.objective import Denominator, Objective
 from truestep.losses.policy import Cispo, CrossEntropy, Grpo, Gspo, PolicyLoss, Reinforce, clip_bounds
@@ -15,6 +24,10 @@ from truestep.policy.load import load_policy
 from truestep.policy.policy import Policy
 from truestep.rollouts.files import Documents, expand_paths, load_documents
 from truestep.rollouts.record import Needs
+from truestep.rollouts.stream.directory import DirectoryTransport
+from truestep.rollouts.stream.intake import Checks
+from truestep.rollouts.stream.source import StreamSource
+from truestep.rollouts.stream.transport import Transport
 from truestep.step.optimizer import LearningRate
 from truestep.step.plan import StepRule
 from truestep.step.run import StepRunner
@@ -85,20 +98,49 @@ def make_learning_rate(config: Config) -> LearningRate:
     )
 
 
+def _needs(config: Config) -> Needs:
+    supervised = config.loss.type == "cross_entropy"
+    return Needs(logprobs=not supervised, advantages=not supervised, advantage_rule=config.data.advantages)
+
+
 def read_documents(config: Config, vocabulary_size: int) -> Documents:
     data = config.data
     assert data.path is not None
-    supervised = config.loss.type == "cross_entropy"
     return load_documents(
         expand_paths(data.path),
         vocabulary_size=vocabulary_size,
         default_temperature=data.temperature,
         max_tokens=data.tokens_per_microbatch,
-        needs=Needs(logprobs=not supervised, advantages=not supervised, advantage_rule=data.advantages),
+        needs=_needs(config),
         advantage_rule=data.advantages,
         group_size=data.group_size,
         on_bad_record=data.on_bad_record,
     )
+
+
+def make_transport(source: RedisSource | DirectorySource) -> Transport:
+    """An error now where the server or the directory is not there."""
+    if isinstance(source, DirectorySource):
+        return DirectoryTransport(Path(source.directory))
+    from truestep.rollouts.stream.redis import RedisTransport  # an extra
+
+    return RedisTransport(
+        url=source.url, stream=source.stream, group=source.group, consumer=source.consumer, events=source.events
+    )
+
+
+def make_stream_source(config: Config, vocabulary_size: int) -> StreamSource:
+    data = config.data
+    assert data.source is not None
+    checks = Checks(
+        vocabulary_size=vocabulary_size,
+        default_temperature=data.temperature,
+        max_tokens=data.tokens_per_microbatch,
+        needs=_needs(config),
+        group_size=data.group_size,
+        stop_at_rejected=data.on_bad_record == "stop",
+    )
+    return StreamSource(make_transport(data.source), checks, config.schedule.stall_timeout)
 
 
 def make_deterministic() -> None:

@@ -53,8 +53,11 @@ def make_trainer(config: Config, console: Console, title: str = "training") -> T
         raise TrainingError("this version of truestep trains on one process: start it without torchrun")
     if config.deterministic:
         assemble.make_deterministic()
-    if config.data.path is None and config.sampler is None:
-        raise TrainingError("documents come from data.path (rollout files) or from a sampler: give one of the two")
+    if config.data.path is None and config.data.source is None and config.sampler is None:
+        raise TrainingError(
+            "documents come from data.path (rollout files), from data.source (sent while the run goes on) or from a "
+            "sampler: give one of them"
+        )
     _check_inputs(config)
     assert config.checkpoint.directory is not None
     directory = RunDirectory(Path(config.checkpoint.directory))
@@ -90,6 +93,8 @@ def make_trainer(config: Config, console: Console, title: str = "training") -> T
     for note in notes if config.logging.console else ():
         console.print(note, highlight=False, markup=False, soft_wrap=True)
     _lay_out(directory, config, source, step, rejected_lines)
+    if latest is not None:  # a kill may have come between its completion and the word of it
+        source.checkpointed(latest, step, queue.documents_seen)
     return Trainer(
         policy=policy,
         source=source,
@@ -114,6 +119,8 @@ def _check_inputs(config: Config) -> None:
     """What can be wrong without the model, before the minutes that a large one takes to load."""
     if config.data.path is not None:
         expand_paths(config.data.path)
+    if config.data.source is not None:
+        assemble.make_transport(config.data.source).close()
     for section in (config.sampler, config.evaluation):
         if section is not None:
             find_prompts(section.prompts)
@@ -191,12 +198,14 @@ def _flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _lay_out(directory: RunDirectory, config: Config, source: Source, step: int, rejected_lines: int) -> None:
     """The run's files as they were at the end of `step`. Nothing is written before everything else could be built."""
     directory.roll_back(step, rejected_lines)
-    if source.finite:
+    if isinstance(source, FileSource):
         write_rejected(directory.path, source.drain_rejected())  # of the whole data, read anew at every start
     write_whole(directory.config, dump_config(config).encode())
 
 
 def _make_source(config: Config, policy: Policy) -> Source:
+    if config.data.source is not None:
+        return assemble.make_stream_source(config, policy.vocabulary_size)
     if config.sampler is None:
         documents = assemble.read_documents(config, policy.vocabulary_size)
         if not documents.rollouts:

@@ -113,7 +113,7 @@ class FileSource(StillSource):
     def restore(self, state: dict[str, Any]) -> None:
         if "position" not in state:
             raise SourceError(
-                "data.path: this run's checkpoint was made from a sampler; give another checkpoint.directory"
+                "data.path: this run's checkpoint was not made from files; give another checkpoint.directory"
             )
         if self._fingerprint(state["position"]) != state["fingerprint"]:
             raise SourceError(
