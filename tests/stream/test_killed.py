@@ -22,9 +22,11 @@ import yaml
 from small_runs import read_lines
 from stream.redis_server import RedisServer, needs_redis
 from tiny import make_records
+from truestep.files import read_json_lines
 
 _DRIVER = Path(__file__).parents[1] / "kill_driver.py"
 _GROUP = 4
+_AHEAD = 60  # documents that the sampler sends before it waits for the trainer
 Record = dict[str, Any]
 
 
@@ -89,12 +91,15 @@ def _train(config: dict[str, Any], file: Path, kills: list[tuple[str, float]], s
     reader = threading.Thread(target=lambda: lines.extend(driver.stdout or ()))
     reader.start()
     sent: list[Record] = []
+    good = 0
     try:
         for batch in _batches(len(kills)):
             sender.send(batch)
             sent += batch
-            time.sleep(0.05)
-            if len(lines) >= len(kills) or driver.poll() is not None:
+            good += sum("bad" not in record and "again" not in record for record in batch)
+            while not (over := len(lines) >= len(kills) or driver.poll() is not None) and good - _trained(file) > _AHEAD:
+                time.sleep(0.01)
+            if over:
                 break
         sender.end()
         driver.wait(60)
@@ -105,6 +110,10 @@ def _train(config: dict[str, Any], file: Path, kills: list[tuple[str, float]], s
     assert driver.returncode == 0, lines
     assert json.loads(lines[-1]) == {"killed": [True] * len(kills), "final": 0}, log
     return sent
+
+
+def _trained(file: Path) -> int:
+    return sum(line["num_documents"] for line in read_json_lines(file.with_suffix("") / "ledger.jsonl"))
 
 
 def _check(run: Path, sent: list[Record]) -> None:
@@ -129,24 +138,61 @@ class _ToStream:
         self._server.end("rollouts")
 
 
+def _kills(generator: random.Random, **counts: int) -> list[tuple[str, float]]:
+    """At random times, and at random ones of the places where a kill is most likely to hurt."""
+    instants: dict[str, Callable[[], float]] = {
+        "seconds": lambda: generator.uniform(0.1, 0.9),
+        "command": lambda: generator.randint(1, 40),
+        "answer": lambda: generator.randint(1, 40),
+        "event": lambda: generator.randint(5, 80),
+    }
+    kills = [(kind, instants[kind]()) for kind, count in counts.items() for _ in range(count)]
+    generator.shuffle(kills)
+    return kills
+
+
 @needs_redis
-def test_twenty_kills_on_redis(
-    redis_server: RedisServer, tiny_model: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_twenty_kills_on_redis(redis_server: RedisServer, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     config = {
         "model": {"path": str(tiny_model("qwen3_tied")), "dtype": "float32"},
         "data": {"source": {"type": "stream", "url": redis_server.url, "stream": "rollouts"}, "group_size": _GROUP},
     }
-    generator = random.Random(20)
-    kills: list[tuple[str, float]] = [
-        *(("seconds", generator.uniform(0.2, 1.2)) for _ in range(8)),
-        *(("command", generator.randint(1, 60)) for _ in range(5)),
-        *(("answer", generator.randint(1, 60)) for _ in range(4)),
-        *(("event", generator.randint(5, 80)) for _ in range(3)),
-    ]
-    generator.shuffle(kills)
+    kills = _kills(random.Random(20), seconds=6, command=6, answer=5, event=3)
     sent = _train(config, tmp_path / "run.yaml", kills, _ToStream(redis_server))
     _check(tmp_path / "run", sent)
     assert redis_server.pending("rollouts") == [], "all is acknowledged"
     events = redis_server.events("rollouts:events")
     assert events[-1] == {"event": "training_finished", "documents_seen": str(len(_expected(sent)))}
+
+
+class _ToDirectory:
+    """A file a batch, some of them in two parts, each renamed when it is whole."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._number = 0
+
+    def send(self, records: list[Record]) -> None:
+        self._number += 1
+        beside = self._directory / f".{self._number:05}.partial"
+        with beside.open("w", encoding="utf-8") as file:
+            for record in records:
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+        beside.rename(self._directory / f"{self._number:05}.jsonl")
+
+    def end(self) -> None:
+        (self._directory / "END").touch()
+
+
+def test_kills_on_a_watched_directory(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    (tmp_path / "sent").mkdir()
+    config = {
+        "model": {"path": str(tiny_model("qwen3_tied")), "dtype": "float32"},
+        "data": {"source": {"type": "files", "directory": str(tmp_path / "sent")}, "group_size": _GROUP},
+    }
+    kills = _kills(random.Random(7), seconds=5, event=3)
+    sent = _train(config, tmp_path / "run.yaml", kills, _ToDirectory(tmp_path / "sent"))
+    _check(tmp_path / "run", sent)
+    events = read_lines(tmp_path / "sent" / "events.jsonl")
+    assert events[-1] == {"event": "training_finished", "documents_seen": len(_expected(sent))}
