@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-import pytest
 import yaml
 
 from small_runs import read_lines
@@ -97,7 +96,9 @@ def _train(config: dict[str, Any], file: Path, kills: list[tuple[str, float]], s
             sender.send(batch)
             sent += batch
             good += sum("bad" not in record and "again" not in record for record in batch)
-            while not (over := len(lines) >= len(kills) or driver.poll() is not None) and good - _trained(file) > _AHEAD:
+            while (
+                not (over := len(lines) >= len(kills) or driver.poll() is not None) and good - _trained(file) > _AHEAD
+            ):
                 time.sleep(0.01)
             if over:
                 break

@@ -200,7 +200,9 @@ def test_a_message_deleted_before_it_was_trained_on_is_not_lost_in_silence(redis
 
 def test_an_entry_without_a_record(redis_server: RedisServer) -> None:
     redis_server.client.xadd("s", {"data": "{}"})
-    assert [message.problem for message in transport(redis_server).fetch(1, 0.01)] == ["the entry has no field 'record'"]
+    assert [message.problem for message in transport(redis_server).fetch(1, 0.01)] == [
+        "the entry has no field 'record'"
+    ]
 
 
 @pytest.mark.parametrize("fields", [{"event": "end"}, {"record": '{"event": "end"}'}])

@@ -60,7 +60,8 @@ class PlanQueue:
             if len(waiting) < wanted:  # the data ends: nothing more comes that could still fit
                 complete = bool(bins) and may_end(len(bins), len(waiting), self._rule)
                 break
-            wanted += 1 + wanted // 8  # not far ahead: more may only be sent when this step's weights are out
+            # Not far ahead: more documents may only be sent when this step's weights are out.
+            wanted += 1 if self._rule.docs_per_step else 1 + wanted // 8
         # What is left out is not taken: should the files grow, it belongs to the next step.
         if not complete and self._leave(waiting):
             return None

@@ -76,7 +76,7 @@ class DirectoryTransport:
                 return {
                     entry.name: entry.stat().st_size
                     for entry in entries
-                    if entry.name.endswith(SUFFIX) and not entry.name.startswith(".") and entry.name != EVENTS
+                    if entry.name.endswith(SUFFIX) and entry.name[0] != "." and entry.name != EVENTS and entry.is_file()
                 }
         except OSError as error:  # also a file that was removed between the two looks
             raise TransportError(f"{self.name} cannot be read: {error}") from error

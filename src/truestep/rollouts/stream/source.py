@@ -70,14 +70,12 @@ class StreamSource:
                 alive = time.monotonic()
 
     def _stalled(self, count: int, rejected: int, trouble: str | None) -> str:
-        there = f"{len(self._intake.ready)} of the {count} documents that the step waits for are there"
         waiting, groups = self._intake.in_open_groups
-        if waiting:
-            there += f", and {waiting} more wait for the rest of their groups ({groups}, of data.group_size each)"
         notes = [
             f"{self._transport.name} gave no document for {self._stall_timeout:g} s (schedule.stall_timeout)",
-            there,
-            f"{rejected} records were rejected meanwhile, see rejected.jsonl" if rejected else None,
+            f"{len(self._intake.ready)} of the {count} documents that the step waits for are there",
+            f"in groups that are not complete: {waiting} in {groups} (data.group_size)" if waiting else None,
+            f"rejected meanwhile: {rejected}, see rejected.jsonl" if rejected else None,
             trouble or self._transport.hint(),
         ]
         return "; ".join(note for note in notes if note)
