@@ -146,6 +146,20 @@ def test_a_reply_that_was_lost_is_given_again(redis_server: RedisServer) -> None
     proxy.close()
 
 
+def test_an_acknowledgement_that_fails_costs_no_document(redis_server: RedisServer) -> None:
+    proxy = _Lossy(redis_server)
+    redis_server.send("s", ["a"])
+    reader = transport(redis_server, url=proxy.url)
+    assert payloads(reader) == ["a"]
+    redis_server.send("s", ["b"])
+    redis_server.end("s")
+    proxy.loses = b":1\r\n"  # to XACK, in the call that reads the last documents
+    assert payloads(reader) == ["b"]
+    assert proxy.loses is None
+    assert reader.ended
+    proxy.close()
+
+
 def test_the_server_is_gone_and_comes_back(redis_server: RedisServer) -> None:
     redis_server.send("s", list("ab"))
     reader = transport(redis_server)

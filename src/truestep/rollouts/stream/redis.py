@@ -42,6 +42,7 @@ class RedisTransport:
         self._checkpointed: str | None = None  # the last one that a complete checkpoint holds
         self._joined = False
         self._pending: list[str] = []  # given and not acknowledged
+        self._end: str | None = None  # the message that said so, until it is acknowledged
         self._gone: list[str] = []  # pending, and deleted from the stream
         self._reported: set[str] = set()  # of those
         self._outbox: deque[dict[str, Any]] = deque()
@@ -79,9 +80,9 @@ class RedisTransport:
                 continue  # a server that came back from an older copy of itself
             self._position = identifier
             if _is_end(fields):
-                # Not left for a later run of the group to find: this run's place is before it, as its checkpoints are.
-                self._client.xack(self._stream, self._group, identifier)
-                self.ended = True
+                # Not left for a later run of the group to find: this one's checkpoints have their own place.
+                self._end, self.ended = identifier, True
+                self._try_to_send()
                 break
             problem = None if _RECORD in fields else f"the entry has no field {_RECORD.decode()!r}"
             messages.append(self._message(identifier, fields.get(_RECORD, b""), problem))
@@ -176,6 +177,9 @@ class RedisTransport:
         while self._outbox:
             self._client.xadd(self._events, self._outbox[0])
             self._outbox.popleft()
+        if self._end is not None:
+            self._client.xack(self._stream, self._group, self._end)
+            self._end = None
         if self._checkpointed is None or not self._pending:
             return
         held = _order(self._checkpointed)

@@ -30,8 +30,9 @@ class StreamSource:
         self._intake = Intake(checks)
         self._stall_timeout = stall_timeout
         self._documents_seen = 0
-        self._stored: dict[str, Any] = {}  # where the transport stood when `state` was last asked for
-        self._moved = True  # since the last complete checkpoint
+        # Where the transport stood when documents were taken, by how many the policy will have seen with them.
+        self._places: dict[int, dict[str, Any]] = {}
+        self._seen_with_taken = 0
         self._announced_step: int | None = None
 
     def peek(self, count: int) -> list[Rollout]:
@@ -41,7 +42,9 @@ class StreamSource:
     def take(self, count: int, documents_seen: int) -> list[Rollout]:
         self._wait_for(count)
         ready = self._intake.ready
-        return [ready.popleft() for _ in range(min(count, len(ready)))]
+        taken = [ready.popleft() for _ in range(min(count, len(ready)))]
+        self._seen_with_taken = documents_seen + len(taken)
+        return taken
 
     def _wait_for(self, count: int) -> None:
         """Until so many documents are ready or the data ends. Only a usable document counts as a sign of life."""
@@ -81,8 +84,10 @@ class StreamSource:
         return "; ".join(note for note in notes if note)
 
     def state(self) -> dict[str, Any]:
-        self._stored = self._transport.state()
-        return {"transport": self._stored, "documents": self._intake.state()}
+        place = self._transport.state()
+        # The first is what the checkpoint of these documents holds: asked again, more may have been read for the next.
+        self._places.setdefault(self._seen_with_taken, place)
+        return {"transport": place, "documents": self._intake.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         if "transport" not in state:
@@ -93,7 +98,7 @@ class StreamSource:
         self._transport.restore(state["transport"])
         self._intake.restore(state["documents"])
         self._transport.acknowledge(state["transport"])  # the checkpoint is complete; who made it may not have got here
-        self._moved = False
+        self._places = {0: state["transport"]}
 
     def drain_rejected(self) -> list[Rejected]:
         rejected, self._intake.rejected = self._intake.rejected, []
@@ -101,13 +106,13 @@ class StreamSource:
 
     def updated(self, documents_seen: int) -> None:
         self._documents_seen = documents_seen
-        self._moved = True
 
     def checkpointed(self, checkpoint: Path, step: int, documents_seen: int) -> None:
         self._documents_seen = documents_seen
-        if self._moved:  # else the step's checkpoint is the one there was, and holds less than `state` gave since
-            self._transport.acknowledge(self._stored)
-            self._moved = False
+        held = max((seen for seen in self._places if seen <= documents_seen), default=None)
+        if held is not None:
+            self._transport.acknowledge(self._places[held])
+            self._places = {seen: place for seen, place in self._places.items() if seen >= held}
         if step != self._announced_step:
             self._announced_step = step
             self._transport.announce(
