@@ -129,7 +129,7 @@ def main() -> None:
     def step() -> None:
         runner.accumulate(plan)
         gradients = policy.weights.gradients
-        clip_gradients(gradients, gradient_norm(gradients), 1.0)
+        clip_gradients(gradients, gradient_norm(policy.weights), 1.0)
         update(optimizer, policy.weights, 1e-6)
 
     step()

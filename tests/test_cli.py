@@ -217,11 +217,17 @@ def test_a_model_without_a_tokenizer_cannot_sample(sampled: dict[str, Any], tiny
     check_refused(truestep("train", write_config(Path("c.yaml"), **sampled)), "tokenizer")
 
 
-def test_several_processes_are_refused(files: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("parallel", "said"),
+    [({"data_replicate": 3}, "does not divide the 2 ranks"), ({"data_shard": 4}, "make 4 ranks and 2 were started")],
+)
+def test_a_layout_that_cannot_be_is_refused_before_anything_is_done(
+    parallel: dict[str, int], said: str, files: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    config = write_config(Path("c.yaml"), **files)
-    check_refused(truestep("train", config), "one process")
-    check_refused(truestep("score", config, "--output", "out"), "one process")
+    config = write_config(Path("c.yaml"), **files, parallel=parallel)
+    check_refused(truestep("train", config), said)
+    check_refused(truestep("score", config, "--output", "out"), said)
     assert not Path("out").exists()
 
 

@@ -14,7 +14,7 @@ ROOT = Path(truestep.__file__).parent
 FLOORS = (
     ("__main__",),
     ("cli",),
-    ("demo",),
+    ("demo", "verify"),
     ("train", "score", "export"),
     ("trainer", "assemble"),
     ("checkpoint",),
@@ -24,7 +24,7 @@ FLOORS = (
     ("policy", "environments"),
     ("head", "losses"),
     ("metrics", "rollouts", "report"),
-    ("types", "config", "files", "randomness"),
+    ("types", "config", "files", "randomness", "ranks"),
     ("errors",),
     ("__init__",),
 )

@@ -22,10 +22,13 @@ from truestep.losses.objective import Denominator, Objective
 from truestep.losses.policy import Cispo, CrossEntropy, Grpo, Gspo, PolicyLoss, Reinforce, clip_bounds
 from truestep.policy.load import load_policy
 from truestep.policy.policy import Policy
+from truestep.ranks.group import Ranks, join
 from truestep.rollouts.files import Documents, expand_paths, load_documents
 from truestep.rollouts.record import Needs
+from truestep.rollouts.source import Source
 from truestep.rollouts.stream.directory import DirectoryTransport
 from truestep.rollouts.stream.intake import Checks
+from truestep.rollouts.stream.shared import SharedSource
 from truestep.rollouts.stream.source import StreamSource
 from truestep.rollouts.stream.transport import Transport
 from truestep.step.optimizer import LearningRate
@@ -33,7 +36,17 @@ from truestep.step.plan import StepRule
 from truestep.step.run import StepRunner
 
 
-def make_policy(config: Config, path: str | None = None) -> Policy:
+def join_ranks(config: Config) -> Ranks:
+    parallel = config.parallel
+    return join(
+        device=config.model.device,
+        data_shard=parallel.data_shard,
+        data_replicate=parallel.data_replicate,
+        stall_timeout=config.schedule.stall_timeout,
+    )
+
+
+def make_policy(config: Config, ranks: Ranks, path: str | None = None) -> Policy:
     model, head = config.model, config.model.head
     chunk = None if head.logits_chunk_size == "auto" else head.logits_chunk_size
     return load_policy(
@@ -44,6 +57,9 @@ def make_policy(config: Config, path: str | None = None) -> Policy:
         activation_checkpointing=model.activation_checkpointing,
         trust_remote_code=model.trust_remote_code,
         longest_document=config.data.tokens_per_microbatch,
+        ranks=ranks,
+        reshard_after_forward=config.parallel.reshard_after_forward,
+        reduce_each=config.parallel.reduce_each_micro_batch,
     )
 
 
@@ -73,10 +89,16 @@ def _policy_loss(loss: GrpoLoss | GspoLoss | ReinforceLoss | CispoLoss | CrossEn
 
 
 def make_runner(config: Config, policy: Policy) -> StepRunner:
-    return StepRunner(policy, make_objective(config), config.loss.metrics, config.data.pad_to_multiple)
+    return StepRunner(
+        policy,
+        make_objective(config),
+        config.loss.metrics,
+        config.data.pad_to_multiple,
+        config.schedule.breadth_first_micro_batches,
+    )
 
 
-def make_rule(config: Config) -> StepRule:
+def make_rule(config: Config, policy: Policy) -> StepRule:
     schedule = config.schedule
     return StepRule(
         docs_per_step=schedule.docs_per_step,
@@ -84,6 +106,8 @@ def make_rule(config: Config) -> StepRule:
         depth_first_micro_batches=schedule.depth_first_micro_batches,
         breadth_first_micro_batches=schedule.breadth_first_micro_batches,
         tokens_per_microbatch=config.data.tokens_per_microbatch,
+        ranks=policy.weights.ranks.size,
+        even_length=policy.even_length,
     )
 
 
@@ -103,11 +127,23 @@ def _needs(config: Config) -> Needs:
     return Needs(logprobs=not supervised, advantages=not supervised, advantage_rule=config.data.advantages)
 
 
-def read_documents(config: Config, vocabulary_size: int) -> Documents:
+def own_part(config: Config) -> bool:
+    """Whether each rank reads files of its own."""
+    path = config.data.path
+    return path is not None and any("{rank}" in pattern for pattern in ([path] if isinstance(path, str) else path))
+
+
+def data_paths(config: Config, rank: int) -> list[Path]:
+    path = config.data.path
+    assert path is not None
+    patterns = [path] if isinstance(path, str) else path
+    return expand_paths([pattern.replace("{rank}", str(rank)) for pattern in patterns])
+
+
+def read_documents(config: Config, vocabulary_size: int, rank: int = 0) -> Documents:
     data = config.data
-    assert data.path is not None
     return load_documents(
-        expand_paths(data.path),
+        data_paths(config, rank),
         vocabulary_size=vocabulary_size,
         default_temperature=data.temperature,
         max_tokens=data.tokens_per_microbatch,
@@ -129,7 +165,7 @@ def make_transport(source: RedisSource | DirectorySource) -> Transport:
     )
 
 
-def make_stream_source(config: Config, vocabulary_size: int) -> StreamSource:
+def make_stream_source(config: Config, vocabulary_size: int, ranks: Ranks) -> Source:
     data = config.data
     assert data.source is not None
     checks = Checks(
@@ -140,7 +176,13 @@ def make_stream_source(config: Config, vocabulary_size: int) -> StreamSource:
         group_size=data.group_size,
         stop_at_rejected=data.on_bad_record == "stop",
     )
-    return StreamSource(make_transport(data.source), checks, config.schedule.stall_timeout)
+    if not ranks.first:
+        return SharedSource(None, ranks)
+    timeout = config.schedule.stall_timeout
+    if ranks.size > 1:  # before the watch over the ranks ends the run, which cannot say what was waited for
+        timeout -= min(5.0, 0.1 * timeout)
+    source = StreamSource(make_transport(data.source), checks, timeout)
+    return source if ranks.size == 1 else SharedSource(source, ranks)
 
 
 def make_deterministic() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -102,6 +103,54 @@ def score(config: Path, output: Path, gradients: bool, overrides: tuple[str, ...
     console = Console()
     console.print(step_table(result.step))
     console.print(f"written to {output}", highlight=False, markup=False, soft_wrap=True)
+
+
+@main.command(cls=ConfigCommand, context_settings=_FREE_OPTIONS)
+@_config
+@click.option("--output", required=True, type=click.Path(path_type=Path), help="Where the files are written.")
+@click.option("--full", is_flag=True, help="The model and rollouts as they are, not reduced in size.")
+@click.option(
+    "--ranks", type=click.IntRange(min=1), default=4, show_default=True, help="At most so many processes at a time."
+)
+@click.option(
+    "--documents", type=click.IntRange(min=4), default=14, show_default=True, help="How many of the rollouts."
+)
+@_overrides
+@_said_once
+def verify(config: Path, output: Path, full: bool, ranks: int, documents: int, overrides: tuple[str, ...]) -> None:
+    """Prove the numbers of CONFIG: the same steps under many layouts, each against a float64 reference."""
+    from truestep.config.load import load_config
+
+    options = load_config(config, overrides)
+    from truestep.files import finite_or_null, write_text_whole
+    from truestep.verify import report
+    from truestep.verify.run import verify as run
+
+    console = Console()
+    with console.status("making the case") as status:
+        verdicts = run(
+            options,
+            output,
+            most_ranks=ranks,
+            documents=documents,
+            full=full,
+            progress=lambda name: status.update(f"running: {name}"),
+        )
+    write_text_whole(output / "verify.json", json.dumps(finite_or_null(report.as_json(verdicts)), indent=2) + "\n")
+    write_text_whole(output / "verify.svg", report.figure(verdicts))
+    console.print(report.table(verdicts))
+    failed = [verdict for verdict in verdicts if not verdict.passed]
+    for verdict in failed:
+        for complaint in report.complaints(verdict):
+            console.print(f"{verdict.layout.name}: {complaint}", highlight=False, markup=False, soft_wrap=True)
+    if failed:
+        _complain(f"{len(failed)} of {len(verdicts)} layouts are out of bounds; written to {output}")
+    console.print(
+        f"all {len(verdicts)} layouts are within {report.BOUND:g} of float64; written to {output}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 @main.command()

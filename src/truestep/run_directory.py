@@ -24,8 +24,11 @@ class RunError(TruestepError):
 
 
 class RunDirectory:
-    def __init__(self, path: Path):
+    """`writes`: whether this process is the one that does; on the other ranks of a run nothing is written."""
+
+    def __init__(self, path: Path, writes: bool = True):
         self.path = path
+        self.writes = writes
         self.ledger = path / "ledger.jsonl"
         self.metrics = path / "metrics.jsonl"
         self.evaluations = path / "evaluation.jsonl"
@@ -36,7 +39,7 @@ class RunDirectory:
 
     def lock(self) -> None:
         """One process writes a run. The lock is the process's own: it goes when the process does, however it ends."""
-        if self._lock is not None:
+        if self._lock is not None or not self.writes:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         handle = (self.path / ".lock").open("a+", encoding="utf-8")
@@ -57,6 +60,8 @@ class RunDirectory:
 
     def roll_back(self, step: int, rejected_lines: int) -> None:
         """To the end of `step`; 0 is a run's beginning."""
+        if not self.writes:
+            return
         for file in (self.ledger, self.metrics, self.evaluations):
             if file.is_file():
                 # A run that starts over evaluates its first weights anew.
@@ -66,8 +71,12 @@ class RunDirectory:
         if self.rejected.is_file():
             write_json_lines(self.rejected, read_json_lines(self.rejected)[:rejected_lines])
 
+    def _append(self, file: Path, line: dict[str, Any]) -> None:
+        if self.writes:
+            append_json_line(file, line)
+
     def record_step(self, step: int, plan: StepPlan) -> None:
-        append_json_line(
+        self._append(
             self.ledger,
             {
                 "step": step,
@@ -80,20 +89,20 @@ class RunDirectory:
 
     def sync(self) -> None:
         """Before a checkpoint counts, the lines of its steps are on the disk."""
-        for file in (self.ledger, self.metrics, self.evaluations):
+        for file in (self.ledger, self.metrics, self.evaluations) if self.writes else ():
             if file.is_file():
                 with file.open("rb") as stream:
                     os.fsync(stream.fileno())
 
     def record_evaluation(self, line: dict[str, Any]) -> None:
-        append_json_line(self.evaluations, line)
+        self._append(self.evaluations, line)
 
     def last_evaluated(self) -> int | None:
         lines = read_json_lines(self.evaluations)
         return lines[-1]["step"] if lines else None
 
     def record_rejected(self, rejected: Sequence[Rejected]) -> None:
-        if rejected:
+        if rejected and self.writes:
             write_rejected(self.path, rejected, append=True)
 
     def rejected_lines(self) -> int:

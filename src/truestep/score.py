@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors.torch import save
 
-from truestep.assemble import make_deterministic, make_policy, make_rule, make_runner, read_documents
+from truestep.assemble import (
+    join_ranks,
+    make_deterministic,
+    make_policy,
+    make_rule,
+    make_runner,
+    own_part,
+    read_documents,
+)
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.files import finite_or_null, write_json_lines, write_whole
 from truestep.policy.policy import Policy
+from truestep.ranks.group import Ranks
+from truestep.ranks.watch import Watch
+from truestep.rollouts.parts import PartedSource
 from truestep.rollouts.rejects import write_rejected
+from truestep.rollouts.source import FileSource
 from truestep.step.plan import plan_exactly
 from truestep.step.run import Accumulated, gradient_norm
-from truestep.types import DocumentScore, Rollout, StepPlan
+from truestep.types import DocumentScore, Rejected, Rollout, StepPlan
 
 
 class ScoreError(TruestepError):
@@ -36,32 +50,58 @@ def score(config: Config, output: Path, *, gradients: bool) -> Score:
     """Write scores.jsonl, step.json and, if asked for, gradients.safetensors and the gradient's norm."""
     if config.data.path is None:
         raise ScoreError("score needs data.path: the rollouts of the step that is to be scored")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ScoreError("this version of truestep scores on one process: start it without torchrun")
     if config.deterministic:
         make_deterministic()
-    policy = make_policy(config)
-    documents = read_documents(config, policy.vocabulary_size)
+    ranks = join_ranks(config)
+    watch = Watch(ranks, config.schedule.stall_timeout)
+    with watch.watching():
+        return _score(config, output, gradients, ranks, watch)
+
+
+def _score(config: Config, output: Path, gradients: bool, ranks: Ranks, watch: Watch) -> Score:
+    watch.phase("loading the model")
+    policy = make_policy(config, ranks)
+    watch.phase("reading the rollouts")
+    rollouts, rejected = _documents(config, policy, ranks)
+    ranks.share(lambda: _clear(output, rejected))
+    if not rollouts:
+        raise ScoreError(f"no record of {config.data.path} is usable: see {output / 'rejected.jsonl'}")
+    plan = plan_exactly(rollouts, make_rule(config, policy), documents_seen=0)
+    runner = dataclasses.replace(make_runner(config, policy), keep_scores=True)
+    watch.phase("computing the step")
+    accumulated = runner.accumulate(plan, backward=gradients)
+    result = Score(
+        _step_line(accumulated, plan, policy, gradients, len(rejected)),
+        [_document_line(rollout, said, config) for rollout, said in _pairs(plan, accumulated)],
+    )
+    watch.phase("writing the scores")
+    tensors = policy.weights.collect_gradients() if gradients else None
+    ranks.share(lambda: _write(output, result, tensors))
+    return result
+
+
+def _documents(config: Config, policy: Policy, ranks: Ranks) -> tuple[Sequence[Rollout], Sequence[Rejected]]:
+    mine = read_documents(config, policy.vocabulary_size, ranks.rank)
+    if not own_part(config):
+        return mine.rollouts, mine.rejected
+    source = PartedSource(FileSource(mine.rollouts, mine.rejected), ranks)
+    return source.peek(sum(ranks.gather(len(mine.rollouts)))), source.drain_rejected()
+
+
+def _clear(output: Path, rejected: Sequence[Rejected]) -> None:
     output.mkdir(parents=True, exist_ok=True)
     for name in ("step.json", "scores.jsonl", "gradients.safetensors"):  # of an earlier step
         (output / name).unlink(missing_ok=True)
-    write_rejected(output, documents.rejected)
-    if not documents.rollouts:
-        raise ScoreError(f"no record of {config.data.path} is usable: see {output / 'rejected.jsonl'}")
-    plan = plan_exactly(documents.rollouts, make_rule(config), documents_seen=0)
-    runner = make_runner(config, policy)
-    accumulated = runner.accumulate(plan, backward=gradients, keep_scores=True)
-    result = Score(
-        _step_line(accumulated, plan, policy, gradients, len(documents.rejected)),
-        [_document_line(rollout, said, config) for rollout, said in _pairs(plan, accumulated)],
-    )
+    write_rejected(output, rejected)
+
+
+def _write(output: Path, result: Score, gradients: dict[str, torch.Tensor] | None) -> None:
     write_json_lines(output / "scores.jsonl", result.documents)
-    if gradients:
-        tensors = {name: gradient.float().cpu().contiguous() for name, gradient in policy.weights.gradients.items()}
+    if gradients is not None:
+        tensors = {name: gradient.float().cpu().contiguous() for name, gradient in gradients.items()}
         write_whole(output / "gradients.safetensors", save(tensors))
     # The step's file is last: where it stands, the others are whole.
     write_whole(output / "step.json", (json.dumps(finite_or_null(result.step), indent=2) + "\n").encode())
-    return result
 
 
 def _pairs(plan: StepPlan, accumulated: Accumulated) -> zip[tuple[Rollout, DocumentScore]]:
@@ -75,7 +115,7 @@ def _step_line(
     line["documents_seen"] = plan.documents_seen + plan.totals.num_documents
     line["num_rejected"] = rejected
     if gradients:
-        line["grad_norm"] = gradient_norm(policy.weights.gradients)
+        line["grad_norm"] = gradient_norm(policy.weights)
     return line
 
 

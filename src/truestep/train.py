@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +21,44 @@ from truestep.metrics.sinks import ConsoleSink, JsonLines, Sink, TensorBoardSink
 from truestep.policy.policy import Policy
 from truestep.policy.probe import ModelError
 from truestep.randomness import seed_random
+from truestep.ranks.group import ALONE, Ranks
+from truestep.ranks.watch import Watch
 from truestep.rollouts.check import reason_kind
-from truestep.rollouts.files import expand_paths
+from truestep.rollouts.parts import PartedSource
 from truestep.rollouts.rejects import write_rejected
 from truestep.rollouts.source import FileSource, Source
 from truestep.run_directory import RunDirectory
 from truestep.sampler.decode import DecodeOptions
 from truestep.sampler.evaluate import Evaluator
 from truestep.sampler.in_process import InProcessSource, stop_ids
+from truestep.step.ahead import PlansAhead
 from truestep.step.optimizer import make_adamw, restore_optimizer
 from truestep.step.queue import PlanQueue
 from truestep.trainer import Trainer, TrainingError
+from truestep.types import Rejected
 
 
 def train(config: Config, console: Console, title: str = "training") -> Trainer:
     """Train to the end; the trainer that did it."""
-    trainer = make_trainer(config, console, title)
-    try:
-        ended = trainer.run()
-    finally:
-        for sink in trainer.sinks:
-            sink.close()
-    if config.logging.console:
+    ranks = assemble.join_ranks(config)
+    watch = Watch(ranks, config.schedule.stall_timeout)
+    with watch.watching():
+        trainer = make_trainer(config, console, title, ranks, watch)
+        try:
+            ended = trainer.run()
+        finally:
+            for sink in trainer.sinks:
+                sink.close()
+    if config.logging.console and ranks.first:
         where = f"the run is in {trainer.directory.path}"
         console.print(f"{ended}; {where}", highlight=False, markup=False, soft_wrap=True)
     return trainer
 
 
-def make_trainer(config: Config, console: Console, title: str = "training") -> Trainer:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise TrainingError("this version of truestep trains on one process: start it without torchrun")
+def make_trainer(
+    config: Config, console: Console, title: str = "training", ranks: Ranks = ALONE, watch: Watch | None = None
+) -> Trainer:
+    watch = watch or Watch(ranks, config.schedule.stall_timeout)
     if config.deterministic:
         assemble.make_deterministic()
     if config.data.path is None and config.data.source is None and config.sampler is None:
@@ -58,18 +66,18 @@ def make_trainer(config: Config, console: Console, title: str = "training") -> T
             "documents come from data.path (rollout files), from data.source (sent while the run goes on) or from a "
             "sampler: give one of them"
         )
-    _check_inputs(config)
+    _check_inputs(config, ranks)
     assert config.checkpoint.directory is not None
-    directory = RunDirectory(Path(config.checkpoint.directory))
-    if directory.path.exists():  # before its checkpoints are looked at; a new one is made when all else could be
-        directory.lock()
+    directory = RunDirectory(Path(config.checkpoint.directory), writes=ranks.first)
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
-    latest = store.latest()
-    policy = _policy_of(config, latest)
-    source = _make_source(config, policy)
+    latest = ranks.share(lambda: _latest(directory, store))
+    watch.phase("loading the model")
+    policy = _policy_of(config, ranks, latest)
+    watch.phase("reading the data")
+    source = _make_source(config, policy, ranks)
     queue = PlanQueue(
         source,
-        assemble.make_rule(config),
+        assemble.make_rule(config, policy),
         updates_per_batch=config.schedule.updates_per_batch,
         drop_last=config.schedule.last_step == "drop",
     )
@@ -87,18 +95,24 @@ def make_trainer(config: Config, console: Console, title: str = "training") -> T
         queue.restore(progress.queue, list(progress.carried))
         restore_optimizer(optimizer, policy.weights, progress.optimizer)
         step, rejected_lines = progress.step, progress.rejected_lines
-    notes = _notes(directory, config, policy, source, latest, step)
-    sinks = _make_sinks(config, directory, console, title, step)
-    directory.lock()
-    for note in notes if config.logging.console else ():
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
-    _lay_out(directory, config, source, step, rejected_lines)
+    rejected = source.drain_rejected() if source.finite else []
+    sinks: list[Sink] = []
+    if ranks.first:
+        notes = _notes(directory, config, policy, source, rejected, latest, step)
+        sinks = _make_sinks(config, directory, console, title, step)
+        directory.lock()
+        for note in notes if config.logging.console else ():
+            console.print(note, highlight=False, markup=False, soft_wrap=True)
+    _lay_out(directory, config, source, rejected, step, rejected_lines)
     if latest is not None:  # a kill may have come between its completion and the word of it
         source.checkpointed(latest, step, queue.documents_seen)
     return Trainer(
         policy=policy,
         source=source,
-        queue=queue,
+        plans=PlansAhead(queue, ranks, overlap=source.finite and config.data.source is None),
+        ranks=ranks,
+        watch=watch,
+        documents_seen=queue.documents_seen,
         runner=assemble.make_runner(config, policy),
         optimizer=optimizer,
         learning_rate=assemble.make_learning_rate(config),
@@ -111,15 +125,21 @@ def make_trainer(config: Config, console: Console, title: str = "training") -> T
         evaluator=evaluator,
         evaluate_every=config.evaluation.every if config.evaluation else 0,
         step=step,
-        last_evaluated=directory.last_evaluated(),
+        last_evaluated=ranks.share(directory.last_evaluated),
     )
 
 
-def _check_inputs(config: Config) -> None:
+def _latest(directory: RunDirectory, store: CheckpointStore) -> Path | None:
+    if directory.path.exists():  # before its checkpoints are looked at; a new one is made when all else could be
+        directory.lock()
+    return store.latest()
+
+
+def _check_inputs(config: Config, ranks: Ranks) -> None:
     """What can be wrong without the model, before the minutes that a large one takes to load."""
     if config.data.path is not None:
-        expand_paths(config.data.path)
-    if config.data.source is not None:
+        assemble.data_paths(config, ranks.rank)
+    if config.data.source is not None and ranks.first:
         assemble.make_transport(config.data.source).close()
     for section in (config.sampler, config.evaluation):
         if section is not None:
@@ -128,9 +148,9 @@ def _check_inputs(config: Config) -> None:
                 load_reward(section.reward)
 
 
-def _policy_of(config: Config, checkpoint: Path | None) -> Policy:
+def _policy_of(config: Config, ranks: Ranks, checkpoint: Path | None) -> Policy:
     try:
-        return assemble.make_policy(config, None if checkpoint is None else str(checkpoint))
+        return assemble.make_policy(config, ranks, None if checkpoint is None else str(checkpoint))
     except ModelError as error:
         raise error if checkpoint is None else _damaged(checkpoint, error) from error
 
@@ -150,7 +170,13 @@ def _damaged(checkpoint: Path, error: Exception) -> TrainingError:
 
 
 def _notes(
-    directory: RunDirectory, config: Config, policy: Policy, source: Source, latest: Path | None, step: int
+    directory: RunDirectory,
+    config: Config,
+    policy: Policy,
+    source: Source,
+    rejected: Sequence[Rejected],
+    latest: Path | None,
+    step: int,
 ) -> list[str]:
     """What somebody who starts a run wants to know before the first step."""
     notes = []
@@ -158,11 +184,11 @@ def _notes(
         notes += [f"going on after step {step} of {latest}", *_changes_since(directory, config)]
     elif done := len(read_json_lines(directory.ledger)):
         notes.append(f"{directory.path} has no checkpoint: starting again, its {done} steps are removed")
-    if isinstance(source, FileSource) and source.rejected:
-        kinds = Counter(reason_kind(record.reason) for record in source.rejected)
+    if rejected:
+        kinds = Counter(reason_kind(record.reason) for record in rejected)
         reasons = "; ".join(f"{count} × {kind}" for kind, count in kinds.most_common(3))
-        total = len(source.rejected) + len(source.documents)
-        notes.append(f"{len(source.rejected)} of {total} records are rejected: {reasons}; see {directory.rejected}")
+        of = f" of {len(rejected) + len(source.documents)} records" if isinstance(source, FileSource) else " records"
+        notes.append(f"{len(rejected)}{of} are rejected: {reasons}; see {directory.rejected}")
     if config.sampler is not None and not stop_ids(policy):
         notes.append(
             "warning: neither the model's configuration nor its tokenizer names an end-of-text token: every completion "
@@ -195,24 +221,30 @@ def _flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _lay_out(directory: RunDirectory, config: Config, source: Source, step: int, rejected_lines: int) -> None:
+def _lay_out(
+    directory: RunDirectory, config: Config, source: Source, rejected: Sequence[Rejected], step: int, lines: int
+) -> None:
     """The run's files as they were at the end of `step`. Nothing is written before everything else could be built."""
-    directory.roll_back(step, rejected_lines)
-    if isinstance(source, FileSource):
-        write_rejected(directory.path, source.drain_rejected())  # of the whole data, read anew at every start
+    if not directory.writes:
+        return
+    directory.roll_back(step, lines)
+    if config.data.path is not None:
+        write_rejected(directory.path, rejected)  # of the whole data, read anew at every start
     write_whole(directory.config, dump_config(config).encode())
 
 
-def _make_source(config: Config, policy: Policy) -> Source:
+def _make_source(config: Config, policy: Policy, ranks: Ranks) -> Source:
     if config.data.source is not None:
-        return assemble.make_stream_source(config, policy.vocabulary_size)
+        return assemble.make_stream_source(config, policy.vocabulary_size, ranks)
     if config.sampler is None:
-        documents = assemble.read_documents(config, policy.vocabulary_size)
-        if not documents.rollouts:
+        documents = assemble.read_documents(config, policy.vocabulary_size, ranks.rank)
+        parted = assemble.own_part(config)
+        if not documents.rollouts and not parted:
             reasons = "; ".join(sorted({record.reason for record in documents.rejected})[:3]) or "the files are empty"
             raise TrainingError(f"data.path: no record of {config.data.path} can be trained on: {reasons}")
         shuffle_seed = config.seed if config.data.shuffle else None
-        return FileSource(documents.rollouts, documents.rejected, config.data.epochs, shuffle_seed)
+        files = FileSource(documents.rollouts, documents.rejected, config.data.epochs, shuffle_seed)
+        return PartedSource(files, ranks) if parted else files
     sampler = config.sampler
     assert config.data.group_size is not None
     return InProcessSource(

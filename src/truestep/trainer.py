@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +15,16 @@ import torch
 from truestep.checkpoint.store import CheckpointStore, Progress
 from truestep.errors import TruestepError
 from truestep.metrics.sinks import Sink
+from truestep.metrics.types import Max
 from truestep.policy.policy import Policy
+from truestep.ranks.group import Ranks
+from truestep.ranks.watch import Watch
 from truestep.rollouts.source import Source
 from truestep.run_directory import RunDirectory
 from truestep.sampler.evaluate import Evaluator
+from truestep.step.ahead import Planned, PlansAhead
 from truestep.step.optimizer import LearningRate, optimizer_tensors, update
-from truestep.step.queue import PlanQueue
-from truestep.step.run import StepRunner, clip_gradients, gradient_norm
+from truestep.step.run import Accumulated, StepRunner, clip_gradients, gradient_norm
 from truestep.types import StepPlan
 
 
@@ -33,7 +36,7 @@ class TrainingError(TruestepError):
 class Trainer:
     policy: Policy
     source: Source
-    queue: PlanQueue
+    plans: PlansAhead
     runner: StepRunner
     optimizer: torch.optim.Optimizer
     learning_rate: LearningRate
@@ -42,12 +45,17 @@ class Trainer:
     checkpoints: CheckpointStore
     checkpoint_every: int
     sinks: Sequence[Sink]
+    ranks: Ranks
+    watch: Watch
     steps: int | None = None
     evaluator: Evaluator | None = None
     evaluate_every: int = 0
     step: int = 0  # done so far
     stopped_by: int | None = None  # the signal that asked
     last_evaluated: int | None = None  # after which step
+    documents_seen: int = 0
+    on_gradient: Callable[[StepPlan, Accumulated, float], None] | None = None  # of each step, before it is clipped
+    _planned: Planned | None = None  # of the step that was made last
 
     def run(self) -> str:
         """Until the steps or the data end, or a signal asks to stop; the last word on how it ended."""
@@ -56,8 +64,10 @@ class Trainer:
             ended, finished = self._run()
             return ended
         finally:
-            self.source.close(finished)
             self.directory.unlock()
+            if self.ranks.size == 1 or finished:  # ranks that end apart must not wait for one another
+                self.plans.close()
+            self.source.close(finished)
 
     def _run(self) -> tuple[str, bool]:
         with self._stop_between_steps():
@@ -75,56 +85,71 @@ class Trainer:
     def _steps(self) -> str | None:
         """How the run ended; None where a signal asked to stop before that."""
         while self.steps is None or self.step < self.steps:
-            if self.stopped_by is not None:
+            self.watch.phase(f"agreeing whether to make step {self.step + 1}")
+            if self._asked_to_stop():
                 return None
             start = time.perf_counter()
+            self.watch.phase(f"waiting for the documents of step {self.step + 1}")
             try:
-                plan = self.queue.next_plan()
+                planned = self.plans.next()
             finally:  # also where every document was rejected, and the error says to look there
                 rejected = self.source.drain_rejected()
                 self.directory.record_rejected(rejected)
             waited = time.perf_counter() - start
-            if plan is None:
-                return self._end_of_data()
-            self._train(plan, start, waited, len(rejected))
+            self._planned = planned
+            if planned.plan is None:
+                return self._end_of_data(planned.dropped)
+            self._train(planned.plan, start, waited, len(rejected))
             if self.evaluate_every and self.step % self.evaluate_every == 0:
                 self._evaluate()
             if self.checkpoint_every and self.step % self.checkpoint_every == 0:
                 self._save()
         return f"all {self.steps} steps are done"
 
-    def _end_of_data(self) -> str:
-        dropped = len(self.queue.dropped)
+    def _asked_to_stop(self) -> bool:
+        """All ranks end after the same step, whichever of them was asked. What is asked from here on, while they tell
+        each other, is for the next step."""
+        asked = self.stopped_by
+        told = next((number for number in self.ranks.gather(asked) if number is not None), None)
+        if told is not None and self.stopped_by is None:
+            self.stopped_by = told
+        return told is not None
+
+    def _end_of_data(self, dropped: int) -> str:
         note = f"; the last {dropped} documents make no whole step and were dropped" if dropped else ""
         of = f" of {self.steps}" if self.steps else ""
         return f"the data ended after step {self.step}{of}{note}"
 
     def _train(self, plan: StepPlan, start: float, waited: float, num_rejected: int) -> None:
         number = self.step + 1
-        accumulated = self.runner.accumulate(plan)
+        self.watch.phase(f"computing step {number}")
+        accumulated = self.runner.accumulate(plan, beside={"data_wait_time": Max(waited)})
         gradients = self.policy.weights.gradients
-        norm = gradient_norm(gradients)
+        norm = gradient_norm(self.policy.weights)
         if not math.isfinite(norm):
             loss = accumulated.line()["loss"]
             raise TrainingError(
                 f"step {number}: the gradient's norm is {norm} (loss {loss}); nothing was updated, and the last "
                 f"checkpoint is {self.checkpoints.latest() or 'not written yet'}"
             )
+        if self.on_gradient is not None:
+            self.on_gradient(plan, accumulated, norm)
         clip_gradients(gradients, norm, self.gradient_clip)
         rate = self.learning_rate.at(number)
         update(self.optimizer, self.policy.weights, rate)
         self.step = number
-        self.source.updated(self.queue.documents_seen)
+        self.documents_seen = plan.documents_seen + plan.totals.num_documents
+        self.watch.phase(f"ending step {number}")
+        self.source.updated(self.documents_seen)
         self.directory.record_step(number, plan)
         line: dict[str, Any] = {"step": number, **accumulated.line()}
         elapsed = time.perf_counter() - start
         line |= {
-            "documents_seen": self.queue.documents_seen,
+            "documents_seen": self.documents_seen,
             "num_rejected": num_rejected,
             "grad_norm": norm,
             "learning_rate": rate,
             "tokens_per_second": plan.totals.num_tokens / elapsed,
-            "data_wait_time": waited,
             "step_time": elapsed,
         }
         for sink in self.sinks:
@@ -134,22 +159,25 @@ class Trainer:
         if self.evaluator is None:
             return
         self.last_evaluated = self.step
-        line = self.evaluator.run(self.step, self.queue.documents_seen)
+        self.watch.phase(f"evaluating after step {self.step}")
+        line = self.evaluator.run(self.step, self.documents_seen)
         self.directory.record_evaluation(line)
         for sink in self.sinks:
             sink.evaluation(line)
 
     def _save(self) -> None:
+        self.watch.phase(f"saving after step {self.step}")
         self.directory.sync()
+        planned = self._planned or self.plans.snapshot()
         progress = Progress(
             step=self.step,
-            queue=self.queue.state(),
-            carried=self.queue.carried,
+            queue=planned.state,
+            carried=planned.carried,
             rejected_lines=self.directory.rejected_lines(),
             optimizer=optimizer_tensors(self.optimizer, self.policy.weights),
         )
         checkpoint = self.checkpoints.save(self.policy, progress)
-        self.source.checkpointed(checkpoint, self.step, self.queue.documents_seen)
+        self.source.checkpointed(checkpoint, self.step, self.documents_seen)
 
     @contextmanager
     def _stop_between_steps(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ Dimensions: L tokens of one document, S tokens of a packed micro-batch (padding 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -65,14 +66,35 @@ class StepPlan:
     """Which documents make one step, and how they are packed. Made on the host, knows no model."""
 
     documents: tuple[Rollout, ...]  # in the global order
-    micro_batches: tuple[tuple[int, ...], ...]  # indices into `documents`; each is one forward pass, and may be empty
+    # Indices into `documents`; each is one forward pass, and may be empty. Number k · ranks + r is rank r's k-th.
+    micro_batches: tuple[tuple[int, ...], ...]
     totals: StepTotals
     documents_seen: int  # before this step
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         packed = sorted(index for micro_batch in self.micro_batches for index in micro_batch)
         if packed != list(range(len(self.documents))):
             raise ValueError("a plan packs each of its documents exactly once")
+        if len(self.micro_batches) % self.ranks:
+            raise ValueError("a plan gives every rank the same number of micro-batches")
+
+    def of_rank(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        return self.micro_batches[rank :: self.ranks]
+
+    def at_once(self, number: int) -> tuple[tuple[int, ...], ...]:
+        """What the ranks run side by side."""
+        return self.micro_batches[number * self.ranks : (number + 1) * self.ranks]
+
+    @property
+    def digest(self) -> str:
+        """Of all that ranks must agree on before they compute."""
+        content = hashlib.sha256(f"{self.micro_batches} {self.totals} {self.documents_seen} {self.ranks}\n".encode())
+        for document in self.documents:
+            content.update(
+                f"{document.id}\n{document.num_tokens} {document.num_labels}\n".encode(errors="surrogatepass")
+            )
+        return content.hexdigest()
 
 
 @dataclass(frozen=True, eq=False)

@@ -151,7 +151,8 @@ def test_tensors_against_plain_loops(shapes: list, multiple: int, seed: int, ran
     rest = [index for index in range(len(documents)) if index not in chosen]
     batch = pack(make_plan(documents, [rest, chosen], 0), chosen, multiple)
     tokens = sum(documents[index].num_tokens for index in chosen)
-    padding = math.ceil(tokens / multiple) * multiple - tokens
+    # A micro-batch of no documents is one of padding.
+    padding = math.ceil(max(tokens, 1) / multiple) * multiple - tokens
     expected = _by_hand([documents[index] for index in chosen], padding) | {"plan_index": chosen}
     assert len(batch.input_ids) == tokens + padding
     assert batch.num_documents == len(chosen)

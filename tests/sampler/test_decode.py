@@ -57,9 +57,9 @@ def packed_logprobs(
         ids = np.array([*request.input_ids, *answer.token_ids])
         mask = np.arange(len(ids)) >= len(request.input_ids)
         rollouts.append(Rollout(str(number), ids, mask, temperature=temperature))
-    runner = StepRunner(policy, Objective(CrossEntropy(), Denominator("labels", None)))
+    runner = StepRunner(policy, Objective(CrossEntropy(), Denominator("labels", None)), keep_scores=True)
     plan = make_plan(rollouts, [range(len(rollouts))], 0)
-    return [score.logprobs for score in runner.accumulate(plan, backward=False, keep_scores=True).scores]
+    return [score.logprobs for score in runner.accumulate(plan, backward=False).scores]
 
 
 @contextmanager

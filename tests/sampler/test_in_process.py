@@ -300,7 +300,7 @@ def test_on_policy_every_ratio_is_one(
     objective = Objective(Grpo(clip_bounds(0.2, 0.2), None), Denominator("labels", None))
     # Packed in an order and in a company that sampling did not know.
     plan = make_plan(documents, [range(0, 16, 3), range(1, 16, 3), range(2, 16, 3)], 0)
-    accumulated = StepRunner(policy, objective, "full").accumulate(plan, keep_scores=True)
+    accumulated = StepRunner(policy, objective, "full", keep_scores=True).accumulate(plan)
     logged = values(accumulated.metrics)
     assert logged["ratio_new_old"] == pytest.approx(1, abs=1e-5)
     assert logged["effective_sample_size"] == pytest.approx(logged["num_labels"], rel=1e-5)

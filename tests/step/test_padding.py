@@ -14,6 +14,7 @@ from step.test_score_oracle import config_for, records_for
 from truestep import assemble
 from truestep.config.schema import Config
 from truestep.metrics.types import values
+from truestep.ranks.group import ALONE
 from truestep.step import run
 from truestep.step.plan import plan_exactly
 from truestep.types import PackedBatch
@@ -28,9 +29,9 @@ def test_poisoned_padding_changes_no_bit(
     file = write_records(tmp_path / "rollouts.jsonl", records_for(model, loss))
     options = config_for(model, file, {"type": loss}, tokens_per_microbatch=80, pad_to_multiple=80)
     config = Config.model_validate(options)
-    policy = assemble.make_policy(config)
+    policy = assemble.make_policy(config, ALONE)
     documents = assemble.read_documents(config, policy.vocabulary_size).rollouts
-    plan = plan_exactly(documents, assemble.make_rule(config), documents_seen=0)
+    plan = plan_exactly(documents, assemble.make_rule(config, policy), documents_seen=0)
     runner = assemble.make_runner(config, policy)
     padded_tokens = 0
     honest = run.pack

@@ -55,13 +55,22 @@ class CheckpointStore:
         return next(reversed(self.complete()), None)
 
     def save(self, policy: Policy, progress: Progress) -> Path:
-        self._directory.mkdir(parents=True, exist_ok=True)
+        """Every rank calls this with its part of the weights; the first one writes."""
+        ranks = policy.weights.ranks
         final = self._directory / f"step-{progress.step:08d}"
-        if final in self.complete():
+        if ranks.share(lambda: final in self.complete()):
             return final
-        self._remove_partial()
         beside = self._directory / f".{final.name}.partial"
+        ranks.share(self._make_room)
         save_policy(policy, beside)
+        ranks.share(lambda: self._complete(beside, final, progress))
+        return final
+
+    def _make_room(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._remove_partial()
+
+    def _complete(self, beside: Path, final: Path, progress: Progress) -> None:
         _write_progress(beside / _FOLDER, progress)
         sync_tree(beside)
         if final.exists():
@@ -69,7 +78,6 @@ class CheckpointStore:
         os.replace(beside, final)
         sync_directory(self._directory)
         self._remove_old()
-        return final
 
     def _remove_partial(self) -> None:
         """What a kill left half-written or half-removed."""

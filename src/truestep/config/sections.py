@@ -162,7 +162,8 @@ SourceConfig = Annotated[
 
 class DataConfig(Section):
     path: str | list[str] | None = None
-    """Rollout files: JSONL (.jsonl) or Parquet (.parquet), globs allowed, read in sorted order."""
+    """Rollout files: JSONL (.jsonl) or Parquet (.parquet), globs allowed, read in sorted order. With {rank} in it, each
+    rank reads its own part and no other."""
     source: SourceConfig | None = None
     """Rollouts that a sampler of your own sends while the run goes on."""
     temperature: Temperature = 1.0
@@ -226,24 +227,31 @@ class ScheduleConfig(Section):
     """carry: a step is exactly docs_per_step documents. keep: the micro-batch that crosses the target is trained on
     whole."""
     depth_first_micro_batches: Annotated[int, Field(ge=1)] = 1
-    """With docs_per_step: 0, micro-batches in a step (times breadth_first_micro_batches)."""
+    """With docs_per_step: 0, micro-batches of each rank in a step (times breadth_first_micro_batches)."""
     breadth_first_micro_batches: Annotated[int, Field(ge=1)] = 1
-    """The number of micro-batches in a step is a multiple of this."""
+    """The number of micro-batches of each rank in a step is a multiple of this, and so many share one gathering of the
+    sharded weights."""
     steps: Annotated[int, Field(ge=1)] | None = None
     """Optimizer steps of the whole run; null: until the data ends."""
     last_step: Literal["train", "drop"] = "train"
     """At the end of the data: train on what is left, with its true counts, or drop it and say so."""
+    stall_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
+    """Seconds after which a rank that gets no data, or that the others wait for, ends the run by name."""
     updates_per_batch: Annotated[int, Field(ge=1)] = 1
     """Optimizer updates on the same documents before new ones are taken."""
-    stall_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
-    """A rank that gets no data within this many seconds ends the run with an error that says what it waited for."""
 
 
 class ParallelConfig(Section):
-    data_shard: Literal[-1, 1] = -1
-    """Ranks that weights are sharded over; -1: all there are. This version runs on one."""
-    data_replicate: Literal[1] = 1
-    """Replicas of the sharded model. This version runs one."""
+    data_shard: Literal[-1] | Annotated[int, Field(ge=1)] = -1
+    """Ranks that weights, gradients and optimizer state are sharded over (FSDP2); -1: all there are."""
+    data_replicate: Annotated[int, Field(ge=1)] = 1
+    """Replicas of the sharded model (HSDP). With data_shard: 1 every rank holds all weights."""
+    reshard_after_forward: bool = True
+    """Give a layer's gathered weights back after its forward pass and gather them again for the backward pass: less
+    memory, half as much again of communication."""
+    reduce_each_micro_batch: bool = False
+    """Reduce gradients after every micro-batch and not only after a step's last: gradients then take a rank's share of
+    the memory, for as many times the communication as a step has micro-batches."""
     tensor: Literal[1] = 1
     """Ranks that a layer is split over. This version runs on one."""
     context: Literal[1] = 1

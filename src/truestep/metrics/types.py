@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 
@@ -134,6 +134,22 @@ def merge(first: Mapping[str, Metric], second: Mapping[str, Metric]) -> dict[str
     for name, metric in second.items():
         merged[name] = merged[name].merge(metric) if name in merged else metric  # type: ignore[arg-type]
     return merged
+
+
+def on_host(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """With every number on the host, where ranks exchange them."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach().cpu()
+        return tuple(moved(part) for part in value) if isinstance(value, tuple) else _moved(value)
+
+    def _moved(value: Any) -> Any:
+        if not isinstance(value, Sum | Mean | Max | Min | Derived | Histogram):
+            return value
+        return replace(value, **{item.name: moved(getattr(value, item.name)) for item in fields(value)})
+
+    return {name: moved(metric) for name, metric in metrics.items()}
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:

@@ -16,7 +16,9 @@ from truestep.policy.embedding import accumulate_in_float32, every_token_counts
 from truestep.policy.policy import Policy
 from truestep.policy.probe import ModelError, probe_float32, probe_half_precision
 from truestep.policy.save import read_companions
+from truestep.policy.shards import ShardedWeights
 from truestep.policy.weights import Weights
+from truestep.ranks.group import ALONE, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,9 @@ def load_policy(
     activation_checkpointing: bool = False,
     trust_remote_code: bool = False,
     longest_document: int = 512,
+    ranks: Ranks = ALONE,
+    reshard_after_forward: bool = True,
+    reduce_each: bool = False,
 ) -> Policy:
     """`longest_document` says how far the probe looks for a length at which the model changes its ways."""
     directory = Path(path)
@@ -46,7 +51,13 @@ def load_policy(
             raise ModelError(f"{type(model).__name__} does not support model.activation_checkpointing")
         _enable_activation_checkpointing(model)
     probe = probe_float32(model, settings, place, longest_document)
-    weights = Weights(model, getattr(torch, dtype))
+    weights: Weights
+    if ranks.shards > 1:
+        weights = ShardedWeights(
+            model, getattr(torch, dtype), ranks, reshard_after_forward=reshard_after_forward, reduce_each=reduce_each
+        )
+    else:
+        weights = Weights(model, getattr(torch, dtype), ranks)
     if dtype != "float32":
         if place.type == "cpu":
             accumulate_in_float32(model)

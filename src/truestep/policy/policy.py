@@ -5,6 +5,7 @@ Dimensions: S tokens of the micro-batch, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -38,7 +39,20 @@ class Policy:
 
     @property
     def head_weight(self) -> torch.nn.Parameter:  # [V, H]
-        return self.model.get_output_embeddings().weight
+        """Where weights are sharded, its own values are there in `Weights.head` and `Weights.gathered` only."""
+        return self.weights.head_parameter(self.model)
+
+    @property
+    def even_length(self) -> float:
+        """Tokens of a document at which its attention costs as much as its matrix products."""
+        config = self.model.config.get_text_config()
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        embedded = math.prod(self.model.get_input_embeddings().weight.shape)
+        weights = sum(math.prod(parameter.shape) for parameter in self.model.parameters())
+        if self.model.get_output_embeddings().weight is not None:
+            weights -= embedded  # a tied matrix multiplies, once, as the head
+        # Causal, forward: 2 · L · heads · E a token and layer against 2 a weight.
+        return weights / (config.num_hidden_layers * config.num_attention_heads * head_size)
 
     def hidden(self, batch: PackedBatch) -> torch.Tensor:  # [S, H]
         """The last hidden state of every token of a packed micro-batch, with its graph."""

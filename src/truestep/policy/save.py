@@ -28,9 +28,11 @@ def read_companions(directory: Path) -> dict[str, bytes]:
 
 
 def save_policy(policy: Policy, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Into a new directory. The float32 weights by default; another type is rounded to once."""
-    weights = policy.weights.master | policy.weights.frozen
-    tensors = {name: weights[name].detach().to(dtype) for name, _ in policy.model.named_parameters()}
+    """Into a new directory, written by the first rank; every rank calls this. The float32 weights by default; another
+    type is rounded to once."""
+    tensors = policy.weights.collect(dtype)
+    if not policy.weights.ranks.first:
+        return
     # Buffers that belong to the weights, such as a router's correction; the same names are what a load asks for.
     named = dict(policy.model.named_parameters(remove_duplicate=False))
     tensors |= {name: value for name, value in policy.model.state_dict().items() if name not in named}

@@ -3,19 +3,27 @@
 For a float32 model the weights are the model's own parameters. For a bfloat16 model they are float32 masters beside it:
 each micro-batch's gradient is added to a float32 buffer as soon as autograd has it, and an update rounds the masters
 into the model once.
+
+Here every rank holds all of them, and gradients are summed over the ranks once a step. `shards` spreads them out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+
+from truestep.ranks.group import ALONE, Ranks
 
 
 class Weights:
     """Takes a model with float32 weights and makes it compute in `dtype`."""
 
-    def __init__(self, model: torch.nn.Module, dtype: torch.dtype):
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, ranks: Ranks = ALONE):
+        self.ranks = ranks
+        self.names = [name for name, _ in model.named_parameters()]  # in the model's order
         # `named_parameters` gives a tied tensor once, under the name it is first registered by: its input embedding's.
         self._computed = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.master: dict[str, torch.nn.Parameter] = {}
@@ -56,6 +64,62 @@ class Weights:
     def zero_gradients(self) -> None:
         for gradient in self.gradients.values():
             gradient.zero_()
+
+    # ---- A step: gradients are whole, and the same on every rank that holds them, when `reduce` returns.
+
+    def micro_batch(self, number: int, of: int, group: int, backward: bool) -> None:
+        """Before each micro-batch of a step: its number from 0, and how many follow one another in a group."""
+
+    def head_parameter(self, model: Any) -> torch.nn.Parameter:  # [V, H]
+        return model.get_output_embeddings().weight
+
+    @contextmanager
+    def head(self, model: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The head's weight as the model computes with it, and the float32 buffer of its gradient (None: frozen)."""
+        weight = self.head_parameter(model)
+        yield weight.detach(), self.gradient_of(weight)
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Sum the gradients over the ranks: a plain sum, the denominators are in them already."""
+        for gradient in self.gradients.values():
+            self.ranks.sum_over_replicas(gradient)
+
+    # ---- Parts and wholes. `master` and `gradients` hold this rank's part of each tensor; here, all of it.
+
+    def mine(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor of this weight's shape."""
+        return whole
+
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """All of it, from every rank's part. Every rank calls this, for the same names in the same order."""
+        return part
+
+    @torch.no_grad()
+    def collect(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+        """Every weight, whole, on the host of the first rank; every rank calls this, and the others get nothing."""
+        kept = {}
+        for name in self.names:
+            part = self.master[name] if name in self.master else self.frozen[name]
+            whole = self.whole(name, part.detach()).to(dtype)
+            if self.ranks.first:
+                kept[name] = whole if self.ranks.shards == 1 else whole.cpu()
+        return kept
+
+    @torch.no_grad()
+    def collect_gradients(self) -> dict[str, torch.Tensor]:
+        """Every reduced gradient, whole, on the first rank."""
+        kept = {}
+        for name, gradient in self.gradients.items():
+            whole = self.whole(name, gradient)
+            if self.ranks.first:
+                kept[name] = whole
+        return kept
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """All of the model is here: inside, forward passes need no other rank."""
+        yield
 
     @torch.no_grad()
     def publish(self) -> None:

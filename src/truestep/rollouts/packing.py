@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,6 +33,43 @@ def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]
             bins.append([index])
             room.append(budget - length)
     return sorted((sorted(members) for members in bins), key=lambda members: members[0])
+
+
+def balance(lengths: Sequence[int], costs: Sequence[float], budget: int, multiple: int) -> list[list[int]]:
+    """A multiple of micro-batches, no more than documents need, of near equal cost; the costliest come first.
+
+    The costliest document first, each into the cheapest micro-batch that has room. Where that needs more micro-batches
+    than filling them one after another, they are filled and the largest are halved.
+    """
+    first_fit = first_fit_decreasing(lengths, budget)
+    most = -(-len(first_fit) // multiple) * multiple
+    least = math.ceil(math.ceil(sum(lengths) / budget) / multiple) * multiple
+    for count in range(max(least, multiple), most + 1, multiple):
+        bins = _evenly(lengths, costs, budget, count)
+        if bins is not None:
+            break
+    else:
+        bins = split_to_multiple(first_fit, lengths, multiple)
+    dearest = sorted(bins, key=lambda members: (-sum(costs[index] for index in members), members[:1]))
+    return dearest if lengths else []
+
+
+def _evenly(lengths: Sequence[int], costs: Sequence[float], budget: int, count: int) -> list[list[int]] | None:
+    bins: list[list[int]] = [[] for _ in range(count)]
+    room = [budget] * count
+    heap = [(0.0, number) for number in range(count)]  # by cost so far
+    for index in sorted(range(len(lengths)), key=lambda index: (-costs[index], index)):
+        full = []
+        while heap and room[heap[0][1]] < lengths[index]:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        cost, number = heapq.heappop(heap)
+        bins[number].append(index)
+        room[number] -= lengths[index]
+        for entry in (*full, (cost + costs[index], number)):
+            heapq.heappush(heap, entry)
+    return [sorted(members) for members in bins]
 
 
 def split_to_multiple(bins: list[list[int]], lengths: Sequence[int], multiple: int) -> list[list[int]]:
@@ -83,7 +121,8 @@ def pack(plan: StepPlan, micro_batch: Sequence[int], pad_to_multiple: int = 1) -
     lengths = [document.num_tokens for document in documents]
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     tokens = int(starts[-1])
-    padding = -tokens % pad_to_multiple
+    # A micro-batch without documents is one of padding: a model has to have something to run on.
+    padding = -tokens % pad_to_multiple if tokens else pad_to_multiple
     segments = np.append(starts, tokens + padding) if padding else starts
     # Positions of padding count on from 0 like a document's: it is a segment of its own.
     positions = [np.arange(length) for length in (*lengths, padding)]

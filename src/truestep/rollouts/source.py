@@ -75,6 +75,15 @@ class FileSource(StillSource):
     _position: int = 0  # over all epochs
     _orders: dict[int, np.ndarray] = field(default_factory=dict)
 
+    @property
+    def position(self) -> int:
+        return self._position
+
+    @property
+    def total(self) -> int:
+        """Over all epochs."""
+        return self.epochs * len(self.documents)
+
     def _order(self, epoch: int) -> np.ndarray:
         if epoch not in self._orders:
             order = np.arange(len(self.documents))
@@ -88,7 +97,7 @@ class FileSource(StillSource):
         return self.documents[self._order(epoch)[index]]
 
     def peek(self, count: int) -> list[Rollout]:
-        end = min(self._position + count, self.epochs * len(self.documents))
+        end = min(self._position + count, self.total)
         return [self._at(position) for position in range(self._position, end)]
 
     def take(self, count: int, documents_seen: int) -> list[Rollout]:
@@ -112,8 +121,9 @@ class FileSource(StillSource):
 
     def restore(self, state: dict[str, Any]) -> None:
         if "position" not in state:
+            what = "files of which each rank had a part" if "parts" in state else "documents of another source"
             raise SourceError(
-                "data.path: this run's checkpoint was not made from files; give another checkpoint.directory"
+                f"data.path: this run's checkpoint was made from {what}; give another checkpoint.directory"
             )
         if self._fingerprint(state["position"]) != state["fingerprint"]:
             raise SourceError(

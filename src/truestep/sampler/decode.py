@@ -43,11 +43,15 @@ class Completion:
 
 
 def decode(policy: Policy, requests: Sequence[Request], options: DecodeOptions) -> list[Completion]:
-    """In the order of the requests."""
+    """In the order of the requests, which all ranks share out: each decodes some, and every rank gets them all."""
+    return policy.weights.ranks.spread(requests, lambda mine: _decode(policy, mine, options))
+
+
+def _decode(policy: Policy, requests: Sequence[Request], options: DecodeOptions) -> list[Completion]:
     # Like lengths together: less padding, and batches that end together.
     order = sorted(range(len(requests)), key=lambda index: len(requests[index].input_ids))
     completions: dict[int, Completion] = {}
-    with torch.no_grad(), policy.plain_attention():
+    with torch.no_grad(), policy.weights.gathered(), policy.plain_attention():
         for start in range(0, len(order), options.batch_size):
             members = order[start : start + options.batch_size]
             batch = _Batch(policy, [requests[index] for index in members], options)

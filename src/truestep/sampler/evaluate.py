@@ -55,9 +55,11 @@ class Evaluator:
         ]
         completions = decode(self.policy, requests, options)
         texts = [completion_text(self.policy, completion) for completion in completions]
+        pairs = list(zip(asked, texts, strict=True))
+        ratings = self.policy.weights.ranks.share(lambda: [self._rate(prompt, text) for prompt, text in pairs])
         return [
-            {"prompt": prompt.prompt, "completion": text, **self._rate(prompt, text)}
-            for prompt, text in zip(asked, texts, strict=True)
+            {"prompt": prompt.prompt, "completion": text, **rating}
+            for (prompt, text), rating in zip(pairs, ratings, strict=True)
         ]
 
     def _rate(self, prompt: Prompt, text: str) -> dict[str, Any]:

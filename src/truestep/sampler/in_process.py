@@ -99,8 +99,10 @@ class InProcessSource(StillSource):
                 Request(self._prompt(group.number).input_ids, (self.seed, _DRAWS, group.number, member))
                 for group, member in asked
             ]
-            for (group, member), completion in zip(asked, decode(self.policy, requests, self.options), strict=True):
-                self._add(group, member, completion, version)
+            completions = decode(self.policy, requests, self.options)
+            ratings = self._ratings([self._prompt(group.number) for group, _ in asked], completions)
+            for (group, member), completion, rating in zip(asked, completions, ratings, strict=True):
+                self._add(group, member, completion, rating, version)
         for group in groups:
             if len(group.rated) < self.group_size:
                 reason = f"its group could not be completed: {len(group.rated)} of {group.members} completions rated"
@@ -109,16 +111,26 @@ class InProcessSource(StillSource):
                     Rejected(prompt.id, group.number, reason, rollout.id, str(group.number)) for rollout in group.rated
                 ]
 
-    def _add(self, group: _Group, member: int, completion: Completion, version: int) -> None:
-        prompt, name = self._prompt(group.number), f"{group.number}-{member}"
+    def _ratings(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | str]:
+        """A reward may be dear, draw random numbers or count its calls: it is called on one rank."""
+        pairs = list(zip(prompts, completions, strict=True))
+        return self.policy.weights.ranks.share(lambda: [self._rate(*pair) for pair in pairs])
+
+    def _rate(self, prompt: Prompt, completion: Completion) -> float | str:
+        """The reward, or why there is none."""
         try:
-            reward = rate(self.reward, prompt, completion_text(self.policy, completion))
+            return rate(self.reward, prompt, completion_text(self.policy, completion))
         except RewardError as error:
             if self.stop_at_rejected:
                 raise RewardError(f"data.on_bad_record: stop: a completion of prompt {prompt.id}: {error}") from error
-            self._rejected.append(Rejected(prompt.id, group.number, str(error), name, str(group.number)))
+            return str(error)
+
+    def _add(self, group: _Group, member: int, completion: Completion, rating: float | str, version: int) -> None:
+        prompt, name = self._prompt(group.number), f"{group.number}-{member}"
+        if isinstance(rating, str):
+            self._rejected.append(Rejected(prompt.id, group.number, rating, name, str(group.number)))
             return
-        group.rated.append(dataclasses.replace(self._rollout(name, prompt, completion, version), reward=reward))
+        group.rated.append(dataclasses.replace(self._rollout(name, prompt, completion, version), reward=rating))
 
     def _rollouts(self, group: _Group) -> list[Rollout]:
         """With their advantages over one shared baseline."""

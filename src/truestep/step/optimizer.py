@@ -50,12 +50,14 @@ def update(optimizer: torch.optim.Optimizer, weights: Weights, learning_rate: fl
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, torch.Tensor]:
-    """The optimizer's state by weight name, for a checkpoint."""
-    return {
-        f"{name}.{kind}": value.detach()
-        for name, master in weights.master.items()
-        for kind, value in optimizer.state.get(master, {}).items()
-    }
+    """The optimizer's state by weight name, whole, for a checkpoint: on the first rank. Every rank calls this."""
+    kept = {}
+    for name, master in weights.master.items():
+        for kind, value in optimizer.state.get(master, {}).items():
+            whole = weights.whole(name, value.detach())
+            if weights.ranks.first:
+                kept[f"{name}.{kind}"] = whole if weights.ranks.shards == 1 else whole.cpu()
+    return kept
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, weights: Weights, tensors: dict[str, torch.Tensor]) -> None:
@@ -64,6 +66,6 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, weights: Weights, tensor
         state = {kind: tensors[f"{name}.{kind}"] for kind in kinds if f"{name}.{kind}" in tensors}
         # `step` stays a scalar on the host, where AdamW keeps it.
         optimizer.state[master] = {
-            kind: value.clone() if kind == "step" else value.to(master.device, copy=True)
+            kind: value.clone() if kind == "step" else weights.mine(name, value).to(master.device, copy=True)
             for kind, value in state.items()
         }

@@ -6,10 +6,11 @@ packed   the next micro-batches, packed in order, until a rule says stop: their 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from truestep.rollouts.packing import first_fit_decreasing, split_to_multiple
+from truestep.rollouts.packing import balance
 from truestep.types import Rollout, StepPlan, StepTotals
 
 
@@ -22,6 +23,17 @@ class StepRule:
     depth_first_micro_batches: int
     breadth_first_micro_batches: int
     tokens_per_microbatch: int
+    ranks: int = 1
+    even_length: float = math.inf  # at which a document's attention costs as much as its matrix products
+
+    @property
+    def multiple(self) -> int:
+        """Of which a step's micro-batches are a number."""
+        return self.ranks * self.breadth_first_micro_batches
+
+    def cost(self, length: int) -> float:
+        """Of a document, in tokens of a short one."""
+        return length * (1 + length / self.even_length)
 
     @property
     def exact(self) -> bool:
@@ -36,17 +48,33 @@ def totals_of(documents: Sequence[Rollout]) -> StepTotals:
     )
 
 
-def make_plan(documents: Sequence[Rollout], micro_batches: Sequence[Sequence[int]], documents_seen: int) -> StepPlan:
-    return StepPlan(
-        tuple(documents), tuple(tuple(members) for members in micro_batches), totals_of(documents), documents_seen
-    )
+def make_plan(
+    documents: Sequence[Rollout], micro_batches: Sequence[Sequence[int]], documents_seen: int, ranks: int = 1
+) -> StepPlan:
+    packed = tuple(tuple(members) for members in micro_batches)
+    return StepPlan(tuple(documents), packed, totals_of(documents), documents_seen, ranks)
 
 
 def plan_exactly(documents: Sequence[Rollout], rule: StepRule, documents_seen: int) -> StepPlan:
-    """Exactly these documents, in as few micro-batches as fit and the breadth-first multiple allows."""
+    """Exactly these documents, in few micro-batches of near equal cost; ranks run those of like cost side by side."""
     lengths = [document.num_tokens for document in documents]
-    bins = first_fit_decreasing(lengths, rule.tokens_per_microbatch)
-    return make_plan(documents, split_to_multiple(bins, lengths, rule.breadth_first_micro_batches), documents_seen)
+    costs = [rule.cost(length) for length in lengths]
+    bins = balance(lengths, costs, rule.tokens_per_microbatch, rule.multiple)
+    return make_plan(documents, bins, documents_seen, rule.ranks)
+
+
+def plan_packed(documents: Sequence[Rollout], rule: StepRule, documents_seen: int) -> StepPlan:
+    """These documents in micro-batches filled in order, with empty ones up to the multiple."""
+    bins: list[list[int]] = []
+    room = 0
+    for index, document in enumerate(documents):
+        if document.num_tokens > room:
+            bins.append([])
+            room = rule.tokens_per_microbatch
+        bins[-1].append(index)
+        room -= document.num_tokens
+    bins += [[] for _ in range(-len(bins) % rule.multiple)]
+    return make_plan(documents, bins, documents_seen, rule.ranks)
 
 
 def count_packed(lengths: Sequence[int], rule: StepRule) -> tuple[list[list[int]], bool]:
@@ -69,8 +97,8 @@ def count_packed(lengths: Sequence[int], rule: StepRule) -> tuple[list[list[int]
 
 def may_end(micro_batches: int, documents: int, rule: StepRule) -> bool:
     """Whether the step may end here, its last micro-batch being full or the data at its end."""
-    if micro_batches % rule.breadth_first_micro_batches:
+    if micro_batches % rule.multiple:
         return False
     if rule.docs_per_step:
         return documents >= rule.docs_per_step
-    return micro_batches >= rule.depth_first_micro_batches * rule.breadth_first_micro_batches
+    return micro_batches >= rule.depth_first_micro_batches * rule.multiple

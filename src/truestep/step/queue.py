@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from truestep.rollouts.source import Source, SourceError
-from truestep.step.plan import StepRule, count_packed, make_plan, may_end, plan_exactly
+from truestep.step.plan import StepRule, count_packed, may_end, plan_exactly, plan_packed
 from truestep.types import Rollout, StepPlan
 
 
@@ -20,7 +20,6 @@ class PlanQueue:
         self._drop_last = drop_last
         self._repeats_left = 0
         self._documents: list[Rollout] = []  # of the plan that is being repeated
-        self._micro_batches: tuple[tuple[int, ...], ...] = ()
         self.documents_seen = 0
         self.dropped: list[Rollout] = []
 
@@ -28,13 +27,14 @@ class PlanQueue:
         """None at the end of the data."""
         if self._repeats_left:
             self._repeats_left -= 1
-            plan = make_plan(self._documents, self._micro_batches, self.documents_seen)
+            again = plan_exactly if self._rule.exact else plan_packed
+            plan = again(self._documents, self._rule, self.documents_seen)
         else:
             fresh = self._exact() if self._rule.exact else self._packed()
             if fresh is None:
                 return None
             plan = fresh
-            self._documents, self._micro_batches = list(plan.documents), plan.micro_batches
+            self._documents = list(plan.documents)
             self._repeats_left = self._updates_per_batch - 1
         self.documents_seen += len(plan.documents)
         return plan
@@ -66,8 +66,7 @@ class PlanQueue:
         if not complete and self._leave(waiting):
             return None
         documents = self._source.take(sum(len(members) for members in bins), self.documents_seen)
-        missing = -len(bins) % self._rule.breadth_first_micro_batches
-        return make_plan(documents, [*bins, *([[]] * missing)], self.documents_seen)
+        return plan_packed(documents, self._rule, self.documents_seen)
 
     def _leave(self, documents: Sequence[Rollout]) -> bool:
         """At the end of the data: whether what is left makes no step."""
@@ -80,7 +79,6 @@ class PlanQueue:
         return {
             "documents_seen": self.documents_seen,
             "repeats_left": self._repeats_left,
-            "micro_batches": [list(members) for members in self._micro_batches] if self._repeats_left else [],
             "source": self._source.state(),
         }
 
@@ -92,6 +90,5 @@ class PlanQueue:
     def restore(self, state: dict[str, Any], carried: list[Rollout]) -> None:
         self.documents_seen = state["documents_seen"]
         self._repeats_left = state["repeats_left"]
-        self._micro_batches = tuple(tuple(members) for members in state["micro_batches"])
         self._documents = carried
         self._source.restore(state["source"])

@@ -5,6 +5,7 @@ Dimensions: S tokens of the micro-batch, T its labels, D its documents.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,10 @@ from truestep.head.chunked import HeadRows
 from truestep.losses.labels import Labels
 from truestep.losses.measure import DocumentFacts, measure
 from truestep.losses.objective import Objective
-from truestep.metrics.types import Metric, Sum, merge, values
+from truestep.metrics.types import Metric, Sum, merge, on_host, values
 from truestep.policy.policy import Policy
+from truestep.policy.weights import Weights
+from truestep.ranks.group import Ranks
 from truestep.rollouts.packing import pack
 from truestep.types import Coefficients, DocumentScore, PackedBatch, RowStatistics, StepPlan
 
@@ -37,47 +40,106 @@ class Accumulated:
 
 
 @dataclass(frozen=True)
+class _Mine:
+    """What this rank's micro-batches added up to."""
+
+    metrics: dict[str, Metric]
+    scores: dict[int, DocumentScore]  # by place in the plan
+
+
+@dataclass(frozen=True)
 class StepRunner:
     policy: Policy
     objective: Objective
     metrics_level: str = "basic"
     pad_to_multiple: int = 1
+    breadth_first: int = 1  # micro-batches that share a gathering of the weights
+    keep_scores: bool = False
 
-    def accumulate(self, plan: StepPlan, *, backward: bool = True, keep_scores: bool = False) -> Accumulated:
-        """The plan's metrics, and with `backward` its whole gradient."""
-        totals = plan.totals
+    @property
+    def _ranks(self) -> Ranks:
+        return self.policy.weights.ranks
+
+    def accumulate(
+        self,
+        plan: StepPlan,
+        *,
+        backward: bool = True,
+        beside: Mapping[str, Metric] | None = None,
+    ) -> Accumulated:
+        """The plan's metrics over all ranks, and with `backward` its whole gradient. `beside`: this rank's own metrics,
+        to be reduced with the rest. Every rank that computes holds a part of the weights, so all run every pass."""
+        mine, counts = self._accumulate(plan, backward)
+        parts = self._ranks.gather((on_host(mine.metrics | dict(beside or {})), mine.scores))
+        metrics: dict[str, Metric] = dict(counts)
+        for part, _ in parts:
+            metrics = merge(metrics, part)
+        scores = {index: score for _, part in parts for index, score in part.items()}
+        return Accumulated(metrics, tuple(scores[index] for index in sorted(scores)))
+
+    def _accumulate(self, plan: StepPlan, backward: bool) -> tuple[_Mine, dict[str, Metric]]:
+        totals, weights = plan.totals, self.policy.weights
+        if plan.ranks != self._ranks.size:
+            raise ValueError(f"a plan for {plan.ranks} ranks on {self._ranks.size}")
         metrics: dict[str, Metric] = {
             "loss": Sum(0.0),
             "num_documents": Sum(float(totals.num_documents)),
             "num_labels": Sum(float(totals.num_labels)),
             "num_tokens": Sum(float(totals.num_tokens)),
-            "num_micro_batches": Sum(float(len(plan.micro_batches))),
+            "num_micro_batches": Sum(float(len(plan.micro_batches) // plan.ranks)),
         }
+        counts, metrics = metrics, {}
         scores: dict[int, DocumentScore] = {}
         if backward:
-            self.policy.weights.zero_gradients()
-        for micro_batch in plan.micro_batches:
-            if not micro_batch:
+            weights.zero_gradients()
+        micro_batches = plan.of_rank(self._ranks.rank)
+        # Where no rank has a label there is nothing to predict and nothing to differentiate.
+        computed = [number for number in range(len(micro_batches)) if _any_label(plan, plan.at_once(number))]
+        for number, micro_batch in enumerate(micro_batches):
+            if not micro_batch and number not in computed:
                 continue
             batch = pack(plan, micro_batch, self.pad_to_multiple).to(self.policy.device)
-            statistics = self._micro_batch(batch, plan, backward)
+            if number in computed:
+                weights.micro_batch(computed.index(number), len(computed), self.breadth_first, backward)
+                statistics = self._micro_batch(batch, plan, backward)
+            else:
+                statistics = self._nothing()
             labels = self._labels(batch, plan, slice(None), statistics)
             facts = _document_facts(batch, plan)
             metrics = merge(metrics, measure(labels, self.objective, facts, self.metrics_level))
-            if keep_scores:
+            if self.keep_scores:
                 scores |= _scores(batch, plan, statistics)
-        return Accumulated(metrics, tuple(scores[index] for index in sorted(scores)))
+        if backward:
+            weights.reduce()
+        return _Mine(metrics, scores), counts
+
+    def _nothing(self) -> RowStatistics:
+        nothing = torch.zeros(0, device=self.policy.device)
+        return RowStatistics(nothing, nothing, nothing)
 
     def _micro_batch(self, batch: PackedBatch, plan: StepPlan, backward: bool) -> RowStatistics:
         with torch.set_grad_enabled(backward):
-            # Where no token is a label there is nothing to predict and nothing to differentiate.
-            hidden = self.policy.hidden(batch) if len(batch.label_rows) else self.policy.head_weight[:0]
-            rows = hidden.index_select(0, batch.label_rows)
-        weight = self.policy.head_weight
-        temperature = batch.temperature
-        head = HeadRows(rows.detach(), weight.detach(), batch.label_ids, temperature, self.policy.head)
-        if not backward or not len(batch.label_rows):
-            return chunked.forward(head)
+            rows = self.policy.hidden(batch).index_select(0, batch.label_rows)
+            with self.policy.weights.head(self.policy.model) as (weight, weight_gradient):
+                statistics, gradient = self._head(batch, plan, rows.detach(), weight, weight_gradient, backward)
+        if gradient is not None:
+            # Also of no rows: a rank without a label touches every weight, as its fellows do.
+            rows.backward(gradient.to(rows.dtype))
+        return statistics
+
+    @torch.no_grad()
+    def _head(
+        self,
+        batch: PackedBatch,
+        plan: StepPlan,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        weight_gradient: torch.Tensor | None,
+        backward: bool,
+    ) -> tuple[RowStatistics, torch.Tensor | None]:
+        head = HeadRows(rows, weight, batch.label_ids, batch.temperature, self.policy.head)
+        if not backward:
+            return chunked.forward(head), None
 
         def loss(chunk: slice, statistics: RowStatistics) -> Coefficients:
             return self.objective.coefficients(self._labels(batch, plan, chunk, statistics), plan.totals)
@@ -85,12 +147,10 @@ class StepRunner:
         result = chunked.forward_backward(
             head,
             loss,
-            weight_gradient=self.policy.weights.gradient_of(weight),
+            weight_gradient=weight_gradient,
             document_labels=_label_counts(batch, plan) if self.objective.whole_documents else None,
         )
-        assert result.hidden_gradient is not None
-        rows.backward(result.hidden_gradient.to(rows.dtype))
-        return result.statistics
+        return result.statistics, result.hidden_gradient
 
     def _labels(self, batch: PackedBatch, plan: StepPlan, chunk: slice, statistics: RowStatistics) -> Labels:
         document = batch.label_document[chunk]
@@ -133,14 +193,19 @@ def _scores(batch: PackedBatch, plan: StepPlan, statistics: RowStatistics) -> di
     }
 
 
+def _any_label(plan: StepPlan, micro_batches: Sequence[Sequence[int]]) -> bool:
+    return any(plan.documents[index].num_labels for members in micro_batches for index in members)
+
+
 @torch.no_grad()
-def gradient_norm(gradients: dict[str, torch.Tensor]) -> float:
-    """Over all gradients, after `gradient_divisor` and before clipping."""
+def gradient_norm(weights: Weights) -> float:
+    """Over all gradients and every rank's part of them, after `gradient_divisor` and before clipping."""
+    gradients = list(weights.gradients.values())
     if not gradients:
         return 0.0
     # In float64: a float32 sum of the squares of a large tensor, one after another as a CPU adds, is off by percents.
-    norms = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients.values()])
-    return float(torch.linalg.vector_norm(norms))
+    norms = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients])
+    return float(weights.ranks.sum_over_shards(norms.square().sum()).sqrt())
 
 
 @torch.no_grad()

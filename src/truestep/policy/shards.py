@@ -1,0 +1,208 @@
+"""Float32 weights spread over ranks (FSDP2): each layer is gathered in the compute type where it is used.
+
+Every layer is a group of its own, and so are the embedding and the head; tied, those two are one tensor in one group,
+with one gradient. Reduction is a float32 sum, on a step's last micro-batch (or each, to save memory). The head's weight
+is gathered once a micro-batch, and its gradient is added up in float32 over chunks and micro-batches before it is
+reduced, just as on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from truestep.policy.weights import Weights
+from truestep.ranks.group import Ranks
+
+# The names since torch 2.13; before it, those of the older functions.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class ShardedWeights(Weights):
+    """Takes a model with float32 weights, shards it, and makes it compute in `dtype`."""
+
+    def __init__(
+        self,
+        model: Any,
+        dtype: torch.dtype,
+        ranks: Ranks,
+        *,
+        reshard_after_forward: bool = True,
+        reduce_each: bool = False,
+    ):
+        assert ranks.mesh is not None
+        self.ranks = ranks
+        self.names = [name for name, _ in model.named_parameters()]
+        self._reshard, self._reduce_each = reshard_after_forward, reduce_each
+        self._group = ranks.mesh.get_group("shard")
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self._shapes = {name: parameter.shape for parameter, name in names.items()}
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        tied = head.weight is embedding.weight
+        self._head_name = names[head.weight]
+        self._head_module: Any = embedding if tied else head
+        self._base: Any = model.base_model
+        self._tied = tied
+        if tied:
+            # The head has no parameter of its own: it reads the embedding's. A reference to the whole tensor would
+            # keep it alive, and train another one than the embedding's.
+            head.register_parameter("weight", None)
+        policy = MixedPrecisionPolicy(
+            param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        options: dict[str, Any] = {"mesh": ranks.mesh if ranks.replicas > 1 else ranks.mesh["shard"]}
+        options["mp_policy"] = policy
+        self._layers: list[Any] = list(_layers(self._base))
+        for layer in self._layers:
+            fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
+        # A tied embedding stays gathered until the head is done with it.
+        fully_shard(embedding, reshard_after_forward=reshard_after_forward and not tied, **options)
+        fully_shard(self._base, reshard_after_forward=reshard_after_forward, **options)
+        if not tied:
+            fully_shard(head, reshard_after_forward=False, **options)
+        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in self._modules:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        self._sharded: dict[str, Any] = dict(model.named_parameters())
+        left_over = set(self._shapes) - {n for n, p in self._sharded.items() if hasattr(p, "to_local")}
+        if left_over:
+            raise NotImplementedError(f"weights outside the model's body and head cannot be sharded: {left_over}")
+        self.frozen = {n: p.to_local().detach() for n, p in self._sharded.items() if not p.requires_grad}
+        # Views of the shards' own memory: what the optimizer writes is what the next gather reads.
+        self.master = {
+            name: torch.nn.Parameter(parameter.to_local().detach())
+            for name, parameter in self._sharded.items()
+            if parameter.requires_grad
+        }
+        self._head_gradient: torch.Tensor | None = None
+        self.zero_gradients()
+
+    def head_parameter(self, model: Any) -> torch.nn.Parameter:
+        return self._head_module.weight
+
+    # ---- A step
+
+    def zero_gradients(self) -> None:
+        self._head_gradient = None
+        for name, master in self.master.items():
+            self._sharded[name].grad = None
+            master.grad = None
+
+    @property
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {name: _present(master) for name, master in self.master.items()}
+
+    def micro_batch(self, number: int, of: int, group: int, backward: bool) -> None:
+        last = number == of - 1
+        last_of_group = last or number % group == group - 1
+        modules: list[Any] = [self._base] if self._tied else [self._base, self._head_module]
+        for module in modules:
+            module.set_requires_gradient_sync(last or self._reduce_each)
+            module.set_is_last_backward(last or self._reduce_each)
+            # Within a group a layer's weights are gathered once, for all of its micro-batches.
+            module.set_reshard_after_backward(last_of_group)
+        for layer in self._layers:
+            reshard = self._reshard and (group == 1 or (not backward and last_of_group))
+            layer.set_reshard_after_forward(reshard, recurse=False)
+
+    @contextmanager
+    def head(self, model: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+        self._head_module.unshard()
+        weight = self._head_module.weight
+        yield weight.detach(), self._head_buffer(weight)
+        if not self._tied or not torch.is_grad_enabled():
+            self._head_module.reshard()
+        if self._reduce_each:
+            self._reduce_head()
+
+    def _head_buffer(self, weight: torch.Tensor) -> torch.Tensor | None:
+        if self._head_name not in self.master:
+            return None
+        if self._head_gradient is None:
+            # Rows for as many ranks as there are, each the same number: what a reduce-scatter takes.
+            rows = -(-weight.shape[0] // self.ranks.shards) * self.ranks.shards
+            self._head_gradient = torch.zeros(rows, weight.shape[1], dtype=torch.float32, device=weight.device)
+        return self._head_gradient[: weight.shape[0]]
+
+    @torch.no_grad()
+    def _reduce_head(self) -> None:
+        if self._head_gradient is None:
+            return
+        whole = self._head_gradient
+        part = whole.new_empty(whole.shape[0] // self.ranks.shards, whole.shape[1])
+        _reduce_scatter(part, whole, group=self._group)
+        self._head_gradient = None
+        master = self.master[self._head_name]
+        mine = self.ranks.sum_over_replicas(part)[: master.shape[0]]
+        if master.grad is None:
+            master.grad = torch.zeros_like(master)
+        master.grad.add_(mine)
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        self._reduce_head()
+        for name, master in self.master.items():
+            reduced = self._sharded[name].grad
+            if reduced is not None:
+                local = reduced.to_local()
+                master.grad = local if master.grad is None else master.grad.add_(local)
+                self._sharded[name].grad = None
+            elif master.grad is None:
+                master.grad = torch.zeros_like(master)
+
+    # ---- Parts and wholes
+
+    def _rows(self, name: str) -> int:
+        """Of each rank's part but the last ones, which may have fewer or none."""
+        return -(-self._shapes[name][0] // self.ranks.shards)
+
+    def mine(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        if whole.shape != self._shapes[name]:  # an optimizer's scalar
+            return whole
+        rows = self._rows(name)
+        return whole[rows * self.ranks.shard : rows * (self.ranks.shard + 1)]
+
+    @torch.no_grad()
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        if part.ndim == 0:
+            return part
+        padded = part.new_zeros(self._rows(name), *part.shape[1:])
+        padded[: part.shape[0]] = part
+        parts = part.new_empty(padded.shape[0] * self.ranks.shards, *part.shape[1:])
+        _all_gather(parts, padded, group=self._group)
+        return parts[: self._shapes[name][0]]
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        for module in self._modules:
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
+        try:
+            yield
+        finally:
+            for module in self._modules:
+                module.reshard()
+                kept = self._tied and module is self._head_module
+                module.set_reshard_after_forward(self._reshard and not kept, recurse=False)
+
+    def publish(self) -> None:
+        """Nothing: the next gather reads the masters' memory."""
+
+
+def _layers(base: Any) -> Iterator[torch.nn.Module]:
+    """The model's decoder layers: the members of its longest list of modules."""
+    lists = [module for module in base.modules() if isinstance(module, torch.nn.ModuleList)]
+    if lists:
+        yield from max(lists, key=len)
+
+
+def _present(master: torch.nn.Parameter) -> torch.Tensor:
+    assert master.grad is not None, "gradients are there once they have been reduced"
+    return master.grad

@@ -1,0 +1,116 @@
+"""Ranks of this machine, started without torchrun: for `verify`, and for tests.
+
+Processes are forked from a server that has only imported, so that starting one costs milliseconds and not the seconds
+of importing torch and transformers.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from truestep.ranks.group import RankError
+
+_IMPORTED_FIRST = ["truestep.ranks.preload", "truestep.train", "truestep.score"]
+
+
+def run_ranks(
+    size: int,
+    target: Callable[..., None],
+    arguments: Sequence[Any] = (),
+    *,
+    threads: int = 1,
+    timeout: float = 600.0,
+    environment: dict[str, str] | None = None,
+) -> None:
+    """`target(*arguments)` on so many ranks, each a process. The first one that fails ends all, and says why."""
+    processes, folder, store = start_ranks(size, target, arguments, threads=threads, environment=environment)
+    deadline = time.monotonic() + timeout
+    try:
+        while any(process.exitcode is None for process in processes):
+            if any(process.exitcode for process in processes) or time.monotonic() > deadline:
+                break
+            time.sleep(0.005)
+        for process in processes:  # those whose fellow failed end by themselves, or have had their chance
+            process.join(timeout=max(0.0, min(20.0, deadline - time.monotonic())))
+    finally:
+        stuck = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+        for process in processes:
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+        del store
+    failed = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode}
+    said = "\n".join(filter(None, (last_words(folder, rank) for rank in range(size))))
+    shutil.rmtree(folder, ignore_errors=True)
+    if failed or stuck:
+        raise RankError(f"ranks that failed, with their exit codes: {failed}; ranks that were stuck: {stuck}\n{said}")
+
+
+def last_words(folder: Path, rank: int) -> str:
+    """The end of what a rank wrote to its console."""
+    file = folder / str(rank)
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
+    return "\n".join(f"rank {rank}: {line}" for line in lines[-12:])
+
+
+def start_ranks(
+    size: int,
+    target: Callable[..., None],
+    arguments: Sequence[Any] = (),
+    *,
+    threads: int = 1,
+    environment: dict[str, str] | None = None,
+) -> tuple[list[BaseProcess], Path, dist.TCPStore]:
+    """The processes, the folder of what they write to their consoles, and the store, which must outlive them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED_FIRST)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    folder = Path(tempfile.mkdtemp(prefix="truestep-ranks-"))
+    processes: list[BaseProcess] = []
+    for rank in range(size):
+        place = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            **(environment or {}),
+        }
+        process = context.Process(target=_rank, args=(target, tuple(arguments), place, threads, folder / str(rank)))
+        process.start()
+        processes.append(process)
+    return processes, folder, store
+
+
+def _rank(
+    target: Callable[..., None], arguments: tuple[Any, ...], place: dict[str, str], threads: int, console: Path
+) -> None:
+    os.environ.update(place)
+    written = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
+    torch.set_num_threads(threads)
+    try:
+        target(*arguments)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os._exit(0)

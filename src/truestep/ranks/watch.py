@@ -1,0 +1,190 @@
+"""What every rank is at, told to all the others: a rank that stalls, fails or is gone is named, and the rest end.
+
+Each rank writes the number and name of its phase into the launcher's store, from a thread of its own, and reads the
+others'. All ranks go through the same phases in the same order, so the one with the lowest number is waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from truestep.ranks.group import RankError, Ranks
+
+_FAILED = "truestep/failed"
+_DONE = "done"
+_OF_COMMUNICATION = ("connection", "gloo", "nccl", "timed out", "broken pipe")
+ENDED_BY_ANOTHER = 3  # the exit code of a rank that ends because of another
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The last that is known of a rank."""
+
+    rank: int
+    number: int  # of its phase
+    phase: str
+    since: float  # seconds it has been in it
+    silent: float  # seconds since it last said anything; a process that is there does so about every second
+    place: str = ""  # in the code
+    waits: bool = False  # in a call that waits for other ranks
+
+
+def verdict(mine: Seen, others: list[Seen], timeout: float, silence: float) -> str | None:
+    """Why the run has to end, or None. Pure, so that every case can be tested."""
+    others = [seen for seen in others if seen.phase != _DONE]
+    gone = [seen for seen in others if seen.silent > silence]
+    if gone:
+        return "; ".join(
+            f"rank {seen.rank} is gone: nothing was heard of it for {seen.silent:.0f} s, and last it was {seen.phase}"
+            for seen in gone
+        )
+    if mine.since <= timeout:
+        return None
+    everyone = [mine, *others]
+    slowest = min(seen.number for seen in everyone)
+    late = sorted((seen for seen in everyone if seen.number == slowest), key=lambda seen: seen.rank)
+    if len(late) == len(everyone) and any(not seen.waits for seen in late):
+        late = [seen for seen in late if not seen.waits]
+    names = "; ".join(f"rank {seen.rank} has been {seen.phase} for {seen.since:.0f} s{seen.place}" for seen in late)
+    others_wait = ", and the others wait for it" if len(late) < len(everyone) else ""
+    return f"{names}{others_wait} (schedule.stall_timeout: {timeout:g})"
+
+
+class Watch:
+    """Phases are named by the main thread; the watching is a thread's."""
+
+    def __init__(self, ranks: Ranks, timeout: float, end: Callable[[str], None] | None = None):
+        self._ranks, self._timeout = ranks, timeout
+        self._end = end or self._end_process
+        self._number, self._phase, self._since = 0, "starting", time.monotonic()
+        self._beat = min(1.0, timeout / 10)
+        self._silence = min(max(10.0, 10 * self._beat), max(timeout, 2.0))
+        self._stopped = threading.Event()
+        self._heard: dict[int, tuple[str, float]] = {}  # what each rank last said, and when that was news here
+        self._thread: threading.Thread | None = None
+
+    def phase(self, name: str) -> None:
+        """What this rank is doing from now on: every rank says the same phases in the same order."""
+        self._number, self._phase, self._since = self._number + 1, name, time.monotonic()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """An error inside, of any kind, ends every rank."""
+        if self._ranks.size == 1:
+            yield
+            return
+        self._store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=10)
+        )
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        try:
+            yield
+        except BaseException as error:
+            self._stop()
+            behind = self._behind(error)
+            if behind is not None:
+                raise RankError(behind) from error
+            self._fail(f"{type(error).__name__}: {error}")
+            raise
+        self._stop()
+        self.phase(_DONE)
+        self._tell()
+
+    def _stop(self) -> None:
+        assert self._thread is not None
+        self._stopped.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _behind(self, error: BaseException) -> str | None:
+        """Of an error of communication: the other rank that is behind it, if one is."""
+        if not isinstance(error, RuntimeError) or not any(word in str(error).lower() for word in _OF_COMMUNICATION):
+            return None
+        deadline = time.monotonic() + self._silence + 3 * self._beat
+        while time.monotonic() < deadline:  # a connection breaks at once; what broke it is known a little later
+            try:
+                self._tell()
+                reason = self._reason()
+            except Exception as gone:
+                return f"the launcher's store cannot be reached any more: {gone}"
+            if reason is not None:
+                return reason
+            time.sleep(self._beat)
+        return None
+
+    # ---- the thread
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(self._beat):
+            try:
+                self._tell()
+                reason = self._reason()
+            except Exception as error:  # the store is gone, and with it the rank or launcher that held it
+                reason = f"the launcher's store cannot be reached any more: {error}"
+            if reason is not None and not self._stopped.is_set():
+                self._end(reason)
+                return
+
+    def _tell(self) -> None:
+        place, waits = _where()
+        state = [self._number, self._phase, time.monotonic() - self._since, place, waits, time.time()]
+        self._store.set(f"truestep/rank/{self._ranks.rank}", json.dumps(state))
+
+    def _reason(self) -> str | None:
+        if self._store.check([_FAILED]):
+            failed = json.loads(self._store.get(_FAILED))
+            if failed["rank"] != self._ranks.rank:
+                return f"rank {failed['rank']} failed: {failed['error']}"
+        mine = Seen(self._ranks.rank, self._number, self._phase, time.monotonic() - self._since, 0.0, *_where())
+        return verdict(mine, self._others(), self._timeout, self._silence)
+
+    def _others(self) -> list[Seen]:
+        names = {rank: f"truestep/rank/{rank}" for rank in range(self._ranks.size) if rank != self._ranks.rank}
+        now, others = time.monotonic(), []
+        for rank, name in names.items():
+            if not self._store.check([name]):
+                continue
+            said = self._store.get(name).decode()
+            if self._heard.get(rank, ("", 0.0))[0] != said:
+                self._heard[rank] = (said, now)  # by this process's clock: hosts need not agree on the time
+            number, phase, since, place, waits, _ = json.loads(said)
+            silent = now - self._heard[rank][1]
+            others.append(Seen(rank, number, phase, since + silent, silent, place, waits))
+        return others
+
+    def _fail(self, error: str) -> None:
+        try:
+            self._tell()
+            if not self._store.check([_FAILED]):
+                self._store.set(_FAILED, json.dumps({"rank": self._ranks.rank, "error": error}))
+        except Exception as unreachable:
+            print(f"rank {self._ranks.rank}: the others could not be told: {unreachable}", file=sys.stderr)
+
+    def _end_process(self, reason: str) -> None:
+        """At once: the main thread may be inside a collective that nobody else will ever join."""
+        print(f"error: rank {self._ranks.rank} ends: {reason}", file=sys.stderr, flush=True)
+        os._exit(ENDED_BY_ANOTHER)
+
+
+def _where() -> tuple[str, bool]:
+    """Where the main thread is in truestep's or the user's code, and whether it is in a call that waits for ranks."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    waits = False
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "site-packages" not in file and not file.startswith("<"):
+            return f", at {os.path.basename(file)}:{frame.f_lineno} in {frame.f_code.co_name}", waits
+        waits |= "/torch/distributed/" in file
+        frame = frame.f_back
+    return "", waits

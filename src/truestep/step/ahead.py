@@ -1,0 +1,66 @@
+"""Plans, agreed on by all ranks, and made beside the step in hand wherever the source permits it.
+
+A checkpoint is of the step that was made last, and by then the plan of the next has been taken from the source: so each
+plan carries the state that its queue had once it was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from truestep.ranks.group import RankError, Ranks
+from truestep.step.queue import PlanQueue
+from truestep.types import Rollout, StepPlan
+
+
+@dataclass(frozen=True)
+class Planned:
+    plan: StepPlan | None  # None: the data has ended
+    state: dict[str, Any]  # of the queue, after this plan was taken from it
+    carried: Sequence[Rollout]
+    dropped: int
+
+
+class PlansAhead:
+    """`overlap`: the next plan depends on nothing that the step in hand does."""
+
+    def __init__(self, queue: PlanQueue, ranks: Ranks, *, overlap: bool):
+        self._queue, self._ranks = queue, ranks
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="plans") if overlap else None
+        self._next: Future[Planned] | None = None
+
+    def next(self) -> Planned:
+        if self._worker is None:
+            return self._make()
+        planned = (self._next or self._worker.submit(self._make)).result()
+        self._next = None if planned.plan is None else self._worker.submit(self._make)
+        return planned
+
+    def snapshot(self) -> Planned:
+        """Where a run stands that has taken no plan yet."""
+        return Planned(None, self._queue.state(), self._queue.carried, 0)
+
+    def close(self) -> None:
+        """Once the plan that is being made is there: on every rank alike, for they talk while they make it."""
+        if self._worker is not None:
+            self._worker.shutdown(wait=True)
+
+    def _make(self) -> Planned:
+        plan = self._queue.next_plan()
+        self._agree(plan)
+        return Planned(plan, self._queue.state(), tuple(self._queue.carried), len(self._queue.dropped))
+
+    def _agree(self, plan: StepPlan | None) -> None:
+        digests = self._ranks.gather(None if plan is None else plan.digest, ahead=True)
+        if len(set(digests)) == 1:
+            return
+        usual = max(digests, key=digests.count)
+        others = [rank for rank, digest in enumerate(digests) if digest != usual]
+        seen = self._queue.documents_seen - (0 if plan is None else plan.totals.num_documents)
+        raise RankError(
+            f"ranks {others} planned another step after document {seen} than the rest: they do not see the same data "
+            "or configuration; nothing of it was computed"
+        )

@@ -1,0 +1,48 @@
+"""The layouts that a step is run under."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Layout:
+    name: str
+    ranks: int = 1
+    options: dict[str, Any] = field(default_factory=dict)  # of the configuration, over the user's
+    reverse: bool = False  # micro-batches, and documents within each, in the opposite order
+    parts: bool = False  # each rank sees only its own documents, some of them none
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def layouts_for(budget: int, longest: int, most_ranks: int, kernels: bool) -> list[Layout]:
+    """`budget` and `longest` document, in tokens."""
+
+    def parallel(**options: Any) -> dict[str, Any]:
+        return {"parallel": options}
+
+    all_of_them = [
+        Layout("one process"),
+        Layout("smallest micro-batches", options={"data": {"tokens_per_microbatch": longest}}),
+        Layout("one large micro-batch", options={"data": {"tokens_per_microbatch": 64 * budget}}),
+        Layout("other packing order", options={"data": {"tokens_per_microbatch": 2 * longest}}, reverse=True),
+        Layout("padded micro-batches", options={"data": {"tokens_per_microbatch": 8 * longest, "pad_to_multiple": 8}}),
+        Layout("head: 1 row a chunk", options=_chunk(1)),
+        Layout("head: 7 rows a chunk", options=_chunk(7)),
+        Layout("FSDP 2", 2),
+        Layout("replicas 2", 2, parallel(data_shard=1, data_replicate=2)),
+        Layout("FSDP 2, breadth first 2", 2, {"schedule": {"breadth_first_micro_batches": 2}}),
+        Layout("FSDP 2, reduced each time", 2, parallel(reduce_each_micro_batch=True, reshard_after_forward=False)),
+        Layout("FSDP 4", 4),
+        Layout("HSDP 2 x 2", 4, parallel(data_replicate=2)),
+        Layout("FSDP 4, ragged ranks", 4, parts=True),
+    ]
+    if kernels:
+        interpreted = Layout("head: fused kernels", options=_chunk(16), environment={"TRITON_INTERPRET": "1"})
+        all_of_them.insert(7, interpreted)
+    return [layout for layout in all_of_them if layout.ranks <= most_ranks]
+
+
+def _chunk(rows: int) -> dict[str, Any]:
+    return {"model": {"head": {"logits_chunk_size": rows}}}

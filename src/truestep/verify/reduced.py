@@ -1,0 +1,135 @@
+"""The user's architecture and rollouts at a size that a float64 loop can follow.
+
+The model keeps its kind, its traits (tied or not, windows, softcaps, experts, shared key heads) and none of its size.
+Documents keep their order, masks, advantages, rewards, groups, temperatures and versions, but not their length, and
+their token ids are taken modulo the small vocabulary. A random model's log-probs have nothing to do with the real
+one's, so the sampler's are made anew around them, with ratios on both sides of both clip bounds.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from truestep.types import Rollout
+from truestep.verify.oracle import Record, oracle_logprobs
+from truestep.verify.reference import Reference
+
+VOCABULARY = 97  # a prime: no block, shard or chunk divides it
+_SIZES: dict[str, int] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "vocab_size": VOCABULARY,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "max_window_layers": 1,
+}
+_SPREAD = 0.25  # of log-ratios
+
+
+def reduce_model(source: Path, directory: Path, seed: int, trust_remote_code: bool) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=trust_remote_code)
+    settings = config.to_dict()
+    few_keys = settings.get("num_key_value_heads") not in (None, settings.get("num_attention_heads"))
+    sizes = _SIZES | {"num_attention_heads": 4, "num_key_value_heads": 2 if few_keys else 4, "head_dim": 16}
+    for name, size in sizes.items():
+        if isinstance(settings.get(name), int):
+            settings[name] = size
+    if settings.get("layer_types"):
+        kinds = list(dict.fromkeys(settings["layer_types"]))[:2]
+        settings["layer_types"] = (kinds * 2)[:2]
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        value = settings.get(name)
+        settings[name] = [token % VOCABULARY for token in value] if isinstance(value, list) else _inside(value)
+    small = type(config).from_dict(settings)
+    small.architectures = config.architectures
+    with torch.random.fork_rng(devices=[]):
+        loader: Any = AutoModelForCausalLM
+        model = loader.from_config(small, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Norms and biases keep the value they begin with, and matrices get noise that tells tokens apart.
+            scale = 0.15 if parameter.ndim >= 2 else 0.1
+            noise = scale * torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise if parameter.ndim >= 2 else parameter + noise)
+    model.save_pretrained(directory)
+    return directory
+
+
+def _inside(token: int | None) -> int | None:
+    return None if token is None else token % VOCABULARY
+
+
+def record_of(document: Rollout) -> Record:
+    """As one line of a rollout file that needs nothing else: advantages are made of rewards already."""
+    record: Record = {
+        "id": document.id,
+        "input_ids": document.input_ids.tolist(),
+        "loss_mask": document.loss_mask.astype(int).tolist(),
+        "temperature": document.temperature,
+    }
+    for name, values in (
+        ("logprobs", document.logprobs),
+        ("advantage", document.advantages),
+        ("model_version", document.model_version),
+    ):
+        if values is not None:
+            record[name] = values.tolist()
+    return record if document.reward is None else record | {"reward": document.reward}
+
+
+def reduce_record(record: Record, most: int) -> Record:
+    """The end of the document, which holds its labels; position 0 is never a label."""
+    cut = max(0, len(record["input_ids"]) - most)
+    short = {name: value[cut:] if isinstance(value, list) else value for name, value in record.items()}
+    short["input_ids"] = [token % VOCABULARY for token in short["input_ids"]]
+    short["loss_mask"] = [0, *short["loss_mask"][1:]]
+    return short
+
+
+def redraw_logprobs(model: Path, records: Sequence[Record], loss: dict[str, Any], seed: int) -> None:
+    """In place. For a loss of whole documents a document's mean is moved; else every label has its own noise."""
+    draw = random.Random(seed)
+    new = oracle_logprobs(Reference(model), list(records))
+    bounds = _log_bounds(loss)
+    document_level = loss["type"] == "gspo"
+    for number, (record, values) in enumerate(zip(records, new, strict=True)):
+        shifts = [_away(draw, bounds) for _ in values]
+        if document_level and bounds and values:
+            low, high = bounds[0], bounds[1]
+            target = (1.8 * low, 0.4 * high, 1.8 * high, 0.4 * low)[number % 4]
+            noise = [draw.gauss(0.0, 0.1) for _ in values]
+            shifts = [target + value - sum(noise) / len(noise) for value in noise]
+        made = iter(min(value - shift, 0.0) for value, shift in zip(values, shifts, strict=True))
+        record["logprobs"] = [next(made) if label else 0.0 for label in record["loss_mask"]]
+
+
+def _log_bounds(loss: dict[str, Any]) -> list[float]:
+    if loss["type"] not in ("grpo", "gspo", "cispo"):
+        return []
+    low, high = 1 - loss["epsilon_low"], 1 + loss["epsilon_high"]
+    return [math.log(low) if low > 0 else -3.0, math.log(high)]
+
+
+def _away(draw: random.Random, bounds: Sequence[float]) -> float:
+    """Not so near a bound that float32 would decide on which side it lies."""
+    spread = max([_SPREAD, *(abs(bound) for bound in bounds)])
+    while True:
+        value = draw.gauss(0.0, spread)
+        if all(abs(value - bound) > 1e-2 * abs(bound) + 1e-5 for bound in bounds):
+            return value

@@ -1,0 +1,70 @@
+"""The user's own architecture in float64: transformers' code with plain attention, one document at a time.
+
+transformers computes norms, rotary embeddings and softmax in float32, whatever the model's type. Here every request for
+float32 is one for float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class _Float64(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if function is torch.Tensor.float:
+            return torch.Tensor.double(*arguments)
+        wider = [torch.float64 if value is torch.float32 else value for value in arguments]
+        named = {k: torch.float64 if v is torch.float32 else v for k, v in (options or {}).items()}
+        return function(*wider, **named)
+
+
+class Reference:
+    """Of a Hugging Face directory, with other weights in place of its own where they are given."""
+
+    def __init__(self, directory: Path, weights: Mapping[str, Tensor] | None = None, trust_remote_code: bool = False):
+        from transformers import AutoModelForCausalLM
+
+        loader: Any = AutoModelForCausalLM
+        self._model = loader.from_pretrained(
+            directory,
+            dtype=torch.float64,
+            attn_implementation="eager",
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+        ).eval()
+        for buffer_owner in self._model.modules():
+            for name, buffer in list(buffer_owner._buffers.items()):
+                if buffer is not None and buffer.is_floating_point():
+                    buffer_owner._buffers[name] = buffer.double()
+        self._exact_rotary()
+        self.parameters: dict[str, Tensor] = dict(self._model.named_parameters())  # a tied tensor once
+        with torch.no_grad():
+            for name, value in (weights or {}).items():
+                self.parameters[name].copy_(value)
+        # A padding token's row of the embedding learns like any other: see policy/embedding.
+        self._model.get_input_embeddings().padding_idx = None
+
+    def _exact_rotary(self) -> None:
+        """Rotary frequencies are made in float32; where they are the plain ones, make them in float64."""
+        config = self._model.config.get_text_config()
+        parameters = getattr(config, "rope_parameters", None) or {}
+        if parameters.get("rope_type", "default") != "default" or "rope_theta" not in parameters:
+            return
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        size = int(size * parameters.get("partial_rotary_factor", 1.0))
+        exact = 1.0 / parameters["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
+        for module in self._model.modules():
+            known = getattr(module, "inv_freq", None)
+            if isinstance(known, Tensor) and known.shape == exact.shape and torch.allclose(known, exact, rtol=1e-5):
+                module.inv_freq = exact
+
+    def logits(self, input_ids: list[int], temperature: float = 1.0) -> Tensor:  # [T, V]
+        with _Float64():
+            output = self._model(input_ids=torch.tensor([input_ids]), use_cache=False)
+        return output.logits[0] / temperature

@@ -1,0 +1,98 @@
+"""What the ranks of one layout do: the real training loop, with a witness that writes down what each step is made of.
+
+1/weights.safetensors     before the step
+1/gradients.safetensors   of the step, before clipping
+1/step.json               loss, metrics, the documents' ids, learning rate, scores
+2/weights.safetensors     … and so on; after the last step, the weights alone
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from safetensors.torch import save_file
+
+from truestep import assemble
+from truestep.config.schema import Config
+from truestep.ranks.watch import Watch
+from truestep.step.ahead import Planned
+from truestep.step.run import Accumulated
+from truestep.train import make_trainer
+from truestep.trainer import Trainer
+from truestep.types import StepPlan
+
+
+def run_layout(
+    options: dict[str, Any], output: str, reverse: bool = False, plant: Callable[[], None] | None = None
+) -> None:
+    """`plant` makes a fault first: how a check that cannot fail would be found out."""
+    if plant is not None:
+        plant()
+    config = Config.model_validate(options)
+    ranks = assemble.join_ranks(config)
+    watch = Watch(ranks, config.schedule.stall_timeout)
+    with watch.watching():
+        trainer = make_trainer(config, Console(file=io.StringIO()), ranks=ranks, watch=watch)
+        if reverse:
+            _reverse(trainer)
+        trainer.runner = dataclasses.replace(trainer.runner, keep_scores=True)
+        trainer.on_gradient = _Witness(trainer, Path(output)).write
+        trainer.run()
+        _Witness(trainer, Path(output)).write_weights(trainer.step + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Witness:
+    trainer: Trainer
+    output: Path
+
+    def write(self, plan: StepPlan, accumulated: Accumulated, norm: float) -> None:
+        step = self.trainer.step + 1
+        self.write_weights(step)
+        gradients = self.trainer.policy.weights.collect_gradients()
+        if not self.trainer.ranks.first:
+            return
+        folder = self.output / str(step)
+        save_file(
+            {name: value.float().cpu().contiguous() for name, value in gradients.items()},
+            folder / "gradients.safetensors",
+        )
+        line = {
+            "metrics": accumulated.line() | {"grad_norm": norm},
+            "documents": [document.id for document in plan.documents],
+            "documents_seen": plan.documents_seen,
+            "learning_rate": self.trainer.learning_rate.at(step),
+            "scores": [
+                {"id": score.id, "logprobs": score.logprobs.tolist(), "entropy": score.entropy.tolist()}
+                for score in accumulated.scores
+            ],
+        }
+        (folder / "step.json").write_text(json.dumps(line), encoding="utf-8")
+
+    def write_weights(self, step: int) -> None:
+        weights = self.trainer.policy.weights.collect()
+        if self.trainer.ranks.first:
+            folder = self.output / str(step)
+            folder.mkdir(parents=True, exist_ok=True)
+            copies = {name: value.detach().to("cpu", torch.float32, copy=True) for name, value in weights.items()}
+            save_file(copies, folder / "weights.safetensors")
+
+
+def _reverse(trainer: Trainer) -> None:
+    honest = trainer.plans.next
+
+    def reversed_plan() -> Planned:
+        planned = honest()
+        if planned.plan is None:
+            return planned
+        turned = tuple(tuple(reversed(members)) for members in reversed(planned.plan.micro_batches))
+        return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, micro_batches=turned))
+
+    trainer.plans.next = reversed_plan  # type: ignore[method-assign]

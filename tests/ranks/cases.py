@@ -1,0 +1,57 @@
+"""Runs on several gloo ranks, each a forked process, for the tests of layouts."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from truestep.config.schema import Config
+from truestep.ranks.launch import run_ranks
+from truestep.score import score
+from truestep.train import train
+
+TESTS = str(Path(__file__).parents[1])
+
+
+def on_ranks(size: int, target: Callable[..., None], *arguments: Any, timeout: float = 120.0) -> None:
+    run_ranks(size, target, arguments, timeout=timeout)
+
+
+def score_all(runs: list[tuple[dict[str, Any], str]]) -> None:
+    """One after another in the same processes: starting ranks is what takes the time."""
+    for config, output in runs:
+        score(Config.model_validate(config), Path(output), gradients=True)
+
+
+def train_all(configs: list[dict[str, Any]]) -> None:
+    for config in configs:
+        train(Config.model_validate(config), Console(file=io.StringIO()))
+
+
+def train_and_do(config: dict[str, Any], rank: int, phase: str, what: str) -> None:
+    """As soon as this rank comes to that phase it is killed, raises, or stops where it is."""
+    from truestep.ranks.watch import Watch
+
+    honest = Watch.phase
+
+    def caught(self: Watch, name: str) -> None:
+        honest(self, name)
+        if name == phase and int(os.environ["RANK"]) == rank:
+            if what == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif what == "raise":
+                raise ZeroDivisionError("planted")
+            elif what == "stall":
+                time.sleep(120)
+            else:
+                raise AssertionError(what)
+
+    Watch.phase = caught  # type: ignore[method-assign]
+    train(Config.model_validate(config), Console(file=io.StringIO()))

@@ -1,0 +1,112 @@
+"""A rank that is killed, fails or stalls ends all of them, by name, and nobody hangs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from documents import make_documents
+from ranks.cases import train_and_do
+from ranks.test_train_over_ranks import config
+from small_runs import read_lines, write_rollouts
+from truestep.ranks.group import RankError, Ranks, join
+from truestep.ranks.launch import run_ranks, start_ranks
+from truestep.ranks.watch import ENDED_BY_ANOTHER, Seen, verdict
+from truestep.rollouts.source import FileSource
+from truestep.step.ahead import PlansAhead
+from truestep.step.plan import StepRule
+from truestep.step.queue import PlanQueue
+
+TIMEOUT = 3.0
+
+
+def seen(rank: int, number: int, since: float, silent: float = 0.0, phase: str = "working") -> Seen:
+    return Seen(rank, number, phase, since, silent)
+
+
+def test_nobody_is_late() -> None:
+    assert verdict(seen(0, 5, 2.9), [seen(1, 4, 2.0)], 3.0, 10.0) is None
+
+
+def test_the_rank_that_is_waited_for_is_named_by_every_other() -> None:
+    said = verdict(seen(0, 5, 3.1), [seen(1, 4, 3.4, phase="reading"), seen(2, 5, 3.2)], 3.0, 10.0)
+    assert said == "rank 1 has been reading for 3 s, and the others wait for it (schedule.stall_timeout: 3)"
+
+
+def test_a_rank_that_nothing_is_heard_of_is_gone() -> None:
+    said = verdict(seen(0, 5, 0.1), [seen(1, 4, 20.0, silent=11.0, phase="computing step 4")], 600.0, 10.0)
+    assert said == "rank 1 is gone: nothing was heard of it for 11 s, and last it was computing step 4"
+
+
+def test_a_rank_that_is_done_is_not_missed() -> None:
+    assert verdict(seen(0, 5, 0.1), [seen(1, 9, 50.0, silent=50.0, phase="done")], 600.0, 10.0) is None
+
+
+def test_all_in_one_phase() -> None:
+    said = verdict(seen(0, 5, 4.0), [seen(1, 5, 4.0)], 3.0, 10.0)
+    assert said == "rank 0 has been working for 4 s; rank 1 has been working for 4 s (schedule.stall_timeout: 3)"
+
+
+def test_in_one_phase_the_one_that_waits_for_nobody_is_late() -> None:
+    waiting = Seen(0, 5, "working", 4.0, 0.0, ", at run.py:7 in step", waits=True)
+    busy = Seen(1, 5, "working", 4.0, 0.0, ", at reward.py:3 in score", waits=False)
+    said = verdict(waiting, [busy], 3.0, 10.0) or ""
+    assert said.startswith("rank 1 has been working for 4 s, at reward.py:3 in score, and the others wait for it")
+
+
+@pytest.mark.parametrize(
+    ("what", "phase", "expected"),
+    [
+        ("kill", "computing step 2", "rank 1 is gone"),
+        ("raise", "computing step 2", "rank 1 failed: ZeroDivisionError: planted"),
+        ("stall", "computing step 2", "rank 1 has been computing step 2"),
+        ("stall", "waiting for the documents of step 3", "rank 1 has been waiting for the documents of step 3"),
+    ],
+)
+def test_one_rank_ends_all(
+    what: str,
+    phase: str,
+    expected: str,
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    write_rollouts(tmp_path / "rollouts.jsonl", 40)
+    given = config(
+        tiny_model("llama"), tmp_path / "rollouts.jsonl", tmp_path / "run", schedule={"stall_timeout": TIMEOUT}
+    )
+    processes, folder, store = start_ranks(3, train_and_do, (given, 1, phase, what))
+    started = time.monotonic()
+    survivors = [process for rank, process in enumerate(processes) if rank != 1 or what == "raise"]
+    for process in survivors:
+        process.join(timeout=60)
+    took = time.monotonic() - started
+    if what == "stall":
+        processes[1].kill()
+    processes[1].join()
+    assert all(process.exitcode for process in survivors), [process.exitcode for process in processes]
+    said = "".join(file.read_text(encoding="utf-8") for file in folder.iterdir())
+    assert expected in said
+    assert took < 5 * TIMEOUT + 10, "starting, and then at most the timeout and a few beats"
+    done = [line["step"] for line in read_lines(tmp_path / "run" / "ledger.jsonl")]
+    assert done in ([1], [1, 2]), "nothing is computed without the rank that is missing"
+    assert {process.exitcode for process in survivors if process is not processes[1]} <= {1, ENDED_BY_ANOTHER}
+    del store
+
+
+def _disagree() -> None:
+    ranks = join(device="cpu", data_shard=-1, data_replicate=1, stall_timeout=30)
+    documents = make_documents([3, 4, 5, 6] if ranks.rank == 2 else [5, 6, 7, 8])
+    queue = PlanQueue(FileSource(documents), StepRule(2, False, 1, 1, 40, 3))
+    PlansAhead(queue, ranks, overlap=False).next()
+
+
+def test_ranks_that_plan_another_step_stop_before_anything_is_computed() -> None:
+    with pytest.raises(RankError, match=r"ranks \[2\] planned another step after document 0 than the rest"):
+        run_ranks(3, _disagree)
+
+
+def test_one_process_needs_no_watch() -> None:
+    assert Ranks().gather("mine") == ["mine"] and Ranks().share(lambda: 3) == 3
