@@ -68,7 +68,8 @@ class Watch:
         self._end = end or self._end_process
         self._number, self._phase, self._since = 0, "starting", time.monotonic()
         self._beat = min(1.0, timeout / 10)
-        self._silence = min(max(10.0, 10 * self._beat), max(timeout, 2.0))
+        # A process that reads a large file may hold its threads up for a while: too soon would be worse than too late.
+        self._silence = min(60.0, max(timeout, 2.0))
         self._stopped = threading.Event()
         self._heard: dict[int, tuple[str, float]] = {}  # what each rank last said, and when that was news here
         self._thread: threading.Thread | None = None
@@ -111,11 +112,13 @@ class Watch:
         """Of an error of communication: the other rank that is behind it, if one is."""
         if not isinstance(error, RuntimeError) or not any(word in str(error).lower() for word in _OF_COMMUNICATION):
             return None
-        deadline = time.monotonic() + self._silence + 3 * self._beat
+        # That a connection broke is known already: a few beats without a word are enough.
+        silence = min(self._silence, 5 * self._beat)
+        deadline = time.monotonic() + silence + 5 * self._beat
         while time.monotonic() < deadline:  # a connection breaks at once; what broke it is known a little later
             try:
                 self._tell()
-                reason = self._reason()
+                reason = self._reason(silence)
             except Exception as gone:
                 return f"the launcher's store cannot be reached any more: {gone}"
             if reason is not None:
@@ -129,7 +132,7 @@ class Watch:
         while not self._stopped.wait(self._beat):
             try:
                 self._tell()
-                reason = self._reason()
+                reason = self._reason(self._silence)
             except Exception as error:  # the store is gone, and with it the rank or launcher that held it
                 reason = f"the launcher's store cannot be reached any more: {error}"
             if reason is not None and not self._stopped.is_set():
@@ -141,13 +144,13 @@ class Watch:
         state = [self._number, self._phase, time.monotonic() - self._since, place, waits, time.time()]
         self._store.set(f"truestep/rank/{self._ranks.rank}", json.dumps(state))
 
-    def _reason(self) -> str | None:
+    def _reason(self, silence: float) -> str | None:
         if self._store.check([_FAILED]):
             failed = json.loads(self._store.get(_FAILED))
             if failed["rank"] != self._ranks.rank:
                 return f"rank {failed['rank']} failed: {failed['error']}"
         mine = Seen(self._ranks.rank, self._number, self._phase, time.monotonic() - self._since, 0.0, *_where())
-        return verdict(mine, self._others(), self._timeout, self._silence)
+        return verdict(mine, self._others(), self._timeout, silence)
 
     def _others(self) -> list[Seen]:
         names = {rank: f"truestep/rank/{rank}" for rank in range(self._ranks.size) if rank != self._ranks.rank}

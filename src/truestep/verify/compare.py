@@ -108,6 +108,7 @@ def _of_step(
             continue
         floor = max(float(expected_gradient.norm()), 1e-6 * oracle.grad_norm, 1e-30)
         yield "gradient", name, float((gradients[name].double() - expected_gradient).norm()) / floor
+    # A weight that the architecture does not have: a tie that was lost, most of all.
     for name in set(gradients) - set(oracle.gradients):
         yield "gradient", f"{name} (the reference has none)", math.inf
     expected_scores = {document["id"]: document for document in oracle.documents}

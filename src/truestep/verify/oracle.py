@@ -399,8 +399,9 @@ def step_metrics(
         metrics[name] = (float(count), float(count))
 
     # Per document a list over its labels; only documents that have labels and the input.
-    logprobs, entropies, old_logprobs, advantages, staleness = [], [], [], [], []
+    logprobs, entropies, old_logprobs, advantages = [], [], [], []
     ratios: list[list[float]] = []
+    staleness: list[list[float]] = []
     for document, labels in zip(documents, values, strict=True):
         if not labels:
             continue

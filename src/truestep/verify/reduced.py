@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from truestep.policy.probe import ModelError
 from truestep.types import Rollout
 from truestep.verify.oracle import Record, oracle_logprobs
 from truestep.verify.reference import Reference
@@ -42,7 +43,10 @@ def reduce_model(source: Path, directory: Path, seed: int, trust_remote_code: bo
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=trust_remote_code)
+    try:
+        config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path: {source} has no config.json that can be read: {error}") from error
     settings = config.to_dict()
     few_keys = settings.get("num_key_value_heads") not in (None, settings.get("num_attention_heads"))
     sizes = _SIZES | {"num_attention_heads": 4, "num_key_value_heads": 2 if few_keys else 4, "head_dim": 16}

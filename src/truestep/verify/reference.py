@@ -45,8 +45,8 @@ class Reference:
         self._exact_rotary()
         self.parameters: dict[str, Tensor] = dict(self._model.named_parameters())  # a tied tensor once
         with torch.no_grad():
-            for name, value in (weights or {}).items():
-                self.parameters[name].copy_(value)
+            for name in self.parameters.keys() & (weights or {}).keys():
+                self.parameters[name].copy_((weights or {})[name])
         # A padding token's row of the embedding learns like any other: see policy/embedding.
         self._model.get_input_embeddings().padding_idx = None
 

@@ -18,7 +18,6 @@ _COLOURS = {
     "gradient": "#b51d14",
     "log-prob": "#00beff",
     "update": "#00b25d",
-    "half precision": "#b51d14",
 }
 _ROW, _LEFT, _WIDTH = 26, 240, 720
 _LOW, _HIGH = -9.0, 0.0  # powers of ten
@@ -98,8 +97,12 @@ def figure(verdicts: Sequence[Verdict]) -> str:
         ink = "#222" if verdict.passed else "#b51d14"
         name = escape(verdict.layout.name)
         parts.append(f'<text x="{_LEFT - 12}" y="{y + 4:.1f}" text-anchor="end" fill="{ink}">{name}</text>')
+        half = verdict.worst.get("half precision")
+        if half is not None:
+            said = escape(f"gradient's error {half.value:.2f} x that of one process, at most {bound_of(half.kind)}")
+            parts.append(f'<text x="{_LEFT + 8}" y="{y + 4:.1f}" fill="{ink}">{said}</text>')
         for kind, found in verdict.worst.items():
-            if kind in _COLOURS and kind != "half precision":
+            if kind in _COLOURS:
                 parts.append(
                     f'<circle cx="{_place(found.value):.1f}" cy="{y:.1f}" r="4.5" fill="{_COLOURS[kind]}" '
                     f'fill-opacity="0.85"><title>{escape(f"{kind} {found.name}: {found.value:.2e}")}</title></circle>'

@@ -122,6 +122,8 @@ def verify(
 def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case:
     seed = config.seed
     model = Path(config.model.path)
+    if not (model / "config.json").is_file():
+        raise VerifyError(f"model.path: {model} is not a Hugging Face model directory: it has no config.json")
     if not full:
         model = reduce_model(model, scratch / "model", seed, config.model.trust_remote_code)
     made_up = config.data.path is None
@@ -148,7 +150,7 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
             "docs_per_step": per_step,
             "updates_per_batch": config.schedule.updates_per_batch,
             "steps": _STEPS * config.schedule.updates_per_batch,
-            "stall_timeout": 60.0,
+            "stall_timeout": min(60.0, config.schedule.stall_timeout),
         },
         "optimizer": config.optimizer.model_dump()
         | {"schedule": "constant", "warmup_steps": 0}

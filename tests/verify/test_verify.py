@@ -1,0 +1,176 @@
+"""`verify` passes on what is right, and fails, by name, on each fault that is planted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from oracles.transformer import Transformer
+from tiny import KINDS
+from truestep.config.load import load_config
+from truestep.errors import TruestepError
+from truestep.verify.layouts import layouts_for
+from truestep.verify.oracle import label_values, read_document
+from truestep.verify.reference import Reference
+from truestep.verify.report import complaints
+from truestep.verify.run import Verdict, make_case, verify
+from verify import faults
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(EXAMPLES, tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "examples"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_is_float64_to_its_last_digits(kind: str, tiny_model: Callable[[str], Path]) -> None:
+    """Two float64 models that share no line: plain loops, and transformers' code with every float32 made float64."""
+    ids = [3, 9, 60, 7, 7, 1, 0, 22, 31, 5, 6, 8]
+    plain, theirs = Transformer(tiny_model(kind)), Reference(tiny_model(kind))
+    assert torch.allclose(plain.logits(ids, 0.7), theirs.logits(ids, 0.7), rtol=0, atol=1e-12)
+    assert set(plain.parameters) == set(theirs.parameters)
+
+
+def test_the_oracle_shares_nothing_with_what_it_judges() -> None:
+    code = (
+        "import sys, truestep.verify.oracle, truestep.verify.reference;"
+        "rooms = {name.split('.')[1] for name in sys.modules if name.startswith('truestep.')};"
+        "sys.exit(str(rooms - {'verify'}) if rooms - {'verify'} else 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["grpo", "gspo", "reinforce", "cispo", "cross_entropy"])
+def test_every_example_passes_under_every_layout(name: str, examples: Path, tmp_path: Path) -> None:
+    """By the command, as a user types it."""
+    started = time.perf_counter()
+    command = [sys.executable, "-m", "truestep", "verify", f"examples/{name}.yaml", "--output", "out"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "within 1e-05 of float64" in done.stdout
+    assert time.perf_counter() - started < 120
+    said = json.loads((tmp_path / "out" / "verify.json").read_text(encoding="utf-8"))
+    assert said["passed"] and {layout["ranks"] for layout in said["layouts"]} == {1, 2, 4}
+    for layout in said["layouts"]:
+        for kind, found in layout["worst"].items():
+            assert found["value"] <= {"half precision": 1.5, "update": 1e-6}.get(kind, 1e-5)
+    assert (tmp_path / "out" / "verify.svg").read_text(encoding="utf-8").startswith("<svg")
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+def test_ratios_lie_on_both_sides_of_both_bounds(name: str, examples: Path, tmp_path: Path) -> None:
+    config = load_config(examples / f"{name}.yaml")
+    case = make_case(config, tmp_path, 14, full=False)
+    loss = case.options["loss"]
+    low, high = 1 - loss["epsilon_low"], 1 + loss["epsilon_high"]
+    ratios = []
+    with torch.no_grad():
+        for record in case.records:
+            document = read_document(record, 1.0)
+            values = label_values(Reference(case.model), document)
+            assert document.old_logprobs is not None
+            log_ratios = [v.logprob.item() - old for v, old in zip(values, document.old_logprobs, strict=True)]
+            if name == "gspo" and log_ratios:
+                log_ratios = [sum(log_ratios) / len(log_ratios)]
+            ratios += [torch.tensor(value).exp().item() for value in log_ratios]
+    assert any(low < ratio < 1 for ratio in ratios) and any(1 < ratio < high for ratio in ratios)
+    assert any(ratio > high for ratio in ratios)
+    assert low <= 0 or any(ratio < low for ratio in ratios)
+
+
+def judge(examples: Path, layout: str, plant: Callable[[], None], name: str = "grpo", **over: Any) -> Verdict:
+    config = load_config(
+        examples / f"{name}.yaml", [f"--{key.replace('__', '.')}={value}" for key, value in over.items()]
+    )
+    (verdict,) = verify(config, Path("out"), only=lambda known: known.name == layout, plant=plant)
+    return verdict
+
+
+@pytest.mark.parametrize(
+    ("plant", "layout", "kind", "named"),
+    [
+        (faults.per_rank_mean, "FSDP 2", "gradient", ""),
+        (faults.local_label_count, "FSDP 2", "loss", "loss"),
+        (faults.hidden_world_division, "FSDP 2", "gradient", "layers"),
+        (faults.last_micro_batch_only, "FSDP 2, breadth first 2", "gradient", ""),
+        (faults.document_on_two_ranks, "FSDP 2", "metric", ""),
+        (faults.untied_head, "FSDP 2", "gradient", "lm_head.weight"),
+        (faults.mean_of_means, "smallest micro-batches", "metric", ""),
+        (faults.wrong_temperature, "one process", "log-prob", "logprobs of document"),
+        (faults.labels_shifted_by_one, "one process", "log-prob", "logprobs of document"),
+        (faults.clip_sides_swapped, "one process", "metric", "clipped_ratio_fraction"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_planted_fault_is_found_and_named(
+    plant: Callable[[], None], layout: str, kind: str, named: str, examples: Path
+) -> None:
+    verdict = judge(examples, layout, plant)
+    assert verdict.failure is None, verdict.failure
+    found = {difference.kind: difference for difference in verdict.wrong}
+    assert kind in found, complaints(verdict)
+    assert named in found[kind].name
+    assert any(found[kind].name in complaint for complaint in complaints(verdict))
+
+
+def test_ranks_that_hang_are_a_failure_with_a_reason(examples: Path) -> None:
+    verdict = judge(examples, "FSDP 4, ragged ranks", faults.ragged_ranks_hang, schedule__stall_timeout=3)
+    assert not verdict.passed
+    assert "wait for it" in (verdict.failure or ""), verdict.failure
+
+
+def test_without_a_fault_the_same_layouts_pass(examples: Path) -> None:
+    config = load_config(examples / "grpo.yaml", ["--model.dtype=float32"])
+    names = {"one process", "FSDP 2", "FSDP 2, breadth first 2", "smallest micro-batches"}
+    assert all(verdict.passed for verdict in verify(config, Path("out"), only=lambda layout: layout.name in names))
+
+
+def test_the_whole_model_and_its_own_rollouts(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    from small_runs import write_rollouts
+
+    write_rollouts(tmp_path / "rollouts.jsonl", 12)
+    options = {
+        "model": {"path": str(tiny_model("qwen3_tied")), "dtype": "float32"},
+        "data": {"path": str(tmp_path / "rollouts.jsonl"), "advantages": "none", "tokens_per_microbatch": 64},
+        "schedule": {"updates_per_batch": 2},
+    }
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(options), encoding="utf-8")
+    names = {"one process", "HSDP 2 x 2"}
+    verdicts = verify(
+        load_config(tmp_path / "c.yaml"), tmp_path / "out", full=True, only=lambda layout: layout.name in names
+    )
+    assert len(verdicts) == 2 and all(verdict.passed for verdict in verdicts), [complaints(v) for v in verdicts]
+
+
+def test_the_command_fails_with_exit_code_1(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """A config whose model cannot be made: one message."""
+    (tmp_path / "c.yaml").write_text("model: {path: nowhere}\ndata: {path: nothing.jsonl}\n", encoding="utf-8")
+    command = [sys.executable, "-m", "truestep", "verify", "c.yaml", "--output", "out"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "nowhere" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_under_torchrun_it_is_refused(examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(TruestepError, match="starts its own ranks"):
+        verify(load_config(examples / "grpo.yaml"), Path("out"))
+
+
+def test_layouts_that_need_more_ranks_than_there_are_are_left_out() -> None:
+    assert {layout.ranks for layout in layouts_for(64, 20, 2, kernels=False)} == {1, 2}
