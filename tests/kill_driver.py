@@ -3,7 +3,9 @@
     python kill_driver.py CONFIG.yaml '[["seconds", 0.4], ["event", 17], ...]'
 
 `seconds` kills after that time; `event` kills inside the child, just before its so-many-th opening, renaming or removal
-of a file in the run's directory, so that a kill lies between any two changes to it. Children are forked from a process
+of a file in the run's directory, so that a kill lies between any two changes to it; `command` kills just before
+the so-many-th command is sent to a Redis server, and `answer` when it was carried out and its answer not yet read.
+Each kill is said on the standard output when it has happened. Children are forked from a process
 that has only imported: starting Python and torch ten times over would take a minute.
 """
 
@@ -43,6 +45,24 @@ def _kill_at_event(number: int, directory: str) -> None:
     sys.addaudithook(hook)
 
 
+def _kill_at_command(number: int, moment: str) -> None:
+    from redis.connection import Connection
+
+    method = "send_packed_command" if moment == "command" else "read_response"
+    original, seen = getattr(Connection, method), 0
+
+    def counted(self: Connection, *arguments: object, **options: object) -> object:
+        nonlocal seen
+        seen += 1
+        if seen == number:
+            if moment == "answer":
+                time.sleep(0.05)  # the server is done with it
+            _kill_self()
+        return original(self, *arguments, **options)
+
+    setattr(Connection, method, counted)
+
+
 def _train(config: str, directory: str, kill: tuple[str, float] | None) -> int:
     """The exit status of a child that trains, as `waitpid` gives it."""
     child = os.fork()
@@ -53,6 +73,8 @@ def _train(config: str, directory: str, kill: tuple[str, float] | None) -> int:
     os.dup2(log, 2)
     if kill is not None and kill[0] == "event":
         _kill_at_event(int(kill[1]), directory)
+    elif kill is not None and kill[0] in ("command", "answer"):
+        _kill_at_command(int(kill[1]), kill[0])
     elif kill is not None:
         threading.Timer(kill[1], _kill_self).start()
     try:
@@ -66,7 +88,10 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     config, kills = sys.argv[1], json.loads(sys.argv[2])
     run_directory = str(Path(config).with_suffix(""))
-    statuses = [_train(config, run_directory, tuple(kill)) for kill in kills]
-    killed = [os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL for status in statuses]
+    killed = []
+    for kill in kills:
+        status = _train(config, run_directory, tuple(kill))
+        killed.append(os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL)
+        print("killed" if killed[-1] else "ended", flush=True)
     final = os.waitstatus_to_exitcode(_train(config, run_directory, None))
     print(json.dumps({"killed": killed, "final": final}))

@@ -8,7 +8,15 @@ from pathlib import Path
 import torch
 
 from truestep.config.schema import Config
-from truestep.config.sections import CispoLoss, CrossEntropyLoss, GrpoLoss, GspoLoss, ReinforceLoss
+from truestep.config.sections import (
+    CispoLoss,
+    CrossEntropyLoss,
+    DirectorySource,
+    GrpoLoss,
+    GspoLoss,
+    RedisSource,
+    ReinforceLoss,
+)
 from truestep.head.logits import HeadSettings
 from truestep.losses.objective import Denominator, Objective
 from truestep.losses.policy import Cispo, CrossEntropy, Grpo, Gspo, PolicyLoss, Reinforce, clip_bounds
@@ -17,6 +25,12 @@ from truestep.policy.policy import Policy
 from truestep.ranks.group import Ranks, join
 from truestep.rollouts.files import Documents, expand_paths, load_documents
 from truestep.rollouts.record import Needs
+from truestep.rollouts.source import Source
+from truestep.rollouts.stream.directory import DirectoryTransport
+from truestep.rollouts.stream.intake import Checks
+from truestep.rollouts.stream.shared import SharedSource
+from truestep.rollouts.stream.source import StreamSource
+from truestep.rollouts.stream.transport import Transport
 from truestep.step.optimizer import LearningRate
 from truestep.step.plan import StepRule
 from truestep.step.run import StepRunner
@@ -108,6 +122,11 @@ def make_learning_rate(config: Config) -> LearningRate:
     )
 
 
+def _needs(config: Config) -> Needs:
+    supervised = config.loss.type == "cross_entropy"
+    return Needs(logprobs=not supervised, advantages=not supervised, advantage_rule=config.data.advantages)
+
+
 def own_part(config: Config) -> bool:
     """Whether each rank reads files of its own."""
     path = config.data.path
@@ -123,17 +142,47 @@ def data_paths(config: Config, rank: int) -> list[Path]:
 
 def read_documents(config: Config, vocabulary_size: int, rank: int = 0) -> Documents:
     data = config.data
-    supervised = config.loss.type == "cross_entropy"
     return load_documents(
         data_paths(config, rank),
         vocabulary_size=vocabulary_size,
         default_temperature=data.temperature,
         max_tokens=data.tokens_per_microbatch,
-        needs=Needs(logprobs=not supervised, advantages=not supervised, advantage_rule=data.advantages),
+        needs=_needs(config),
         advantage_rule=data.advantages,
         group_size=data.group_size,
         on_bad_record=data.on_bad_record,
     )
+
+
+def make_transport(source: RedisSource | DirectorySource) -> Transport:
+    """An error now where the server or the directory is not there."""
+    if isinstance(source, DirectorySource):
+        return DirectoryTransport(Path(source.directory))
+    from truestep.rollouts.stream.redis import RedisTransport  # an extra
+
+    return RedisTransport(
+        url=source.url, stream=source.stream, group=source.group, consumer=source.consumer, events=source.events
+    )
+
+
+def make_stream_source(config: Config, vocabulary_size: int, ranks: Ranks) -> Source:
+    data = config.data
+    assert data.source is not None
+    checks = Checks(
+        vocabulary_size=vocabulary_size,
+        default_temperature=data.temperature,
+        max_tokens=data.tokens_per_microbatch,
+        needs=_needs(config),
+        group_size=data.group_size,
+        stop_at_rejected=data.on_bad_record == "stop",
+    )
+    if not ranks.first:
+        return SharedSource(None, ranks)
+    timeout = config.schedule.stall_timeout
+    if ranks.size > 1:  # before the watch over the ranks ends the run, which cannot say what was waited for
+        timeout -= min(5.0, 0.1 * timeout)
+    source = StreamSource(make_transport(data.source), checks, timeout)
+    return source if ranks.size == 1 else SharedSource(source, ranks)
 
 
 def make_deterministic() -> None:

@@ -61,8 +61,11 @@ def make_trainer(
     watch = watch or Watch(ranks, config.schedule.stall_timeout)
     if config.deterministic:
         assemble.make_deterministic()
-    if config.data.path is None and config.sampler is None:
-        raise TrainingError("documents come from data.path (rollout files) or from a sampler: give one of the two")
+    if config.data.path is None and config.data.source is None and config.sampler is None:
+        raise TrainingError(
+            "documents come from data.path (rollout files), from data.source (sent while the run goes on) or from a "
+            "sampler: give one of them"
+        )
     _check_inputs(config, ranks)
     assert config.checkpoint.directory is not None
     directory = RunDirectory(Path(config.checkpoint.directory), writes=ranks.first)
@@ -101,10 +104,12 @@ def make_trainer(
         for note in notes if config.logging.console else ():
             console.print(note, highlight=False, markup=False, soft_wrap=True)
     _lay_out(directory, config, source, rejected, step, rejected_lines)
+    if latest is not None:  # a kill may have come between its completion and the word of it
+        source.checkpointed(latest, step, queue.documents_seen)
     return Trainer(
         policy=policy,
         source=source,
-        plans=PlansAhead(queue, ranks, overlap=source.finite),
+        plans=PlansAhead(queue, ranks, overlap=source.finite and config.data.source is None),
         ranks=ranks,
         watch=watch,
         documents_seen=queue.documents_seen,
@@ -134,6 +139,8 @@ def _check_inputs(config: Config, ranks: Ranks) -> None:
     """What can be wrong without the model, before the minutes that a large one takes to load."""
     if config.data.path is not None:
         assemble.data_paths(config, ranks.rank)
+    if config.data.source is not None and ranks.first:
+        assemble.make_transport(config.data.source).close()
     for section in (config.sampler, config.evaluation):
         if section is not None:
             find_prompts(section.prompts)
@@ -221,12 +228,14 @@ def _lay_out(
     if not directory.writes:
         return
     directory.roll_back(step, lines)
-    if source.finite:
+    if config.data.path is not None:
         write_rejected(directory.path, rejected)  # of the whole data, read anew at every start
     write_whole(directory.config, dump_config(config).encode())
 
 
 def _make_source(config: Config, policy: Policy, ranks: Ranks) -> Source:
+    if config.data.source is not None:
+        return assemble.make_stream_source(config, policy.vocabulary_size, ranks)
     if config.sampler is None:
         documents = assemble.read_documents(config, policy.vocabulary_size, ranks.rank)
         parted = assemble.own_part(config)

@@ -96,9 +96,9 @@ class Trainer:
                 rejected = self.source.drain_rejected()
                 self.directory.record_rejected(rejected)
             waited = time.perf_counter() - start
+            self._planned = planned
             if planned.plan is None:
                 return self._end_of_data(planned.dropped)
-            self._planned = planned
             self._train(planned.plan, start, waited, len(rejected))
             if self.evaluate_every and self.step % self.evaluate_every == 0:
                 self._evaluate()

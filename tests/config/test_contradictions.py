@@ -24,6 +24,11 @@ def sampled(**changes: str) -> str:
     return MODEL + "".join((SAMPLED | changes).values()) + SAMPLER
 
 
+def sent(data: str) -> str:
+    """Documents of a watched directory; everything is in line 2."""
+    return MODEL + f"data: {{source: {{type: files, directory: d}}, {data}}}\n"
+
+
 CASES = [
     (
         sampled(data="data: {group_size: 4, path: a}\n"),
@@ -71,6 +76,27 @@ CASES = [
     (
         sampled(schedule="schedule: {docs_per_step: 8}\n"),
         "4: sampler needs schedule.steps: its prompts never end",
+    ),
+    (
+        sent("group_size: 4, path: a"),
+        "2: data.source and data.path are both given: documents come from one source; remove one of the two",
+    ),
+    (
+        sent("group_size: 4") + SAMPLER,
+        "2, run.yaml:3: data.source and sampler are both given: documents come from one source; remove one of the two",
+    ),
+    (
+        sent("group_size: 4, shuffle: true"),
+        "2: data.shuffle is for the files of data.path; those of data.source are trained on in the order they come",
+    ),
+    (
+        sent("group_size: 4, epochs: 2"),
+        "2: data.epochs is for the files of data.path; the documents of data.source come once",
+    ),
+    (
+        sent("advantages: leave_one_out"),
+        "2: data.advantages: leave_one_out needs data.group_size with data.source: how many rollouts make a group "
+        "complete (or data.advantages: none, where records carry their own)",
     ),
     (MODEL + "schedule:\n  overshoot: keep", "3: schedule.overshoot: keep needs schedule.docs_per_step > 0"),
     (
@@ -129,6 +155,23 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
 
 
+SOURCE_CASES = [
+    ("{stream: s}", "2: data.source.type must be stream or files, not null"),
+    ("{type: stream}", "2: data.source.stream is required"),
+    ("{type: strem, stream: s}", "2: data.source.type must be stream or files, not 'strem'; did you mean stream?"),
+    (
+        "{type: files, directory: d, group: g}",
+        "2: data.source.group is not an option of data.source.type: files (set at run.yaml:2); stream has it",
+    ),
+    ("d", "2: data.source must be a section of options or null, not 'd'"),
+]
+
+
+@pytest.mark.parametrize(("source", "expected"), SOURCE_CASES)
+def test_a_source_that_is_not_well_given(source: str, expected: str, tmp_path: Path) -> None:
+    assert message(MODEL + f"data: {{source: {source}, advantages: none}}\n", tmp_path) == f"run.yaml:{expected}"
+
+
 @pytest.mark.parametrize(("text", "expected"), CASES + SECTION_CASES)
 def test_each_contradiction(text: str, expected: str, tmp_path: Path) -> None:
     assert message(text, tmp_path) == f"run.yaml:{expected}"
@@ -137,6 +180,12 @@ def test_each_contradiction(text: str, expected: str, tmp_path: Path) -> None:
 def test_what_the_cases_start_from_is_good(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(sampled() + "evaluation: {prompts: p}\n")
     assert load_config(tmp_path / "run.yaml").sampler is not None
+    (tmp_path / "run.yaml").write_text(sent("group_size: 4"))
+    assert load_config(tmp_path / "run.yaml").data.source is not None
+    (tmp_path / "run.yaml").write_text(sent("advantages: none"))
+    assert load_config(tmp_path / "run.yaml").data.group_size is None
+    (tmp_path / "run.yaml").write_text(sent("epochs: 1") + "loss: {type: cross_entropy}\n")
+    assert load_config(tmp_path / "run.yaml").data.group_size is None
     (tmp_path / "run.yaml").write_text(MODEL + "evaluation: {prompts: p, reward: r}\n")
     assert load_config(tmp_path / "run.yaml").evaluation is not None
 

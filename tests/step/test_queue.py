@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from documents import make_document, make_documents, same_document
-from truestep.checkpoint.documents import document_line, read_document
+from truestep.rollouts.documents import document_line, read_document
 from truestep.rollouts.source import FileSource, SourceError
 from truestep.step.plan import StepRule
 from truestep.step.queue import PlanQueue

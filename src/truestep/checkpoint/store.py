@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from truestep.checkpoint.documents import document_line, read_document
 from truestep.files import read_json_lines, sync_directory, sync_tree, write_json_lines
 from truestep.policy.policy import Policy
 from truestep.policy.save import save_policy
 from truestep.randomness import random_state, random_tensors, restore_random
+from truestep.rollouts.documents import document_line, read_document
 from truestep.types import Rollout
 
 _FOLDER = "truestep"

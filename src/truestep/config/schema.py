@@ -30,7 +30,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     """Where documents come from and how they are packed."""
     sampler: InProcessSampler | None = None
-    """Who writes rollouts; without it they are read from data.path."""
+    """Who writes rollouts; without it they are read from data.path or data.source."""
     evaluation: EvaluationConfig | None = None
     """Periodic evaluation on held-out prompts."""
     schedule: ScheduleConfig = ScheduleConfig()
@@ -59,6 +59,26 @@ class Config(Section):
 def _one_source(config: Config) -> str | None:
     if config.sampler is not None and config.data.path is not None:
         return "data.path and sampler are both given: documents come from one source; remove one of the two"
+    return None
+
+
+def _sent_documents(config: Config) -> str | None:
+    data = config.data
+    if data.source is None:
+        return None
+    if data.path is not None:
+        return "data.source and data.path are both given: documents come from one source; remove one of the two"
+    if config.sampler is not None:
+        return "data.source and sampler are both given: documents come from one source; remove one of the two"
+    if data.shuffle:
+        return "data.shuffle is for the files of data.path; those of data.source are trained on in the order they come"
+    if data.epochs != 1:
+        return "data.epochs is for the files of data.path; the documents of data.source come once"
+    if data.group_size is None and data.advantages != "none" and config.loss.type != "cross_entropy":
+        return (
+            f"data.advantages: {data.advantages} needs data.group_size with data.source: how many rollouts make a "
+            "group complete (or data.advantages: none, where records carry their own)"
+        )
     return None
 
 
@@ -135,4 +155,4 @@ def _padding(config: Config) -> str | None:
     return None
 
 
-_RULES = (_one_source, _sampled_groups, _overshoot, _learning_rate, _evaluation, _padding)
+_RULES = (_one_source, _sent_documents, _sampled_groups, _overshoot, _learning_rate, _evaluation, _padding)

@@ -129,10 +129,43 @@ LossConfig = Annotated[
 Temperature = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
+class RedisSource(Section):
+    type: Literal["stream"]
+    """stream: a Redis stream. files: the files that appear in a directory."""
+    url: str = "redis://127.0.0.1:6379/0"
+    """The server. A password may stand in the environment as REDISCLI_AUTH, so that no file has it."""
+    stream: str
+    """The key of the stream: an entry's field `record` is a rollout as JSON; an entry `event: end` ends the data."""
+    group: str = "truestep"
+    """The consumer group. It belongs to one run; another run of the same stream takes another."""
+    consumer: str = "trainer"
+    """The run's name within its group."""
+    events: str | None = None
+    """The stream to which weights_ready and training_finished are added; null: STREAM:events."""
+
+
+class DirectorySource(Section):
+    type: Literal["files"]
+    """stream: a Redis stream. files: the files that appear in a directory."""
+    directory: str
+    """Where files NAME.jsonl appear, by an atomic rename; a file END ends the data. Events go to events.jsonl in it."""
+
+
+def _source_type(value: Any) -> Any:
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+SourceConfig = Annotated[
+    Annotated[RedisSource, Tag("stream")] | Annotated[DirectorySource, Tag("files")], Discriminator(_source_type)
+]
+
+
 class DataConfig(Section):
     path: str | list[str] | None = None
     """Rollout files: JSONL (.jsonl) or Parquet (.parquet), globs allowed, read in sorted order. With {rank} in it, each
     rank reads its own part and no other."""
+    source: SourceConfig | None = None
+    """Rollouts that a sampler of your own sends while the run goes on."""
     temperature: Temperature = 1.0
     """What a record without its own `temperature` was sampled at."""
     advantages: Literal["group_mean", "group_normalized", "leave_one_out", "none"] = "group_normalized"

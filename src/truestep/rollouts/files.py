@@ -99,7 +99,7 @@ def load_documents(
         where = f"{names[file]}:{line}"
         try:
             rollout = parse_record(
-                _readable(record),
+                readable(record),
                 where=where,
                 vocabulary_size=vocabulary_size,
                 default_temperature=default_temperature,
@@ -117,7 +117,7 @@ def load_documents(
     return Documents(tuple(assign_advantages(items, rule=rule, group_size=group_size)), rejected)
 
 
-def _readable(record: Any) -> Any:
+def readable(record: Any) -> Any:
     if isinstance(record, BadRecord):
         raise record
     return record
@@ -154,10 +154,10 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")  # a byte order mark, as some editors write
             if line.strip():
-                yield number, _parse_json(line)
+                yield number, parse_json(line)
 
 
-def _parse_json(line: bytes) -> Any:
+def parse_json(line: bytes) -> Any:
     """The line's value, or a `BadRecord`. A key given twice has no one meaning: which value would be trained on?"""
     repeated: list[str] = []
 

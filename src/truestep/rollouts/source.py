@@ -121,7 +121,7 @@ class FileSource(StillSource):
 
     def restore(self, state: dict[str, Any]) -> None:
         if "position" not in state:
-            what = "files of which each rank had a part" if "parts" in state else "a sampler"
+            what = "files of which each rank had a part" if "parts" in state else "documents of another source"
             raise SourceError(
                 f"data.path: this run's checkpoint was made from {what}; give another checkpoint.directory"
             )

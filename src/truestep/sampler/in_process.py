@@ -184,7 +184,8 @@ class InProcessSource(StillSource):
     def restore(self, state: dict[str, Any]) -> None:
         if "groups" not in state:
             raise SourceError(
-                "sampler: this run's checkpoint was made from the files of data.path; give another checkpoint.directory"
+                "sampler: this run's checkpoint was made from documents of another source; give another "
+                "checkpoint.directory"
             )
         if state["fingerprint"] != self._fingerprint():
             raise SourceError(

@@ -51,7 +51,7 @@ class PlanQueue:
         return plan_exactly(documents, self._rule, self.documents_seen)
 
     def _packed(self) -> StepPlan | None:
-        wanted = 64
+        wanted = self._rule.docs_per_step + 1
         while True:
             waiting = self._source.peek(wanted)
             bins, complete = count_packed([document.num_tokens for document in waiting], self._rule)
@@ -60,7 +60,8 @@ class PlanQueue:
             if len(waiting) < wanted:  # the data ends: nothing more comes that could still fit
                 complete = bool(bins) and may_end(len(bins), len(waiting), self._rule)
                 break
-            wanted *= 2
+            # Not far ahead: more documents may only be sent when this step's weights are out.
+            wanted += 1 if self._rule.docs_per_step else 1 + wanted // 8
         # What is left out is not taken: should the files grow, it belongs to the next step.
         if not complete and self._leave(waiting):
             return None

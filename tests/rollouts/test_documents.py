@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from documents import make_document, same_document
-from truestep.checkpoint.documents import document_line, read_document
+from truestep.rollouts.documents import document_line, read_document
 from truestep.types import Rollout
 
 

@@ -1,0 +1,267 @@
+"""Messages on a Redis stream, read through a consumer group that belongs to one run.
+
+The run's own place in the stream is what counts, and the group is set back to it whenever the connection is new: what
+the server handed to a process that died, or in a reply that was lost, is then given again, in the stream's order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from truestep.rollouts.source import SourceError
+from truestep.rollouts.stream.transport import Message, TransportError
+
+try:
+    import redis
+    from redis.backoff import NoBackoff
+    from redis.exceptions import RedisError, ResponseError
+    from redis.retry import Retry
+except ImportError as error:
+    raise SourceError("data.source.type: stream needs `pip install 'truestep[redis]'`") from error
+
+_RECORD, _EVENT, _END = b"record", b"event", b"end"
+_SERVER_SILENT = 10.0  # seconds without an answer, beyond those that it was asked to wait
+_PAGE = 500
+_LAST_WORDS = 5.0  # seconds that closing tries to send what could not be sent
+
+
+class RedisTransport:
+    def __init__(self, *, url: str, stream: str, group: str, consumer: str, events: str | None = None):
+        self._stream, self._group, self._consumer = stream, group, consumer
+        self._events = events or f"{stream}:events"
+        self._client = _connect(url)
+        self.name = f"the stream {stream!r} of {_address(self._client)}"
+        self.ended = False
+        self._position: str | None = None  # the last message given
+        self._checkpointed: str | None = None  # the last one that a complete checkpoint holds
+        self._joined = False
+        self._pending: list[str] = []  # given and not acknowledged
+        self._end: str | None = None  # the message that said so, until it is acknowledged
+        self._gone: list[str] = []  # pending, and deleted from the stream
+        self._reported: set[str] = set()  # of those
+        self._outbox: deque[dict[str, Any]] = deque()
+        self._check()
+
+    def _check(self) -> None:
+        try:
+            kind = self._client.type(self._stream).decode()
+        except RedisError as error:
+            raise SourceError(f"data.source.url: {_address(self._client)} cannot be used: {error}") from error
+        if kind not in ("stream", "none"):
+            raise SourceError(f"data.source.stream: {self.name} holds a {kind} and is no stream")
+
+    def fetch(self, count: int, seconds: float) -> list[Message]:
+        try:
+            self._join()
+            self._send()
+            if self._gone:
+                return self._report_gone()
+            wait = max(1, int(1000 * seconds))  # 0 would be for ever
+            return self._messages(self._read(">", count, wait))
+        except RedisError as error:
+            self._joined = False
+            raise TransportError(f"{self.name} cannot be read: {error}") from error
+
+    def _read(self, after: str, count: int, wait: int | None = None) -> list[tuple[str, dict[bytes, bytes]]]:
+        replies = self._client.xreadgroup(self._group, self._consumer, {self._stream: after}, count=count, block=wait)
+        return [(identifier.decode(), fields) for _, entries in replies for identifier, fields in entries]
+
+    def _messages(self, entries: list[tuple[str, dict[bytes, bytes]]]) -> list[Message]:
+        messages: list[Message] = []
+        for identifier, fields in entries:
+            self._pending.append(identifier)
+            if self._position is not None and _order(identifier) <= _order(self._position):
+                continue  # a server that came back from an older copy of itself
+            self._position = identifier
+            if _is_end(fields):
+                # Not left for a later run of the group to find: this one's checkpoints have their own place.
+                self._end, self.ended = identifier, True
+                self._try_to_send()
+                break
+            problem = None if _RECORD in fields else f"the entry has no field {_RECORD.decode()!r}"
+            messages.append(self._message(identifier, fields.get(_RECORD, b""), problem))
+        return messages
+
+    def _message(self, identifier: str, payload: bytes, problem: str | None) -> Message:
+        where = f"{self._stream}:{identifier}"
+        return Message(where, where, 1, payload, problem)
+
+    # ---- the group
+
+    def _join(self) -> None:
+        """Once a connection: the group stands where this run does, and what it has pending is known."""
+        if self._joined:
+            return
+        position = self._position or self._place_of_group()
+        try:
+            self._client.xgroup_create(self._stream, self._group, id=position, mkstream=True)
+        except ResponseError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+            self._refuse_company()
+            self._client.xgroup_setid(self._stream, self._group, position)
+        self._position = position
+        pending = list(self._all_pending())
+        self._pending = [identifier for identifier in pending if _order(identifier) <= _order(position)]
+        self._gone = [identifier for identifier in self._deleted(position) if identifier not in self._reported]
+        self._joined = True
+
+    def _place_of_group(self) -> str:
+        """Of a run without a checkpoint: all that was sent and never acknowledged is still to come."""
+        if not self._client.exists(self._stream):
+            return "0-0"
+        groups = {group["name"].decode(): group for group in self._client.xinfo_groups(self._stream)}
+        if self._group not in groups:
+            return "0-0"
+        first_pending = self._client.xpending(self._stream, self._group)["min"]
+        if first_pending is not None:
+            return _before(first_pending.decode())
+        place: str = groups[self._group]["last-delivered-id"].decode()
+        return place
+
+    def _refuse_company(self) -> None:
+        for consumer in self._client.xinfo_consumers(self._stream, self._group):
+            name = consumer["name"].decode()
+            if name != self._consumer and consumer["pending"]:
+                raise SourceError(
+                    f"data.source.group: the consumer {name!r} of the group {self._group!r} has {consumer['pending']} "
+                    f"messages of {self.name} that are not acknowledged. Two runs cannot share a group: give this one "
+                    f"a group of its own, or data.source.consumer: {name} to go on in the other's place"
+                )
+
+    def _all_pending(self) -> Iterator[str]:
+        start = "-"
+        while page := self._client.xpending_range(self._stream, self._group, start, "+", _PAGE):
+            yield from (entry["message_id"].decode() for entry in page)
+            start = f"({page[-1]['message_id'].decode()}"
+
+    def _deleted(self, position: str) -> Iterator[str]:
+        """Given to this run behind its position, never acknowledged, and no longer in the stream."""
+        while entries := self._read(position, _PAGE):
+            yield from (identifier for identifier, fields in entries if not fields)
+            position = entries[-1][0]
+
+    def _report_gone(self) -> list[Message]:
+        gone, self._gone = self._gone, []
+        self._reported.update(gone)
+        self._pending += gone
+        problem = "it was deleted from the stream before it was trained on"
+        return [self._message(identifier, b"", problem) for identifier in gone]
+
+    # ---- word to the senders
+
+    def acknowledge(self, state: dict[str, Any]) -> None:
+        self._checkpointed = state.get("position")
+        self._try_to_send()
+
+    def announce(self, event: dict[str, Any]) -> None:
+        self._outbox.append(event)
+        self._try_to_send()
+
+    def _try_to_send(self) -> bool:
+        try:
+            self._join()
+            self._send()
+        except RedisError:
+            self._joined = False
+            return False
+        return True
+
+    def _send(self) -> None:
+        while self._outbox:
+            self._client.xadd(self._events, self._outbox[0])
+            self._outbox.popleft()
+        if self._end is not None:
+            self._client.xack(self._stream, self._group, self._end)
+            self._end = None
+        if self._checkpointed is None or not self._pending:
+            return
+        held = _order(self._checkpointed)
+        done = [identifier for identifier in self._pending if _order(identifier) <= held]
+        for start in range(0, len(done), _PAGE):
+            self._client.xack(self._stream, self._group, *done[start : start + _PAGE])
+        self._pending = [identifier for identifier in self._pending if _order(identifier) > held]
+
+    def state(self) -> dict[str, Any]:
+        return {"stream": self._stream, "position": self._position, "ended": self.ended}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if state.get("stream") != self._stream:
+            before = f"the stream {state['stream']!r}" if "stream" in state else "the files of a watched directory"
+            raise SourceError(
+                f"data.source: this run's checkpoint was made from {before}, not from the stream {self._stream!r}; "
+                "give it the same, or another checkpoint.directory"
+            )
+        self._position, self.ended = state["position"], state["ended"]
+
+    def hint(self) -> str | None:
+        try:
+            last = self._client.xinfo_stream(self._stream)["last-generated-id"].decode()
+        except RedisError as error:
+            return str(error)
+        if self._position is not None and _order(last) < _order(self._position):
+            return (
+                f"the last message of the stream is {last}, and this run has read up to {self._position}: it was made "
+                "anew, or the server's clock was set back"
+            )
+        return None
+
+    def close(self) -> None:
+        deadline = time.monotonic() + _LAST_WORDS
+        while self._outbox and not self._try_to_send():
+            if time.monotonic() > deadline:
+                left = ", ".join(str(event["event"]) for event in self._outbox)
+                warnings.warn(f"{self.name} cannot be reached: not announced: {left}", stacklevel=2)
+                break
+            time.sleep(0.2)
+        self._client.close()
+
+
+def _connect(url: str) -> Any:
+    try:
+        return redis.Redis.from_url(
+            url,
+            password=os.environ.get("REDISCLI_AUTH"),  # where the URL, which every run writes down, has none
+            retry=Retry(NoBackoff(), 0),  # a reply that was lost is not repaired by asking for the next
+            socket_timeout=_SERVER_SILENT,
+            socket_connect_timeout=_SERVER_SILENT / 2,
+            protocol=2,
+        )
+    except ValueError as error:
+        raise SourceError(f"data.source.url: {error}") from error
+
+
+def _address(client: Any) -> str:
+    """Without the password that the URL may have."""
+    options = client.connection_pool.connection_kwargs
+    if "path" in options:
+        return f"redis at {options['path']}"
+    return f"redis at {options.get('host', 'localhost')}:{options.get('port', 6379)}"
+
+
+def _is_end(fields: dict[bytes, bytes]) -> bool:
+    if fields.get(_EVENT) == _END:
+        return True
+    record = fields.get(_RECORD, b"")
+    if len(record) > 100 or _EVENT not in record:
+        return False
+    try:
+        return bool(json.loads(record) == {"event": "end"})
+    except ValueError:
+        return False
+
+
+def _order(identifier: str) -> tuple[int, int]:
+    milliseconds, _, number = identifier.partition("-")
+    return int(milliseconds), int(number or 0)
+
+
+def _before(identifier: str) -> str:
+    milliseconds, number = _order(identifier)
+    return f"{milliseconds}-{number - 1}" if number else f"{milliseconds - 1}-{2**64 - 1}"

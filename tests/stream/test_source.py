@@ -1,0 +1,207 @@
+"""A stream as a source: it waits for documents, says what it waited for, and acknowledges what a checkpoint holds."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from documents import same_document
+from rollouts.rollout_records import NEEDS, record
+from small_runs import read_lines, write_lines
+from stream.redis_server import RedisServer, needs_redis
+from truestep.rollouts.source import SourceError
+from truestep.rollouts.stream.directory import DirectoryTransport
+from truestep.rollouts.stream.intake import Checks
+from truestep.rollouts.stream.redis import RedisTransport
+from truestep.rollouts.stream.source import StreamSource
+from truestep.rollouts.stream.transport import Transport
+from truestep.types import Rollout
+
+BAD = {"input_ids": []}
+
+
+def make_source(transport: Transport, stall_timeout: float = 0.3, group_size: int = 1) -> StreamSource:
+    checks = Checks(vocabulary_size=100, default_temperature=1.0, max_tokens=16, needs=NEEDS, group_size=group_size)
+    return StreamSource(transport, checks, stall_timeout)
+
+
+def numbered(first: int, last: int, **fields: Any) -> list[dict[str, Any]]:
+    return [record(str(number), float(number), f"g{number}", **fields) for number in range(first, last + 1)]
+
+
+def ids(documents: Sequence[Rollout]) -> list[str]:
+    return [document.id for document in documents]
+
+
+def over_redis(server: RedisServer, **options: Any) -> StreamSource:
+    transport = RedisTransport(url=server.url, stream="s", group="truestep", consumer="trainer")
+    return make_source(transport, **options)
+
+
+@pytest.fixture
+def put(tmp_path: Path) -> Callable[..., None]:
+    count = 0
+
+    def put(records: list[dict[str, Any]]) -> None:
+        nonlocal count
+        count += 1
+        write_lines(tmp_path / "beside", records).rename(tmp_path / f"{count}.jsonl")
+
+    return put
+
+
+def test_looking_takes_nothing_and_taking_takes_once(tmp_path: Path, put: Callable[..., None]) -> None:
+    source = make_source(DirectoryTransport(tmp_path))
+    put(numbered(1, 5))
+    assert ids(source.peek(2)) == ["1", "2"]
+    assert ids(source.peek(3)) == ["1", "2", "3"]
+    assert ids(source.take(2, 0)) == ["1", "2"]
+    assert ids(source.take(2, 2)) == ["3", "4"]
+
+
+def test_fewer_only_at_the_end(tmp_path: Path, put: Callable[..., None]) -> None:
+    source = make_source(DirectoryTransport(tmp_path), stall_timeout=20)
+    put(numbered(1, 3))
+    threading.Timer(0.2, lambda: (put(numbered(4, 5)), (tmp_path / "END").touch())).start()
+    assert ids(source.peek(4)) == ["1", "2", "3", "4"]
+    assert ids(source.peek(9)) == ["1", "2", "3", "4", "5"]
+    assert ids(source.take(9, 0)) == ["1", "2", "3", "4", "5"]
+    assert source.peek(1) == []
+
+
+def test_no_more_is_read_than_is_asked_for(tmp_path: Path, put: Callable[..., None]) -> None:
+    source = make_source(DirectoryTransport(tmp_path))
+    put(numbered(1, 50))
+    source.peek(3)
+    assert source.state()["transport"] == {"files": {"1.jsonl": [3, 3 * len(json.dumps(numbered(1, 1)[0]) + "\n")]}}
+
+
+def test_the_error_says_what_was_waited_for(tmp_path: Path, put: Callable[..., None]) -> None:
+    source = make_source(DirectoryTransport(tmp_path), group_size=2)
+    put([record("a", 1.0, "g"), record("b", 2.0, "g"), record("c", 1.0, "h"), record("d", 1.0) | BAD])
+    start = time.monotonic()
+    with pytest.raises(SourceError) as caught:
+        source.peek(8)
+    assert 0.3 <= time.monotonic() - start < 5
+    assert str(caught.value) == (
+        f"the directory {tmp_path} gave no document for 0.3 s (schedule.stall_timeout); 2 of the 8 documents that the "
+        "step waits for are there; in groups that are not complete: 1 in 1 (data.group_size); rejected meanwhile: 1, "
+        "see rejected.jsonl; files are read whose names end in .jsonl"
+    )
+    assert len(source.drain_rejected()) == 1
+
+
+def test_a_slow_sender_is_alive_and_one_that_sends_only_bad_records_is_not(
+    tmp_path: Path, put: Callable[..., None]
+) -> None:
+    source = make_source(DirectoryTransport(tmp_path), stall_timeout=1.0)
+    stop = threading.Event()
+
+    def send(make: Callable[[int], dict[str, Any]]) -> None:
+        number = 0
+        while not stop.wait(0.25):
+            number += 1
+            put([make(number)])
+
+    sender = threading.Thread(target=send, args=(lambda number: numbered(number, number)[0],))
+    sender.start()
+    assert len(source.peek(6)) == 6
+    stop.set()
+    sender.join()
+    stop.clear()
+    sender = threading.Thread(target=send, args=(lambda number: record(f"bad {number}", 1.0) | BAD,))
+    sender.start()
+    with pytest.raises(SourceError, match="rejected meanwhile"):
+        source.peek(100)
+    stop.set()
+    sender.join()
+
+
+def test_only_a_new_checkpoint_acknowledges(tmp_path: Path, put: Callable[..., None]) -> None:
+    """The last one of a run may be the one that was there: it does not hold what was read since."""
+    source = make_source(DirectoryTransport(tmp_path))
+    put(numbered(1, 2))
+    source.take(2, 0)
+    source.updated(2)
+    source.state()
+    source.checkpointed(tmp_path / "step-1", 1, 2)
+    put(numbered(3, 4))
+    source.peek(2)
+    source.state()
+    source.checkpointed(tmp_path / "step-1", 1, 2)
+    source.close(True)
+    assert read_lines(tmp_path / "events.jsonl") == [
+        {"event": "acknowledged", "files": ["1.jsonl"]},
+        {"event": "weights_ready", "step": 1, "documents_seen": 2, "path": str(tmp_path / "step-1")},
+        {"event": "training_finished", "documents_seen": 2},
+    ]
+
+
+def test_a_run_that_stopped_early_is_not_finished(tmp_path: Path) -> None:
+    make_source(DirectoryTransport(tmp_path)).close(False)
+    assert not (tmp_path / "events.jsonl").exists()
+
+
+def test_a_checkpoint_of_other_documents(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="data.source: this run's checkpoint was made from other documents"):
+        make_source(DirectoryTransport(tmp_path)).restore({"position": 3, "fingerprint": "f"})
+
+
+def test_a_restart_has_the_open_groups_and_the_baseline_of_one_that_was_cut(
+    tmp_path: Path, put: Callable[..., None]
+) -> None:
+    source = make_source(DirectoryTransport(tmp_path), group_size=3)
+    put([record(f"{name}{place}", float(place), name) for place, name in enumerate("abaabcb")])
+    assert ids(source.take(2, 0)) == ["a0", "a2"]
+    held = json.loads(json.dumps(source.state()))
+    again = make_source(DirectoryTransport(tmp_path), group_size=3)
+    again.restore(held)
+    straight, resumed = source.take(4, 2), again.take(4, 2)
+    assert ids(straight) == ids(resumed) == ["a3", "b1", "b4", "b6"]
+    assert all(same_document(*pair) for pair in zip(straight, resumed, strict=True))
+
+
+@needs_redis
+def test_a_server_that_comes_back_in_time(redis_server: RedisServer) -> None:
+    source = over_redis(redis_server, stall_timeout=20)
+    redis_server.send("s", numbered(1, 2))
+    assert len(source.peek(2)) == 2
+    redis_server.kill()
+    threading.Timer(0.5, lambda: (redis_server.start(), redis_server.send("s", numbered(3, 4)))).start()
+    assert ids(source.peek(4)) == ["1", "2", "3", "4"]
+
+
+@needs_redis
+def test_a_server_that_is_gone_for_good(redis_server: RedisServer) -> None:
+    source = over_redis(redis_server, stall_timeout=0.5)
+    redis_server.send("s", numbered(1, 2))
+    source.peek(2)
+    redis_server.kill()
+    start = time.monotonic()
+    with pytest.raises(
+        SourceError,
+        match=r"the stream 's' of redis at 127.0.0.1:\d+ gave no document for 0.5 s .*2 of the 3 documents .* refused",
+    ):
+        source.peek(3)
+    assert time.monotonic() - start < 5
+
+
+@needs_redis
+def test_a_checkpoint_is_acknowledged_by_the_restart_if_need_be(redis_server: RedisServer, tmp_path: Path) -> None:
+    dead = over_redis(redis_server)
+    redis_server.send("s", numbered(1, 4))
+    dead.take(2, 0)
+    dead.peek(1)
+    held = json.loads(json.dumps(dead.state()))
+    again = over_redis(redis_server)
+    again.restore(held)
+    assert redis_server.pending("s") == []
+    again.checkpointed(tmp_path, 1, 2)
+    assert [event["event"] for event in redis_server.events("s:events")] == ["weights_ready"]
+    assert ids(again.take(2, 2)) == ["3", "4"]
