@@ -16,7 +16,7 @@ FLOORS = (
     ("cli",),
     ("demo",),
     ("train", "score", "export"),
-    ("trainer", "assemble"),
+    ("trainer", "assemble", "assemble_server"),
     ("checkpoint",),
     ("run_directory",),
     ("sampler",),

@@ -14,6 +14,7 @@ from truestep import assemble
 from truestep.checkpoint.store import CheckpointStore, Progress, read_progress
 from truestep.config.load import ConfigError, dump_config, load_config
 from truestep.config.schema import Config
+from truestep.config.sections import ServerSampler
 from truestep.environments.prompts import find_prompts, load_prompts
 from truestep.environments.rewards import load_reward
 from truestep.files import read_json_lines, write_whole
@@ -205,6 +206,10 @@ def _make_source(config: Config, policy: Policy) -> Source:
         shuffle_seed = config.seed if config.data.shuffle else None
         return FileSource(documents.rollouts, documents.rejected, config.data.epochs, shuffle_seed)
     sampler = config.sampler
+    if isinstance(sampler, ServerSampler):
+        from truestep.assemble_server import make_server_source  # its HTTP client is an extra
+
+        return make_server_source(config, policy)
     assert config.data.group_size is not None
     return InProcessSource(
         policy=policy,

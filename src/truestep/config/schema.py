@@ -12,11 +12,11 @@ from truestep.config.sections import (
     DataConfig,
     EvaluationConfig,
     GrpoLoss,
-    InProcessSampler,
     LoggingConfig,
     LossConfig,
     ModelConfig,
     ParallelConfig,
+    SamplerConfig,
     ScheduleConfig,
     Section,
 )
@@ -29,7 +29,7 @@ class Config(Section):
     """What is minimised; `type` picks the loss."""
     data: DataConfig = DataConfig()
     """Where documents come from and how they are packed."""
-    sampler: InProcessSampler | None = None
+    sampler: SamplerConfig | None = None
     """Who writes rollouts; without it they are read from data.path."""
     evaluation: EvaluationConfig | None = None
     """Periodic evaluation on held-out prompts."""
