@@ -40,6 +40,11 @@ class Policy:
     def head_weight(self) -> torch.nn.Parameter:  # [V, H]
         return self.model.get_output_embeddings().weight
 
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the input embedding."""
+        return self.model.get_input_embeddings().weight is self.head_weight
+
     def hidden(self, batch: PackedBatch) -> torch.Tensor:  # [S, H]
         """The last hidden state of every token of a packed micro-batch, with its graph."""
         return packed_hidden(self.model, batch, self.device)

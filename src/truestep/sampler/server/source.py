@@ -81,7 +81,13 @@ class ServerSource:
 
             def make_fleet(on_void: Callable[[], None], on_fatal: Callable[[Exception], None]) -> Fleet:
                 return Fleet(
-                    clients, pause=pause, tolerance=tolerance, timeout=timeout, on_void=on_void, on_fatal=on_fatal
+                    clients,
+                    pause=pause,
+                    tolerance=tolerance,
+                    timeout=timeout,
+                    tied=policy.tied,
+                    on_void=on_void,
+                    on_fatal=on_fatal,
                 )
 
             self._engine = Engine(make_fleet, prompts, sampling, pace, rewards.rate, self._read, reward_workers)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from truestep.policy.policy import Policy
 from truestep.policy.save import save_policy
@@ -31,6 +33,8 @@ class WeightsDirectory:
         beside = self.path / f".{name}.partial"
         self.path.mkdir(parents=True, exist_ok=True)
         save_policy(policy, beside, dtype)
+        if policy.tied:
+            _write_head(policy, beside, dtype)
         os.replace(beside, self.path / name)
         self._remove_old(self.path / name)
         return self.path / name
@@ -51,6 +55,20 @@ class WeightsDirectory:
             shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):  # what others put there stays
             self.path.rmdir()
+
+
+def _write_head(policy: Policy, directory: Path, dtype: torch.dtype) -> None:
+    """A tied tensor is written once, under its input's name. A server whose model is not tied needs it under both, and
+    one whose model is tied passes over the second."""
+    name = "lm_head.weight"
+    file = "model-lm-head.safetensors"
+    head = policy.head_weight.detach().to(dtype).cpu().contiguous()
+    save_file({name: head}, directory / file, metadata={"format": "pt"})
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        listed = json.loads(index.read_text(encoding="utf-8"))
+        listed["weight_map"][name] = file
+        index.write_text(json.dumps(listed), encoding="utf-8")
 
 
 async def pause(client: Client, mode: str, timeout: float) -> None:
