@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from server.models import give_sampling_defaults, make_model, untied_copy
+from server.models import give_sampling_defaults, make_model
 from server.vllm_server import VllmServer
 
 
@@ -17,7 +17,7 @@ from server.vllm_server import VllmServer
 class Servers:
     first: VllmServer
     second: VllmServer
-    raw: VllmServer  # of raw_logprobs, as vLLM's default is, and of a model whose head is tied
+    raw: VllmServer  # of raw_logprobs, as vLLM's default is
     model: Path  # what they were started with
 
 
@@ -27,11 +27,10 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     if not python:
         pytest.skip("TRUESTEP_VLLM does not name the Python of a vLLM: `make vllm` installs one and prints it")
     directory = tmp_path_factory.mktemp("vllm")
-    model = make_model(directory / "model", seed=100)
-    untied = give_sampling_defaults(untied_copy(model, directory / "untied"))
+    model = give_sampling_defaults(make_model(directory / "model", seed=100))
     made = {
-        "first": VllmServer(python, untied, directory / "first.log"),
-        "second": VllmServer(python, untied, directory / "second.log"),
+        "first": VllmServer(python, model, directory / "first.log"),
+        "second": VllmServer(python, model, directory / "second.log"),
         "raw": VllmServer(python, model, directory / "raw.log", logprobs_mode="raw_logprobs"),
     }
     try:

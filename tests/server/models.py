@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from truestep.demo.model import make_tokenizer
 from truestep.environments import sorting
@@ -15,8 +15,9 @@ LONGEST = 1024
 LIKELIEST = 3  # of the served model's own sampling defaults, which nobody should meet
 
 
-def make_model(directory: Path, seed: int, *, spread: float = 1.0) -> Path:
-    """`spread` 0: weights as a training begins with. Above: logits far from flat, so that a wrong one shows."""
+def make_model(directory: Path, seed: int, *, spread: float = 1.0, talkative: bool = False) -> Path:
+    """`spread` 0: weights as a training begins with. Above: logits far from flat, so that a wrong one shows.
+    `talkative`: it hardly ever ends a text."""
     size = make_tokenizer(directory, sorting.WORDS)
     config = Qwen3Config(
         vocab_size=size,
@@ -41,17 +42,11 @@ def make_model(directory: Path, seed: int, *, spread: float = 1.0) -> Path:
                 if parameter.dim() > 1:
                     noise = torch.randn(parameter.shape, generator=generator)
                     parameter.copy_(noise * spread * parameter.shape[-1] ** -0.5)
+    if talkative:
+        with torch.no_grad():
+            model.lm_head.weight.mul_(3)
+            model.lm_head.weight[0] = 0
     model.save_pretrained(directory)
-    return directory
-
-
-def untied_copy(model: Path, directory: Path) -> Path:
-    """As docs/sampling.md says, for vLLM on a CPU."""
-    copy = AutoModelForCausalLM.from_pretrained(model)
-    copy.config.tie_word_embeddings = False
-    copy.lm_head.weight = torch.nn.Parameter(copy.lm_head.weight.detach().clone())
-    copy.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(model).save_pretrained(directory)
     return directory
 
 

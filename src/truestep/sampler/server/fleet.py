@@ -23,11 +23,6 @@ _FIRST_DELAY, _LONGEST_DELAY = 0.1, 5.0  # seconds between attempts to reach a l
 _PATIENCE = 3  # attempts after which its unconfirmed answers are given up for others to make
 _REMEMBERED = 4  # versions that a server may still have
 
-_TIED = (
-    " The model's LM head is tied to its embedding, and vLLM on a CPU never gives a tied head new weights: serve an "
-    "untied copy (docs/sampling.md)"
-)
-
 
 @dataclass(frozen=True)
 class Published:
@@ -99,14 +94,13 @@ class Fleet:
         pause: str,
         tolerance: float,
         timeout: float,
-        tied: bool,
         on_void: Callable[[], None],
         on_fatal: Callable[[Exception], None],
     ):
         self.servers = [Server(client) for client in clients]
         self.version: int | None = None  # that every reachable server has
         self._pause, self._tolerance, self._timeout = pause, tolerance, timeout
-        self._on_void, self._on_fatal, self._tied = on_void, on_fatal, tied
+        self._on_void, self._on_fatal = on_void, on_fatal
         self._published: dict[int, Published] = {}
         self._current: Published | None = None
         self._serial = 0
@@ -204,7 +198,7 @@ class Fleet:
                 return f"{said}: it still serves those of version {other.version}, although reload_weights was called"
         return (
             f"{said}: does it compute as the trainer does (--dtype and model.dtype, the precision of the LM head, rope "
-            f"settings, quantisation)?{_TIED if self._tied else ''}"
+            "settings, quantisation)?"
         )
 
     async def _has_its_weights(self, server: Server) -> bool:

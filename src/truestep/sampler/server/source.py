@@ -85,7 +85,6 @@ class ServerSource:
                     pause=pause,
                     tolerance=tolerance,
                     timeout=timeout,
-                    tied=policy.tied,
                     on_void=on_void,
                     on_fatal=on_fatal,
                 )

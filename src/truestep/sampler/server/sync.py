@@ -58,8 +58,8 @@ class WeightsDirectory:
 
 
 def _write_head(policy: Policy, directory: Path, dtype: torch.dtype) -> None:
-    """A tied tensor is written once, under its input's name. A server whose model is not tied needs it under both, and
-    one whose model is tied passes over the second."""
+    """A tied tensor is saved once, under its input's name. vLLM on a CPU keeps a copy of the head, packed for its
+    products, and packs it anew only where the head has an entry of its own."""
     name = "lm_head.weight"
     file = "model-lm-head.safetensors"
     head = policy.head_weight.detach().to(dtype).cpu().contiguous()
