@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import zlib
 
 
 def word_reward(prompt: object, completion: str, **_: object) -> float:
@@ -13,14 +14,14 @@ def word_reward(prompt: object, completion: str, **_: object) -> float:
 
 def difficult_reward(prompt: object, completion: str, **_: object) -> float:
     """Some completions hang it, some end its process, some raise."""
-    words = completion.split()
-    if len(words) % 11 == 3:
+    kind = zlib.crc32(completion.encode()) % 24
+    if kind == 0:
         time.sleep(600)
-    if len(words) % 11 == 4:
+    if kind == 1:
         os._exit(7)
-    if len(words) % 11 == 5:
-        raise ValueError("five words are too many to rate")
-    return len(set(words)) / 10
+    if kind == 2:
+        raise ValueError("no such answer")
+    return len(set(completion.split())) / 10
 
 
 def process_id(prompt: object, completion: str, **_: object) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -195,16 +196,27 @@ def test_a_reload_without_a_pause_gives_text_of_neither_model(
 
 
 def test_kept_completions_are_of_two_policies_and_say_where(servers: Servers, tmp_path: Path) -> None:
-    """Every token is scored by the version that it names; one version for the whole completion would be wrong by far."""
+    """Every token is scored by the version that it names; one version for the whole would be wrong by far."""
     make_model(tmp_path / "model", seed=1, talkative=True)
     config = server_config(
         tmp_path,
         [servers.first.url],
-        sampler={"pause": "keep", "max_staleness": 16, "max_new_tokens": 120, "temperature": 1.0},
-        schedule={"docs_per_step": 8, "steps": 5},
+        sampler={"pause": "keep", "max_staleness": 16, "max_new_tokens": 300, "temperature": 1.0},
+        schedule={"docs_per_step": 8, "steps": 4},
         optimizer={"learning_rate": 1e-2},
     )
     run = recorded(config)
+    updated = run.trainer.source.updated
+    (server,) = run.trainer.source._engine.fleet.servers
+
+    def with_completions_under_way(seen: int) -> None:
+        """The next update comes soon after they were begun."""
+        updated(seen)
+        deadline = time.monotonic() + 20
+        while seen == 8 and not server.in_flight and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    run.trainer.source.updated = with_completions_under_way  # type: ignore[method-assign]
     run.trainer.run()
     assert run.worst_gap() < 1e-4
     of_two = [rollout for rollout in run.taken if len(set(label_versions(rollout).tolist())) > 1]
