@@ -94,6 +94,15 @@ def _sampled_groups(config: Config) -> str | None:
     return None
 
 
+def _servers(config: Config) -> str | None:
+    if config.sampler is None or config.sampler.type != "server":
+        return None
+    urls = [url.rstrip("/") for url in config.sampler.urls]
+    if len(set(urls)) < len(urls):
+        return "sampler.urls names a server twice: its weights would be replaced under its own completions"
+    return None
+
+
 def _overshoot(config: Config) -> str | None:
     schedule = config.schedule
     if schedule.docs_per_step == 0 and schedule.overshoot == "keep":
@@ -135,4 +144,4 @@ def _padding(config: Config) -> str | None:
     return None
 
 
-_RULES = (_one_source, _sampled_groups, _overshoot, _learning_rate, _evaluation, _padding)
+_RULES = (_one_source, _sampled_groups, _servers, _overshoot, _learning_rate, _evaluation, _padding)
