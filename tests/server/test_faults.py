@@ -24,7 +24,7 @@ from truestep.sampler.server import sync
 from truestep.sampler.server.client import Client
 from truestep.sampler.server.errors import ServerError
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]  # the first test waits for the servers to start
 
 Spoiled = dict[str, Any]
 

@@ -10,7 +10,7 @@ from server.conftest import Servers
 from server.runs import label_versions, recorded, server_config
 from small_runs import read_lines
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]  # the first test waits for the servers to start
 
 
 def test_synchronous_training_is_on_policy(servers: Servers, tmp_path: Path) -> None:

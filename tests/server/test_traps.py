@@ -29,7 +29,7 @@ from truestep.sampler.server.errors import ServerError
 from truestep.sampler.server.probe import expect, measure
 from truestep.types import Rollout
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]  # the first test waits for the servers to start
 
 LONG, SHORT = tuple(2 + number * 7 % 11 for number in range(400)), (2, 3, 4, 5)
 

@@ -29,7 +29,7 @@ class VllmServer:
         self._log = log
         self._command = [
             *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", "float32"),
-            *("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "64", "--logprobs-mode", logprobs_mode),
+            *("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "256", "--logprobs-mode", logprobs_mode),
             *("--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(self.port), "--seed", str(self.port)),
         ]
         self._process: subprocess.Popen[bytes] | None = None
