@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from server.conftest import Servers
 from server.proxy import Answer, Proxy, is_group
@@ -176,7 +177,7 @@ def test_weights_that_change_behind_our_back_are_noticed_before_their_documents_
     servers: Servers, tmp_path: Path
 ) -> None:
     """What a quick restart does: the server answers as ever, with the weights that it was started with."""
-    started_with = sync.WeightsDirectory(tmp_path / "started").write(load_policy(servers.model), 0, _float32())
+    started_with = sync.WeightsDirectory(tmp_path / "started").write(load_policy(servers.model), 0, torch.float32)
 
     async def restart() -> None:
         client = Client(servers.first.url, "policy", None, 60)
@@ -200,12 +201,6 @@ def test_weights_that_change_behind_our_back_are_noticed_before_their_documents_
     assert len(done) == 2
     assert run.worst_gap() < 1e-4
     assert run.trainer.source._engine.counts()["void"] > 0
-
-
-def _float32() -> Any:
-    import torch
-
-    return torch.float32
 
 
 def test_a_server_killed_and_restarted_is_given_its_weights_and_training_goes_on(

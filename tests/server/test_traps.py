@@ -13,12 +13,14 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 
 from server.conftest import Servers
 from server.models import LIKELIEST, make_model
 from server.proxy import Answer, Proxy
 from server.runs import label_versions, recorded, score, server_config
 from server.vllm_server import NAME, VllmServer
+from small_runs import tokenised_model
 from truestep.head.logits import HeadSettings
 from truestep.policy.load import load_policy
 from truestep.policy.policy import Policy
@@ -47,13 +49,7 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 @pytest.fixture(scope="module")
 def weights(old: Policy, new: Policy, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = sync.WeightsDirectory(tmp_path_factory.mktemp("weights"))
-    return {"old": directory.write(old, 0, _float32()), "new": directory.write(new, 1, _float32())}
-
-
-def _float32() -> Any:
-    import torch
-
-    return torch.float32
+    return {"old": directory.write(old, 0, torch.float32), "new": directory.write(new, 1, torch.float32)}
 
 
 def reload_weights(server: VllmServer, path: Path) -> None:
@@ -158,7 +154,7 @@ def test_a_cache_that_outlives_its_weights_ends_the_run_before_anything_is_train
 
 def test_raw_logprobs_ignore_the_temperature_and_are_named(servers: Servers, tmp_path: Path) -> None:
     started_with = load_policy(servers.model, head=HeadSettings(fp32=True))
-    load_properly(servers.raw, sync.WeightsDirectory(tmp_path / "weights").write(started_with, 0, _float32()))
+    load_properly(servers.raw, sync.WeightsDirectory(tmp_path / "weights").write(started_with, 0, torch.float32))
     rollout = sample(servers.raw, SHORT, 8, temperature=0.7, top_k=0)
     assert gaps(started_with, rollout).max() > 0.05, "the unguarded way"
     (tmp_path / "model").symlink_to(servers.model)
@@ -206,17 +202,23 @@ def test_kept_completions_are_of_two_policies_and_say_where(servers: Servers, tm
         optimizer={"learning_rate": 1e-2},
     )
     run = recorded(config)
-    updated = run.trainer.source.updated
-    (server,) = run.trainer.source._engine.fleet.servers
+    source, policy = run.trainer.source, run.trainer.policy
+    updated = source.updated
+    (server,) = source._engine.fleet.servers
 
     def with_completions_under_way(seen: int) -> None:
-        """The next update comes soon after they were begun."""
+        """Once, other weights still as soon as completions were begun with the last ones."""
         updated(seen)
-        deadline = time.monotonic() + 20
-        while seen == 8 and not server.in_flight and time.monotonic() < deadline:
-            time.sleep(0.01)
+        if seen == 8:
+            source._pushed.result(60)
+            while not server.in_flight:
+                time.sleep(0.01)
+            with torch.no_grad():
+                for parameter in policy.model.parameters():
+                    parameter.mul_(1.1)
+            source._push(12)
 
-    run.trainer.source.updated = with_completions_under_way  # type: ignore[method-assign]
+    source.updated = with_completions_under_way
     run.trainer.run()
     assert run.worst_gap() < 1e-4
     of_two = [rollout for rollout in run.taken if len(set(label_versions(rollout).tolist())) > 1]
@@ -225,7 +227,6 @@ def test_kept_completions_are_of_two_policies_and_say_where(servers: Servers, tm
     for rollout in of_two:
         versions = label_versions(rollout)
         assert (np.diff(versions) >= 0).all()
-        policy = run.trainer.policy
         policy.model.load_state_dict(run.weights[int(versions[0])])
         worst = max(worst, float(gaps(policy, rollout)[versions > versions[0]].max()))
     assert worst > 0.05, "the unguarded way"
@@ -284,8 +285,6 @@ def test_a_server_that_would_cut_completions_short_is_refused_at_the_start(serve
 
 
 def test_another_model_is_refused_at_the_start(servers: Servers, tmp_path: Path) -> None:
-    from small_runs import tokenised_model
-
     tokenised_model(tmp_path / "model", "llama")
     with pytest.raises(ServerError, match="does not know token 60 of the trainer's vocabulary of 61"):
         recorded(server_config(tmp_path, [servers.first.url]))
