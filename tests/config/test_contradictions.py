@@ -98,6 +98,12 @@ CASES = [
         "2: data.advantages: leave_one_out needs data.group_size with data.source: how many rollouts make a group "
         "complete (or data.advantages: none, where records carry their own)",
     ),
+    (
+        MODEL
+        + "".join(SAMPLED.values())
+        + "sampler: {type: server, prompts: p, reward: r, model: m, urls: [http://a, http://b, http://a/]}\n",
+        "4: sampler.urls names a server twice: its weights would be replaced under its own completions",
+    ),
     (MODEL + "schedule:\n  overshoot: keep", "3: schedule.overshoot: keep needs schedule.docs_per_step > 0"),
     (
         MODEL + "schedule:\n  docs_per_step: 8\n  depth_first_micro_batches: 2\n",

@@ -203,7 +203,17 @@ OPTION_ERRORS = [
     ("loss: gspo", "2: loss must be a section of options, not 'gspo'"),
     ("loss: {type: gspo, dual_clip: 1}", "2: loss.dual_clip must be float > 1 or null, not 1"),
     ("logging: {wandb: no}", "2: logging.wandb must be a section of options or null, not false"),
-    ("sampler: {type: server}", "2: sampler.type must be in_process, not 'server'"),
+    ("sampler: {type: sever}", "2: sampler.type must be in_process or server, not 'sever'; did you mean server?"),
+    ("sampler: {type: server}", "2: sampler.urls is required"),
+    ("sampler: {type: server, urls: []}", "2: sampler.urls must be list of text, not []"),
+    (
+        "sampler: {top_p: 0.9, type: server}",
+        "2: sampler.top_p is not an option of sampler.type: server (set at run.yaml:2); in_process has it",
+    ),
+    (
+        "sampler: {max_staleness: 8}",
+        "2: sampler.max_staleness is not an option of sampler.type: in_process (the default); server has it",
+    ),
     ("seed: true", "2: seed must be int >= 0, not true"),
     ("seed: 1.5", "2: seed must be int >= 0, not 1.5"),
     ("deterministic: 'true'", "2: deterministic must be true or false, not 'true'; did you mean true?"),

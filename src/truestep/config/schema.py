@@ -12,11 +12,11 @@ from truestep.config.sections import (
     DataConfig,
     EvaluationConfig,
     GrpoLoss,
-    InProcessSampler,
     LoggingConfig,
     LossConfig,
     ModelConfig,
     ParallelConfig,
+    SamplerConfig,
     ScheduleConfig,
     Section,
 )
@@ -29,7 +29,7 @@ class Config(Section):
     """What is minimised; `type` picks the loss."""
     data: DataConfig = DataConfig()
     """Where documents come from and how they are packed."""
-    sampler: InProcessSampler | None = None
+    sampler: SamplerConfig | None = None
     """Who writes rollouts; without it they are read from data.path or data.source."""
     evaluation: EvaluationConfig | None = None
     """Periodic evaluation on held-out prompts."""
@@ -114,6 +114,15 @@ def _sampled_groups(config: Config) -> str | None:
     return None
 
 
+def _servers(config: Config) -> str | None:
+    if config.sampler is None or config.sampler.type != "server":
+        return None
+    urls = [url.rstrip("/") for url in config.sampler.urls]
+    if len(set(urls)) < len(urls):
+        return "sampler.urls names a server twice: its weights would be replaced under its own completions"
+    return None
+
+
 def _overshoot(config: Config) -> str | None:
     schedule = config.schedule
     if schedule.docs_per_step == 0 and schedule.overshoot == "keep":
@@ -155,4 +164,13 @@ def _padding(config: Config) -> str | None:
     return None
 
 
-_RULES = (_one_source, _sent_documents, _sampled_groups, _overshoot, _learning_rate, _evaluation, _padding)
+_RULES = (
+    _one_source,
+    _sent_documents,
+    _sampled_groups,
+    _servers,
+    _overshoot,
+    _learning_rate,
+    _evaluation,
+    _padding,
+)

@@ -184,21 +184,69 @@ class DataConfig(Section):
     """How many times each document of the files is trained on."""
 
 
-class InProcessSampler(Section):
-    type: Literal["in_process"] = "in_process"
-    """The policy itself samples, from the very weights being trained."""
+class SamplerBase(Section):
     prompts: str
     """A JSONL file of {"prompt": text or chat messages, other fields}, or a Hugging Face dataset on disk."""
     reward: str
     """package.module:function, called as reward(prompt, completion, **fields) -> float."""
     temperature: Temperature = 1.0
     """Sampling temperature; the same temperature is trained at."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling; 1 is off. Log-probs are those of the whole distribution."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 512
     """A completion ends at the end-of-text token or here."""
+
+
+class InProcessSampler(SamplerBase):
+    type: Literal["in_process"] = "in_process"
+    """The policy itself samples, from the very weights being trained."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling; 1 is off. Log-probs are those of the whole distribution."""
     batch_size: Annotated[int, Field(ge=1)] = 256
     """Completions decoded at a time."""
+
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class ServerSampler(SamplerBase):
+    type: Literal["server"]
+    """vLLM servers sample; after each update they are given the new weights."""
+    urls: Annotated[list[str], Field(min_length=1)]
+    """Of the servers, such as http://host:8000. Requests go to the one that has least to do."""
+    model: str
+    """The name that the servers serve the model under (--served-model-name)."""
+    api_key_env: str | None = None
+    """The environment variable that holds the servers' API key; null: they ask for none."""
+    max_staleness: Annotated[int, Field(ge=0)] = 0
+    """Documents that the policy may have seen more of than the oldest token's weights when a step trains on it. 0:
+    sampling and training take turns. A multiple of schedule.docs_per_step: sampling goes on meanwhile, so many
+    documents ahead. What comes too late all the same goes to rejected.jsonl and its prompt is sampled again."""
+    pause: Literal["wait", "keep", "abort"] = "wait"
+    """What new weights do to completions under way. wait: they end with the old ones first. keep: they go on with the
+    new ones, and each token has the version that made it. abort: they are thrown away and made again."""
+    concurrency: Annotated[int, Field(ge=1)] = 256
+    """Groups under way at a time, over all servers; one request asks for a whole group."""
+    request_timeout: Seconds = 600.0
+    """Seconds for one answer, whole."""
+    weights_directory: str | None = None
+    """Where new weights are written for the servers to read: a disk that they see under the same path, used by this run
+    alone. null: weights, in the run's directory."""
+    tolerance: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """How far, in nats, a server's log-probs of a probe may be from the trainer's after new weights; further ends the
+    run before anything is trained on. null: 0.001 with model.dtype: float32, else 0.1."""
+    reward_workers: Annotated[int, Field(ge=1)] = 4
+    """Processes that rate completions."""
+    reward_timeout: Seconds = 60.0
+    """Seconds for one completion's reward. One that takes longer is ended, and its completion is rejected."""
+
+
+def _sampler_type(value: Any) -> Any:
+    return value.get("type", "in_process") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+SamplerConfig = Annotated[
+    Annotated[InProcessSampler, Tag("in_process")] | Annotated[ServerSampler, Tag("server")],
+    Discriminator(_sampler_type),
+]
 
 
 class EvaluationConfig(Section):

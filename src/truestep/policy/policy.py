@@ -54,6 +54,11 @@ class Policy:
         # Causal, forward: 2 · L · heads · E a token and layer against 2 a weight.
         return weights / (config.num_hidden_layers * config.num_attention_heads * head_size)
 
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the input embedding."""
+        return self.model.get_input_embeddings().weight is self.head_weight
+
     def hidden(self, batch: PackedBatch) -> torch.Tensor:  # [S, H]
         """The last hidden state of every token of a packed micro-batch, with its graph."""
         return packed_hidden(self.model, batch, self.device)

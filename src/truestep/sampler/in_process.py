@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,16 +13,10 @@ import numpy as np
 from truestep.environments.prompts import Prompt
 from truestep.environments.rewards import Reward, RewardError, rate
 from truestep.policy.policy import Policy
-from truestep.rollouts.advantages import group_advantages
 from truestep.rollouts.source import SourceError, StillSource
 from truestep.sampler.decode import Completion, DecodeOptions, Request, decode
+from truestep.sampler.groups import DRAWS, HOPELESS, TRIES, check_lengths, fingerprint, prompt_of, with_advantages
 from truestep.types import Rejected, Rollout
-
-_PROMPT_ORDER, _DRAWS = 0, 1  # the streams of randomness that the run's seed is split into
-
-
-_TRIES = 4  # at a completion that could not be rated
-_HOPELESS = 8  # groups given up in a row: it is the reward that fails, not a completion
 
 
 @dataclass
@@ -57,15 +50,7 @@ class InProcessSource(StillSource):
     _rejected: list[Rejected] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        longest = max(self.prompts, key=lambda prompt: len(prompt.input_ids))
-        needed = len(longest.input_ids) + self.options.max_new_tokens
-        if needed > self.max_tokens:
-            # Rejecting what does not fit would train on the short completions alone.
-            raise SourceError(
-                f"data.tokens_per_microbatch: {self.max_tokens} does not hold the longest document to be sampled: "
-                f"{len(longest.input_ids)} tokens of prompt {longest.id} and sampler.max_new_tokens: "
-                f"{self.options.max_new_tokens} make {needed}"
-            )
+        check_lengths(self.prompts, self.options.max_new_tokens, self.max_tokens)
 
     def peek(self, count: int) -> Sequence[Rollout]:
         raise NotImplementedError("documents that are sampled for a step cannot be looked at before it")
@@ -84,19 +69,21 @@ class InProcessSource(StillSource):
             complete = [group for group in groups if len(group.rated) == self.group_size]
             done += complete
             failed = 0 if complete else failed + len(groups)
-            if failed >= _HOPELESS:
+            if failed >= HOPELESS:
                 raise SourceError(self._hopeless(failed))
-        return [rollout for group in done for rollout in self._rollouts(group)]
+        return [
+            rollout for group in done for rollout in with_advantages(group.rated, group.number, self.advantage_rule)
+        ]
 
     def _fill(self, groups: Sequence[_Group], version: int) -> None:
         """Sample what is missing, a few times over. A group that stays short is given up whole."""
-        for _ in range(_TRIES):
+        for _ in range(TRIES):
             missing = [group for group in groups for _ in range(self.group_size - len(group.rated))]
             if not missing:
                 return
             asked = [(group, group.next_member()) for group in missing]
             requests = [
-                Request(self._prompt(group.number).input_ids, (self.seed, _DRAWS, group.number, member))
+                Request(self._prompt(group.number).input_ids, (self.seed, DRAWS, group.number, member))
                 for group, member in asked
             ]
             completions = decode(self.policy, requests, self.options)
@@ -132,29 +119,15 @@ class InProcessSource(StillSource):
             return
         group.rated.append(dataclasses.replace(self._rollout(name, prompt, completion, version), reward=rating))
 
-    def _rollouts(self, group: _Group) -> list[Rollout]:
-        """With their advantages over one shared baseline."""
-        rewards = np.array([rollout.reward for rollout in group.rated])
-        return [
-            dataclasses.replace(
-                rollout,
-                advantages=np.full(rollout.num_tokens, advantage, dtype=np.float32),
-                group_id=str(group.number),
-            )
-            for rollout, advantage in zip(group.rated, group_advantages(rewards, self.advantage_rule), strict=True)
-        ]
-
     def _hopeless(self, groups: int) -> str:
         reason, count = Counter(rejected.reason for rejected in self._rejected).most_common(1)[0]
         return (
-            f"no completion of {groups} prompts in a row could be rated, each tried {_TRIES} times: {reason} "
+            f"no completion of {groups} prompts in a row could be rated, each tried {TRIES} times: {reason} "
             f"({count} times; all are in rejected.jsonl)"
         )
 
     def _prompt(self, group: int) -> Prompt:
-        epoch, index = divmod(group, len(self.prompts))
-        order = np.random.default_rng([self.seed, _PROMPT_ORDER, epoch]).permutation(len(self.prompts))
-        return self.prompts[order[index]]
+        return prompt_of(group, self.prompts, self.seed)
 
     def _rollout(self, name: str, prompt: Prompt, completion: Completion, version: int) -> Rollout:
         ids = np.array([*prompt.input_ids, *completion.token_ids], dtype=np.int64)
@@ -175,11 +148,7 @@ class InProcessSource(StillSource):
         return {"groups": self._groups, "fingerprint": self._fingerprint()}
 
     def _fingerprint(self) -> str:
-        """Of what decides which prompt a group gets and what is drawn for it."""
-        digest = hashlib.sha256(f"{self.seed} {self.group_size}\n".encode())
-        for prompt in self.prompts:
-            digest.update(f"{prompt.id}\n{prompt.input_ids}\n".encode(errors="surrogatepass"))
-        return digest.hexdigest()
+        return fingerprint(self.prompts, self.seed, self.group_size)
 
     def restore(self, state: dict[str, Any]) -> None:
         if "groups" not in state:

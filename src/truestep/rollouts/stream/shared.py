@@ -12,12 +12,10 @@ from truestep.types import Rejected, Rollout
 
 
 class SharedSource:
-    """`source` is there on the first rank alone. What it raises, every rank raises."""
+    """`source` is there on the first rank alone. What it raises, every rank raises. `finite` is as the source's."""
 
-    finite = True
-
-    def __init__(self, source: Source | None, ranks: Ranks):
-        self._source, self._ranks = source, ranks
+    def __init__(self, source: Source | None, ranks: Ranks, finite: bool = True):
+        self._source, self._ranks, self.finite = source, ranks, finite
         self._seen: Sequence[Rollout] = ()  # what was looked at last, and not yet taken: told once
 
     @property

@@ -1,0 +1,210 @@
+"""Groups of completions, made ahead of the trainer as far as staleness permits. Runs in an event loop of its own.
+
+A group is started only if it could still be trained on: with nothing going wrong, the step that reaches it comes
+`open documents / docs_per_step` steps after the next. With `max_staleness` 0 that is exactly the next step's documents,
+once the servers have its weights: synchronous training is the same machinery with nothing ahead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from truestep.environments.prompts import Prompt
+from truestep.rollouts.source import SourceError
+from truestep.sampler.groups import HOPELESS, TRIES, prompt_of
+from truestep.sampler.server.fleet import Fleet, Published, Signal
+from truestep.sampler.server.making import Group, GroupMaker, SamplingOptions
+from truestep.types import Rejected
+
+_LOOK_SECONDS = 0.25  # a server that comes back says nothing to those who wait for documents
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How far ahead of the trainer."""
+
+    docs_per_step: int
+    documents_per_take: int  # that the policy will have seen more of at the next take
+    max_staleness: int
+    concurrency: int  # groups under way
+    stall_timeout: float
+
+
+class Engine:
+    def __init__(
+        self,
+        make_fleet: Callable[[Callable[[], None], Callable[[Exception], None]], Fleet],
+        prompts: Sequence[Prompt],
+        sampling: SamplingOptions,
+        pace: Pace,
+        rate: Callable[[Prompt, str], float],
+        read: Callable[[Sequence[int]], str],
+        workers: int,
+    ):
+        self.fleet = make_fleet(self._void, self._fail)
+        self.maker = GroupMaker(self.fleet, sampling, rate, read, workers)
+        self._prompts, self._sampling, self._pace = prompts, sampling, pace
+        self.next_number = 0
+        self.again: deque[int] = deque()  # started before and not taken: they come first
+        self._open: dict[int, Group] = {}  # started and not taken
+        self._ready: list[Group] = []  # whole, in the order that they became so
+        self._tasks: dict[int, asyncio.Task[str | None]] = {}
+        self._seen = 0  # documents, at the next take
+        self._failures: list[str] = []  # why groups were given up, in a row
+        self._fatal: Exception | None = None
+        self._waits_since = time.monotonic()
+        self._changed = Signal()
+
+    # ---- asked by the trainer
+
+    async def publish(self, published: Published) -> None:
+        self._seen = max(self._seen, published.version)
+        try:
+            await self.fleet.publish(published)
+            self._admit()
+        except Exception as error:
+            self._fail(error)
+
+    async def collect(self, wanted: int, documents_seen: int) -> list[Group]:
+        """So many whole groups, none of them too stale, each made by weights that are known."""
+        self._seen, self._waits_since = documents_seen, time.monotonic()
+        while True:
+            if self._fatal is not None:
+                raise self._fatal
+            self._drop_stale()
+            self._admit()
+            chosen = self._ready[:wanted]
+            unconfirmed = {server for group in chosen for server in group.unconfirmed}
+            if len(chosen) == wanted and not unconfirmed:
+                return self._hand_over(chosen)
+            reachable = {server for server in unconfirmed if server.lost_since is None}
+            if len(chosen) == wanted and reachable:
+                await self.fleet.confirm(reachable)
+            else:
+                await self._wait()
+
+    def _hand_over(self, chosen: Sequence[Group]) -> list[Group]:
+        for group in chosen:
+            self._ready.remove(group)
+            del self._open[group.number]
+        self._seen += self._pace.documents_per_take
+        self._admit()
+        return sorted(chosen, key=lambda group: group.number)
+
+    async def _wait(self) -> None:
+        quiet = time.monotonic() - max(self._waits_since, self.maker.last_arrival)
+        if quiet >= self._pace.stall_timeout:
+            raise SourceError(
+                f"sampler: no completion for {quiet:.0f} s (schedule.stall_timeout: {self._pace.stall_timeout:g}): "
+                f"{self.fleet.report()}"
+            )
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), _LOOK_SECONDS)
+
+    def state(self) -> dict[str, Any]:
+        return {"groups": self.next_number, "open": sorted({*self._open, *self.again})}
+
+    def counts(self) -> Counter[str]:
+        return self.maker.counts
+
+    def drain_rejected(self) -> list[Rejected]:
+        rejected = self.maker.rejected
+        return [rejected.popleft() for _ in range(len(rejected))]
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await self.fleet.close()
+        self.maker.close()
+
+    # ---- which groups are under way
+
+    def _admit(self) -> None:
+        pace, version = self._pace, self.fleet.version
+        while self._fatal is None and version is not None and len(self._tasks) < pace.concurrency:
+            steps_ahead = len(self._open) * self._sampling.group_size // pace.docs_per_step
+            if self._seen + steps_ahead * pace.documents_per_take - version > pace.max_staleness:
+                return
+            number = self._next()
+            self._start(Group(number, prompt_of(number, self._prompts, self._sampling.seed)))
+
+    def _next(self) -> int:
+        if self.again:
+            return self.again.popleft()
+        self.next_number += 1
+        return self.next_number - 1
+
+    def _start(self, group: Group) -> None:
+        self._open[group.number] = group
+        task = asyncio.get_running_loop().create_task(self.maker.make(group))
+        self._tasks[group.number] = task
+        task.add_done_callback(lambda done: self._ended(group, done))
+
+    def _ended(self, group: Group, task: asyncio.Task[str | None]) -> None:
+        del self._tasks[group.number]
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None:
+            self._fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+        elif (reason := task.result()) is not None:
+            del self._open[group.number]
+            self._failures.append(reason)
+            if len(self._failures) >= HOPELESS:
+                self._fail(SourceError(self._hopeless()))
+        elif len(group.members) < self._sampling.group_size:  # some were voided at this very moment
+            self._start(group)
+        else:
+            self._failures.clear()
+            self._ready.append(group)
+        self._admit()
+        self._changed.set()
+
+    def _hopeless(self) -> str:
+        reason, count = Counter(self._failures).most_common(1)[0]
+        return (
+            f"no group of {len(self._failures)} prompts in a row could be completed, each tried {TRIES} times: "
+            f"{reason} ({count} times; all are in rejected.jsonl)"
+        )
+
+    def _drop_stale(self) -> None:
+        """Never trained on; the prompt gets another chance, or what takes long to say would never be learned."""
+        for group in list(self._ready):
+            staleness = self._seen - group.version
+            if staleness <= self._pace.max_staleness:
+                continue
+            self._ready.remove(group)
+            self.maker.counts["stale"] += len(group.members)
+            reason = (
+                f"too stale: sampled {staleness} documents before its step, and sampler.max_staleness is "
+                f"{self._pace.max_staleness}"
+            )
+            for member in group.members:
+                self.maker.reject(group, member.rollout.id, reason)
+            group.members, group.dropped = [], group.dropped + 1
+            if group.dropped < TRIES:
+                self._start(group)
+            else:
+                del self._open[group.number]
+
+    def _void(self) -> None:
+        """What a lost server made since the last probe may come from other weights: it is made anew."""
+        for group in self._open.values():
+            kept = [member for member in group.members if not member.answer.void]
+            self.maker.counts["void"] += len(group.members) - len(kept)
+            group.members = kept
+        for group in [group for group in self._ready if len(group.members) < self._sampling.group_size]:
+            self._ready.remove(group)
+            self._start(group)
+        self._changed.set()
+
+    def _fail(self, error: Exception) -> None:
+        self._fatal = self._fatal or error
+        self._changed.set()

@@ -1,0 +1,177 @@
+"""One group: completions of a prompt asked for, rated, and made again where one of them cannot be used."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from truestep.environments.prompts import Prompt
+from truestep.environments.rewards import RewardError
+from truestep.sampler.groups import TRIES
+from truestep.sampler.server.answer import Asked, Choice
+from truestep.sampler.server.errors import BadAnswerError, UnreachableError, VoidedError
+from truestep.sampler.server.fleet import Answer, Fleet, Server
+from truestep.types import Rejected, Rollout
+
+_RETRY_SECONDS = 0.05  # before the next server is asked; the one that failed is closed until it is back
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    group_size: int
+    seed: int
+    temperature: float
+    max_new_tokens: int
+    stop_ids: frozenset[int]
+    vocabulary_size: int
+    stop_at_rejected: bool
+
+
+@dataclass(frozen=True)
+class Member:
+    rollout: Rollout
+    answer: Answer
+
+
+@dataclass(eq=False)
+class Group:
+    number: int
+    prompt: Prompt
+    members: list[Member] = field(default_factory=list)
+    asked: int = 0  # completions so far
+    dropped: int = 0  # times that it came too late
+
+    @property
+    def version(self) -> int:
+        """The oldest of any of its tokens."""
+        return min(_oldest(member.rollout) for member in self.members)
+
+    @property
+    def unconfirmed(self) -> set[Server]:
+        return {member.answer.server for member in self.members if not member.answer.confirmed}
+
+
+def _oldest(rollout: Rollout) -> int:
+    assert rollout.model_version is not None
+    return int(rollout.model_version[rollout.loss_mask].min())
+
+
+class GroupMaker:
+    def __init__(
+        self,
+        fleet: Fleet,
+        options: SamplingOptions,
+        rate: Callable[[Prompt, str], float],
+        read: Callable[[Sequence[int]], str],
+        workers: int,
+    ):
+        self._fleet, self._options = fleet, options
+        self._rate, self._read = rate, read
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="rewards")
+        self.counts: Counter[str] = Counter()
+        self.rejected: deque[Rejected] = deque()
+        self.last_arrival = time.monotonic()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def reject(self, group: Group, name: str, reason: str) -> None:
+        self.rejected.append(Rejected(group.prompt.id, group.number, reason, name, str(group.number)))
+
+    async def make(self, group: Group) -> str | None:
+        """Until it is whole. The last reason, where it had to be given up."""
+        failures, reason = 0, ""
+        while (missing := self._options.group_size - len(group.members)) > 0:
+            if failures == TRIES:
+                self._give_up(group)
+                return reason
+            first = group.asked
+            group.asked += missing
+            try:
+                answer = await self._fleet.ask(self._asked(group, missing))
+            except UnreachableError:
+                self.counts["unanswered"] += missing
+                await asyncio.sleep(_RETRY_SECONDS)
+            except VoidedError:
+                self.counts["void"] += missing
+            except BadAnswerError as error:
+                self.counts["bad_answers"] += 1
+                failures, reason = failures + 1, f"the server's answer is bad: {error}"
+                self.reject(group, f"{group.number}-{first}", reason)
+            else:
+                if problems := await self._add(group, answer, first):
+                    failures, reason = failures + 1, problems[0]
+        return None
+
+    def _give_up(self, group: Group) -> None:
+        reason = f"its group could not be completed: {len(group.members)} of {group.asked} completions rated"
+        for member in group.members:
+            self.reject(group, member.rollout.id, reason)
+
+    def _asked(self, group: Group, n: int) -> Asked:
+        options = self._options
+        return Asked(
+            prompt=group.prompt.input_ids,
+            n=n,
+            temperature=options.temperature,
+            max_new_tokens=options.max_new_tokens,
+            stop_ids=options.stop_ids,
+            vocabulary_size=options.vocabulary_size,
+        )
+
+    async def _add(self, group: Group, answer: Answer, first: int) -> list[str]:
+        """Why completions could not be rated. An aborted one is no failure: it is asked for again."""
+        self._progress()
+        whole = [(f"{group.number}-{first + at}", choice) for at, choice in enumerate(answer.choices)]
+        whole = [(name, choice) for name, choice in whole if not choice.aborted]
+        self.counts["aborted"] += len(answer.choices) - len(whole)
+        problems: list[str] = []
+        rewards = await asyncio.gather(*(self._rated(group, *named, problems) for named in whole))
+        if not answer.void:
+            group.members += [
+                Member(self._rollout(name, group.prompt, choice, reward, answer.server.url), answer)
+                for (name, choice), reward in zip(whole, rewards, strict=True)
+                if reward is not None
+            ]
+        self._progress()
+        return problems
+
+    def _progress(self) -> None:
+        self.last_arrival = time.monotonic()
+
+    async def _rated(self, group: Group, name: str, choice: Choice, problems: list[str]) -> float | None:
+        loop, text = asyncio.get_running_loop(), self._read(choice.token_ids)
+        try:
+            return await loop.run_in_executor(self._threads, self._rate, group.prompt, text)
+        except RewardError as error:
+            if self._options.stop_at_rejected:
+                raise RewardError(
+                    f"data.on_bad_record: stop: a completion of prompt {group.prompt.id}: {error}"
+                ) from error
+            self.reject(group, name, str(error))
+            problems.append(str(error))
+            return None
+
+    def _rollout(self, name: str, prompt: Prompt, choice: Choice, reward: float, url: str) -> Rollout:
+        ids = np.array([*prompt.input_ids, *choice.token_ids], dtype=np.int64)
+        start = len(prompt.input_ids)
+
+        def behind_prompt(values: Sequence[float], before: float, dtype: type) -> np.ndarray:
+            return np.array([*[before] * start, *values], dtype=dtype)
+
+        return Rollout(
+            id=name,
+            input_ids=ids,
+            loss_mask=np.arange(len(ids)) >= start,
+            logprobs=behind_prompt(choice.logprobs, 0.0, np.float32),
+            reward=reward,
+            temperature=self._options.temperature,
+            model_version=behind_prompt(choice.versions, choice.versions[0], np.int64),
+            metadata={"prompt_id": prompt.id, "stopped": choice.stopped, "server": url},
+        )

@@ -1,0 +1,187 @@
+"""Rollouts from vLLM servers: the trainer's side. The policy is touched by the trainer's own thread and by no other."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from truestep.environments.prompts import Prompt
+from truestep.environments.reward_pool import RewardPool
+from truestep.policy.policy import Policy
+from truestep.rollouts.source import SourceError
+from truestep.sampler.groups import fingerprint, with_advantages
+from truestep.sampler.server.check import check_server
+from truestep.sampler.server.client import Client
+from truestep.sampler.server.engine import Engine, Pace
+from truestep.sampler.server.fleet import Fleet, Published
+from truestep.sampler.server.making import SamplingOptions
+from truestep.sampler.server.probe import expect, make_probes
+from truestep.sampler.server.sync import WeightsDirectory
+from truestep.types import Rejected, Rollout
+
+_T = TypeVar("_T")
+_CLOSE_SECONDS = 30.0  # for a sync under way: a server that is left standing still serves nobody
+
+
+class Loop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sampler", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        return self.submit(work).result()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class ServerSource:
+    finite = False
+
+    def __init__(
+        self,
+        *,
+        policy: Policy,
+        prompts: Sequence[Prompt],
+        make_clients: Callable[[], Sequence[Client]],
+        rewards: RewardPool,
+        reward_workers: int,
+        sampling: SamplingOptions,
+        pace: Pace,
+        weights: WeightsDirectory,
+        weights_dtype: torch.dtype,
+        advantage_rule: str,
+        pause: str,
+        tolerance: float,
+        timeout: float,
+    ):
+        self._policy, self._prompts, self._rewards = policy, prompts, rewards
+        self._sampling, self._weights, self._weights_dtype = sampling, weights, weights_dtype
+        self._advantage_rule = advantage_rule
+        self._loop = Loop()
+        self._pushed: Future[None] | None = None
+        self._closed = False
+        try:
+            clients, longest = self._loop.run(self._connect(make_clients))
+            self._probes = make_probes(prompts, sampling.seed, longest - 1)
+
+            def make_fleet(on_void: Callable[[], None], on_fatal: Callable[[Exception], None]) -> Fleet:
+                return Fleet(
+                    clients,
+                    pause=pause,
+                    tolerance=tolerance,
+                    timeout=timeout,
+                    on_void=on_void,
+                    on_fatal=on_fatal,
+                )
+
+            self._engine = Engine(make_fleet, prompts, sampling, pace, rewards.rate, self._read, reward_workers)
+        except BaseException:
+            self._loop.close()
+            raise
+
+    async def _connect(self, make_clients: Callable[[], Sequence[Client]]) -> tuple[Sequence[Client], int]:
+        """Servers that are there and serve this model; the longest text that all of them take."""
+        needed = max(len(prompt.input_ids) for prompt in self._prompts) + self._sampling.max_new_tokens
+        clients = make_clients()
+        try:
+            lengths = [
+                await check_server(client, self._prompts, self._sampling.vocabulary_size, needed) for client in clients
+            ]
+        except BaseException:
+            await asyncio.gather(*(client.close() for client in clients))
+            raise
+        return clients, min(lengths)
+
+    def _read(self, tokens: Sequence[int]) -> str:
+        return self._policy.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    # ---- Source
+
+    def peek(self, count: int) -> Sequence[Rollout]:
+        raise NotImplementedError("documents that are sampled for a step cannot be looked at before it")
+
+    def take(self, count: int, documents_seen: int) -> list[Rollout]:
+        """Exactly `count` documents, in whole groups."""
+        size = self._sampling.group_size
+        if count % size:
+            raise ValueError(f"{count} documents are no whole number of groups of {size}")
+        if self._pushed is None:
+            self._push(documents_seen)
+        groups = self._loop.run(self._engine.collect(count // size, documents_seen))
+        return [
+            rollout
+            for group in groups
+            for rollout in with_advantages(
+                [member.rollout for member in group.members], group.number, self._advantage_rule
+            )
+        ]
+
+    def updated(self, documents_seen: int) -> None:
+        if self._pushed is not None:
+            self._push(documents_seen)
+
+    def _push(self, version: int) -> None:
+        """New weights to every server, beside whatever the trainer does next."""
+        if self._pushed is not None:
+            self._pushed.result()
+        path = self._weights.write(self._policy, version, self._weights_dtype)
+        published = Published(path, expect(self._policy, self._probes, version))
+        self._pushed = self._loop.submit(self._engine.publish(published))
+
+    def state(self) -> dict[str, Any]:
+        async def look() -> dict[str, Any]:
+            return self._engine.state()
+
+        return self._loop.run(look()) | {"fingerprint": self._fingerprint()}
+
+    def _fingerprint(self) -> str:
+        return fingerprint(self._prompts, self._sampling.seed, self._sampling.group_size)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if "groups" not in state:
+            raise SourceError(
+                "sampler: this run's checkpoint was made from the files of data.path; give another checkpoint.directory"
+            )
+        if state["fingerprint"] != self._fingerprint():
+            raise SourceError(
+                "sampler.prompts, data.group_size or seed is not what this run was started with, so its groups would "
+                "be others; give it the same, or another checkpoint.directory"
+            )
+        self._engine.next_number = state["groups"]
+        self._engine.again.extend(state.get("open", ()))  # an in_process sampler leaves nothing open
+
+    def drain_rejected(self) -> list[Rejected]:
+        return self._engine.drain_rejected()
+
+    def checkpointed(self, checkpoint: Path, step: int, documents_seen: int) -> None: ...
+
+    def close(self, finished: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._pushed is not None:
+                self._pushed.exception(_CLOSE_SECONDS)
+        except TimeoutError:
+            pass
+        finally:
+            self._loop.run(self._engine.close())
+            self._loop.close()
+            self._rewards.close()
+            if finished:
+                self._weights.clear()

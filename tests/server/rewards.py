@@ -1,0 +1,39 @@
+"""Rewards for tests, by import path: they run in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+
+
+def word_reward(prompt: object, completion: str, **_: object) -> float:
+    """Differs between most completions."""
+    return len(set(completion.split())) / 10
+
+
+def difficult_reward(prompt: object, completion: str, **_: object) -> float:
+    """Some completions hang it, some end its process, some raise."""
+    kind = zlib.crc32(completion.encode()) % 24
+    if kind == 0:
+        time.sleep(600)
+    if kind == 1:
+        os._exit(7)
+    if kind == 2:
+        raise ValueError("no such answer")
+    return len(set(completion.split())) / 10
+
+
+def process_id(prompt: object, completion: str, **_: object) -> float:
+    return float(os.getpid())
+
+
+def choosy(prompt: object, completion: str, **_: object) -> object:
+    """By what it is asked to rate."""
+    if completion == "hang":
+        time.sleep(600)
+    if completion == "die":
+        os._exit(7)
+    if completion == "raise":
+        raise ValueError("no such answer")
+    return "1.0" if completion == "text" else len(completion)

@@ -1,0 +1,63 @@
+"""The demo's task through real servers, asynchronously: as accurate as in process, every log-prob the policy's own."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from server.conftest import Servers
+from server.models import make_model
+from server.runs import Recorder, label_versions
+from server.vllm_server import NAME
+from small_runs import merged, quiet_trainer, read_lines
+from truestep.config.schema import Config
+from truestep.demo import run as demo
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]  # the first test waits for the servers to start
+
+STEPS, DOCUMENTS = 80, 256
+
+
+def test_the_demo_trains_through_a_server_to_its_accuracy(servers: Servers, tmp_path: Path) -> None:
+    base = make_model(tmp_path / "model", seed=0, spread=0.0)
+    demo._write_task(tmp_path, base, 0)
+    quiet = {"logging": {"console": False}}
+    warm = _changed(demo._warm_up(tmp_path, base, 0), quiet)
+    policy = demo._train(warm, tmp_path / "warm-up.yaml", Console(file=io.StringIO()), "warm-up").checkpoints.latest()
+    assert policy is not None
+    changes: dict[str, Any] = {
+        "sampler": {
+            "type": "server",
+            "urls": [servers.first.url],
+            "model": NAME,
+            "max_staleness": DOCUMENTS,
+            "reward_workers": 1,
+        },
+        "schedule": {"docs_per_step": DOCUMENTS, "steps": STEPS},
+        "evaluation": {"every": STEPS},
+    }
+    in_process = demo._rl(tmp_path, policy, 0).model_dump()
+    del in_process["sampler"]["type"], in_process["sampler"]["top_p"], in_process["sampler"]["batch_size"]
+    run = Recorder(quiet_trainer(Config.model_validate(merged(in_process, changes | quiet))))
+    run.trainer.run()
+
+    evaluations = read_lines(tmp_path / "grpo" / "evaluation.jsonl")
+    assert evaluations[0]["sampled_reward"] < 0.5
+    assert evaluations[-1]["sampled_reward"] > 0.95
+    assert run.worst_gap() < 1e-4, "every label, by the weights of the version that it names"
+    fresh = [seen for seen, documents in run.steps if all((label_versions(one) == seen).all() for one in documents)]
+    assert fresh[0] == 0
+    metrics = read_lines(tmp_path / "grpo" / "metrics.jsonl")
+    assert all(line["max_staleness"] <= DOCUMENTS for line in metrics)
+    assert sum(line["max_staleness"] > 0 for line in metrics) > STEPS / 2, "sampling went on beside training"
+    for line in metrics:
+        if line["documents_seen"] - line["num_documents"] in fresh:
+            assert line["clipped_ratio_fraction"] == 0 and abs(line["ratio_new_old"] - 1) < 1e-4
+
+
+def _changed(config: Config, changes: dict[str, Any]) -> Config:
+    return Config.model_validate(merged(config.model_dump(), changes))
