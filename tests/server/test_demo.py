@@ -19,7 +19,7 @@ from truestep.demo import run as demo
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]  # the first test waits for the servers to start
 
-STEPS, DOCUMENTS = 80, 256
+STEPS, DOCUMENTS = 100, 256
 
 
 def test_the_demo_trains_through_a_server_to_its_accuracy(servers: Servers, tmp_path: Path) -> None:
