@@ -1,0 +1,192 @@
+"""Weak scaling: tokens a second a rank as ranks are added, and the memory of a rank beside its arithmetic.
+
+    torchrun --nproc-per-node 4 benchmarks/scaling.py [--tokens 16384 --micro-batches 4]
+    python benchmarks/scaling.py                            # the one rank to compare with
+
+A random model of Qwen3-1.7B's shape (tied embeddings), GRPO in bfloat16 with a float32 head and activation
+checkpointing, documents of about 1,000 tokens of which half are labels, and as many micro-batches a rank however many
+ranks there are. `--device cpu` with a small model only shows that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from truestep.head.logits import HeadSettings
+from truestep.losses.objective import Denominator, Objective
+from truestep.losses.policy import Grpo, clip_bounds
+from truestep.policy.load import load_policy
+from truestep.policy.policy import Policy
+from truestep.ranks.group import Ranks, join
+from truestep.step.optimizer import make_adamw, update
+from truestep.step.plan import StepRule, plan_exactly
+from truestep.step.run import StepRunner, clip_gradients, gradient_norm
+from truestep.types import Rollout
+
+GIB = 2**30
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--intermediate", type=int, default=6144)
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--head-size", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=16_384, help="of a micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=4, help="of each rank")
+    parser.add_argument("--length", type=int, default=1000, help="of documents, about")
+    parser.add_argument("--chunk", type=int, default=2048, help="rows of logits at a time")
+    parser.add_argument("--steps", type=int, default=4, help="timed, after two that are not")
+    parser.add_argument("--data-replicate", type=int, default=1)
+    parser.add_argument("--reduce-each", action="store_true", help="gradients after every micro-batch")
+    parser.add_argument("--breadth-first", type=int, default=1)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    return parser.parse_args()
+
+
+def make_policy(given: argparse.Namespace, ranks: Ranks) -> Policy:
+    config = Qwen3Config(
+        vocab_size=given.vocabulary,
+        hidden_size=given.hidden,
+        intermediate_size=given.intermediate,
+        num_hidden_layers=given.layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=given.head_size,
+        tie_word_embeddings=True,
+    )
+
+    def write() -> str:
+        directory = tempfile.mkdtemp()
+        with torch.device(given.device):
+            model = Qwen3ForCausalLM(config)
+        model.save_pretrained(directory)
+        return directory
+
+    directory = ranks.share(write)
+    if given.device == "cuda":
+        torch.cuda.empty_cache()
+    return load_policy(
+        Path(directory),
+        dtype="bfloat16",
+        device=given.device,
+        head=HeadSettings(fp32=True, chunk_size=given.chunk),
+        activation_checkpointing=True,
+        ranks=ranks,
+        reduce_each=given.reduce_each,
+    )
+
+
+def make_documents(given: argparse.Namespace, ranks: Ranks) -> list[Rollout]:
+    """The same on every rank: enough to fill each one's micro-batches, and no more."""
+    draw = np.random.default_rng(0)
+    documents: list[Rollout] = []
+    for _ in range(given.micro_batches * ranks.size):
+        room = given.tokens
+        while room > 0:
+            length = min(room, int(given.length * draw.uniform(0.5, 1.5)))
+            if room - length < 8:
+                length = room
+            mask = np.arange(length) >= length // 2
+            mask[0] = False
+            room -= length
+            documents.append(
+                Rollout(
+                    id=str(len(documents)),
+                    input_ids=draw.integers(0, given.vocabulary, length),
+                    loss_mask=mask,
+                    logprobs=np.where(mask, -12.0, 0.0).astype(np.float32),
+                    advantages=np.where(mask, draw.normal(), 0.0).astype(np.float32),
+                )
+            )
+    return documents
+
+
+def arithmetic(policy: Policy, given: argparse.Namespace, ranks: Ranks) -> dict[str, float]:
+    """GiB of a rank, by what it is for."""
+    weights = policy.weights
+    total = sum(int(np.prod(parameter.shape)) for parameter in policy.model.parameters())
+    head = policy.vocabulary_size * given.hidden
+    layer = (total - head) / given.layers
+    one = ranks.shards == 1
+    unreduced = 0.0 if one else 4 * (total if given.micro_batches > 1 and not given.reduce_each else layer)
+    parts = {
+        "float32 weights, two moments, gradients": 16 * total / ranks.shards,
+        "gradients until they are reduced": unreduced + (0 if one else 4 * head * (given.micro_batches == 1)),
+        "weights as they compute (bfloat16)": 2 * total if one else 2 * (2 * layer + head),
+        "a chunk of logits": given.chunk * policy.vocabulary_size * (4 + 2),
+        "kept activations, a layer's input each": given.tokens * given.hidden * 2 * given.layers,
+        "one layer's recomputed activations": given.tokens * (16 * given.hidden + 4 * given.intermediate) * 2,
+    }
+    assert weights.ranks is ranks
+    return {name: size / GIB for name, size in parts.items()}
+
+
+def main() -> None:
+    given = options()
+    ranks = join(device=given.device, data_shard=-1, data_replicate=given.data_replicate, stall_timeout=600)
+    policy = make_policy(given, ranks)
+    even = policy.even_length
+    documents = make_documents(given, ranks)
+    rule = StepRule(len(documents), False, 1, given.breadth_first, given.tokens, ranks.size, even)
+    plan = plan_exactly(documents, rule, 0)
+    objective = Objective(Grpo(clip_bounds(0.2, 0.2)), Denominator("labels"))
+    runner = StepRunner(policy, objective, breadth_first=given.breadth_first)
+    optimizer = make_adamw(policy.weights, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
+
+    def step() -> None:
+        runner.accumulate(plan)
+        clip_gradients(policy.weights.gradients, gradient_norm(policy.weights), 1.0)
+        update(optimizer, policy.weights, 1e-6)
+
+    def timed() -> float:
+        _wait(given)
+        start = time.perf_counter()
+        step()
+        _wait(given)
+        return time.perf_counter() - start
+
+    step()
+    if given.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    median = statistics.median([timed() for _ in range(given.steps + 1)][1:])
+    if not ranks.first:
+        return
+    tokens = plan.totals.num_tokens
+    where = torch.cuda.get_device_name() if given.device == "cuda" else f"CPU, {os.cpu_count()} cores"
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {where}, {ranks.size} ranks")
+    print(
+        f"{tokens:,} tokens, {len(plan.micro_batches) // ranks.size} micro-batches a rank, {len(documents)} documents"
+    )
+    print(f"step {median:.3f} s   {tokens / median:,.0f} tokens/s   {tokens / median / ranks.size:,.0f} a rank")
+    parts = arithmetic(policy, given, ranks)
+    for name, size in parts.items():
+        print(f"{name:45}{size:8.2f} GiB")
+    print(f"{'sum':45}{sum(parts.values()):8.2f} GiB")
+    if given.device == "cuda":
+        print(f"{'peak memory of this rank':45}{torch.cuda.max_memory_allocated() / GIB:8.2f} GiB")
+
+
+def _wait(given: argparse.Namespace) -> None:
+    if given.device == "cuda":
+        torch.cuda.synchronize()
+    if dist.is_initialized():
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
+    if dist.is_initialized():
+        dist.destroy_process_group()
