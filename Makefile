@@ -59,14 +59,12 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 vllm: $(VLLM)/.installed
 	@echo $(VLLM_PYTHON)
 
-# The second try asks PyTorch's own index, for a configured one that has no torch for CPUs. What is taken out again has
-# no part in serving text, and does not always load beside a torch for CPUs.
-$(VLLM)/.installed: requirements-vllm.txt
+# The directory's name has the pins' checksum in it, so a clone that is newer than the install needs no other. What is
+# taken out again has no part in serving text, and does not always load beside a torch for CPUs.
+$(VLLM)/.installed:
 	rm -rf $(VLLM)
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM_PYTHON) -m pip install --quiet --requirement requirements-vllm.txt \
-		|| $(VLLM_PYTHON) -m pip install --quiet --requirement requirements-vllm.txt \
-			--extra-index-url https://download.pytorch.org/whl/cpu
+	$(VLLM_PYTHON) -m pip install --quiet --requirement requirements-vllm.txt
 	$(VLLM_PYTHON) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
