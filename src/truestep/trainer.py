@@ -19,7 +19,7 @@ from truestep.metrics.types import Max
 from truestep.policy.policy import Policy
 from truestep.ranks.group import Ranks
 from truestep.ranks.watch import Watch
-from truestep.rollouts.source import Source
+from truestep.rollouts.source import Interrupted, Source
 from truestep.run_directory import RunDirectory
 from truestep.sampler.evaluate import Evaluator
 from truestep.step.ahead import Planned, PlansAhead
@@ -70,6 +70,7 @@ class Trainer:
             self.source.close(finished)
 
     def _run(self) -> tuple[str, bool]:
+        self.source.asked_to_stop = lambda: self.stopped_by is not None
         with self._stop_between_steps():
             if self.last_evaluated is None:
                 self._evaluate()
@@ -92,6 +93,9 @@ class Trainer:
             self.watch.phase(f"waiting for the documents of step {self.step + 1}")
             try:
                 planned = self.plans.next()
+            except Interrupted:
+                self._planned = self.plans.snapshot()  # what was read meanwhile is part of where the run stands
+                return None
             finally:  # also where every document was rejected, and the error says to look there
                 rejected = self.source.drain_rejected()
                 self.directory.record_rejected(rejected)

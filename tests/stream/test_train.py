@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -143,6 +145,25 @@ def test_what_a_last_checkpoint_does_not_hold_is_for_the_next_start(model: Path,
     (tmp_path / "sent" / "END").touch()
     run(config)
     assert trained(tmp_path / "run") == [record["id"] for record in records[:20]]
+    assert [line["id"] for line in read_lines(tmp_path / "run" / "rejected.jsonl")] == ["bad"]
+
+
+def test_a_run_that_waits_ends_at_the_first_signal(model: Path, tmp_path: Path) -> None:
+    """And what it had read by then, a bad record among it, is neither lost nor said twice."""
+    records = tiny_records(12)
+    config = directory_config(model, tmp_path / "sent", tmp_path / "run", checkpoint={"every": 1})
+    put(tmp_path / "sent", "a.jsonl", [*records[:8], {"id": "bad"}])
+    timer = threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    trainer = quiet_trainer(config)
+    started = time.monotonic()
+    timer.start()
+    assert "stopped by a signal after step 1" in trainer.run()
+    assert time.monotonic() - started < 8, "and not after the stall_timeout of 20 s"
+    assert trainer.stopped_by == signal.SIGTERM
+    put(tmp_path / "sent", "b.jsonl", records[8:])
+    (tmp_path / "sent" / "END").touch()
+    run(config)
+    assert trained(tmp_path / "run") == [record["id"] for record in records]
     assert [line["id"] for line in read_lines(tmp_path / "run" / "rejected.jsonl")] == ["bad"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,10 +18,19 @@ class SourceError(TruestepError):
     """Documents are not there, or are not those that a checkpoint was made with."""
 
 
+class Interrupted(Exception):  # noqa: N818  (nothing is wrong)
+    """The run was asked to stop while a source waited for documents. Nothing was taken."""
+
+
+def never() -> bool:
+    return False
+
+
 class Source(Protocol):
     """All that a step and a checkpoint need of any source."""
 
     finite: bool  # whether fewer documents than asked for mean the end of the data
+    asked_to_stop: Callable[[], bool]  # a source that waits for others looks at this and raises `Interrupted`
 
     def peek(self, count: int) -> Sequence[Rollout]:
         """The next `count` documents without taking them; fewer only at the end of the data."""
@@ -54,7 +63,9 @@ class Source(Protocol):
 
 
 class StillSource:
-    """What a source does about new weights, checkpoints and the end where it does nothing."""
+    """What a source does about new weights, checkpoints, the end and being asked to stop where it does nothing."""
+
+    asked_to_stop: Callable[[], bool] = staticmethod(never)
 
     def updated(self, documents_seen: int) -> None: ...
 

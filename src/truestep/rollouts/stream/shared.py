@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from truestep.ranks.group import Ranks
-from truestep.rollouts.source import Source
+from truestep.rollouts.source import Source, never
 from truestep.types import Rejected, Rollout
 
 
@@ -16,7 +16,18 @@ class SharedSource:
 
     def __init__(self, source: Source | None, ranks: Ranks, finite: bool = True):
         self._source, self._ranks, self.finite = source, ranks, finite
+        self._asked_to_stop: Callable[[], bool] = never
         self._seen: Sequence[Rollout] = ()  # what was looked at last, and not yet taken: told once
+
+    @property
+    def asked_to_stop(self) -> Callable[[], bool]:
+        return self._asked_to_stop
+
+    @asked_to_stop.setter
+    def asked_to_stop(self, asked: Callable[[], bool]) -> None:
+        self._asked_to_stop = asked
+        if self._source is not None:
+            self._source.asked_to_stop = asked
 
     @property
     def _mine(self) -> Source:

@@ -7,11 +7,12 @@ when it is complete are the messages up to there acknowledged; what came behind 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from truestep.rollouts.source import SourceError
+from truestep.rollouts.source import Interrupted, SourceError, never
 from truestep.rollouts.stream.intake import Checks, Intake
 from truestep.rollouts.stream.transport import Transport, TransportError
 from truestep.types import Rejected, Rollout
@@ -29,6 +30,7 @@ class StreamSource:
         self._transport = transport
         self._intake = Intake(checks)
         self._stall_timeout = stall_timeout
+        self.asked_to_stop: Callable[[], bool] = never
         self._documents_seen = 0
         # Where the transport stood when documents were taken, by how many the policy will have seen with them.
         self._places: dict[int, dict[str, Any]] = {}
@@ -55,6 +57,8 @@ class StreamSource:
             if self._transport.ended:
                 intake.finish()
                 return
+            if self.asked_to_stop():
+                raise Interrupted
             left = alive + self._stall_timeout - time.monotonic()
             if left <= 0:
                 raise SourceError(self._stalled(count, len(intake.rejected) - rejected_before, trouble))

@@ -14,7 +14,7 @@ import torch
 from truestep.environments.prompts import Prompt
 from truestep.environments.reward_pool import RewardPool
 from truestep.policy.policy import Policy
-from truestep.rollouts.source import SourceError
+from truestep.rollouts.source import Interrupted, SourceError, never
 from truestep.sampler.groups import fingerprint, with_advantages
 from truestep.sampler.server.check import check_server
 from truestep.sampler.server.client import Client
@@ -26,6 +26,7 @@ from truestep.sampler.server.sync import WeightsDirectory
 from truestep.types import Rejected, Rollout
 
 _T = TypeVar("_T")
+_LOOK_SECONDS = 0.5  # between looks whether the run was asked to stop
 _CLOSE_SECONDS = 30.0  # for a sync under way: a server that is left standing still serves nobody
 
 
@@ -75,6 +76,7 @@ class ServerSource:
         self._loop = Loop()
         self._pushed: Future[None] | None = None
         self._closed = False
+        self.asked_to_stop: Callable[[], bool] = never
         try:
             clients, longest = self._loop.run(self._connect(make_clients))
             self._probes = make_probes(prompts, sampling.seed, longest - 1)
@@ -122,7 +124,7 @@ class ServerSource:
             raise ValueError(f"{count} documents are no whole number of groups of {size}")
         if self._pushed is None:
             self._push(documents_seen)
-        groups = self._loop.run(self._engine.collect(count // size, documents_seen))
+        groups = self._wait_for(self._loop.submit(self._engine.collect(count // size, documents_seen)))
         return [
             rollout
             for group in groups
@@ -130,6 +132,16 @@ class ServerSource:
                 [member.rollout for member in group.members], group.number, self._advantage_rule
             )
         ]
+
+    def _wait_for(self, collected: Future[_T]) -> _T:
+        while True:
+            try:
+                return collected.result(_LOOK_SECONDS)
+            except TimeoutError:
+                if collected.done():
+                    return collected.result()
+            if self.asked_to_stop() and collected.cancel():
+                raise Interrupted
 
     def updated(self, documents_seen: int) -> None:
         if self._pushed is not None:
