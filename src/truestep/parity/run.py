@@ -14,6 +14,7 @@ from truestep.checkpoint.store import CheckpointStore
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.parity.causes import Trial, Tried
+from truestep.parity.sample import sample
 from truestep.policy.policy import Policy
 from truestep.ranks.group import ALONE, world_size
 from truestep.run_directory import RunDirectory
@@ -104,8 +105,10 @@ def parity(config: Config, *, documents: int = 64, older: Sequence[Path] = ()) -
 
 
 def _documents(config: Config, policy: Policy, count: int) -> list[Rollout]:
+    if config.sampler is not None:
+        return sample(config, policy, count)
     if config.data.path is None:
-        raise ParityError("parity needs data.path: rollouts with the log-probs that the sampler gave them")
+        raise ParityError("parity needs rollouts with the sampler's log-probs (data.path), or a sampler to ask")
     known = assemble.read_documents(config, policy.vocabulary_size).rollouts
     chosen = [document for document in known if document.logprobs is not None and document.num_labels][:count]
     if not chosen:
