@@ -63,8 +63,7 @@ def loss_of(kind: str) -> dict[str, Any]:
     return loss
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_tied", "gemma2"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "kind"), [(2, "llama"), (2, "gemma2"), (4, "qwen3_tied"), (4, "gemma2")])
 def test_every_loss_under_every_layout_is_the_oracles(size: int, kind: str, tiny_model: Model, tmp_path: Path) -> None:
     runs, cases = [], []
     for name in LOSS_TYPES:

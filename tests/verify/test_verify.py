@@ -93,11 +93,13 @@ def test_ratios_lie_on_both_sides_of_both_bounds(name: str, examples: Path, tmp_
     assert low <= 0 or any(ratio < low for ratio in ratios)
 
 
-def judge(examples: Path, layout: str, plant: Callable[[], None], name: str = "grpo", **over: Any) -> Verdict:
+def judge(
+    examples: Path, layout: str, plant: Callable[[], None], name: str = "grpo", documents: int = 14, **over: Any
+) -> Verdict:
     config = load_config(
         examples / f"{name}.yaml", [f"--{key.replace('__', '.')}={value}" for key, value in over.items()]
     )
-    (verdict,) = verify(config, Path("out"), only=lambda known: known.name == layout, plant=plant)
+    (verdict,) = verify(config, Path("out"), documents=documents, only=lambda known: known.name == layout, plant=plant)
     return verdict
 
 
@@ -129,9 +131,11 @@ def test_a_planted_fault_is_found_and_named(
 
 
 def test_ranks_that_hang_are_a_failure_with_a_reason(examples: Path) -> None:
-    verdict = judge(examples, "FSDP 4, ragged ranks", faults.ragged_ranks_hang, schedule__stall_timeout=3)
+    # Two documents a step over four ranks.
+    verdict = judge(examples, "FSDP 4, ragged ranks", faults.ragged_ranks_hang, documents=4, schedule__stall_timeout=3)
     assert not verdict.passed
-    assert "wait for it" in (verdict.failure or ""), verdict.failure
+    # Each waits for the others, and the message says where: half of them in the model, half behind it.
+    assert "in packed_hidden" in (verdict.failure or "") and "in gather" in (verdict.failure or ""), verdict.failure
 
 
 def test_without_a_fault_the_same_layouts_pass(examples: Path) -> None:
