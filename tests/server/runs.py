@@ -119,6 +119,6 @@ def score(policy: Policy, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
     """Of each label, as training scores it."""
     if not rollouts:
         return []
-    runner = StepRunner(policy, Objective(CrossEntropy(), Denominator("labels", None)), "none")
+    runner = StepRunner(policy, Objective(CrossEntropy(), Denominator("labels", None)), "none", keep_scores=True)
     plan = make_plan(rollouts, [[number] for number in range(len(rollouts))], 0)
-    return [document.logprobs for document in runner.accumulate(plan, backward=False, keep_scores=True).scores]
+    return [document.logprobs for document in runner.accumulate(plan, backward=False).scores]
