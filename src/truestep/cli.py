@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -78,9 +79,11 @@ def train(config: Path, overrides: tuple[str, ...]) -> None:
     from truestep.config.load import load_config
 
     options = load_config(config, overrides)
+    from truestep.ranks.group import leave
     from truestep.train import train as run
 
     stopped_by = run(options, Console()).stopped_by
+    leave()
     if stopped_by is not None:
         sys.exit(128 + stopped_by)
 
@@ -97,9 +100,13 @@ def score(config: Path, output: Path, gradients: bool, overrides: tuple[str, ...
 
     options = load_config(config, overrides)
     from truestep.metrics.tables import step_table
+    from truestep.ranks.group import leave
     from truestep.score import score as run
 
     result = run(options, output, gradients=gradients)
+    leave()
+    if int(os.environ.get("RANK", "0")):  # the first rank speaks
+        return
     console = Console()
     console.print(step_table(result.step))
     console.print(f"written to {output}", highlight=False, markup=False, soft_wrap=True)
