@@ -197,7 +197,7 @@ def test_kept_completions_are_of_two_policies_and_say_where(servers: Servers, tm
     config = server_config(
         tmp_path,
         [servers.first.url],
-        sampler={"pause": "keep", "max_staleness": 16, "max_new_tokens": 300, "temperature": 1.0},
+        sampler={"pause": "keep", "max_staleness": 16, "max_new_tokens": 900, "temperature": 1.0},
         schedule={"docs_per_step": 8, "steps": 4},
         optimizer={"learning_rate": 1e-2},
     )
@@ -207,16 +207,16 @@ def test_kept_completions_are_of_two_policies_and_say_where(servers: Servers, tm
     (server,) = source._engine.fleet.servers
 
     def with_completions_under_way(seen: int) -> None:
-        """Once, other weights still as soon as completions were begun with the last ones."""
+        """Each time, other weights still as soon as completions were begun with the last ones."""
         updated(seen)
-        if seen == 8:
+        if seen < 32:
             source._pushed.result(60)
             while not server.in_flight:
                 time.sleep(0.01)
             with torch.no_grad():
                 for parameter in policy.model.parameters():
                     parameter.mul_(1.1)
-            source._push(12)
+            source._push(seen + 4)
 
     source.updated = with_completions_under_way
     run.trainer.run()
