@@ -85,6 +85,8 @@ class FileSource(StillSource):
     finite: bool = True
     _position: int = 0  # over all epochs
     _orders: dict[int, np.ndarray] = field(default_factory=dict)
+    _digest: Any = None  # of the first `_hashed` documents
+    _hashed: int = 0
 
     @property
     def position(self) -> int:
@@ -120,12 +122,14 @@ class FileSource(StillSource):
         """Of the order, and of the documents that came before: a file may grow behind what was trained on, never
         before it."""
         seen = len(self.documents) if position >= len(self.documents) or self.shuffle_seed is not None else position
-        digest = hashlib.sha256(f"{self.shuffle_seed}\n".encode())
-        for document in self.documents[:seen]:
-            digest.update(f"{document.id}\n{document.num_tokens}\n".encode())
-            digest.update(document.input_ids.tobytes())
-            digest.update(document.loss_mask.tobytes())
-        return digest.hexdigest()
+        if self._digest is None or self._hashed > seen:
+            self._digest, self._hashed = hashlib.sha256(f"{self.shuffle_seed}\n".encode()), 0
+        for document in self.documents[self._hashed : seen]:  # each once: a position is asked for at every step
+            self._digest.update(f"{document.id}\n{document.num_tokens}\n".encode())
+            self._digest.update(document.input_ids.tobytes())
+            self._digest.update(document.loss_mask.tobytes())
+        self._hashed = seen
+        return self._digest.copy().hexdigest()
 
     def state(self) -> dict[str, Any]:
         return {"position": self._position, "fingerprint": self._fingerprint(self._position)}
