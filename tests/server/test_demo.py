@@ -17,7 +17,7 @@ from small_runs import merged, quiet_trainer, read_lines
 from truestep.config.schema import Config
 from truestep.demo import run as demo
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]  # the first test waits for the servers to start
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]  # the first test waits for the servers to start
 
 STEPS, DOCUMENTS = 100, 256
 
