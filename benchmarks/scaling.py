@@ -116,7 +116,6 @@ def make_documents(given: argparse.Namespace, ranks: Ranks) -> list[Rollout]:
 
 def arithmetic(policy: Policy, given: argparse.Namespace, ranks: Ranks) -> dict[str, float]:
     """GiB of a rank, by what it is for."""
-    weights = policy.weights
     total = sum(int(np.prod(parameter.shape)) for parameter in policy.model.parameters())
     head = policy.vocabulary_size * given.hidden
     layer = (total - head) / given.layers
@@ -130,7 +129,6 @@ def arithmetic(policy: Policy, given: argparse.Namespace, ranks: Ranks) -> dict[
         "kept activations, a layer's input each": given.tokens * given.hidden * 2 * given.layers,
         "one layer's recomputed activations": given.tokens * (16 * given.hidden + 4 * given.intermediate) * 2,
     }
-    assert weights.ranks is ranks
     return {name: size / GIB for name, size in parts.items()}
 
 

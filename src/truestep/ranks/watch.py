@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -63,9 +63,8 @@ def verdict(mine: Seen, others: list[Seen], timeout: float, silence: float) -> s
 class Watch:
     """Phases are named by the main thread; the watching is a thread's."""
 
-    def __init__(self, ranks: Ranks, timeout: float, end: Callable[[str], None] | None = None):
+    def __init__(self, ranks: Ranks, timeout: float):
         self._ranks, self._timeout = ranks, timeout
-        self._end = end or self._end_process
         self._number, self._phase, self._since = 0, "starting", time.monotonic()
         self._beat = min(1.0, timeout / 10)
         # A process that reads a large file may hold its threads up for a while: too soon would be worse than too late.
@@ -136,7 +135,7 @@ class Watch:
             except Exception as error:  # the store is gone, and with it the rank or launcher that held it
                 reason = f"the launcher's store cannot be reached any more: {error}"
             if reason is not None and not self._stopped.is_set():
-                self._end(reason)
+                self._end_process(reason)
                 return
 
     def _tell(self) -> None:

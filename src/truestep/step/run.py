@@ -81,14 +81,14 @@ class StepRunner:
         totals, weights = plan.totals, self.policy.weights
         if plan.ranks != self._ranks.size:
             raise ValueError(f"a plan for {plan.ranks} ranks on {self._ranks.size}")
-        metrics: dict[str, Metric] = {
+        counts: dict[str, Metric] = {
             "loss": Sum(0.0),
             "num_documents": Sum(float(totals.num_documents)),
             "num_labels": Sum(float(totals.num_labels)),
             "num_tokens": Sum(float(totals.num_tokens)),
             "num_micro_batches": Sum(float(len(plan.micro_batches) // plan.ranks)),
         }
-        counts, metrics = metrics, {}
+        metrics: dict[str, Metric] = {}
         scores: dict[int, DocumentScore] = {}
         if backward:
             weights.zero_gradients()

@@ -16,6 +16,18 @@ _CONNECT_SECONDS = 10.0
 _BUSY = (408, 425, 429)  # statuses below 500 that a later request may not meet again
 
 
+# The distribution as it is, whatever defaults a server takes from the model.
+UNBENT: dict[str, Any] = {
+    "ignore_eos": True,  # the trainer's own list of what ends a text is the one that counts
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+
+
 class Client:
     def __init__(self, url: str, model: str, api_key: str | None, timeout: float):
         self.url, self.model, self._timeout = url.rstrip("/").removesuffix("/v1"), model, timeout
@@ -61,8 +73,7 @@ class Client:
         return read_choices({"choices": list(gathered.values())}, asked, versions)
 
     def _body(self, asked: Asked) -> dict[str, Any]:
-        """Everything that bends the distribution is switched off: a server may take other defaults from the model.
-        No seed: vLLM's engine for CPUs dies of a seeded request whose prompt it reads in two parts."""
+        """No seed: vLLM's engine for CPUs dies of a seeded request whose prompt it reads in two parts."""
         return {
             "model": self.model,
             "prompt": list(asked.prompt),
@@ -70,13 +81,7 @@ class Client:
             "temperature": asked.temperature,
             "max_tokens": asked.max_new_tokens,
             "stop_token_ids": sorted(asked.stop_ids),
-            "ignore_eos": True,  # the trainer's own list of what ends a text is the one that counts
-            "top_p": 1.0,
-            "top_k": 0,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
+            **UNBENT,
             "logprobs": 0,
             "return_token_ids": True,
         }

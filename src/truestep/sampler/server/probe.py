@@ -22,7 +22,7 @@ from truestep.environments.prompts import Prompt
 from truestep.head.logits import scaled_logits
 from truestep.policy.policy import Policy
 from truestep.rollouts.packing import pack
-from truestep.sampler.server.client import Client
+from truestep.sampler.server.client import UNBENT, Client
 from truestep.sampler.server.errors import BadAnswerError
 from truestep.step.plan import make_plan
 from truestep.types import Rollout
@@ -88,13 +88,7 @@ async def measure(client: Client, expected: Expected, timeout: float, *, past_th
             "prompt": list(prompt),
             "max_tokens": 1,
             "temperature": TEMPERATURE,
-            "top_p": 1.0,
-            "top_k": 0,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "ignore_eos": True,
+            **UNBENT,
             "logprobs": min(_TOKENS, expected.logprobs.shape[1]),
             "return_tokens_as_token_ids": True,
         }
