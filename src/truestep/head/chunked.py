@@ -4,15 +4,15 @@
                                                      d hidden <──GEMM──┴──GEMM──> d weight
 
 Three matrix products, the least that exists. For a loss of whole documents, chunks end where documents do; only a
-document that is longer than a chunk makes one pass for the statistics first: a fourth product, for its rows alone.
-Rows whose coefficients are all zero make no backward product.
+document that is longer than a chunk, or lies on other ranks too, makes one pass for the statistics first: a fourth
+product, for its rows alone. Rows whose coefficients are all zero make no backward product.
 
 Dimensions: T labels, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,9 @@ from truestep.types import Coefficients, RowStatistics
 
 # Statistics of some rows, and which rows they are, to the coefficients of the gradient.
 LossFunction = Callable[[slice, RowStatistics], Coefficients]
+
+# The same of rows that do not lie together.
+SharedLossFunction = Callable[[torch.Tensor, RowStatistics], Coefficients]
 
 # Backward products of fewer rows pay for gathering them when at most this share is left.
 _WORTH_GATHERING = 0.75
@@ -74,6 +77,18 @@ class HeadResult:
     hidden_gradient: torch.Tensor | None  # [T, H] float32; None without a backward pass
 
 
+@dataclass(frozen=True)
+class SharedDocuments:
+    """Documents that have labels on other ranks too: here the first `lead` rows and the last `tail` rows are theirs.
+
+    `loss` sums over those ranks, so each of them calls it once, for all of its rows of such documents, none included.
+    """
+
+    lead: int
+    tail: int
+    loss: SharedLossFunction
+
+
 def forward(head: HeadRows) -> RowStatistics:
     return _statistics(head, slice(0, len(head.label_ids)), head.rows_per_chunk)
 
@@ -84,27 +99,55 @@ def forward_backward(
     *,
     weight_gradient: torch.Tensor | None,
     document_labels: Sequence[int] | None = None,
+    shared: SharedDocuments | None = None,
 ) -> HeadResult:
     """Both gradients of `loss`: of the hidden rows, returned, and of the weight, added into `weight_gradient` (None for
     a frozen head: it is then not computed).
 
     `document_labels`, the number of labels of each document in order, says that the loss needs whole documents: it is
-    then only ever given rows that hold all labels of each of theirs.
+    then only ever given rows that hold all labels of each of theirs. The documents of `shared` are not among those.
     """
     size = head.rows_per_chunk
     gradient = torch.zeros_like(head.hidden, dtype=wide(head.hidden.dtype))
     seen = []
-    for span in _spans(len(head.label_ids), size, document_labels):
-        # Coefficients that need labels of other chunks are made before the pass that uses them.
-        ready = None
-        if document_labels is not None and span.stop - span.start > size:
-            ready = loss(span, _statistics(head, span, size))
+    for span, ready in _runs(head, loss, size, document_labels, shared):
         for rows in _cut(span, size):
             given = None if ready is None else ready[slice(rows.start - span.start, rows.stop - span.start)]
             seen.append(_chunk(head, rows, loss, given, gradient, weight_gradient))
     if head.shard is not None:
         head.shard.sum(gradient)
     return HeadResult(_join(seen, head), gradient)
+
+
+def _runs(
+    head: HeadRows,
+    loss: LossFunction,
+    size: int,
+    document_labels: Sequence[int] | None,
+    shared: SharedDocuments | None,
+) -> Iterator[tuple[slice, Coefficients | None]]:
+    """All rows, in order; with their coefficients where these need labels of other chunks or other ranks, and so are
+    made before the pass that uses them."""
+    count = len(head.label_ids)
+    if document_labels is None:
+        yield slice(0, count), None
+    elif shared is None:
+        yield from _whole_documents(head, loss, size, document_labels, 0)
+    else:
+        spans = slice(0, shared.lead), slice(count - shared.tail, count)
+        rows = torch.cat([torch.arange(span.start, span.stop, device=head.label_ids.device) for span in spans])
+        coefficients = shared.loss(rows, _join([_statistics(head, span, size) for span in spans], head))
+        yield spans[0], coefficients[: shared.lead]
+        yield from _whole_documents(head, loss, size, document_labels, shared.lead)
+        yield spans[1], coefficients[shared.lead :]
+
+
+def _whole_documents(
+    head: HeadRows, loss: LossFunction, size: int, document_labels: Sequence[int], start: int
+) -> Iterator[tuple[slice, Coefficients | None]]:
+    for span in _spans(start, size, document_labels):
+        fits = span.stop - span.start <= size
+        yield span, None if fits else loss(span, _statistics(head, span, size))
 
 
 def _chunk(
@@ -137,12 +180,10 @@ def _chunk(
     return statistics
 
 
-def _spans(rows: int, size: int, document_labels: Sequence[int] | None) -> list[slice]:
-    """Runs of whole documents that fit a chunk, and documents that do not; one span where documents do not matter."""
-    if document_labels is None:
-        return [slice(0, rows)]
+def _spans(start: int, size: int, document_labels: Sequence[int]) -> list[slice]:
+    """Runs of whole documents that fit a chunk, and documents that do not."""
     spans: list[slice] = []
-    start = end = 0
+    end = start
     for count in document_labels:
         if end > start and end + count - start > size:
             spans.append(slice(start, end))

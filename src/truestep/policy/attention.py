@@ -6,6 +6,8 @@ Registered with transformers under `NAME`, so that the models' own code calls it
 - `rows`: documents of like length become rows of a batch. A row shorter than its batch repeats the document's last
   token; being causal, no real query sees a repeat, and no repeat's output is read.
 
+Where a micro-batch's tokens lie on several ranks, each comes here with its own and attends with a share of the heads.
+
 Dimensions: S tokens of the micro-batch, Q query heads, K key-value heads, E head size; R rows of X tokens in a bucket.
 """
 
@@ -18,6 +20,8 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+
+from truestep.policy.context import Context
 
 NAME = "truestep_packed"
 _SCORES_BYTES = 256 * 2**20  # explicit score matrices that exist at a time
@@ -38,9 +42,10 @@ class PackedLayout:
     longest: int
     buckets: tuple[Bucket, ...]
     restore: torch.Tensor  # [S] where each token lies in the concatenation of the buckets' rows
+    context: Context | None = None  # the ranks that share the tokens
 
 
-def make_layout(segments: torch.Tensor, device: torch.device) -> PackedLayout:
+def make_layout(segments: torch.Tensor, device: torch.device, context: Context | None = None) -> PackedLayout:
     """From cumulative lengths on the host."""
     starts, ends = segments[:-1].tolist(), segments[1:].tolist()
     documents = sorted(zip(starts, ends, strict=True), key=lambda span: (span[1] - span[0], span[0]))
@@ -63,7 +68,7 @@ def make_layout(segments: torch.Tensor, device: torch.device) -> PackedLayout:
         offset += positions.numel()
         buckets.append(Bucket(positions.to(device)))
     longest = max((end - start for start, end in zip(starts, ends, strict=True)), default=0)
-    return PackedLayout(segments.to(device), longest, tuple(buckets), restore.to(device))
+    return PackedLayout(segments.to(device), longest, tuple(buckets), restore.to(device), context)
 
 
 def packed_attention(
@@ -88,10 +93,15 @@ def packed_attention(
         raise RuntimeError(f"{type(module).__name__} is not causal")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    context = packed_layout.context
+    if context is not None:
+        q, k, v = context.tokens_for_heads(q, k, v)
     if softcap is None and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
         output = _varlen(q, k, v, packed_layout, scale, sliding_window)
     else:
         output = _rows(q, k, v, packed_layout, scale, sliding_window, softcap)
+    if context is not None:
+        output = context.heads_for_tokens(output)
     return output[None], None
 
 

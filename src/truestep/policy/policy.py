@@ -16,6 +16,7 @@ import torch
 
 from truestep.head.logits import HeadSettings
 from truestep.policy import attention
+from truestep.policy.context import Context
 from truestep.policy.weights import Weights
 from truestep.types import PackedBatch
 
@@ -59,21 +60,31 @@ class Policy:
         """Whether the head is the input embedding."""
         return self.model.get_input_embeddings().weight is self.head_weight
 
-    def hidden(self, batch: PackedBatch) -> torch.Tensor:  # [S, H]
+    @property
+    def context(self) -> Context | None:
+        """The ranks that share a micro-batch's tokens; None: all of them are here."""
+        return Context.of(self.weights.ranks)
+
+    def hidden(self, batch: PackedBatch) -> torch.Tensor:  # [S, H], or of the tokens that are here
         """The last hidden state of every token of a packed micro-batch, with its graph."""
-        return packed_hidden(self.model, batch, self.device)
+        return packed_hidden(self.model, batch, self.device, self.context)
 
     def plain_attention(self) -> AbstractContextManager[None]:
         return plain_attention(self.model)
 
 
-def packed_hidden(model: Any, batch: PackedBatch, device: torch.device) -> torch.Tensor:  # [S, H]
-    layout = attention.make_layout(batch.segments, device)
+def packed_hidden(
+    model: Any, batch: PackedBatch, device: torch.device, context: Context | None = None
+) -> torch.Tensor:  # [S, H], or of the tokens that are here
+    layout = attention.make_layout(batch.segments, device, context)
     tokens = int(batch.segments[batch.num_documents])
     # Whatever stands in the padding is replaced here: an id outside the vocabulary must not reach the embedding.
     inside = torch.arange(len(batch.input_ids), device=device) < tokens
     input_ids = torch.where(inside, batch.input_ids.to(device), 0)
     position_ids = torch.where(inside, batch.position_ids.to(device), 0)
+    if context is not None:
+        here = context.run(len(input_ids))
+        input_ids, position_ids = input_ids[here], position_ids[here]
     output = model.base_model(
         input_ids=input_ids[None],
         position_ids=position_ids[None],

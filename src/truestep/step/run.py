@@ -5,14 +5,15 @@ Dimensions: S tokens of the micro-batch, T its labels, D its documents.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from truestep.head import chunked
-from truestep.head.chunked import HeadRows
+from truestep.head.chunked import HeadRows, SharedDocuments
 from truestep.losses.labels import Labels
 from truestep.losses.measure import DocumentFacts, measure
 from truestep.losses.objective import Objective
@@ -21,6 +22,7 @@ from truestep.policy.policy import Policy
 from truestep.policy.weights import Weights
 from truestep.ranks.group import Ranks
 from truestep.rollouts.packing import pack
+from truestep.step.dealing import Deal
 from truestep.types import Coefficients, DocumentScore, PackedBatch, RowStatistics, StepPlan
 
 _COUNTS = ("num_documents", "num_labels", "num_tokens", "num_micro_batches")
@@ -60,6 +62,16 @@ class StepRunner:
     def _ranks(self) -> Ranks:
         return self.policy.weights.ranks
 
+    @property
+    def _measures(self) -> bool:
+        """Ranks that share a micro-batch all know its labels' statistics; one of them counts them."""
+        return self._ranks.context_rank == 0
+
+    @property
+    def _multiple(self) -> int:
+        """Of which a micro-batch's tokens are a number, so that context ranks have as many each."""
+        return math.lcm(self.pad_to_multiple, self._ranks.context)
+
     def accumulate(
         self,
         plan: StepPlan,
@@ -98,12 +110,15 @@ class StepRunner:
         for number, micro_batch in enumerate(micro_batches):
             if not micro_batch and number not in computed:
                 continue
-            batch = pack(plan, micro_batch, self.pad_to_multiple).to(self.policy.device)
+            packed = pack(plan, micro_batch, self._multiple)
+            batch, deal = packed.to(self.policy.device), Deal.of(packed, self.policy.context)
             if number in computed:
                 weights.micro_batch(computed.index(number), len(computed), self.breadth_first, backward)
-                statistics = self._micro_batch(batch, plan, backward)
+                statistics = self._micro_batch(batch, deal, plan, backward)
             else:
                 statistics = self._nothing()
+            if not self._measures:
+                continue
             labels = self._labels(batch, plan, slice(None), statistics)
             facts = _document_facts(batch, plan)
             metrics = merge(metrics, measure(labels, self.objective, facts, self.metrics_level))
@@ -117,42 +132,55 @@ class StepRunner:
         nothing = torch.zeros(0, device=self.policy.device)
         return RowStatistics(nothing, nothing, nothing)
 
-    def _micro_batch(self, batch: PackedBatch, plan: StepPlan, backward: bool) -> RowStatistics:
+    def _micro_batch(self, batch: PackedBatch, deal: Deal, plan: StepPlan, backward: bool) -> RowStatistics:
+        """Statistics of all the micro-batch's labels, and this rank's part of the gradient."""
         with torch.set_grad_enabled(backward):
-            rows = self.policy.hidden(batch).index_select(0, batch.label_rows)
+            rows = deal.rows(self.policy.hidden(batch), batch.label_rows)
             with self.policy.weights.head(self.policy.model) as (weight, weight_gradient):
-                statistics, gradient = self._head(batch, plan, rows.detach(), weight, weight_gradient, backward)
+                statistics, gradient = self._head(batch, deal, plan, rows.detach(), weight, weight_gradient, backward)
         if gradient is not None:
             # Also of no rows: a rank without a label touches every weight, as its fellows do.
             rows.backward(gradient.to(rows.dtype))
-        return statistics
+        return deal.gather(statistics)
 
     @torch.no_grad()
     def _head(
         self,
         batch: PackedBatch,
+        deal: Deal,
         plan: StepPlan,
         rows: torch.Tensor,
         weight: torch.Tensor,
         weight_gradient: torch.Tensor | None,
         backward: bool,
     ) -> tuple[RowStatistics, torch.Tensor | None]:
-        head = HeadRows(rows, weight, batch.label_ids, batch.temperature, self.policy.head)
+        mine = deal.mine
+        head = HeadRows(rows, weight, batch.label_ids[mine], batch.temperature[mine], self.policy.head)
         if not backward:
             return chunked.forward(head), None
 
         def loss(chunk: slice, statistics: RowStatistics) -> Coefficients:
-            return self.objective.coefficients(self._labels(batch, plan, chunk, statistics), plan.totals)
+            among_all = slice(mine.start + chunk.start, mine.start + chunk.stop)
+            return self.objective.coefficients(self._labels(batch, plan, among_all, statistics), plan.totals)
 
+        def of_shared(rows: torch.Tensor, statistics: RowStatistics) -> Coefficients:
+            assert deal.context is not None
+            labels = self._labels(batch, plan, mine.start + rows, statistics)
+            return self.objective.coefficients(replace(labels, reduce_documents=deal.context.sum), plan.totals)
+
+        pieces = deal.pieces(_label_counts(batch, plan)) if self.objective.whole_documents else None
         result = chunked.forward_backward(
             head,
             loss,
             weight_gradient=weight_gradient,
-            document_labels=_label_counts(batch, plan) if self.objective.whole_documents else None,
+            document_labels=None if pieces is None else pieces.whole,
+            shared=SharedDocuments(pieces.lead, pieces.tail, of_shared) if pieces and deal.context else None,
         )
         return result.statistics, result.hidden_gradient
 
-    def _labels(self, batch: PackedBatch, plan: StepPlan, chunk: slice, statistics: RowStatistics) -> Labels:
+    def _labels(
+        self, batch: PackedBatch, plan: StepPlan, chunk: slice | torch.Tensor, statistics: RowStatistics
+    ) -> Labels:
         document = batch.label_document[chunk]
         weight = self.objective.denominator.label_weights(batch.num_labels[document], plan.totals)
         return Labels(

@@ -1,0 +1,155 @@
+"""One micro-batch's tokens over several ranks: each embeds and runs its own, and attention sees them all.
+
+Before attention, tokens are exchanged for heads: a rank gives away its tokens of other ranks' heads and gets all tokens
+of its own. So attention is the one that serves everywhere, of whole documents, for some of the heads.
+
+Dimensions: C ranks; S tokens of the micro-batch, S/C of them here; Q query heads, K key-value heads, E head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from truestep.errors import TruestepError
+from truestep.ranks.group import Ranks
+
+
+class ContextError(TruestepError):
+    """A model whose heads cannot be shared out."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """The ranks that have a run of tokens each, and which of them this one is."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    @staticmethod
+    def of(ranks: Ranks) -> Context | None:
+        group = ranks.group("context")
+        return None if group is None else Context(group, ranks.context_rank, ranks.context)
+
+    def run(self, tokens: int) -> slice:
+        """Of the micro-batch's tokens, those that are here."""
+        each = tokens // self.size
+        return slice(self.rank * each, (self.rank + 1) * each)
+
+    def exchange(
+        self, rows: torch.Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """To and from each rank so many rows, or an equal share; what comes back is in order of rank."""
+        return _Exchange.apply(rows, send, receive, self.group)
+
+    def tokens_for_heads(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[S/C, Q, E], [S/C, K, E], [S/C, K, E] -> [S, Q/C, E], and the key-value heads that those ask, twice."""
+        needed = heads_needed(q.shape[1], k.shape[1], self.size)
+        if needed != tuple(range(k.shape[1])):
+            index = _index(needed, k.device)
+            k, v = _Repeat.apply(k, index), _Repeat.apply(v, index)
+        # One message to each rank: its heads of all three, side by side.
+        parts = [tensor.unflatten(1, (self.size, -1)) for tensor in (q, k, v)]
+        sent = torch.cat([part.flatten(2) for part in parts], dim=-1).transpose(0, 1)
+        received = self.exchange(sent).flatten(0, 1)
+        q, k, v = (
+            flat.unflatten(-1, part.shape[2:])
+            for flat, part in zip(received.split([part[0, 0].numel() for part in parts], dim=-1), parts, strict=True)
+        )
+        return q, k, v
+
+    def heads_for_tokens(self, attended: torch.Tensor) -> torch.Tensor:  # [S, Q/C, E] -> [S/C, Q, E]
+        return self.exchange(attended.unflatten(0, (self.size, -1))).transpose(0, 1).flatten(1, 2)
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """In place, over the ranks."""
+        dist.all_reduce(values, group=self.group)
+        return values
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:  # [...] -> [C, ...]
+        parts = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(parts, values.contiguous(), group=self.group)
+        return torch.stack(parts)
+
+
+@cache
+def heads_needed(queries: int, keys: int, size: int) -> tuple[int, ...]:
+    """Which key-value heads go to each rank for its share of the query heads: as many to each, one rank after another.
+
+    Where a rank's queries would need them in unequal numbers, each query head gets one of its own.
+    """
+    check_heads(queries, size)
+    share, group = queries // size, queries // keys
+    each = [[head // group for head in range(rank * share, (rank + 1) * share)] for rank in range(size)]
+    if share % group == 0 or group % share == 0:
+        each = [sorted(set(heads)) for heads in each]
+    return tuple(head for heads in each for head in heads)
+
+
+def check_heads(queries: int, size: int) -> None:
+    if queries % size:
+        raise ContextError(
+            f"parallel.context: {size} does not divide the model's {queries} query heads: each rank attends with a "
+            "share of them; set it to one that does"
+        )
+
+
+@cache
+def _index(heads: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(heads, device=device)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Any,
+        rows: torch.Tensor,
+        send: Sequence[int] | None,
+        receive: Sequence[int] | None,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        context.send, context.receive, context.group = send, receive, group
+        return _all_to_all(rows, send, receive, group)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _all_to_all(gradient, context.receive, context.send, context.group), None, None, None
+
+
+def _all_to_all(
+    rows: torch.Tensor, send: Sequence[int] | None, receive: Sequence[int] | None, group: dist.ProcessGroup
+) -> torch.Tensor:
+    received = rows.new_empty(len(rows) if receive is None else sum(receive), *rows.shape[1:])
+    dist.all_to_all_single(
+        received,
+        rows.contiguous(),
+        output_split_sizes=None if receive is None else list(receive),
+        input_split_sizes=None if send is None else list(send),
+        group=group,
+    )
+    return received
+
+
+class _Repeat(torch.autograd.Function):
+    """Heads, some of them more than once; their gradients are added up in float32."""
+
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:  # [S/C, K, E]
+        context.save_for_backward(index)
+        context.heads = tensor.shape[1]
+        return tensor.index_select(1, index)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (index,) = context.saved_tensors
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        total = gradient.new_zeros(gradient.shape[0], context.heads, *gradient.shape[2:], dtype=wide)
+        return total.index_add_(1, index, gradient.to(wide)).to(gradient.dtype), None
