@@ -28,7 +28,7 @@ from truestep.losses.objective import Denominator, Objective
 from truestep.losses.policy import Grpo, clip_bounds
 from truestep.policy.load import load_policy
 from truestep.policy.policy import Policy
-from truestep.ranks.group import Ranks, join
+from truestep.ranks.group import Layout, Ranks, join
 from truestep.step.optimizer import make_adamw, update
 from truestep.step.plan import StepRule, plan_exactly
 from truestep.step.run import StepRunner, clip_gradients, gradient_norm
@@ -134,9 +134,9 @@ def arithmetic(policy: Policy, given: argparse.Namespace, ranks: Ranks) -> dict[
 
 def main() -> None:
     given = options()
-    ranks = join(device=given.device, data_shard=-1, data_replicate=given.data_replicate, stall_timeout=600)
+    ranks = join(Layout(data_replicate=given.data_replicate), device=given.device, stall_timeout=600)
     policy = make_policy(given, ranks)
-    even = policy.even_length
+    even = policy.facts.even_length
     documents = make_documents(given, ranks)
     rule = StepRule(len(documents), False, 1, given.breadth_first, given.tokens, ranks.size, even)
     plan = plan_exactly(documents, rule, 0)
