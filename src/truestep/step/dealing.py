@@ -17,8 +17,6 @@ import torch
 from truestep.policy.context import Context
 from truestep.types import PackedBatch, RowStatistics
 
-_NONE = slice(0, 0)
-
 
 @dataclass(frozen=True)
 class Pieces:
@@ -36,18 +34,18 @@ class Deal:
 
     labels: int  # T
     mine: slice  # of T
-    context: Context | None = None
-    here: slice = _NONE  # of T: those that are predicted from this rank's tokens
+    here: slice  # of T: those that are predicted from this rank's tokens
     first_token: int = 0
     send: tuple[int, ...] = ()  # rows to each rank
     receive: tuple[int, ...] = ()  # and from each
+    context: Context | None = None
 
     @staticmethod
     def of(batch: PackedBatch, context: Context | None) -> Deal:
         """Of a batch on the host."""
         labels = len(batch.label_rows)
         if context is None:
-            return Deal(labels, slice(0, labels))
+            return Deal(labels, slice(0, labels), slice(0, labels))
         # A label's row never lies before the one of the label before it, so each rank's tokens predict a run of labels.
         runs = torch.arange(context.size + 1) * (len(batch.input_ids) // context.size)
         bounds = torch.searchsorted(batch.label_rows, runs).tolist()
@@ -57,11 +55,11 @@ class Deal:
         return Deal(
             labels,
             mine,
-            context,
             here,
             context.run(len(batch.input_ids)).start,
             tuple(_overlap(here, share) for share in shares),
             tuple(_overlap(run, mine) for run in predicted),
+            context,
         )
 
     def rows(self, hidden: torch.Tensor, label_rows: torch.Tensor) -> torch.Tensor:
