@@ -81,11 +81,11 @@ def _score(config: Config, output: Path, gradients: bool, ranks: Ranks, watch: W
 
 
 def _documents(config: Config, policy: Policy, ranks: Ranks) -> tuple[Sequence[Rollout], Sequence[Rejected]]:
-    mine = read_documents(config, policy.vocabulary_size, ranks.rank)
+    mine = read_documents(config, policy.vocabulary_size, ranks.data_rank)
     if not own_part(config):
         return mine.rollouts, mine.rejected
     source = PartedSource(FileSource(mine.rollouts, mine.rejected), ranks)
-    return source.peek(sum(ranks.gather(len(mine.rollouts)))), source.drain_rejected()
+    return source.peek(sum(ranks.gather_parts(len(mine.rollouts)))), source.drain_rejected()
 
 
 def _clear(output: Path, rejected: Sequence[Rejected]) -> None:

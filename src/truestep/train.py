@@ -145,7 +145,7 @@ def _check_inputs(config: Config, ranks: Ranks) -> None:
             f"parallel.data_replicate: {ranks.size} (this version syncs no sharded weights to servers)"
         )
     if config.data.path is not None:
-        assemble.data_paths(config, ranks.rank)
+        assemble.data_paths(config, ranks.data_rank)
     if config.data.source is not None and ranks.first:
         assemble.make_transport(config.data.source).close()
     for section in (config.sampler, config.evaluation):
@@ -244,7 +244,7 @@ def _make_source(config: Config, policy: Policy, ranks: Ranks) -> Source:
     if config.data.source is not None:
         return assemble.make_stream_source(config, policy.vocabulary_size, ranks)
     if config.sampler is None:
-        documents = assemble.read_documents(config, policy.vocabulary_size, ranks.rank)
+        documents = assemble.read_documents(config, policy.vocabulary_size, ranks.data_rank)
         parted = assemble.own_part(config)
         if not documents.rollouts and not parted:
             reasons = "; ".join(sorted({record.reason for record in documents.rejected})[:3]) or "the files are empty"

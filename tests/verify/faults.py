@@ -13,6 +13,7 @@ from truestep.losses.objective import Denominator
 from truestep.metrics.types import Mean
 from truestep.policy.shards import ShardedWeights
 from truestep.step import run
+from truestep.step.dealing import Deal
 from truestep.step.run import StepRunner
 from truestep.types import PackedBatch, StepPlan, StepTotals
 
@@ -68,8 +69,8 @@ def last_micro_batch_only() -> None:
         place[:] = [number, of]
         told(self, number, of, group, backward)
 
-    def only_last(self: StepRunner, batch: PackedBatch, plan: StepPlan, backward: bool) -> Any:
-        return honest(self, batch, plan, backward and place[0] == place[1] - 1)
+    def only_last(self: StepRunner, batch: PackedBatch, deal: Deal, plan: StepPlan, backward: bool) -> Any:
+        return honest(self, batch, deal, plan, backward and place[0] == place[1] - 1)
 
     ShardedWeights.micro_batch = remember  # type: ignore[method-assign]
     StepRunner._micro_batch = only_last  # type: ignore[method-assign]
@@ -133,7 +134,7 @@ def ragged_ranks_hang() -> None:
     """A rank without documents runs no pass: the others wait for it, and it for them."""
     honest = StepRunner._micro_batch
 
-    def skipping(self: StepRunner, batch: PackedBatch, plan: StepPlan, backward: bool) -> Any:
-        return honest(self, batch, plan, backward) if batch.num_documents else self._nothing()
+    def skipping(self: StepRunner, batch: PackedBatch, *arguments: Any) -> Any:
+        return honest(self, batch, *arguments) if batch.num_documents else self._nothing()
 
     StepRunner._micro_batch = skipping  # type: ignore[method-assign]

@@ -302,8 +302,8 @@ class ParallelConfig(Section):
     the memory, for as many times the communication as a step has micro-batches."""
     tensor: Literal[1] = 1
     """Ranks that a layer is split over. This version runs on one."""
-    context: Literal[1] = 1
-    """Ranks that a sequence is split over. This version runs on one."""
+    context: Annotated[int, Field(ge=1)] = 1
+    """Ranks that a micro-batch's tokens are split over; a divisor of the model's query heads."""
     pipeline: Literal[1] = 1
     """Ranks that the layers are split over. This version runs on one."""
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 
 from truestep.head.logits import HeadSettings
 from truestep.policy import attention
+from truestep.policy.context import check_heads
 from truestep.policy.embedding import accumulate_in_float32, every_token_counts
 from truestep.policy.pieces import pieces_of
 from truestep.policy.policy import ModelFacts, Policy
@@ -39,7 +40,7 @@ def load_policy(
 ) -> Policy:
     """`longest_document` says how far the probe looks for a length at which the model changes its ways."""
     directory = Path(path)
-    model, tokenizer = _read(directory, trust_remote_code)
+    model, tokenizer = _read(directory, trust_remote_code, ranks)
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ModelError("model.device: cuda was asked for and there is no CUDA device")
@@ -78,7 +79,7 @@ def _enable_activation_checkpointing(model: Any) -> None:
     model.train()  # transformers recomputes in training mode only; there is no dropout left to switch on
 
 
-def _read(directory: Path, trust_remote_code: bool) -> tuple[Any, Any]:
+def _read(directory: Path, trust_remote_code: bool, ranks: Ranks) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -90,6 +91,7 @@ def _read(directory: Path, trust_remote_code: bool) -> tuple[Any, Any]:
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(directory, **options)
+        check_heads(getattr(config.get_text_config(), "num_attention_heads", 0), ranks.context)
         loader: Any = AutoModelForCausalLM  # its types do not know output_loading_info
         model, loading = loader.from_pretrained(
             directory,

@@ -91,6 +91,13 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.ahead if ahead else self.host)
         return values
 
+    def gather_parts(self, value: T, ahead: bool = False) -> list[T]:
+        """Of each data rank, in their order, what the first of the ranks that share its micro-batches has."""
+        sharing = self.context * self.tensor
+        speaks = self.rank == self.data_rank * sharing
+        values: list[Any] = self.gather(value if speaks else None, ahead)
+        return values[: self.data * sharing : sharing]
+
     def share(self, make: Callable[[], T], ahead: bool = False) -> T:
         """What rank 0 makes, on every rank. What it raises instead, every rank raises."""
         if self.size == 1:

@@ -1,4 +1,4 @@
-"""Documents of which each rank sees only its own part.
+"""Documents of which each data rank sees only its own part; ranks that share micro-batches see the same.
 
 Their one global order is by place in a part, then by rank: the first of every part, then the second of every part, and
 so on; a part that has come to its end is passed over. It depends on the parts alone, not on steps or budgets.
@@ -40,44 +40,44 @@ class PartedSource(StillSource):
     finite: bool = True
 
     def __post_init__(self) -> None:
-        ids = self.ranks.gather([document.id for document in self.mine.documents])
+        ids = self.ranks.gather_parts([document.id for document in self.mine.documents])
         counts = Counter(name for part in ids for name in part)
         repeated = sorted(name for name, count in counts.items() if count > 1)
         if repeated:
             parts = [rank for rank, part in enumerate(ids) if repeated[0] in part]
             raise DataError(f"data.path: the parts of ranks {parts} both have a document {repeated[0]!r}")
-        self._sizes = self.ranks.gather(self.mine.total)
+        self._sizes = self.ranks.gather_parts(self.mine.total)
         if not sum(self._sizes):
             raise DataError("data.path: no part has a record that can be trained on")
 
     def peek(self, count: int) -> list[Rollout]:
-        taken = self.ranks.gather(self.mine.position, ahead=True)
+        taken = self.ranks.gather_parts(self.mine.position, ahead=True)
         order = next_parts(taken, self._sizes, count)
-        wanted = order.count(self.ranks.rank)
-        parts = self.ranks.gather(self.mine.peek(wanted), ahead=True)
+        wanted = order.count(self.ranks.data_rank)
+        parts = self.ranks.gather_parts(self.mine.peek(wanted), ahead=True)
         cursors = [iter(part) for part in parts]
         return [next(cursors[part]) for part in order]
 
     def take(self, count: int, documents_seen: int) -> list[Rollout]:
-        taken = self.ranks.gather(self.mine.position, ahead=True)
+        taken = self.ranks.gather_parts(self.mine.position, ahead=True)
         documents = self.peek(count)
-        self.mine.take(next_parts(taken, self._sizes, count).count(self.ranks.rank), documents_seen)
+        self.mine.take(next_parts(taken, self._sizes, count).count(self.ranks.data_rank), documents_seen)
         return documents
 
     def state(self) -> dict[str, Any]:
-        return {"parts": self.ranks.gather(self.mine.state(), ahead=True)}
+        return {"parts": self.ranks.gather_parts(self.mine.state(), ahead=True)}
 
     def restore(self, state: dict[str, Any]) -> None:
         parts = state.get("parts")
-        if parts is None or len(parts) != self.ranks.size:
+        if parts is None or len(parts) != self.ranks.data:
             made = (
                 "from one set of files for all ranks" if parts is None else f"by {len(parts)} ranks, each with a part"
             )
             raise SourceError(
-                f"data.path: this run's checkpoint was made {made}, and now there are {self.ranks.size} ranks with a "
+                f"data.path: this run's checkpoint was made {made}, and now there are {self.ranks.data} ranks with a "
                 "part each ({rank} in data.path); start it as it was, or give another checkpoint.directory"
             )
-        self.mine.restore(parts[self.ranks.rank])
+        self.mine.restore(parts[self.ranks.data_rank])
 
     def drain_rejected(self) -> list[Rejected]:
-        return [record for part in self.ranks.gather(self.mine.drain_rejected()) for record in part]
+        return [record for part in self.ranks.gather_parts(self.mine.drain_rejected()) for record in part]
