@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import signal
@@ -10,12 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from truestep.config.schema import Config
 from truestep.ranks.launch import run_ranks
 from truestep.score import score
 from truestep.train import train
+from truestep.types import PackedBatch
 
 TESTS = str(Path(__file__).parents[1])
 
@@ -55,3 +58,42 @@ def train_and_do(config: dict[str, Any], rank: int, phase: str, what: str) -> No
 
     Watch.phase = caught  # type: ignore[method-assign]
     train(Config.model_validate(config), Console(file=io.StringIO()))
+
+
+def score_padded(runs: list[tuple[dict[str, Any], str, int | None]]) -> None:
+    """With that number for every token and position of the padding, which there is."""
+    from truestep.step import run
+
+    honest = run.pack
+    for config, output, poison in runs:
+
+        def pack(*arguments: Any, poison: int | None = poison) -> PackedBatch:
+            batch = honest(*arguments)
+            end = int(batch.segments[batch.num_documents])
+            assert end < len(batch.input_ids)
+            if poison is None:
+                return batch
+            padding = torch.arange(len(batch.input_ids)) >= end
+            return dataclasses.replace(
+                batch,
+                input_ids=batch.input_ids.masked_fill(padding, poison),
+                position_ids=batch.position_ids.masked_fill(padding, poison),
+            )
+
+        run.pack = pack
+        score(Config.model_validate(config), Path(output), gradients=True)
+
+
+def refuse_to_mix_tokens(config: dict[str, Any]) -> None:
+    """Train a model whose layers add to each token the one before it in its document."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    honest = LlamaDecoderLayer.forward
+
+    def mixing(self: Any, hidden_states: torch.Tensor, *arguments: Any, position_ids: torch.Tensor, **options: Any):
+        first = (position_ids == 0)[..., None]
+        before = hidden_states.roll(1, dims=1).masked_fill(first, 0.0)
+        return honest(self, hidden_states + before, *arguments, position_ids=position_ids, **options)
+
+    LlamaDecoderLayer.forward = mixing
+    train_all([config])

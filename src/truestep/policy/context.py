@@ -110,18 +110,18 @@ def _index(heads: tuple[int, ...], device: torch.device) -> torch.Tensor:
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
-        context: Any,
+        saved: Any,
         rows: torch.Tensor,
         send: Sequence[int] | None,
         receive: Sequence[int] | None,
         group: dist.ProcessGroup,
     ) -> torch.Tensor:
-        context.send, context.receive, context.group = send, receive, group
+        saved.send, saved.receive, saved.group = send, receive, group
         return _all_to_all(rows, send, receive, group)
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _all_to_all(gradient, context.receive, context.send, context.group), None, None, None
+    def backward(saved: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _all_to_all(gradient, saved.receive, saved.send, saved.group), None, None, None
 
 
 def _all_to_all(
@@ -142,14 +142,14 @@ class _Repeat(torch.autograd.Function):
     """Heads, some of them more than once; their gradients are added up in float32."""
 
     @staticmethod
-    def forward(context: Any, tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:  # [S/C, K, E]
-        context.save_for_backward(index)
-        context.heads = tensor.shape[1]
+    def forward(saved: Any, tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:  # [S/C, K, E]
+        saved.save_for_backward(index)
+        saved.heads = tensor.shape[1]
         return tensor.index_select(1, index)
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (index,) = context.saved_tensors
+    def backward(saved: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (index,) = saved.saved_tensors
         wide = torch.promote_types(gradient.dtype, torch.float32)
-        total = gradient.new_zeros(gradient.shape[0], context.heads, *gradient.shape[2:], dtype=wide)
+        total = gradient.new_zeros(gradient.shape[0], saved.heads, *gradient.shape[2:], dtype=wide)
         return total.index_add_(1, index, gradient.to(wide)).to(gradient.dtype), None

@@ -12,11 +12,11 @@ from safetensors import SafetensorError
 
 from truestep.head.logits import HeadSettings
 from truestep.policy import attention
-from truestep.policy.context import check_heads
+from truestep.policy.context import Context, check_heads
 from truestep.policy.embedding import accumulate_in_float32, every_token_counts
 from truestep.policy.pieces import pieces_of
 from truestep.policy.policy import ModelFacts, Policy
-from truestep.policy.probe import ModelError, probe_float32, probe_half_precision
+from truestep.policy.probe import ModelError, probe_context, probe_float32, probe_half_precision
 from truestep.policy.save import read_companions
 from truestep.policy.shards import ShardedWeights
 from truestep.policy.weights import Weights
@@ -54,6 +54,9 @@ def load_policy(
         _enable_activation_checkpointing(model)
     compute = getattr(torch, dtype)
     probe = probe_float32(model, settings, place, longest_document)
+    context = Context.of(ranks)
+    if context is not None:
+        probe_context(model, probe, place, context)
     if dtype != "float32":
         probe_half_precision(model, probe, place, compute)
     facts = ModelFacts.of(model)

@@ -17,6 +17,7 @@ import torch
 
 from truestep.errors import TruestepError
 from truestep.head.logits import HeadSettings, scaled_logits
+from truestep.policy.context import Context
 from truestep.policy.policy import packed_hidden, plain_attention
 from truestep.types import PackedBatch
 
@@ -78,6 +79,20 @@ def probe_float32(model: Any, head: HeadSettings, device: torch.device, longest:
 
 
 @torch.no_grad()
+def probe_context(model: Any, probe: Probe, device: torch.device, context: Context) -> None:
+    """Of a float32 model: its tokens over several ranks. What mixes them outside attention mixes one rank's alone."""
+    name = type(model).__name__
+    batch = _batch(probe.documents, context.size)
+    with _explained(f"{name} cannot run with its tokens over {context.size} ranks"):
+        hidden = packed_hidden(model, batch, device, context).float()
+    alone = probe.hidden[context.run(len(batch.input_ids))]
+    difference = _distance(hidden[: len(alone)], alone)  # padding is behind
+    if not difference <= FLOAT32_TOLERANCE:
+        what = f"{name}: tokens over {context.size} ranks (parallel.context) give other values"
+        raise ModelError(_complaint(what, difference, FLOAT32_TOLERANCE))
+
+
+@torch.no_grad()
 def probe_half_precision(model: Any, probe: Probe, device: torch.device, dtype: torch.dtype) -> None:
     """Of a float32 model, which it is again afterwards."""
     with _rounded(model, dtype):
@@ -127,6 +142,8 @@ def _alone(model: Any, documents: list[torch.Tensor], device: torch.device) -> t
 def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """Of the worst token, relative: a wrong document must not hide among long right ones."""
     worst = (ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1).clamp(min=1e-12)
+    if not len(worst):
+        return 0.0
     return float(worst.max()) if not worst.isnan().any() else float("nan")
 
 
@@ -137,12 +154,14 @@ def _complaint(what: str, difference: float, allowed: float) -> str:
     )
 
 
-def _batch(documents: list[torch.Tensor]) -> PackedBatch:
-    lengths = torch.tensor([len(document) for document in documents])
+def _batch(documents: list[torch.Tensor], multiple: int = 1) -> PackedBatch:
     count, none = len(documents), torch.zeros(0)
+    padding = -sum(len(document) for document in documents) % multiple
+    segments = [*documents, torch.zeros(padding, dtype=torch.int64)] if padding else documents
+    lengths = torch.tensor([len(segment) for segment in segments])
     integers, flags = none.long(), torch.zeros(count, dtype=torch.bool)
     return PackedBatch(
-        input_ids=torch.cat(documents),
+        input_ids=torch.cat(segments),
         position_ids=torch.cat([torch.arange(length) for length in lengths.tolist()]),
         segments=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int(),
         label_rows=integers,
