@@ -21,7 +21,7 @@ from head.head_cases import (
     relative,
 )
 from truestep.head import chunked
-from truestep.head.chunked import HeadResult, HeadRows, forward, forward_backward
+from truestep.head.chunked import HeadResult, HeadRows, SharedDocuments, forward, forward_backward
 from truestep.head.logits import HeadSettings
 from truestep.head.reference import reference_statistics
 from truestep.types import Coefficients, RowStatistics
@@ -288,3 +288,29 @@ def test_the_precision_holds_through_every_chunk_size(device: str) -> None:
         assert exact.logprobs.dtype == torch.float32
         assert largest_difference(exact.logprobs, wanted.logprobs) < 1e-4
         assert largest_difference(rounded.logprobs, wanted.logprobs) > 1e-3
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 40])
+@pytest.mark.parametrize(
+    ("lead", "whole", "tail"), [(0, [5, 0, 11], 0), (16, [], 0), (0, [], 16), (3, [1, 8], 4), (9, [], 7)]
+)
+def test_documents_that_other_ranks_share_are_asked_for_once_and_together(
+    lead: int, whole: list[int], tail: int, chunk: int
+) -> None:
+    rows = make_rows(16, 5, settings=HeadSettings(chunk_size=chunk))
+    coefficients = make_coefficients(16, like=rows.hidden)
+    wanted = expected(rows, coefficients)
+    asked: list[list[int]] = []
+
+    def of_shared(index: torch.Tensor, statistics: RowStatistics) -> Coefficients:
+        asked.append(index.tolist())
+        assert largest_difference(statistics.logprobs, wanted.logprobs[index]) < 1e-12
+        b = None if coefficients.b is None else coefficients.b[index]
+        return Coefficients(coefficients.a[index], b, coefficients.c[index])
+
+    spy, buffer = LossSpy(coefficients), torch.zeros_like(rows.weight)
+    shared = SharedDocuments(lead, tail, of_shared)
+    result = forward_backward(rows, spy, document_labels=whole, shared=shared, weight_gradient=buffer)
+    check(rows, result, buffer, wanted, 1e-12)
+    assert asked == [[*range(lead), *range(16 - tail, 16)]], "once, even for no rows: other ranks wait for it"
+    assert [row for rows_asked in spy.asked for row in range(16)[rows_asked]] == list(range(lead, 16 - tail))

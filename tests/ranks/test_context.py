@@ -70,7 +70,7 @@ def test_with_data_ranks_beside(tiny_model: Model, tmp_path: Path) -> None:
         ("llama", {"num_attention_heads": 4, "num_key_value_heads": 1}),
         ("qwen3", {"num_attention_heads": 8, "num_key_value_heads": 2}),
         # Three query heads a rank, two of them to a key-value head: no share is like another.
-        ("gemma2", {"num_attention_heads": 12, "num_key_value_heads": 6}),
+        ("gemma2", {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 48}),
     ],
     ids=["1 for 4", "2 for 4", "6 for 4"],
 )
@@ -93,25 +93,28 @@ def long_document(model: Path, tokens: int, labels: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
-@pytest.mark.parametrize(("tokens", "labels", "multiple"), [(37, 35, 8), (9, 6, 32), (37, 1, 1), (37, 2, 8)])
-def test_one_document_over_four_ranks_and_anything_in_the_padding(
-    kind: str, tokens: int, labels: int, multiple: int, tiny_model: Model, tmp_path: Path
-) -> None:
-    """35 labels, on every rank; 6 on the first of four, the others holding padding alone; and one, at the end."""
+def test_one_document_over_four_ranks_and_anything_in_the_padding(kind: str, tiny_model: Model, tmp_path: Path) -> None:
+    """35 labels, on every rank; 6 on the first of four, the others holding padding alone; and one and two, at the end.
+    The padding, which always is there, is on the last rank."""
     model = tiny_model(kind)
-    record = long_document(model, tokens, labels)
-    rollouts = write_records(tmp_path / "one.jsonl", [record])
-    given = options(model, rollouts, loss_of("gspo"), ({"context": 4}, 1, 64))
-    given["data"]["pad_to_multiple"] = multiple
     poisons = (None, VOCABULARY, -1, 10**9, -(2**63), 2**63 - 1)
-    outputs = [tmp_path / str(number) for number in range(len(poisons))]
-    on_ranks(4, score_padded, [(given, str(output), poison) for output, poison in zip(outputs, poisons, strict=True)])
-    clean = read(outputs[0])
-    check_against_oracle(clean, oracle_step(model, [record], given))
-    for output in outputs[1:]:
-        poisoned = read(output)
-        assert poisoned.step == clean.step and poisoned.documents == clean.documents
-        assert all(torch.equal(poisoned.gradients[name], gradient) for name, gradient in clean.gradients.items())
+    runs, cases = [], []
+    for number, (tokens, labels, multiple) in enumerate([(37, 35, 8), (9, 6, 32), (37, 1, 1), (38, 2, 1)]):
+        record = long_document(model, tokens, labels)
+        rollouts = write_records(tmp_path / f"{number}.jsonl", [record])
+        given = options(model, rollouts, loss_of("gspo"), ({"context": 4}, 1, 64))
+        given["data"]["pad_to_multiple"] = multiple
+        outputs = [tmp_path / f"{number}-{place}" for place in range(len(poisons))]
+        runs += [(given, str(output), poison) for output, poison in zip(outputs, poisons, strict=True)]
+        cases.append((oracle_step(model, [record], given), outputs))
+    on_ranks(4, score_padded, runs)
+    for oracle, outputs in cases:
+        clean = read(outputs[0])
+        check_against_oracle(clean, oracle)
+        for output in outputs[1:]:
+            poisoned = read(output)
+            assert poisoned.step == clean.step and poisoned.documents == clean.documents
+            assert all(torch.equal(poisoned.gradients[name], gradient) for name, gradient in clean.gradients.items())
 
 
 @pytest.mark.parametrize("loss", ["grpo", "gspo"])
@@ -182,9 +185,8 @@ def test_parts_belong_to_data_ranks(tiny_model: Model, tmp_path: Path) -> None:
     for rank, size in enumerate((5, 20)):
         write_lines(tmp_path / f"part-{rank}.jsonl", make_records(rank, documents=size))
     parts, model = tmp_path / "part-{rank}.jsonl", tiny_model("llama")
-    for steps in (2, None):
-        given = config(model, parts, tmp_path / "run", parallel={"context": 2}, schedule={"steps": steps})
-        on_ranks(4, train_all, [given])
+    runs = [config(model, parts, tmp_path / "run", parallel={"context": 2}, schedule={"steps": s}) for s in (2, None)]
+    on_ranks(4, train_all, runs)
     on_ranks(2, train_all, [config(model, parts, tmp_path / "pair")])
     check_same_run(tmp_path / "run", tmp_path / "pair")
     assert sum(line["num_documents"] for line in read_lines(tmp_path / "run" / "ledger.jsonl")) == 25

@@ -11,6 +11,7 @@ from truestep import assemble
 from truestep.head import logits, passes
 from truestep.losses.objective import Denominator
 from truestep.metrics.types import Mean
+from truestep.policy.context import Context
 from truestep.policy.shards import ShardedWeights
 from truestep.step import run
 from truestep.step.dealing import Deal
@@ -138,3 +139,25 @@ def ragged_ranks_hang() -> None:
         return honest(self, batch, *arguments) if batch.num_documents else self._nothing()
 
     StepRunner._micro_batch = skipping  # type: ignore[method-assign]
+
+
+def document_sums_of_one_rank() -> None:
+    """Each context rank takes the labels that it has of a document for all of them."""
+    Context.sum = lambda self, values: values  # type: ignore[method-assign]
+
+
+def counted_on_every_context_rank() -> None:
+    StepRunner._measures = True  # type: ignore[assignment, method-assign]
+
+
+def labels_counted_from_each_ranks_first() -> None:
+    """A rank takes its first label for the micro-batch's first: old log-probs, advantages and documents of others."""
+    honest = StepRunner._labels
+
+    def local(self: StepRunner, batch: PackedBatch, plan: StepPlan, chunk: Any, statistics: Any) -> Any:
+        first = len(batch.label_ids) // 2 * self._ranks.context_rank
+        if isinstance(chunk, slice) and chunk.start is not None:
+            chunk = slice(chunk.start - first, chunk.stop - first)
+        return honest(self, batch, plan, chunk, statistics)
+
+    StepRunner._labels = local  # type: ignore[method-assign]

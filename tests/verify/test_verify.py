@@ -116,6 +116,8 @@ def judge(
         (faults.wrong_temperature, "one process", "log-prob", "logprobs of document"),
         (faults.labels_shifted_by_one, "one process", "log-prob", "logprobs of document"),
         (faults.clip_sides_swapped, "one process", "metric", "clipped_ratio_fraction"),
+        (faults.counted_on_every_context_rank, "context 2", "loss", "loss"),
+        (faults.labels_counted_from_each_ranks_first, "context 2", "gradient", ""),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -128,6 +130,14 @@ def test_a_planted_fault_is_found_and_named(
     assert kind in found, complaints(verdict)
     assert named in found[kind].name
     assert any(found[kind].name in complaint for complaint in complaints(verdict))
+
+
+def test_document_sums_of_one_rank_are_found_and_named(examples: Path) -> None:
+    """gspo, and documents that lie on several ranks: each takes the part that it has for the whole."""
+    verdict = judge(examples, "context 4", faults.document_sums_of_one_rank, name="gspo")
+    assert verdict.failure is None, verdict.failure
+    found = {difference.kind: difference.value for difference in verdict.wrong}
+    assert "gradient" in found, complaints(verdict)
 
 
 def test_ranks_that_hang_are_a_failure_with_a_reason(examples: Path) -> None:

@@ -1,0 +1,84 @@
+"""Which labels each of the ranks that share a micro-batch's tokens computes, and whose rows they are."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from documents import make_documents, pack_all
+from truestep.policy.context import Context, heads_needed
+from truestep.step.dealing import Deal
+
+RANKS = st.integers(2, 5)
+LENGTHS = st.lists(st.integers(1, 30), max_size=6)
+
+
+def deals(lengths: list[int], size: int) -> tuple[list[Deal], torch.Tensor, list[int]]:
+    documents = make_documents(lengths, seed=len(lengths))
+    batch = pack_all(documents, size)
+    places = [Context(None, rank, size) for rank in range(size)]  # type: ignore[arg-type]
+    counts = [document.num_labels for document in documents]
+    return [Deal.of(batch, place) for place in places], batch.label_rows, counts
+
+
+@settings(deadline=None)
+@given(LENGTHS, RANKS)
+def test_every_label_is_dealt_once_and_evenly_and_its_row_comes_from_where_it_lies(
+    lengths: list[int], size: int
+) -> None:
+    dealt, label_rows, _ = deals(lengths, size)
+    everyone = list(range(len(label_rows)))
+    assert [label for deal in dealt for label in everyone[deal.mine]] == everyone
+    shares = [deal.mine.stop - deal.mine.start for deal in dealt]
+    assert max(shares) - min(shares) <= 1
+    tokens = pack_all(make_documents(lengths, seed=len(lengths)), size).input_ids
+    for rank, deal in enumerate(dealt):
+        run = range(len(tokens))[deal.context.run(len(tokens))] if deal.context else range(0)
+        assert deal.first_token == run.start
+        assert all(row in run for row in label_rows[deal.here].tolist())
+        assert sum(deal.send) == deal.here.stop - deal.here.start
+        assert sum(deal.receive) == shares[rank]
+        assert [deal.receive[other] for other in range(size)] == [fellow.send[rank] for fellow in dealt]
+    # What a rank sends is in order, and so is what it gets: rank after rank, label after label.
+    arrived: list[list[int]] = [[] for _ in dealt]
+    for deal in dealt:
+        left = everyone[deal.here]
+        for to, count in enumerate(deal.send):
+            arrived[to] += left[:count]
+            left = left[count:]
+    assert arrived == [everyone[deal.mine] for deal in dealt]
+
+
+@settings(deadline=None)
+@given(LENGTHS, RANKS)
+def test_a_documents_labels_are_whole_on_one_rank_or_at_the_edges_of_several(lengths: list[int], size: int) -> None:
+    dealt, _, counts = deals(lengths, size)
+    ends = {0, *accumulate(counts)}
+    for deal in dealt:
+        pieces = deal.pieces(counts)
+        assert pieces.lead + sum(pieces.whole) + pieces.tail == deal.mine.stop - deal.mine.start
+        place = deal.mine.start + pieces.lead
+        assert not pieces.lead or deal.mine.start not in ends
+        for count in pieces.whole:
+            assert {place, place + count} <= ends
+            place += count
+        assert not pieces.tail or (place in ends and deal.mine.stop not in ends)
+
+
+@given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 8))
+def test_each_rank_gets_the_key_value_heads_of_its_queries(keys: int, group: int, share: int) -> None:
+    queries = keys * group
+    if queries % share:
+        return
+    size = queries // share
+    sent = heads_needed(queries, keys, size)
+    each = len(sent) // size
+    assert len(sent) == size * each and share % each == 0, "attention groups as many queries with each of them"
+    for head in range(queries):
+        rank, place = divmod(head, share)
+        assert sent[rank * each + place // (share // each)] == head // group
+    if keys % size == 0:
+        assert sent == tuple(range(keys)), "nothing is sent twice"
