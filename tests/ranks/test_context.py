@@ -94,12 +94,11 @@ def long_document(model: Path, tokens: int, labels: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
 def test_one_document_over_four_ranks_and_anything_in_the_padding(kind: str, tiny_model: Model, tmp_path: Path) -> None:
-    """35 labels, on every rank; 6 on the first of four, the others holding padding alone; and one and two, at the end.
-    The padding, which always is there, is on the last rank."""
+    """35 labels, on every rank; 6 on the first of four, the others holding padding alone; and one, at the end."""
     model = tiny_model(kind)
-    poisons = (None, VOCABULARY, -1, 10**9, -(2**63), 2**63 - 1)
+    poisons = (None, VOCABULARY, -(2**63), 2**63 - 1)
     runs, cases = [], []
-    for number, (tokens, labels, multiple) in enumerate([(37, 35, 8), (9, 6, 32), (37, 1, 1), (38, 2, 1)]):
+    for number, (tokens, labels, multiple) in enumerate([(37, 35, 8), (9, 6, 32), (37, 1, 1)]):
         record = long_document(model, tokens, labels)
         rollouts = write_records(tmp_path / f"{number}.jsonl", [record])
         given = options(model, rollouts, loss_of("gspo"), ({"context": 4}, 1, 64))

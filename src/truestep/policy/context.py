@@ -57,8 +57,8 @@ class Context:
             index = _index(needed, k.device)
             k, v = _Repeat.apply(k, index), _Repeat.apply(v, index)
         # One message to each rank: its heads of all three, side by side.
-        parts = [tensor.unflatten(1, (self.size, -1)) for tensor in (q, k, v)]
-        sent = torch.cat([part.flatten(2) for part in parts], dim=-1).transpose(0, 1)
+        parts = [tensor.unflatten(1, (self.size, -1)).transpose(0, 1) for tensor in (q, k, v)]  # [C, S/C, heads, E]
+        sent = torch.cat([part.flatten(2) for part in parts], dim=-1)
         received = self.exchange(sent).flatten(0, 1)
         q, k, v = (
             flat.unflatten(-1, part.shape[2:])
