@@ -118,7 +118,7 @@ def test_one_document_over_four_ranks_and_anything_in_the_padding(kind: str, tin
 
 @pytest.mark.parametrize("loss", ["grpo", "gspo"])
 def test_more_ranks_than_labels(loss: str, tiny_model: Model, tmp_path: Path) -> None:
-    """Two labels, then none, each time beside a document without any; and a step of no label at all."""
+    """Two labels in all, on one of two data ranks or both; and a step of no label at all."""
     model = tiny_model("llama")
     masks = ([0, 1], [0, 0, 0, 0, 0, 1], [0] * 9, [0])
     draw = torch.Generator().manual_seed(3)
@@ -137,10 +137,11 @@ def test_more_ranks_than_labels(loss: str, tiny_model: Model, tmp_path: Path) ->
     few = write_records(tmp_path / "few.jsonl", records)
     none = write_records(tmp_path / "none.jsonl", records[2:])
     runs = []
-    for name, file, budget in (("few", few, 64), ("smallest", few, 9), ("none", none, 64)):
-        runs.append((options(model, file, loss_of(loss), ({"context": 4}, 1, budget)), str(tmp_path / name)))
+    layouts = {"few": (few, 4, 64), "smallest": (few, 4, 9), "beside": (few, 2, 64), "smallest beside": (few, 2, 9)}
+    for name, (file, size, budget) in {**layouts, "none": (none, 4, 64)}.items():
+        runs.append((options(model, file, loss_of(loss), ({"context": size}, 1, budget)), str(tmp_path / name)))
     on_ranks(4, score_all, runs)
-    for name in ("few", "smallest"):
+    for name in layouts:
         check_against_oracle(read(tmp_path / name), oracle_step(model, records, runs[0][0]))
     nothing = read(tmp_path / "none")
     assert nothing.step["loss"] == 0 and nothing.step["num_labels"] == 0

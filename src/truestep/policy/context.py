@@ -70,8 +70,9 @@ class Context:
         return self.exchange(attended.unflatten(0, (self.size, -1))).transpose(0, 1).flatten(1, 2)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """In place, over the ranks."""
-        dist.all_reduce(values, group=self.group)
+        """In place, over the ranks, which all have as many values."""
+        if values.numel():
+            dist.all_reduce(values, group=self.group)
         return values
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:  # [...] -> [C, ...]

@@ -67,11 +67,11 @@ class Deal:
         if self.context is None:
             return hidden.index_select(0, label_rows)
         known = hidden.index_select(0, label_rows[self.here] - self.first_token)
-        return self.context.exchange(known, self.send, self.receive)
+        return self.context.exchange(known, self.send, self.receive) if self.labels else known
 
     def gather(self, statistics: RowStatistics) -> RowStatistics:
         """Of all labels, from every rank's of its share."""
-        if self.context is None:
+        if self.context is None or not self.labels:
             return statistics
         shares = _even(self.labels, self.context.size)
         mine = torch.stack([statistics.logprobs, statistics.entropy, statistics.logsumexp])  # [3, share]
