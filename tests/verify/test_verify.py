@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from oracles.transformer import Transformer
-from tiny import KINDS
+from tiny import KINDS, make_model
 from truestep.config.load import load_config
 from truestep.errors import TruestepError
 from truestep.verify.layouts import layouts_for
@@ -152,6 +152,21 @@ def test_without_a_fault_the_same_layouts_pass(examples: Path) -> None:
     config = load_config(examples / "grpo.yaml", ["--model.dtype=float32"])
     names = {"one process", "FSDP 2", "FSDP 2, breadth first 2", "smallest micro-batches"}
     assert all(verdict.passed for verdict in verify(config, Path("out"), only=lambda layout: layout.name in names))
+
+
+def test_layouts_that_a_models_heads_do_not_permit_are_left_out(tmp_path: Path) -> None:
+    from small_runs import write_rollouts
+
+    write_rollouts(tmp_path / "rollouts.jsonl", 4)
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}
+    options = {
+        "model": {"path": str(make_model(tmp_path / "model", "llama", **heads)), "dtype": "float32"},
+        "data": {"path": str(tmp_path / "rollouts.jsonl"), "advantages": "none", "tokens_per_microbatch": 64},
+    }
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(options), encoding="utf-8")
+    config = load_config(tmp_path / "c.yaml")
+    verdicts = verify(config, tmp_path / "out", full=True, only=lambda layout: layout.name.startswith("context"))
+    assert [(verdict.layout.name, verdict.passed) for verdict in verdicts] == [("context 2", True)]
 
 
 def test_the_whole_model_and_its_own_rollouts(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:

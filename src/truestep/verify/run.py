@@ -105,7 +105,7 @@ def verify(
         layouts = [
             layout
             for layout in layouts_for(case.budget, case.longest, most_ranks, not on_gpu and _kernels())
-            if only(layout)
+            if only(layout) and _permits(case, layout)
         ]
         comparer = Comparer(case.model, case.steps(case.records), case.options["loss"], case.options["optimizer"])
         verdicts = []
@@ -161,6 +161,16 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
     }
     repeats = config.schedule.updates_per_batch
     return Case(scratch, model, options, records, per_step, repeats, budget, made_up)
+
+
+def _permits(case: Case, layout: Layout) -> bool:
+    """A model whose heads so many ranks cannot share is trained under the other layouts."""
+    from transformers import AutoConfig
+
+    ranks = layout.options.get("parallel", {}).get("context", 1)
+    trusted = case.options["model"]["trust_remote_code"]
+    config = AutoConfig.from_pretrained(case.model, local_files_only=True, trust_remote_code=trusted)
+    return getattr(config.get_text_config(), "num_attention_heads", ranks) % ranks == 0
 
 
 def _of_user(config: Config, documents: int) -> list[Record]:
