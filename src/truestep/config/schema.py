@@ -164,6 +164,22 @@ def _padding(config: Config) -> str | None:
     return None
 
 
+def _split_models(config: Config) -> str | None:
+    parallel = config.parallel
+    split = next((name for name in ("tensor", "pipeline") if getattr(parallel, name) > 1), None)
+    if split is None:
+        return None
+    option = f"parallel.{split}: {getattr(parallel, split)}"
+    if config.sampler is not None and config.sampler.type == "in_process":
+        return (
+            f"{option} and a sampler in this process: it generates with whole layers; use sampler.type: server or set "
+            f"parallel.{split}: 1"
+        )
+    if config.evaluation is not None:
+        return f"{option} and evaluation: it generates with whole layers; remove evaluation or set parallel.{split}: 1"
+    return None
+
+
 _RULES = (
     _one_source,
     _sent_documents,
@@ -173,4 +189,5 @@ _RULES = (
     _learning_rate,
     _evaluation,
     _padding,
+    _split_models,
 )

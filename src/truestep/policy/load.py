@@ -15,9 +15,10 @@ from truestep.policy import attention
 from truestep.policy.embedding import accumulate_in_float32, every_token_counts
 from truestep.policy.pieces import pieces_of
 from truestep.policy.policy import ModelFacts, Policy
-from truestep.policy.probe import ModelError, probe_float32, probe_half_precision
+from truestep.policy.probe import ModelError, probe_cut, probe_float32, probe_half_precision
 from truestep.policy.save import read_companions
 from truestep.policy.shards import ShardedWeights
+from truestep.policy.tensor import cut_model, tensor_plan
 from truestep.policy.weights import Weights
 from truestep.ranks.group import ALONE, Ranks
 
@@ -39,7 +40,7 @@ def load_policy(
 ) -> Policy:
     """`longest_document` says how far the probe looks for a length at which the model changes its ways."""
     directory = Path(path)
-    model, tokenizer = _read(directory, trust_remote_code)
+    model, tokenizer = _read(directory, trust_remote_code, ranks)
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ModelError("model.device: cuda was asked for and there is no CUDA device")
@@ -57,6 +58,11 @@ def load_policy(
         probe_half_precision(model, probe, place, compute)
     facts = ModelFacts.of(model)
     pieces = pieces_of(model)
+    if dtype != "float32" and place.type == "cpu":
+        accumulate_in_float32(model)
+    if ranks.tensor > 1:
+        pieces = cut_model(model, tensor_plan(model.config, ranks.tensor), ranks, pieces)
+        probe_cut(model, probe, place, ranks)
     weights: Weights
     if ranks.shards > 1:
         weights = ShardedWeights(
@@ -64,8 +70,6 @@ def load_policy(
         )
     else:
         weights = Weights(model, compute, ranks, pieces)
-    if dtype != "float32" and place.type == "cpu":
-        accumulate_in_float32(model)
     return Policy(model, directory, settings, weights, facts, tokenizer, read_companions(directory))
 
 
@@ -78,7 +82,7 @@ def _enable_activation_checkpointing(model: Any) -> None:
     model.train()  # transformers recomputes in training mode only; there is no dropout left to switch on
 
 
-def _read(directory: Path, trust_remote_code: bool) -> tuple[Any, Any]:
+def _read(directory: Path, trust_remote_code: bool, ranks: Ranks) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -90,6 +94,8 @@ def _read(directory: Path, trust_remote_code: bool) -> tuple[Any, Any]:
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(directory, **options)
+        if ranks.tensor > 1:  # refused before anything is read
+            tensor_plan(config, ranks.tensor)
         loader: Any = AutoModelForCausalLM  # its types do not know output_loading_info
         model, loading = loader.from_pretrained(
             directory,

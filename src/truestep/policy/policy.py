@@ -14,8 +14,11 @@ from typing import Any
 import torch
 
 from truestep.head.logits import HeadSettings
+from truestep.head.vocab_parallel import VocabularyShard
 from truestep.policy import attention
+from truestep.policy.pieces import Piece
 from truestep.policy.weights import Weights
+from truestep.ranks.exchange import gather_same
 from truestep.types import PackedBatch
 
 
@@ -64,9 +67,21 @@ class Policy:
         """Where weights are sharded, its own values are there in `Weights.head` and `Weights.gathered` only."""
         return self.weights.head_parameter(self.model)
 
+    @property
+    def vocabulary_shard(self) -> VocabularyShard | None:
+        """Where the head's weight is a slice: tensor ranks."""
+        ranks = self.weights.ranks
+        group = ranks.group("tensor")
+        if group is None:
+            return None
+        return VocabularyShard(group, *Piece.slice_of(self.vocabulary_size, ranks))
+
     def hidden(self, batch: PackedBatch) -> torch.Tensor:  # [S, H]
-        """The last hidden state of every token of a packed micro-batch, with its graph."""
-        return packed_hidden(self.model, batch, self.device)
+        """The last hidden state of every token of a packed micro-batch, with its graph. Tensor ranks have all of them
+        alike, and each must be given the whole gradient."""
+        hidden = packed_hidden(self.model, batch, self.device)
+        group = self.weights.ranks.group("tensor")
+        return hidden if group is None else gather_same(hidden, group)
 
     def plain_attention(self) -> AbstractContextManager[None]:
         return plain_attention(self.model)

@@ -18,6 +18,8 @@ import torch
 from truestep.errors import TruestepError
 from truestep.head.logits import HeadSettings, scaled_logits
 from truestep.policy.policy import packed_hidden, plain_attention
+from truestep.ranks.exchange import gather_same
+from truestep.ranks.group import Ranks
 from truestep.types import PackedBatch
 
 FLOAT32_TOLERANCE = 1e-4
@@ -75,6 +77,22 @@ def probe_float32(model: Any, head: HeadSettings, device: torch.device, longest:
     if not difference <= FLOAT32_TOLERANCE:
         raise ModelError(_complaint(f"{name}: the plain LM head gives other values", difference, FLOAT32_TOLERANCE))
     return Probe(documents, alone)
+
+
+@torch.no_grad()
+def probe_cut(model: Any, probe: Probe, device: torch.device, ranks: Ranks) -> None:
+    """Of a float32 model that is cut over tensor ranks, all of which call this: its plan may say less than it needs."""
+    group, tokens = ranks.group("tensor"), len(probe.hidden)
+    assert group is not None
+    padding = torch.zeros(-tokens % ranks.tensor, dtype=torch.int64)
+    documents = [*probe.documents, padding] if len(padding) else probe.documents
+    found = gather_same(_packed(model, documents, device), group)[:tokens]
+    difference = _distance(found, probe.hidden)
+    if not difference <= FLOAT32_TOLERANCE:
+        name = f"parallel.tensor: {ranks.tensor} of {type(model).__name__}"
+        raise ModelError(
+            _complaint(f"{name}: its layers, cut by its own plan, give other values", difference, FLOAT32_TOLERANCE)
+        )
 
 
 @torch.no_grad()

@@ -60,6 +60,11 @@ class StepRunner:
     def _ranks(self) -> Ranks:
         return self.policy.weights.ranks
 
+    @property
+    def _is_counted(self) -> bool:
+        """Tensor ranks come to the same statistics and measure the same: one of them says so."""
+        return self._ranks.tensor_rank == 0
+
     def accumulate(
         self,
         plan: StepPlan,
@@ -70,6 +75,8 @@ class StepRunner:
         """The plan's metrics over all ranks, and with `backward` its whole gradient. `beside`: this rank's own metrics,
         to be reduced with the rest. Every rank that computes holds a part of the weights, so all run every pass."""
         mine, counts = self._accumulate(plan, backward)
+        if not self._is_counted:
+            mine = _Mine({}, {})
         parts = self._ranks.gather((on_host(mine.metrics | dict(beside or {})), mine.scores))
         metrics: dict[str, Metric] = dict(counts)
         for part, _ in parts:
@@ -137,7 +144,8 @@ class StepRunner:
         weight_gradient: torch.Tensor | None,
         backward: bool,
     ) -> tuple[RowStatistics, torch.Tensor | None]:
-        head = HeadRows(rows, weight, batch.label_ids, batch.temperature, self.policy.head)
+        shard = self.policy.vocabulary_shard
+        head = HeadRows(rows, weight, batch.label_ids, batch.temperature, self.policy.head, shard)
         if not backward:
             return chunked.forward(head), None
 
