@@ -7,11 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from oracles.step import LOSS_TYPES, oracle_step
-from ranks.cases import on_ranks, score_all
+from oracles.step import LOSS_TYPES, oracle_logprobs, oracle_step
+from ranks.cases import on_ranks, score_all, train_all, train_and_keep
 from ranks.test_layouts import loss_of, make_case, options, read
-from scoring import check_against_oracle
+from ranks.test_train_over_ranks import check_same_run, config, optimizer_of, weights_of
+from scoring import check_against_oracle, write_records
+from small_runs import write_rollouts
+from tiny import make_model, make_records, set_old_logprobs
+from truestep.export import export
+from truestep.ranks.group import RankError
 
 Model = Callable[[str], Path]
 
@@ -37,3 +44,136 @@ def test_every_loss_is_the_oracles(size: int, kind: str, tiny_model: Model, tmp_
     on_ranks(size, score_all, runs)
     for oracle, output in cases:
         check_against_oracle(read(output), oracle)
+
+
+# parallel section, breadth-first micro-batches, tokens of a micro-batch
+BESIDE_DATA: list[tuple[dict[str, Any], int, int]] = [
+    ({"tensor": 2}, 1, 40),
+    ({"tensor": 2}, 2, 24),
+    ({"tensor": 2, "data_replicate": 2}, 1, 40),
+    ({"tensor": 2, "reduce_each_micro_batch": True, "reshard_after_forward": False}, 1, 30),
+]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_tied", "qwen2"])
+def test_beside_shards_and_replicas(kind: str, tiny_model: Model, tmp_path: Path) -> None:
+    """Two data ranks of two tensor ranks; a slice is sharded on, and the tied head's gradient is reduced by hand."""
+    loss = loss_of("gspo")
+    model, rollouts, records = make_case(kind, loss, tiny_model, tmp_path)
+    configs = [options(model, rollouts, loss, layout) for layout in BESIDE_DATA]
+    recomputed = configs[0] | {"model": {**configs[0]["model"], "activation_checkpointing": True}}
+    runs = [(config, str(tmp_path / str(number))) for number, config in enumerate([*configs, recomputed])]
+    on_ranks(4, score_all, runs)
+    oracle = oracle_step(model, records, configs[0])
+    for _, output in runs:
+        check_against_oracle(read(Path(output)), oracle)
+
+
+@pytest.mark.parametrize(
+    ("kind", "traits"),
+    [
+        ("qwen3_tied", {"num_key_value_heads": 1}),
+        # Three query heads a rank, four to a key head: no rank's share them evenly but the first and the last.
+        ("llama", {"hidden_size": 24, "num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 8}),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
+        ("qwen2", {"num_key_value_heads": 1, "vocab_size": 62}),
+    ],
+)
+def test_key_heads_that_ranks_do_not_divide_and_biases(kind: str, traits: dict[str, Any], tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", kind, **traits)
+    records = make_records(11, documents=13)
+    set_old_logprobs(records, oracle_logprobs(model, records))
+    rollouts = write_records(tmp_path / "rollouts.jsonl", records)
+    given = options(model, rollouts, loss_of("grpo"), tensor(4))
+    on_ranks(4, score_all, [(given, str(tmp_path / "out"))])
+    check_against_oracle(read(tmp_path / "out"), oracle_step(model, records, given))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_tied"])
+def test_half_precision_is_no_further_off_than_one_process(kind: str, tiny_model: Model, tmp_path: Path) -> None:
+    loss = loss_of("grpo")
+    model, rollouts, records = make_case(kind, loss, tiny_model, tmp_path)
+    exact = options(model, rollouts, loss, tensor(1))
+    oracle = oracle_step(model, records, exact)
+    head = {"fp32_lm_head": True}
+
+    def half(parallel: dict[str, Any]) -> dict[str, Any]:
+        return exact | {"model": {**exact["model"], "dtype": "bfloat16", "head": head}, "parallel": parallel}
+
+    for size, parallel in ((1, {}), (2, {"tensor": 2}), (4, {"tensor": 4})):
+        on_ranks(size, score_all, [(half(parallel), str(tmp_path / str(size)))])
+
+    def error(size: int) -> float:
+        gradients = read(tmp_path / str(size)).gradients
+        squares = sum(float((gradients[n].double() - g).square().sum()) for n, g in oracle.gradients.items())
+        return squares**0.5 / oracle.grad_norm
+
+    assert 1e-4 < error(2) <= 1.5 * error(1)
+    assert 1e-4 < error(4) <= 1.5 * error(1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_ranks_share_stays_the_same_to_the_last_bit(dtype: str, tiny_model: Model, tmp_path: Path) -> None:
+    """Norms, and key projections of fewer heads than ranks, after steps that clip and decay."""
+    write_rollouts(tmp_path / "rollouts.jsonl", 21)
+    given = config(
+        tiny_model("qwen3_tied"),
+        tmp_path / "rollouts.jsonl",
+        tmp_path / "run",
+        optimizer={"learning_rate": 1e-2, "weight_decay": 0.1, "gradient_clip": 0.1},
+        parallel={"tensor": 4},
+    )
+    given["model"]["dtype"] = dtype
+    on_ranks(4, train_and_keep, given, str(tmp_path))
+    first, *others = [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
+    shared = [name for name, cut in first["cut"].items() if cut is None]
+    assert {name.split(".")[-2] for name in shared} >= {
+        "k_proj",
+        "v_proj",
+        "q_norm",
+        "k_norm",
+        "input_layernorm",
+        "norm",
+    }
+    begun = load_file(tiny_model("qwen3_tied") / "model.safetensors")
+    for name in shared:
+        assert not torch.equal(first["master"][name], begun[name]), f"{name} was never updated"
+        for other in others:
+            for what in ("master", "gradients"):
+                assert torch.equal(first[what][name], other[what][name]), name
+
+
+@pytest.mark.parametrize(("kind", "parallel"), [("llama", {"tensor": 2}), ("qwen3_tied", {"tensor": 4})])
+def test_a_run_its_checkpoints_and_its_export_are_those_of_one_process(
+    kind: str, parallel: dict[str, Any], tiny_model: Model, tmp_path: Path
+) -> None:
+    """Two of its steps on one process, begun and ended on tensor ranks; every file that a run leaves."""
+    write_rollouts(tmp_path / "rollouts.jsonl", 31)
+    model, moved, still = tiny_model(kind), tmp_path / "moved", tmp_path / "still"
+    rollouts = tmp_path / "rollouts.jsonl"
+    size = parallel["tensor"]
+    on_ranks(size, train_all, [config(model, rollouts, moved, parallel=parallel, schedule={"steps": 2})])
+    on_ranks(1, train_all, [config(model, rollouts, moved, schedule={"steps": 4})])
+    on_ranks(size, train_all, [config(model, rollouts, moved, parallel=parallel)])
+    on_ranks(1, train_all, [config(model, rollouts, still)])
+    check_same_run(moved, still)
+    for read_files in (weights_of, optimizer_of):
+        mine, theirs = read_files(moved), read_files(still)
+        assert {name: value.shape for name, value in mine.items()} == {n: value.shape for n, value in theirs.items()}
+    for name, value in optimizer_of(still).items():
+        assert (optimizer_of(moved)[name] - value).norm() <= 1e-4 * value.norm(), name
+    for run in (moved, still):
+        export(run, run / "exported", "bfloat16")
+    names = sorted(file.name for file in (still / "exported").iterdir())
+    assert sorted(file.name for file in (moved / "exported").iterdir()) == names
+    assert (moved / "exported" / "config.json").read_text() == (still / "exported" / "config.json").read_text()
+
+
+def test_what_cannot_be_cut_says_so_on_every_rank(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama", hidden_size=24, num_attention_heads=6)
+    rollouts = write_records(tmp_path / "rollouts.jsonl", make_records(11, documents=3))
+    given = options(model, rollouts, loss_of("grpo"), tensor(4))
+    with pytest.raises(
+        RankError, match="parallel.tensor: num_attention_heads is 6, which 4 tensor ranks do not divide"
+    ):
+        on_ranks(4, score_all, [(given, str(tmp_path / "out"))])

@@ -11,6 +11,7 @@ from truestep import assemble
 from truestep.head import logits, passes
 from truestep.losses.objective import Denominator
 from truestep.metrics.types import Mean
+from truestep.policy import weights
 from truestep.policy.shards import ShardedWeights
 from truestep.step import run
 from truestep.step.run import StepRunner
@@ -127,6 +128,16 @@ def labels_shifted_by_one() -> None:
 def clip_sides_swapped() -> None:
     honest = assemble.clip_bounds
     assemble.clip_bounds = lambda low, high: honest(high, low)
+
+
+def counted_on_every_tensor_rank() -> None:
+    """A metric that every tensor rank has whole is added up over them."""
+    StepRunner._is_counted = property(lambda self: True)  # type: ignore[method-assign, assignment]
+
+
+def norms_not_summed_over_tensor_ranks() -> None:
+    """Each rank trains its norms on its own tokens."""
+    weights.sum_parts = lambda ranks, pieces, gradients: None
 
 
 def ragged_ranks_hang() -> None:

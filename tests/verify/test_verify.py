@@ -112,6 +112,8 @@ def judge(
         (faults.last_micro_batch_only, "FSDP 2, breadth first 2", "gradient", ""),
         (faults.document_on_two_ranks, "FSDP 2", "metric", ""),
         (faults.untied_head, "FSDP 2", "gradient", "lm_head.weight"),
+        (faults.counted_on_every_tensor_rank, "tensor 2", "loss", "loss"),
+        (faults.norms_not_summed_over_tensor_ranks, "data 2 x tensor 2", "gradient", "norm"),
         (faults.mean_of_means, "smallest micro-batches", "metric", ""),
         (faults.wrong_temperature, "one process", "log-prob", "logprobs of document"),
         (faults.labels_shifted_by_one, "one process", "log-prob", "logprobs of document"),

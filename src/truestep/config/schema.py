@@ -165,18 +165,19 @@ def _padding(config: Config) -> str | None:
 
 
 def _split_models(config: Config) -> str | None:
+    """Sampling and evaluation decode with whole layers; servers are given weights by a rank that has all of them."""
     parallel = config.parallel
-    split = next((name for name in ("tensor", "pipeline") if getattr(parallel, name) > 1), None)
-    if split is None:
-        return None
-    option = f"parallel.{split}: {getattr(parallel, split)}"
-    if config.sampler is not None and config.sampler.type == "in_process":
-        return (
-            f"{option} and a sampler in this process: it generates with whole layers; use sampler.type: server or set "
-            f"parallel.{split}: 1"
-        )
-    if config.evaluation is not None:
-        return f"{option} and evaluation: it generates with whole layers; remove evaluation or set parallel.{split}: 1"
+    for name, ranks in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline)):
+        if ranks > 1 and config.sampler is not None:
+            return (
+                f"parallel.{name}: {ranks} leaves no rank a whole model to sample with or to give to servers: remove "
+                f"sampler (and train on data.path or data.source), or set parallel.{name}: 1"
+            )
+        if ranks > 1 and config.evaluation is not None:
+            return (
+                f"parallel.{name}: {ranks} leaves no rank a whole model to generate with: remove evaluation, or set "
+                f"parallel.{name}: 1"
+            )
     return None
 
 

@@ -37,6 +37,9 @@ def layouts_for(budget: int, longest: int, most_ranks: int, kernels: bool) -> li
         Layout("FSDP 4", 4),
         Layout("HSDP 2 x 2", 4, parallel(data_replicate=2)),
         Layout("FSDP 4, ragged ranks", 4, parts=True),
+        Layout("tensor 2", 2, parallel(tensor=2)),
+        Layout("tensor 4", 4, parallel(tensor=4)),
+        Layout("data 2 x tensor 2", 4, parallel(tensor=2)),
     ]
     if kernels:
         interpreted = Layout("head: fused kernels", options=_chunk(16), environment={"TRITON_INTERPRET": "1"})
