@@ -86,13 +86,12 @@ def probe_cut(model: Any, probe: Probe, device: torch.device, ranks: Ranks) -> N
     assert group is not None
     padding = torch.zeros(-tokens % ranks.tensor, dtype=torch.int64)
     documents = [*probe.documents, padding] if len(padding) else probe.documents
-    found = gather_same(_packed(model, documents, device), group)[:tokens]
-    difference = _distance(found, probe.hidden)
+    what = f"parallel.tensor: {ranks.tensor}: the layers of {type(model).__name__}, cut by its own plan,"
+    with _explained(f"{what} do not run"):
+        mine = packed_hidden(model, _batch(documents), device).float()
+    difference = _distance(gather_same(mine, group)[:tokens], probe.hidden)
     if not difference <= FLOAT32_TOLERANCE:
-        name = f"parallel.tensor: {ranks.tensor} of {type(model).__name__}"
-        raise ModelError(
-            _complaint(f"{name}: its layers, cut by its own plan, give other values", difference, FLOAT32_TOLERANCE)
-        )
+        raise ModelError(_complaint(f"{what} give other values", difference, FLOAT32_TOLERANCE))
 
 
 @torch.no_grad()

@@ -17,6 +17,8 @@ import torch
 from truestep import assemble
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
+from truestep.policy.probe import ModelError
+from truestep.policy.tensor import tensor_plan
 from truestep.ranks.group import RankError, world_size
 from truestep.ranks.launch import run_ranks
 from truestep.verify.compare import Comparer, Difference
@@ -105,7 +107,7 @@ def verify(
         layouts = [
             layout
             for layout in layouts_for(case.budget, case.longest, most_ranks, not on_gpu and _kernels())
-            if only(layout)
+            if only(layout) and _permits(case, layout)
         ]
         comparer = Comparer(case.model, case.steps(case.records), case.options["loss"], case.options["optimizer"])
         verdicts = []
@@ -161,6 +163,20 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
     }
     repeats = config.schedule.updates_per_batch
     return Case(scratch, model, options, records, per_step, repeats, budget, made_up)
+
+
+def _permits(case: Case, layout: Layout) -> bool:
+    """A model whose layers cannot be cut, one of experts for example, is trained under the other layouts."""
+    from transformers import AutoConfig
+
+    ranks = layout.options.get("parallel", {}).get("tensor", 1)
+    trusted = case.options["model"]["trust_remote_code"]
+    try:
+        if ranks > 1:
+            tensor_plan(AutoConfig.from_pretrained(case.model, local_files_only=True, trust_remote_code=trusted), ranks)
+    except ModelError:
+        return False
+    return True
 
 
 def _of_user(config: Config, documents: int) -> list[Record]:
