@@ -88,6 +88,7 @@ class Policy:
 
 
 def packed_hidden(model: Any, batch: PackedBatch, device: torch.device) -> torch.Tensor:  # [S, H]
+    """Of a model that is cut over tensor ranks: a run of the tokens on each, [S / ranks, H]."""
     layout = attention.make_layout(batch.segments, device)
     tokens = int(batch.segments[batch.num_documents])
     # Whatever stands in the padding is replaced here: an id outside the vocabulary must not reach the embedding.
