@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
+from documents import make_documents, pack_all
 from ranks.cases import on_ranks
 from tiny import make_model
 from truestep.policy.load import load_policy
+from truestep.policy.policy import Policy
 from truestep.policy.probe import ModelError
 from truestep.policy.tensor import tensor_plan
 from truestep.ranks.exchange import gather_same, gather_tokens, sum_to_own_tokens
@@ -116,3 +120,42 @@ def exchange(dtype: torch.dtype) -> None:
 def test_tokens_go_between_ranks_with_their_gradients(dtype: torch.dtype) -> None:
     """In half precision a sum of four is rounded once."""
     on_ranks(4, exchange, dtype)
+
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def gradient_of_a_repeated_token(policy: Policy, token: int) -> torch.Tensor:
+    """720 times it, in one micro-batch."""
+    documents = [replace(document, input_ids=document.input_ids * 0 + token) for document in make_documents([9] * 80)]
+    policy.hidden(pack_all(documents)).sum().backward()
+    policy.weights.reduce()
+    gradient = policy.weights.collect_gradients().get(EMBEDDING)
+    return torch.empty(0) if gradient is None else gradient[token].clone()
+
+
+def repeat_tokens(model: str, tokens: list[int], output: str) -> None:
+    ranks = join(Layout(tensor=4), device="cpu", stall_timeout=20)
+    found = {}
+    for token in tokens:
+        for dtype in ("float32", "bfloat16"):
+            policy = load_policy(model, dtype=dtype, device="cpu", ranks=ranks)
+            found[token, dtype] = gradient_of_a_repeated_token(policy, token)
+    if ranks.first:
+        torch.save(found, output)
+
+
+def test_a_repeated_token_keeps_its_gradient_and_the_padding_token_has_one(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Of a token of the first slice, which is the padding token too, and of the last slice, which is the shortest."""
+    model, tokens = tiny_model("qwen3"), [7, 60]
+    on_ranks(4, repeat_tokens, str(model), tokens, str(tmp_path / "found"))
+    found = torch.load(tmp_path / "found")
+    for token in tokens:
+        exact = gradient_of_a_repeated_token(load_policy(model, device="cpu"), token)
+        assert exact.norm() > 0
+        assert (found[token, "float32"] - exact).norm() <= 1e-5 * exact.norm()
+        alone = gradient_of_a_repeated_token(load_policy(model, dtype="bfloat16", device="cpu"), token)
+        off = (found[token, "bfloat16"] - exact).norm()
+        assert off <= 1.5 * (alone - exact).norm() + 1e-2 * exact.norm(), token

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from scoring import check_against_oracle, write_records
 from small_runs import write_rollouts
 from tiny import make_model, make_records, set_old_logprobs
 from truestep.export import export
+from truestep.head import logits
 from truestep.ranks.group import RankError
 
 Model = Callable[[str], Path]
@@ -167,6 +169,40 @@ def test_a_run_its_checkpoints_and_its_export_are_those_of_one_process(
     names = sorted(file.name for file in (still / "exported").iterdir())
     assert sorted(file.name for file in (moved / "exported").iterdir()) == names
     assert (moved / "exported" / "config.json").read_text() == (still / "exported" / "config.json").read_text()
+
+
+def score_with_little_memory_on_one_rank(runs: list[tuple[dict[str, Any], str]]) -> None:
+    """Room for three rows of logits there, and for all of them on the others."""
+    if os.environ["RANK"] == "1":
+        logits._free_bytes = lambda device: 3 * 4 * 31
+    score_all(runs)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "gspo"])
+def test_ranks_with_other_free_memory_agree_on_their_chunks(loss: str, tiny_model: Model, tmp_path: Path) -> None:
+    """Each chunk is an exchange: ranks with another number of them would wait for ever, or mix rows up. Chunks of three
+    rows also cut documents in two, whose ratio gspo then needs before."""
+    model, rollouts, records = make_case("gemma2", loss_of(loss), tiny_model, tmp_path)
+    given = options(model, rollouts, loss_of(loss), tensor(2))
+    on_ranks(2, score_with_little_memory_on_one_rank, [(given, str(tmp_path / "out"))], timeout=60)
+    check_against_oracle(read(tmp_path / "out"), oracle_step(model, records, given))
+
+
+def test_the_entropy_of_four_slices_of_the_vocabulary_is_the_whole_ones(tiny_model: Model, tmp_path: Path) -> None:
+    """Of every label, and no gradient nor metric is anything but the one process's."""
+    loss = {"type": "grpo", "metrics": "full", "entropy_bonus": 0.5}
+    model, rollouts, _ = make_case("qwen3_tied", loss, tiny_model, tmp_path)
+    on_ranks(4, score_all, [(options(model, rollouts, loss, tensor(4)), str(tmp_path / "four"))])
+    on_ranks(1, score_all, [(options(model, rollouts, loss, tensor(1)), str(tmp_path / "one"))])
+    four, one = read(tmp_path / "four"), read(tmp_path / "one")
+    pairs = [
+        (a, b)
+        for mine, theirs in zip(four.documents, one.documents, strict=True)
+        for a, b in zip(mine["entropy"], theirs["entropy"], strict=True)
+    ]
+    assert len(pairs) == one.step["num_labels"] and max(abs(a - b) for a, b in pairs) < 1e-5
+    for name in ("entropy", "entropy_bonus", "loss"):
+        assert four.step[name] == pytest.approx(one.step[name], rel=1e-5), name
 
 
 def test_what_cannot_be_cut_says_so_on_every_rank(tmp_path: Path) -> None:

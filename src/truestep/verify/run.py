@@ -269,10 +269,11 @@ def _half_precision(config: Config, case: Case, comparer: Comparer, most_ranks: 
         Layout("bfloat16: one process"),
         Layout("bfloat16: small micro-batches", options={"data": {"tokens_per_microbatch": case.longest}}),
         Layout("bfloat16: FSDP 2", 2),
+        Layout("bfloat16: tensor 2", 2, {"parallel": {"tensor": 2}}),
     ]
     errors: dict[str, float] = {}
     for layout in layouts:
-        if layout.ranks > most_ranks:
+        if layout.ranks > most_ranks or not _permits(case, layout):
             continue
         started = time.perf_counter()
         options = _merge(_merge(case.options, layout.options), {"model": {"dtype": "bfloat16"}})
