@@ -156,6 +156,5 @@ def test_a_repeated_token_keeps_its_gradient_and_the_padding_token_has_one(
         exact = gradient_of_a_repeated_token(load_policy(model, device="cpu"), token)
         assert exact.norm() > 0
         assert (found[token, "float32"] - exact).norm() <= 1e-5 * exact.norm()
-        alone = gradient_of_a_repeated_token(load_policy(model, dtype="bfloat16", device="cpu"), token)
-        off = (found[token, "bfloat16"] - exact).norm()
-        assert off <= 1.5 * (alone - exact).norm() + 1e-2 * exact.norm(), token
+        # One process is 0.6% off; added up in bfloat16, one token after another, it is 16% to 19%.
+        assert (found[token, "bfloat16"] - exact).norm() <= 2e-2 * exact.norm(), token
