@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from transformers import AutoConfig
 
 from oracles.transformer import Transformer
 from tiny import KINDS
@@ -144,6 +145,16 @@ def test_without_a_fault_the_same_layouts_pass(examples: Path) -> None:
     config = load_config(examples / "grpo.yaml", ["--model.dtype=float32"])
     names = {"one process", "FSDP 2", "FSDP 2, breadth first 2", "smallest micro-batches"}
     assert all(verdict.passed for verdict in verify(config, Path("out"), only=lambda layout: layout.name in names))
+
+
+def test_layouts_that_a_model_does_not_permit_are_left_out(tmp_path: Path) -> None:
+    """One whose layers come without a plan of how to cut them."""
+    settings = {"vocab_size": 61, "n_embd": 32, "n_layer": 1, "n_head": 4}
+    AutoConfig.for_model("gpt2", **settings).save_pretrained(tmp_path / "model")
+    options = {"model": {"path": str(tmp_path / "model"), "dtype": "float32"}, "loss": {"type": "cross_entropy"}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(options), encoding="utf-8")
+    config = load_config(tmp_path / "c.yaml")
+    assert verify(config, tmp_path / "out", documents=2, only=lambda layout: "tensor" in layout.name) == []
 
 
 def test_the_whole_model_and_its_own_rollouts(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:

@@ -149,15 +149,14 @@ class _Cuts:
 
     def vocabulary(self, embedding: Any, head: Any) -> None:
         tied = head.weight is embedding.weight
-        first, size = Piece.slice_of(embedding.weight.shape[0], self._ranks)
+        _look_up_slice(embedding, *Piece.slice_of(embedding.weight.shape[0], self._ranks), self.group)
         self._cut(embedding, "weight", 0)
-        embedding.num_embeddings = size
-        _look_up_slice(embedding, first, size, self.group)
+        embedding.num_embeddings = embedding.weight.shape[0]
         if tied:
             head.weight = embedding.weight
         else:
             self._cut(head, "weight", 0)
-        head.out_features = size
+        head.out_features = head.weight.shape[0]
 
 
 def _take_all_tokens(half: Any, group: Any) -> None:
