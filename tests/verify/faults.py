@@ -12,6 +12,7 @@ from truestep.head import logits, passes
 from truestep.losses.objective import Denominator
 from truestep.metrics.types import Mean
 from truestep.policy import weights
+from truestep.policy.pieces import pieces_of
 from truestep.policy.shards import ShardedWeights
 from truestep.step import run
 from truestep.step.run import StepRunner
@@ -90,10 +91,10 @@ def untied_head() -> None:
     """What happens where sharding comes after the tie was lost: the head trains a copy of the embedding."""
     honest = ShardedWeights.__init__
 
-    def untying(self: ShardedWeights, model: Any, *arguments: Any, **options: Any) -> None:
+    def untying(self: ShardedWeights, model: Any, dtype: Any, ranks: Any, pieces: Any, **options: Any) -> None:
         head = model.get_output_embeddings()
         head.weight = torch.nn.Parameter(head.weight.detach().clone())
-        honest(self, model, *arguments, **options)
+        honest(self, model, dtype, ranks, pieces_of(model), **options)
 
     ShardedWeights.__init__ = untying  # type: ignore[method-assign]
 
