@@ -89,7 +89,7 @@ def make_runner(config: Config, policy: Policy) -> StepRunner:
         policy,
         make_objective(config),
         config.loss.metrics,
-        config.data.pad_to_multiple,
+        math.lcm(config.data.pad_to_multiple, policy.weights.ranks.tensor),
         config.schedule.breadth_first_micro_batches,
     )
 

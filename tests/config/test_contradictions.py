@@ -135,6 +135,16 @@ CASES = [
         "2: data.tokens_per_microbatch: 100 is not a multiple of data.pad_to_multiple: 64, so padding could exceed the "
         "budget",
     ),
+    (
+        sampled() + "parallel: {tensor: 2}\n",
+        "5, run.yaml:4: parallel.tensor: 2 leaves no rank a whole model to sample with or to give to "
+        "servers: remove sampler (and train on data.path or data.source), or set parallel.tensor: 1",
+    ),
+    (
+        MODEL + "evaluation: {prompts: p, reward: r}\nparallel: {tensor: 4}\n",
+        "3, run.yaml:2: parallel.tensor: 4 leaves no rank a whole model to generate with: remove evaluation, or set "
+        "parallel.tensor: 1",
+    ),
 ]
 
 SECTION_CASES = [

@@ -221,7 +221,7 @@ OPTION_ERRORS = [
     ("data: {path: 12}", "2: data.path must be text, list of text or null, not 12; put it in quotes"),
     ("data: {path: [1, a]}", "2: data.path must be text, list of text or null, not [1, 'a']"),
     ("data: {path: [[1], {}]}", "2: data.path must be text, list of text or null, not a list"),
-    ("model2: 1\nparallel: {tensor: 2}", "3: parallel.tensor must be 1, not 2"),
+    ("model2: 1\nparallel: {tensor: 0}", "3: parallel.tensor must be int >= 1, not 0"),
     ("optimizer: {beta1: 1.0}", "2: optimizer.beta1 must be float >= 0 and < 1, not 1.0"),
     ("optimizer: {epsilon: .inf}", "2: optimizer.epsilon must be float > 0, not inf"),
     ("optimizer: {epsilon: .nan}", "2: optimizer.epsilon must be float > 0, not nan"),

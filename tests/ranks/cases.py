@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from truestep.assemble import join_ranks
 from truestep.config.schema import Config
 from truestep.ranks.launch import run_ranks
+from truestep.ranks.watch import Watch
 from truestep.score import score
-from truestep.train import train
+from truestep.train import make_trainer, train
 from truestep.types import PackedBatch
 
 TESTS = str(Path(__file__).parents[1])
@@ -38,10 +40,26 @@ def train_all(configs: list[dict[str, Any]]) -> None:
         train(Config.model_validate(config), Console(file=io.StringIO()))
 
 
+def train_and_keep(config: dict[str, Any], folder: str) -> None:
+    """Each rank's own part of every weight as it is at the end, and what it knows of them, in a file of the rank's."""
+    given = Config.model_validate(config)
+    ranks = join_ranks(given)
+    watch = Watch(ranks, given.schedule.stall_timeout)
+    with watch.watching():
+        trainer = make_trainer(given, Console(file=io.StringIO()), ranks=ranks, watch=watch)
+        trainer.run()
+    weights = trainer.policy.weights
+    kept = {
+        "master": {name: value.detach().clone() for name, value in weights.master.items()},
+        "gradients": {name: value.clone() for name, value in weights.gradients.items()},
+        "cut": {name: piece.cut for name, piece in weights.pieces.items()},
+        "shard": ranks.shard,
+    }
+    torch.save(kept, Path(folder) / f"{ranks.rank}.pt")
+
+
 def train_and_do(config: dict[str, Any], rank: int, phase: str, what: str) -> None:
     """As soon as this rank comes to that phase it is killed, raises, or stops where it is."""
-    from truestep.ranks.watch import Watch
-
     honest = Watch.phase
 
     def caught(self: Watch, name: str) -> None:

@@ -11,7 +11,9 @@ from truestep import assemble
 from truestep.head import logits, passes
 from truestep.losses.objective import Denominator
 from truestep.metrics.types import Mean
+from truestep.policy import weights
 from truestep.policy.context import Context
+from truestep.policy.pieces import pieces_of
 from truestep.policy.shards import ShardedWeights
 from truestep.step import run
 from truestep.step.dealing import Deal
@@ -91,10 +93,10 @@ def untied_head() -> None:
     """What happens where sharding comes after the tie was lost: the head trains a copy of the embedding."""
     honest = ShardedWeights.__init__
 
-    def untying(self: ShardedWeights, model: Any, *arguments: Any, **options: Any) -> None:
+    def untying(self: ShardedWeights, model: Any, dtype: Any, ranks: Any, pieces: Any, **options: Any) -> None:
         head = model.get_output_embeddings()
         head.weight = torch.nn.Parameter(head.weight.detach().clone())
-        honest(self, model, *arguments, **options)
+        honest(self, model, dtype, ranks, pieces_of(model), **options)
 
     ShardedWeights.__init__ = untying  # type: ignore[method-assign]
 
@@ -131,6 +133,16 @@ def clip_sides_swapped() -> None:
     assemble.clip_bounds = lambda low, high: honest(high, low)
 
 
+def counted_on_every_rank() -> None:
+    """A metric that each rank of a context or tensor group has whole is added up over them."""
+    StepRunner._measures = property(lambda self: True)  # type: ignore[method-assign, assignment]
+
+
+def norms_not_summed_over_tensor_ranks() -> None:
+    """Each rank trains its norms on its own tokens."""
+    weights.sum_parts = lambda ranks, pieces, gradients: None
+
+
 def ragged_ranks_hang() -> None:
     """A rank without documents runs no pass: the others wait for it, and it for them."""
     honest = StepRunner._micro_batch
@@ -144,10 +156,6 @@ def ragged_ranks_hang() -> None:
 def document_sums_of_one_rank() -> None:
     """Each context rank takes the labels that it has of a document for all of them."""
     Context.sum = lambda self, values: values  # type: ignore[method-assign]
-
-
-def counted_on_every_context_rank() -> None:
-    StepRunner._measures = True  # type: ignore[assignment, method-assign]
 
 
 def labels_counted_from_each_ranks_first() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from transformers import AutoConfig
 
 from oracles.transformer import Transformer
 from tiny import KINDS, make_model
@@ -112,11 +113,13 @@ def judge(
         (faults.last_micro_batch_only, "FSDP 2, breadth first 2", "gradient", ""),
         (faults.document_on_two_ranks, "FSDP 2", "metric", ""),
         (faults.untied_head, "FSDP 2", "gradient", "lm_head.weight"),
+        (faults.counted_on_every_rank, "tensor 2", "loss", "loss"),
+        (faults.norms_not_summed_over_tensor_ranks, "data 2 x tensor 2", "gradient", "norm"),
         (faults.mean_of_means, "smallest micro-batches", "metric", ""),
         (faults.wrong_temperature, "one process", "log-prob", "logprobs of document"),
         (faults.labels_shifted_by_one, "one process", "log-prob", "logprobs of document"),
         (faults.clip_sides_swapped, "one process", "metric", "clipped_ratio_fraction"),
-        (faults.counted_on_every_context_rank, "context 2", "loss", "loss"),
+        (faults.counted_on_every_rank, "context 2", "loss", "loss"),
         (faults.labels_counted_from_each_ranks_first, "context 2", "gradient", ""),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -167,6 +170,16 @@ def test_layouts_that_a_models_heads_do_not_permit_are_left_out(tmp_path: Path) 
     config = load_config(tmp_path / "c.yaml")
     verdicts = verify(config, tmp_path / "out", full=True, only=lambda layout: layout.name.startswith("context"))
     assert [(verdict.layout.name, verdict.passed) for verdict in verdicts] == [("context 2", True)]
+
+
+def test_layouts_that_a_model_does_not_permit_are_left_out(tmp_path: Path) -> None:
+    """One whose layers come without a plan of how to cut them."""
+    settings = {"vocab_size": 61, "n_embd": 32, "n_layer": 1, "n_head": 4}
+    AutoConfig.for_model("gpt2", **settings).save_pretrained(tmp_path / "model")
+    options = {"model": {"path": str(tmp_path / "model"), "dtype": "float32"}, "loss": {"type": "cross_entropy"}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(options), encoding="utf-8")
+    config = load_config(tmp_path / "c.yaml")
+    assert verify(config, tmp_path / "out", documents=2, only=lambda layout: "tensor" in layout.name) == []
 
 
 def test_the_whole_model_and_its_own_rollouts(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:

@@ -164,6 +164,23 @@ def _padding(config: Config) -> str | None:
     return None
 
 
+def _split_models(config: Config) -> str | None:
+    """Sampling and evaluation decode with whole layers; servers are given weights by a rank that has all of them."""
+    parallel = config.parallel
+    for name, ranks in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline)):
+        if ranks > 1 and config.sampler is not None:
+            return (
+                f"parallel.{name}: {ranks} leaves no rank a whole model to sample with or to give to servers: remove "
+                f"sampler (and train on data.path or data.source), or set parallel.{name}: 1"
+            )
+        if ranks > 1 and config.evaluation is not None:
+            return (
+                f"parallel.{name}: {ranks} leaves no rank a whole model to generate with: remove evaluation, or set "
+                f"parallel.{name}: 1"
+            )
+    return None
+
+
 _RULES = (
     _one_source,
     _sent_documents,
@@ -173,4 +190,5 @@ _RULES = (
     _learning_rate,
     _evaluation,
     _padding,
+    _split_models,
 )

@@ -300,8 +300,9 @@ class ParallelConfig(Section):
     reduce_each_micro_batch: bool = False
     """Reduce gradients after every micro-batch and not only after a step's last: gradients then take a rank's share of
     the memory, for as many times the communication as a step has micro-batches."""
-    tensor: Literal[1] = 1
-    """Ranks that a layer is split over. This version runs on one."""
+    tensor: Annotated[int, Field(ge=1)] = 1
+    """Ranks that each layer's heads and neurons, the embedding and the head are split over, by the plan that comes with
+    the model; between them, tokens are."""
     context: Annotated[int, Field(ge=1)] = 1
     """Ranks that a micro-batch's tokens are split over; a divisor of the model's query heads."""
     pipeline: Literal[1] = 1

@@ -56,7 +56,11 @@ class HeadRows:
 
     @property
     def rows_per_chunk(self) -> int:
-        return self.settings.rows_per_chunk(len(self.label_ids), self.weight.shape[0], self.hidden.device)
+        rows = self.settings.rows_per_chunk(len(self.label_ids), self.weight.shape[0], self.hidden.device)
+        # Every chunk has its exchange, so that ranks must agree on their number; what is free may differ.
+        if self.shard is None or self.settings.chunk_size is not None:
+            return rows
+        return self.shard.least(rows, self.hidden.device)
 
     def forward(self, rows: slice) -> tuple[torch.Tensor, RowStatistics]:
         """What the backward pass of these rows starts from, and their statistics."""

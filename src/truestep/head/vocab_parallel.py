@@ -34,6 +34,12 @@ class VocabularyShard:
         dist.all_reduce(partial, group=self.group)
         return partial
 
+    def least(self, value: int, device: torch.device) -> int:
+        """Of the ranks' values, on every rank."""
+        values = torch.tensor(value, device=device)
+        dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self.group)
+        return int(values)
+
 
 @dataclass(frozen=True)
 class ShardedPasses:

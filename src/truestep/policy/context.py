@@ -95,11 +95,13 @@ def heads_needed(queries: int, keys: int, size: int) -> tuple[int, ...]:
     return tuple(head for heads in each for head in heads)
 
 
-def check_heads(queries: int, size: int) -> None:
-    if queries % size:
+def check_heads(queries: int, size: int, tensor: int = 1) -> None:
+    """Before anything is allocated. What tensor ranks do not divide is refused with their plan."""
+    if queries % tensor == 0 and queries // tensor % size:
+        left = f" of each of the {tensor} tensor ranks" if tensor > 1 else ""
         raise ContextError(
-            f"parallel.context: {size} does not divide the model's {queries} query heads: each rank attends with a "
-            "share of them; set it to one that does"
+            f"parallel.context: {size} does not divide the model's {queries // tensor} query heads{left}: each rank "
+            "attends with a share of them; set it to one that does"
         )
 
 

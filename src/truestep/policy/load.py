@@ -16,9 +16,10 @@ from truestep.policy.context import Context, check_heads
 from truestep.policy.embedding import accumulate_in_float32, every_token_counts
 from truestep.policy.pieces import pieces_of
 from truestep.policy.policy import ModelFacts, Policy
-from truestep.policy.probe import ModelError, probe_context, probe_float32, probe_half_precision
+from truestep.policy.probe import ModelError, probe_context, probe_cut, probe_float32, probe_half_precision
 from truestep.policy.save import read_companions
 from truestep.policy.shards import ShardedWeights
+from truestep.policy.tensor import cut_model, tensor_plan
 from truestep.policy.weights import Weights
 from truestep.ranks.group import ALONE, Ranks
 
@@ -61,6 +62,11 @@ def load_policy(
         probe_half_precision(model, probe, place, compute)
     facts = ModelFacts.of(model)
     pieces = pieces_of(model)
+    if dtype != "float32" and place.type == "cpu":
+        accumulate_in_float32(model)
+    if ranks.tensor > 1:
+        pieces = cut_model(model, tensor_plan(model.config, ranks.tensor), ranks, pieces)
+        probe_cut(model, probe, place, ranks)
     weights: Weights
     if ranks.shards > 1:
         weights = ShardedWeights(
@@ -68,8 +74,6 @@ def load_policy(
         )
     else:
         weights = Weights(model, compute, ranks, pieces)
-    if dtype != "float32" and place.type == "cpu":
-        accumulate_in_float32(model)
     return Policy(model, directory, settings, weights, facts, tokenizer, read_companions(directory))
 
 
@@ -94,7 +98,9 @@ def _read(directory: Path, trust_remote_code: bool, ranks: Ranks) -> tuple[Any, 
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(directory, **options)
-        check_heads(getattr(config.get_text_config(), "num_attention_heads", 0), ranks.context)
+        check_heads(getattr(config.get_text_config(), "num_attention_heads", 0), ranks.context, ranks.tensor)
+        if ranks.tensor > 1:  # refused before anything is read
+            tensor_plan(config, ranks.tensor)
         loader: Any = AutoModelForCausalLM  # its types do not know output_loading_info
         model, loading = loader.from_pretrained(
             directory,

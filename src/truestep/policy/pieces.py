@@ -33,7 +33,8 @@ class Piece:
         """Of the ranks that have the very same values, one counts them."""
         return ranks.stage == self.stages[0] and (self.cut is not None or ranks.tensor_rank == 0)
 
-    def slice_of(self, size: int, ranks: Ranks) -> tuple[int, int]:
+    @staticmethod
+    def slice_of(size: int, ranks: Ranks) -> tuple[int, int]:
         """Where this rank's slice of a dimension of that size begins, and how long it is."""
         most = -(-size // ranks.tensor)
         start = min(most * ranks.tensor_rank, size)

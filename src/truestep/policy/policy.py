@@ -14,9 +14,12 @@ from typing import Any
 import torch
 
 from truestep.head.logits import HeadSettings
+from truestep.head.vocab_parallel import VocabularyShard
 from truestep.policy import attention
 from truestep.policy.context import Context
+from truestep.policy.pieces import Piece
 from truestep.policy.weights import Weights
+from truestep.ranks.exchange import gather_same
 from truestep.types import PackedBatch
 
 
@@ -70,9 +73,21 @@ class Policy:
         """The ranks that share a micro-batch's tokens; None: all of them are here."""
         return Context.of(self.weights.ranks)
 
-    def hidden(self, batch: PackedBatch) -> torch.Tensor:  # [S, H], or of the tokens that are here
-        """The last hidden state of every token of a packed micro-batch, with its graph."""
-        return packed_hidden(self.model, batch, self.device, self.context)
+    @property
+    def vocabulary_shard(self) -> VocabularyShard | None:
+        """Where the head's weight is a slice: tensor ranks."""
+        ranks = self.weights.ranks
+        group = ranks.group("tensor")
+        if group is None:
+            return None
+        return VocabularyShard(group, *Piece.slice_of(self.vocabulary_size, ranks))
+
+    def hidden(self, batch: PackedBatch) -> torch.Tensor:  # [S, H], or of this context rank's tokens
+        """The last hidden state of every token of a packed micro-batch, with its graph. Tensor ranks have all of them
+        alike, and each must be given the whole gradient."""
+        hidden = packed_hidden(self.model, batch, self.device, self.context)
+        group = self.weights.ranks.group("tensor")
+        return hidden if group is None else gather_same(hidden, group)
 
     def plain_attention(self) -> AbstractContextManager[None]:
         return plain_attention(self.model)

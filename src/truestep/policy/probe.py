@@ -19,6 +19,8 @@ from truestep.errors import TruestepError
 from truestep.head.logits import HeadSettings, scaled_logits
 from truestep.policy.context import Context
 from truestep.policy.policy import packed_hidden, plain_attention
+from truestep.ranks.exchange import gather_same
+from truestep.ranks.group import Ranks
 from truestep.types import PackedBatch
 
 FLOAT32_TOLERANCE = 1e-4
@@ -90,6 +92,20 @@ def probe_context(model: Any, probe: Probe, device: torch.device, context: Conte
     if not difference <= FLOAT32_TOLERANCE:
         what = f"{name}: tokens over {context.size} ranks (parallel.context) give other values"
         raise ModelError(_complaint(what, difference, FLOAT32_TOLERANCE))
+
+
+def probe_cut(model: Any, probe: Probe, device: torch.device, ranks: Ranks) -> None:
+    """Of a float32 model that is cut over tensor ranks, all of which call this: its plan may say less than it needs."""
+    group, tokens = ranks.group("tensor"), len(probe.hidden)
+    assert group is not None
+    padding = torch.zeros(-tokens % ranks.tensor, dtype=torch.int64)
+    documents = [*probe.documents, padding] if len(padding) else probe.documents
+    what = f"parallel.tensor: {ranks.tensor}: the layers of {type(model).__name__}, cut by its own plan,"
+    with _explained(f"{what} do not run"):
+        mine = packed_hidden(model, _batch(documents), device).float()
+    difference = _distance(gather_same(mine, group)[:tokens], probe.hidden)
+    if not difference <= FLOAT32_TOLERANCE:
+        raise ModelError(_complaint(f"{what} give other values", difference, FLOAT32_TOLERANCE))
 
 
 @torch.no_grad()

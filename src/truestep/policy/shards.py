@@ -13,16 +13,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from truestep.policy.pieces import Piece, pieces_of
 from truestep.policy.weights import Weights
+from truestep.ranks.exchange import all_gather, reduce_scatter
 from truestep.ranks.group import Ranks
-
-# The names since torch 2.13; before it, those of the older functions.
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class ShardedWeights(Weights):
@@ -139,7 +135,7 @@ class ShardedWeights(Weights):
             return
         whole = self._head_gradient
         part = whole.new_empty(whole.shape[0] // self.ranks.shards, whole.shape[1])
-        _reduce_scatter(part, whole, group=self._group)
+        reduce_scatter(part, whole, group=self._group)
         self._head_gradient = None
         master = self.master[self._head_name]
         mine = self.ranks.sum_over("replicate", part)[: master.shape[0]]
@@ -172,7 +168,7 @@ class ShardedWeights(Weights):
         padded = part.new_zeros(self._rows(name), *part.shape[1:])
         padded[: part.shape[0]] = part
         parts = part.new_empty(padded.shape[0] * self.ranks.shards, *part.shape[1:])
-        _all_gather(parts, padded, group=self._group)
+        all_gather(parts, padded, group=self._group)
         return parts[: self._shapes[name][0]]
 
     @contextmanager

@@ -65,12 +65,12 @@ class StepRunner:
     @property
     def _measures(self) -> bool:
         """Ranks that share a micro-batch all know its labels' statistics; one of them counts them."""
-        return self._ranks.context_rank == 0
+        return self._ranks.context_rank == 0 and self._ranks.tensor_rank == 0
 
     @property
     def _multiple(self) -> int:
-        """Of which a micro-batch's tokens are a number, so that context ranks have as many each."""
-        return math.lcm(self.pad_to_multiple, self._ranks.context)
+        """Of which a micro-batch's tokens are a number, so that ranks that share them have as many each."""
+        return math.lcm(self.pad_to_multiple, self._ranks.context * self._ranks.tensor)
 
     def accumulate(
         self,
@@ -154,8 +154,8 @@ class StepRunner:
         weight_gradient: torch.Tensor | None,
         backward: bool,
     ) -> tuple[RowStatistics, torch.Tensor | None]:
-        mine = deal.mine
-        head = HeadRows(rows, weight, batch.label_ids[mine], batch.temperature[mine], self.policy.head)
+        mine, shard = deal.mine, self.policy.vocabulary_shard
+        head = HeadRows(rows, weight, batch.label_ids[mine], batch.temperature[mine], self.policy.head, shard)
         if not backward:
             return chunked.forward(head), None
 

@@ -40,6 +40,9 @@ def layouts_for(budget: int, longest: int, most_ranks: int, kernels: bool) -> li
         Layout("context 2", 2, parallel(context=2)),
         Layout("context 4", 4, parallel(context=4)),
         Layout("data 2 x context 2", 4, parallel(context=2)),
+        Layout("tensor 2", 2, parallel(tensor=2)),
+        Layout("tensor 4", 4, parallel(tensor=4)),
+        Layout("data 2 x tensor 2", 4, parallel(tensor=2)),
     ]
     if kernels:
         interpreted = Layout("head: fused kernels", options=_chunk(16), environment={"TRITON_INTERPRET": "1"})

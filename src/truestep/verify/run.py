@@ -17,6 +17,9 @@ import torch
 from truestep import assemble
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
+from truestep.policy.context import ContextError, check_heads
+from truestep.policy.probe import ModelError
+from truestep.policy.tensor import tensor_plan
 from truestep.ranks.group import RankError, world_size
 from truestep.ranks.launch import run_ranks
 from truestep.verify.compare import Comparer, Difference
@@ -164,13 +167,21 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
 
 
 def _permits(case: Case, layout: Layout) -> bool:
-    """A model whose heads so many ranks cannot share is trained under the other layouts."""
+    """A model whose heads so many ranks cannot share, or whose layers cannot be cut, one of experts for example, is
+    trained under the other layouts."""
     from transformers import AutoConfig
 
-    ranks = layout.options.get("parallel", {}).get("context", 1)
+    parallel = layout.options.get("parallel", {})
     trusted = case.options["model"]["trust_remote_code"]
     config = AutoConfig.from_pretrained(case.model, local_files_only=True, trust_remote_code=trusted)
-    return getattr(config.get_text_config(), "num_attention_heads", ranks) % ranks == 0
+    try:
+        tensor = parallel.get("tensor", 1)
+        check_heads(getattr(config.get_text_config(), "num_attention_heads", 0), parallel.get("context", 1), tensor)
+        if tensor > 1:
+            tensor_plan(config, tensor)
+    except (ContextError, ModelError):
+        return False
+    return True
 
 
 def _of_user(config: Config, documents: int) -> list[Record]:
@@ -263,10 +274,11 @@ def _half_precision(config: Config, case: Case, comparer: Comparer, most_ranks: 
         Layout("bfloat16: one process"),
         Layout("bfloat16: small micro-batches", options={"data": {"tokens_per_microbatch": case.longest}}),
         Layout("bfloat16: FSDP 2", 2),
+        Layout("bfloat16: tensor 2", 2, {"parallel": {"tensor": 2}}),
     ]
     errors: dict[str, float] = {}
     for layout in layouts:
-        if layout.ranks > most_ranks:
+        if layout.ranks > most_ranks or not _permits(case, layout):
             continue
         started = time.perf_counter()
         options = _merge(_merge(case.options, layout.options), {"model": {"dtype": "bfloat16"}})

@@ -1,0 +1,203 @@
+"""A model's layers, embedding and head cut over tensor ranks, by the plan that comes with the model.
+
+A layer's first matrices are cut by columns of their output (heads, or neurons) and its last by rows of their input, so
+that a rank computes some heads and some neurons of every token. Between those halves a rank has a run of the tokens,
+and norms and residual sums are computed once. Parameters stay plain tensors of a rank's own slice.
+
+Dimensions: S tokens of the micro-batch, R ranks, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from truestep.policy.pieces import Piece
+from truestep.policy.probe import ModelError
+from truestep.ranks.exchange import gather_tokens, sum_to_own_tokens
+from truestep.ranks.group import Ranks
+
+# What a plan says of weights that every rank has all of: norms, whose gradients are summed.
+_WHOLE = ("replicated_with_grad_allreduce", "replicate", "sequence_parallel")
+_KEY_VALUE = ("k_proj", "v_proj")
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """Names of linear layers in the model's body, with `*` for the layer's number."""
+
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+
+    @property
+    def halves(self) -> set[str]:
+        """The modules that take all tokens and give a part of the result."""
+        return {_parent(name) for name in self.columns}
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def tensor_plan(config: Any, ranks: int) -> TensorPlan:
+    """Of a model's configuration alone. Refused: what cannot be cut, before anything of it is read."""
+    text = config.get_text_config()
+    kind = config.model_type
+    plan: Mapping[str, str] = getattr(text, "base_model_tp_plan", None) or {}
+    of_layers = {name: style for name, style in plan.items() if "*" in name and style not in _WHOLE}
+    if not of_layers:
+        raise _refusal(f"{kind} comes without a plan of how its layers are cut")
+    for name, style in of_layers.items():
+        if style not in ("colwise", "rowwise"):
+            raise _refusal(
+                f"{kind}'s plan has {name} as {style}, which is not a matrix cut by columns or by rows alone"
+            )
+    cut = TensorPlan(
+        tuple(name for name, style in of_layers.items() if style == "colwise"),
+        tuple(name for name, style in of_layers.items() if style == "rowwise"),
+    )
+    unpaired = cut.halves ^ {_parent(name) for name in cut.rows}
+    if unpaired:
+        raise _refusal(f"{kind}'s plan cuts {min(unpaired)} by columns or by rows and not by both")
+    for name in ("num_attention_heads", "intermediate_size"):
+        size = getattr(text, name, None)
+        if isinstance(size, int) and size % ranks:
+            raise _refusal(f"{name} is {size}, which {ranks} tensor ranks do not divide")
+    vocabulary = text.vocab_size
+    if -(-vocabulary // ranks) * (ranks - 1) >= vocabulary:
+        raise _refusal(f"a vocabulary of {vocabulary} leaves nothing for the last of {ranks} tensor ranks")
+    return cut
+
+
+def _refusal(reason: str) -> ModelError:
+    return ModelError(f"parallel.tensor: {reason}: set parallel.tensor: 1 for this model")
+
+
+def cut_model(model: Any, plan: TensorPlan, ranks: Ranks, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+    """In place. What every weight is then; `pieces` say what it was."""
+    cuts = _Cuts(model, ranks, pieces)
+    met = set()
+    for name, module in list(model.base_model.named_modules()):
+        pattern = re.sub(r"\.\d+\.", ".*.", name, count=1)
+        met.add(pattern)
+        if pattern in plan.halves:
+            _take_all_tokens(module, cuts.group)
+        elif pattern in plan.columns:
+            _check_linear(name, module)
+            cuts.columns(name, module)
+        elif pattern in plan.rows:
+            _check_linear(name, module)
+            cuts.rows(module)
+    absent = {*plan.columns, *plan.rows} - met
+    if absent:
+        raise _refusal(f"{type(model).__name__} has no {min(absent)}, which its plan cuts")
+    cuts.vocabulary(model.get_input_embeddings(), model.get_output_embeddings())
+    return cuts.pieces
+
+
+def _check_linear(name: str, module: Any) -> None:
+    if type(module) is not torch.nn.Linear:
+        raise _refusal(f"{name} is a {type(module).__name__} and no plain linear layer")
+
+
+class _Cuts:
+    def __init__(self, model: Any, ranks: Ranks, pieces: Mapping[str, Piece]):
+        group = ranks.group("tensor")
+        assert group is not None
+        self.group, self._ranks = group, ranks
+        self.pieces = dict(pieces)
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        config = model.config.get_text_config()
+        self._queries: int = config.num_attention_heads
+        self._keys: int = getattr(config, "num_key_value_heads", None) or self._queries
+
+    def _cut(self, module: Any, parameter: str, dimension: int) -> None:
+        whole = getattr(module, parameter)
+        if whole is None:
+            return
+        name = self._names.pop(whole)
+        piece = self.pieces[name] = replace(self.pieces[name], cut=dimension)
+        mine = piece.slice(whole.detach(), self._ranks).clone(memory_format=torch.contiguous_format)
+        setattr(module, parameter, torch.nn.Parameter(mine, requires_grad=whole.requires_grad))
+
+    def columns(self, name: str, linear_layer: Any) -> None:
+        if name.endswith(_KEY_VALUE) and self._keys % self._ranks.tensor:
+            _compute_needed_heads(linear_layer, self._keys, self._queries, self._ranks)
+            return
+        if linear_layer.out_features % self._ranks.tensor:
+            raise _refusal(f"{name} has {linear_layer.out_features} outputs, which tensor ranks do not divide")
+        self._cut(linear_layer, "weight", 0)
+        self._cut(linear_layer, "bias", 0)
+        linear_layer.out_features = linear_layer.weight.shape[0]
+
+    def rows(self, linear_layer: Any) -> None:
+        self._cut(linear_layer, "weight", 1)
+        linear_layer.in_features = linear_layer.weight.shape[1]
+        group = self.group
+
+        def forward(given: torch.Tensor) -> torch.Tensor:
+            summed = sum_to_own_tokens(linear(given, linear_layer.weight), group)
+            # Once, of the tokens that are here; every rank has all of it.
+            return summed if linear_layer.bias is None else summed + linear_layer.bias
+
+        linear_layer.forward = forward
+
+    def vocabulary(self, embedding: Any, head: Any) -> None:
+        tied = head.weight is embedding.weight
+        _look_up_slice(embedding, *Piece.slice_of(embedding.weight.shape[0], self._ranks), self.group)
+        self._cut(embedding, "weight", 0)
+        embedding.num_embeddings = embedding.weight.shape[0]
+        if tied:
+            head.weight = embedding.weight
+        else:
+            self._cut(head, "weight", 0)
+        head.out_features = head.weight.shape[0]
+
+
+def _take_all_tokens(half: Any, group: Any) -> None:
+    """Attention and MLP are given this rank's tokens, and gather all of them once for all of their first matrices."""
+
+    def before(module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if "hidden_states" in named:
+            return given, named | {"hidden_states": gather_tokens(named["hidden_states"], group)}
+        return (gather_tokens(given[0], group), *given[1:]), named
+
+    half.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _compute_needed_heads(linear_layer: Any, keys: int, queries: int, ranks: Ranks) -> None:
+    """Fewer key heads than ranks, or a number that they do not divide: every rank has all of the weight, computes those
+    heads that its query heads look at, and has a part of the gradient. Where its query heads share them unevenly, a key
+    head is computed for each query head."""
+    first, count = Piece.slice_of(queries, ranks)
+    looked_at = [query * keys // queries for query in range(first, first + count)]
+    different = sorted(set(looked_at))
+    each = count // len(different)
+    even = looked_at == [head for head in different for _ in range(each)]
+    size = linear_layer.out_features // keys
+    heads = torch.tensor(different if even else looked_at)
+    chosen = (heads[:, None] * size + torch.arange(size)).flatten()
+    chosen = chosen.to(linear_layer.weight.device)
+
+    def forward(given: torch.Tensor) -> torch.Tensor:
+        bias = None if linear_layer.bias is None else linear_layer.bias.index_select(0, chosen)
+        return linear(given, linear_layer.weight.index_select(0, chosen), bias)
+
+    linear_layer.forward = forward
+
+
+def _look_up_slice(embedding: Any, first: int, size: int, group: Any) -> None:
+    """Each rank looks up the tokens of its own part of the vocabulary, and nothing for the others'."""
+    look_up: Callable[[torch.Tensor], torch.Tensor] = embedding.forward
+
+    def forward(input_ids: torch.Tensor) -> torch.Tensor:
+        owned = (input_ids >= first) & (input_ids < first + size)
+        found = look_up(torch.where(owned, input_ids - first, 0))
+        return sum_to_own_tokens(torch.where(owned[..., None], found, 0), group)
+
+    embedding.forward = forward

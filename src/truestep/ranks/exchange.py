@@ -1,0 +1,93 @@
+"""Tokens that go between ranks, with their gradients.
+
+Between a layer's attention and its other halves each of a group's ranks has a run of the micro-batch's tokens; inside
+them each has all tokens and a part of the computation.
+
+Dimensions: S tokens of the micro-batch, R ranks, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# The names since torch 2.13; before it, those of the older functions.
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def gather_tokens(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [1, S/R, H] -> [1, S, H]
+    """All tokens, for a computation of which every rank does a part: the gradient is the sum of the ranks' own."""
+    gathered: torch.Tensor = _Gather.apply(mine, group)
+    return gathered
+
+
+def sum_to_own_tokens(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [1, S, H] -> [1, S/R, H]
+    """This rank's tokens of the sum of what every rank computed."""
+    summed: torch.Tensor = _Scatter.apply(parts, group)
+    return summed
+
+
+def gather_same(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [S/R, H] -> [S, H]
+    """All tokens, for what every rank does alike: each has the whole gradient already, and takes its tokens' own."""
+    gathered: torch.Tensor = _GatherSame.apply(mine, group)
+    return gathered
+
+
+def _gathered(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    mine = mine.contiguous()
+    tokens, hidden = mine.shape[-2:]
+    whole = mine.new_empty(*mine.shape[:-2], tokens * dist.get_world_size(group), hidden)
+    all_gather(whole.view(-1, hidden), mine.view(-1, hidden), group=group)
+    return whole
+
+
+def _summed(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    ranks = dist.get_world_size(group)
+    parts = parts.contiguous()
+    tokens, hidden = parts.shape[-2:]
+    shape = (*parts.shape[:-2], tokens // ranks, hidden)
+    flat = parts.view(-1, hidden)
+    if parts.dtype in (torch.float32, torch.float64):
+        mine = flat.new_empty(tokens // ranks, hidden)
+        reduce_scatter(mine, flat, group=group)
+        return mine.view(shape)
+    # Half precision would be rounded at every addition: as many bytes are sent, and added up in float32 here.
+    received = torch.empty_like(flat)
+    dist.all_to_all_single(received, flat, group=group)
+    return received.view(ranks, tokens // ranks, hidden).sum(0, dtype=torch.float32).to(parts.dtype).view(shape)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        context.group = group
+        return _gathered(mine, group)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _summed(gradient, context.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        context.group = group
+        return _summed(parts, group)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _gathered(gradient, context.group), None
+
+
+class _GatherSame(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        context.group = group
+        return _gathered(mine, group)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.chunk(dist.get_world_size(context.group), -2)[dist.get_rank(context.group)], None
