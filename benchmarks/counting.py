@@ -1,6 +1,6 @@
 """What counting documents costs: `train` with `docs_per_step` against the static schedule, on the same micro-batches.
 
-    torchrun --nproc-per-node 2 benchmarks/counting.py [--microbatch-seconds 0.1] [--steps 12] [--device cpu]
+    torchrun --nproc-per-node 2 benchmarks/counting.py [--tokens 1024] [--steps 12] [--device cpu]
 
 Both runs are the real loop over the same documents in the same order and micro-batches (all documents are of one
 length); they differ in how a step ends. The two alternate, several rounds of each, and medians are compared. The wait

@@ -28,7 +28,7 @@ from truestep.losses.objective import Denominator, Objective
 from truestep.losses.policy import Grpo, clip_bounds
 from truestep.policy.load import load_policy
 from truestep.policy.policy import Policy
-from truestep.ranks.group import Ranks, join
+from truestep.ranks.group import Layout, Ranks, join
 from truestep.step.optimizer import make_adamw, update
 from truestep.step.plan import StepRule, plan_exactly
 from truestep.step.run import StepRunner, clip_gradients, gradient_norm
@@ -134,11 +134,13 @@ def arithmetic(policy: Policy, given: argparse.Namespace, ranks: Ranks) -> dict[
 
 def main() -> None:
     given = options()
-    ranks = join(device=given.device, data_shard=-1, data_replicate=given.data_replicate, stall_timeout=600)
+    ranks = join(Layout(data_replicate=given.data_replicate), device=given.device, stall_timeout=600)
     policy = make_policy(given, ranks)
-    even = policy.even_length
+    even = policy.facts.even_length
     documents = make_documents(given, ranks)
-    rule = StepRule(len(documents), False, 1, given.breadth_first, given.tokens, ranks.size, even)
+    # Documents that fill micro-batches to the last token need some room to be dealt out evenly.
+    room = given.tokens + given.length
+    rule = StepRule(len(documents), False, 1, given.breadth_first, room, ranks.data, even)
     plan = plan_exactly(documents, rule, 0)
     objective = Objective(Grpo(clip_bounds(0.2, 0.2)), Denominator("labels"))
     runner = StepRunner(policy, objective, breadth_first=given.breadth_first)
@@ -174,7 +176,19 @@ def main() -> None:
         print(f"{name:45}{size:8.2f} GiB")
     print(f"{'sum':45}{sum(parts.values()):8.2f} GiB")
     if given.device == "cuda":
+        left = torch.cuda.memory_allocated() - state_bytes(policy, optimizer)
         print(f"{'peak memory of this rank':45}{torch.cuda.max_memory_allocated() / GIB:8.2f} GiB")
+        print(f"{'between steps, beside weights and their state':45}{left / GIB:8.2f} GiB", end="")
+        print(f" (the whole embedding is {2 * policy.vocabulary_size * given.hidden / GIB:.2f})")
+
+
+def state_bytes(policy: Policy, optimizer: torch.optim.Optimizer) -> int:
+    """What this rank keeps between steps: its parts of weights, gradients and moments, and what it computes with."""
+    weights = policy.weights
+    kept = [*weights.master.values(), *weights.gradients.values(), *weights.frozen.values()]
+    kept += [value for state in optimizer.state.values() for value in state.values() if value.is_cuda]
+    kept += [parameter for parameter in policy.model.parameters() if not hasattr(parameter, "to_local")]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in kept}.values())
 
 
 def _wait(given: argparse.Namespace) -> None:

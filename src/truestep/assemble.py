@@ -22,7 +22,7 @@ from truestep.losses.objective import Denominator, Objective
 from truestep.losses.policy import Cispo, CrossEntropy, Grpo, Gspo, PolicyLoss, Reinforce, clip_bounds
 from truestep.policy.load import load_policy
 from truestep.policy.policy import Policy
-from truestep.ranks.group import Ranks, join
+from truestep.ranks.group import Layout, Ranks, join
 from truestep.rollouts.files import Documents, expand_paths, load_documents
 from truestep.rollouts.record import Needs
 from truestep.rollouts.source import Source
@@ -38,12 +38,8 @@ from truestep.step.run import StepRunner
 
 def join_ranks(config: Config) -> Ranks:
     parallel = config.parallel
-    return join(
-        device=config.model.device,
-        data_shard=parallel.data_shard,
-        data_replicate=parallel.data_replicate,
-        stall_timeout=config.schedule.stall_timeout,
-    )
+    layout = Layout(parallel.data_shard, parallel.data_replicate, parallel.context, parallel.tensor, parallel.pipeline)
+    return join(layout, device=config.model.device, stall_timeout=config.schedule.stall_timeout)
 
 
 def make_policy(config: Config, ranks: Ranks, path: str | None = None) -> Policy:
@@ -106,8 +102,8 @@ def make_rule(config: Config, policy: Policy) -> StepRule:
         depth_first_micro_batches=schedule.depth_first_micro_batches,
         breadth_first_micro_batches=schedule.breadth_first_micro_batches,
         tokens_per_microbatch=config.data.tokens_per_microbatch,
-        ranks=policy.weights.ranks.size,
-        even_length=policy.even_length,
+        ranks=policy.weights.ranks.data,
+        even_length=policy.facts.even_length,
     )
 
 

@@ -13,7 +13,8 @@ from safetensors import SafetensorError
 from truestep.head.logits import HeadSettings
 from truestep.policy import attention
 from truestep.policy.embedding import accumulate_in_float32, every_token_counts
-from truestep.policy.policy import Policy
+from truestep.policy.pieces import pieces_of
+from truestep.policy.policy import ModelFacts, Policy
 from truestep.policy.probe import ModelError, probe_float32, probe_half_precision
 from truestep.policy.save import read_companions
 from truestep.policy.shards import ShardedWeights
@@ -50,19 +51,22 @@ def load_policy(
         if not model.supports_gradient_checkpointing:
             raise ModelError(f"{type(model).__name__} does not support model.activation_checkpointing")
         _enable_activation_checkpointing(model)
+    compute = getattr(torch, dtype)
     probe = probe_float32(model, settings, place, longest_document)
+    if dtype != "float32":
+        probe_half_precision(model, probe, place, compute)
+    facts = ModelFacts.of(model)
+    pieces = pieces_of(model)
     weights: Weights
     if ranks.shards > 1:
         weights = ShardedWeights(
-            model, getattr(torch, dtype), ranks, reshard_after_forward=reshard_after_forward, reduce_each=reduce_each
+            model, compute, ranks, pieces, reshard_after_forward=reshard_after_forward, reduce_each=reduce_each
         )
     else:
-        weights = Weights(model, getattr(torch, dtype), ranks)
-    if dtype != "float32":
-        if place.type == "cpu":
-            accumulate_in_float32(model)
-        probe_half_precision(model, probe, place)
-    return Policy(model, directory, settings, weights, tokenizer, read_companions(directory))
+        weights = Weights(model, compute, ranks, pieces)
+    if dtype != "float32" and place.type == "cpu":
+        accumulate_in_float32(model)
+    return Policy(model, directory, settings, weights, facts, tokenizer, read_companions(directory))
 
 
 def _enable_activation_checkpointing(model: Any) -> None:

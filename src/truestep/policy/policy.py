@@ -5,7 +5,6 @@ Dimensions: S tokens of the micro-batch, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -20,44 +19,50 @@ from truestep.policy.weights import Weights
 from truestep.types import PackedBatch
 
 
+@dataclass(frozen=True)
+class ModelFacts:
+    """Of the whole model, which a rank may have no more than a part of."""
+
+    vocabulary_size: int
+    tied: bool  # whether the head is the input embedding
+    even_length: float  # tokens of a document at which its attention costs as much as its matrix products
+    device: torch.device
+
+    @staticmethod
+    def of(model: Any) -> ModelFacts:
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        config = model.config.get_text_config()
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        weights = sum(parameter.numel() for parameter in model.parameters())
+        if head is not embedding:
+            weights -= embedding.numel()  # a tied matrix multiplies, once, as the head
+        # Causal, forward: 2 · L · heads · E a token and layer against 2 a weight.
+        even_length = weights / (config.num_hidden_layers * config.num_attention_heads * head_size)
+        return ModelFacts(head.shape[0], head is embedding, even_length, head.device)
+
+
 @dataclass(eq=False)
 class Policy:
     model: Any  # a transformers causal LM; its own classes carry no useful types
     path: Path  # the Hugging Face directory that it was read from
     head: HeadSettings
     weights: Weights
+    facts: ModelFacts
     tokenizer: Any = None
     companions: Mapping[str, bytes] = field(default_factory=dict)  # the directory's other files, by name
 
     @property
     def device(self) -> torch.device:
-        return self.head_weight.device
+        return self.facts.device
 
     @property
     def vocabulary_size(self) -> int:
-        return self.head_weight.shape[0]
+        return self.facts.vocabulary_size
 
     @property
     def head_weight(self) -> torch.nn.Parameter:  # [V, H]
         """Where weights are sharded, its own values are there in `Weights.head` and `Weights.gathered` only."""
         return self.weights.head_parameter(self.model)
-
-    @property
-    def even_length(self) -> float:
-        """Tokens of a document at which its attention costs as much as its matrix products."""
-        config = self.model.config.get_text_config()
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        embedded = math.prod(self.model.get_input_embeddings().weight.shape)
-        weights = sum(math.prod(parameter.shape) for parameter in self.model.parameters())
-        if self.model.get_output_embeddings().weight is not None:
-            weights -= embedded  # a tied matrix multiplies, once, as the head
-        # Causal, forward: 2 · L · heads · E a token and layer against 2 a weight.
-        return weights / (config.num_hidden_layers * config.num_attention_heads * head_size)
-
-    @property
-    def tied(self) -> bool:
-        """Whether the head is the input embedding."""
-        return self.model.get_input_embeddings().weight is self.head_weight
 
     def hidden(self, batch: PackedBatch) -> torch.Tensor:  # [S, H]
         """The last hidden state of every token of a packed micro-batch, with its graph."""

@@ -78,13 +78,27 @@ def probe_float32(model: Any, head: HeadSettings, device: torch.device, longest:
 
 
 @torch.no_grad()
-def probe_half_precision(model: Any, probe: Probe, device: torch.device) -> None:
-    packed = _distance(_packed(model, probe.documents, device), probe.hidden)
-    allowed = HALF_PRECISION_FACTOR * _distance(_alone(model, probe.documents, device), probe.hidden) + 1e-3
+def probe_half_precision(model: Any, probe: Probe, device: torch.device, dtype: torch.dtype) -> None:
+    """Of a float32 model, which it is again afterwards."""
+    with _rounded(model, dtype):
+        packed = _distance(_packed(model, probe.documents, device), probe.hidden)
+        allowed = HALF_PRECISION_FACTOR * _distance(_alone(model, probe.documents, device), probe.hidden) + 1e-3
     if not packed <= allowed:
         raise ModelError(
             _complaint(f"{type(model).__name__}: packed in half precision gives other values", packed, allowed)
         )
+
+
+@contextmanager
+def _rounded(model: Any, dtype: torch.dtype) -> Iterator[None]:
+    exact = [(parameter, parameter.data) for parameter in model.parameters()]
+    for parameter, data in exact:
+        parameter.data = data.to(dtype)
+    try:
+        yield
+    finally:
+        for parameter, data in exact:
+            parameter.data = data
 
 
 @contextmanager

@@ -8,7 +8,7 @@ reduced, just as on one rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from truestep.policy.pieces import Piece, pieces_of
 from truestep.policy.weights import Weights
 from truestep.ranks.group import Ranks
 
@@ -32,13 +33,14 @@ class ShardedWeights(Weights):
         model: Any,
         dtype: torch.dtype,
         ranks: Ranks,
+        pieces: Mapping[str, Piece] | None = None,
         *,
         reshard_after_forward: bool = True,
         reduce_each: bool = False,
     ):
         assert ranks.mesh is not None
         self.ranks = ranks
-        self.names = [name for name, _ in model.named_parameters()]
+        self.pieces = dict(pieces or pieces_of(model))
         self._reshard, self._reduce_each = reshard_after_forward, reduce_each
         self._group = ranks.mesh.get_group("shard")
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -56,8 +58,8 @@ class ShardedWeights(Weights):
         policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-        options: dict[str, Any] = {"mesh": ranks.mesh if ranks.replicas > 1 else ranks.mesh["shard"]}
-        options["mp_policy"] = policy
+        dimensions = ("replicate", "shard") if ranks.replicas > 1 else ("shard",)
+        options: dict[str, Any] = {"mesh": ranks.mesh[dimensions], "mp_policy": policy}
         self._layers: list[Any] = list(_layers(self._base))
         for layer in self._layers:
             fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
@@ -140,13 +142,12 @@ class ShardedWeights(Weights):
         _reduce_scatter(part, whole, group=self._group)
         self._head_gradient = None
         master = self.master[self._head_name]
-        mine = self.ranks.sum_over_replicas(part)[: master.shape[0]]
+        mine = self.ranks.sum_over("replicate", part)[: master.shape[0]]
         if master.grad is None:
             master.grad = torch.zeros_like(master)
         master.grad.add_(mine)
 
-    @torch.no_grad()
-    def reduce(self) -> None:
+    def _reduce_data(self) -> None:
         self._reduce_head()
         for name, master in self.master.items():
             reduced = self._sharded[name].grad
@@ -163,16 +164,11 @@ class ShardedWeights(Weights):
         """Of each rank's part but the last ones, which may have fewer or none."""
         return -(-self._shapes[name][0] // self.ranks.shards)
 
-    def mine(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        if whole.shape != self._shapes[name]:  # an optimizer's scalar
-            return whole
+    def _shard(self, name: str, piece: torch.Tensor) -> torch.Tensor:
         rows = self._rows(name)
-        return whole[rows * self.ranks.shard : rows * (self.ranks.shard + 1)]
+        return piece[rows * self.ranks.shard : rows * (self.ranks.shard + 1)]
 
-    @torch.no_grad()
-    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        if part.ndim == 0:
-            return part
+    def _unshard(self, name: str, part: torch.Tensor) -> torch.Tensor:
         padded = part.new_zeros(self._rows(name), *part.shape[1:])
         padded[: part.shape[0]] = part
         parts = part.new_empty(padded.shape[0] * self.ranks.shards, *part.shape[1:])

@@ -9,21 +9,29 @@ Here every rank holds all of them, and gradients are summed over the ranks once 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from truestep.policy.pieces import Piece, pieces_of, sum_parts
 from truestep.ranks.group import ALONE, Ranks
 
 
 class Weights:
     """Takes a model with float32 weights and makes it compute in `dtype`."""
 
-    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, ranks: Ranks = ALONE):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        dtype: torch.dtype,
+        ranks: Ranks = ALONE,
+        pieces: Mapping[str, Piece] | None = None,
+    ):
+        """`pieces` where the model is not whole: of all its weights, by name, in the whole model's order."""
         self.ranks = ranks
-        self.names = [name for name, _ in model.named_parameters()]  # in the model's order
+        self.pieces = dict(pieces or pieces_of(model))
         # `named_parameters` gives a tied tensor once, under the name it is first registered by: its input embedding's.
         self._computed = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.master: dict[str, torch.nn.Parameter] = {}
@@ -42,6 +50,10 @@ class Weights:
             master.grad = torch.zeros_like(master)
             self.master[name] = master
         self._names = {id(parameter): name for name, parameter in self._computed.items()}
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter((self.master or self.frozen).values())).device
 
     @staticmethod
     def _accumulate_into(master: torch.nn.Parameter) -> Callable[[torch.Tensor], None]:
@@ -82,39 +94,58 @@ class Weights:
     @torch.no_grad()
     def reduce(self) -> None:
         """Sum the gradients over the ranks: a plain sum, the denominators are in them already."""
+        self._reduce_data()
+        sum_parts(self.ranks, self.pieces, self.gradients)
+
+    def _reduce_data(self) -> None:
+        """Over the ranks that computed other tokens with the same weights."""
         for gradient in self.gradients.values():
-            self.ranks.sum_over_replicas(gradient)
+            self.ranks.sum_over("replicate", gradient)
 
     # ---- Parts and wholes. `master` and `gradients` hold this rank's part of each tensor; here, all of it.
 
     def mine(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor of this weight's shape."""
-        return whole
+        """This rank's part of a tensor of this weight's shape, or of a number that goes with it."""
+        return whole if whole.ndim == 0 else self._shard(name, self.pieces[name].slice(whole, self.ranks))
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """All of it, from every rank's part. Every rank calls this, for the same names in the same order."""
+        """All of it, from every rank's part. Every rank of its stage calls this, for the same names in order."""
+        return part if part.ndim == 0 else self.pieces[name].join(self._unshard(name, part), self.ranks)
+
+    def _shard(self, name: str, piece: torch.Tensor) -> torch.Tensor:
+        return piece
+
+    def _unshard(self, name: str, part: torch.Tensor) -> torch.Tensor:
         return part
 
     @torch.no_grad()
+    def on_first(self, name: str, part: torch.Tensor | None, dtype: torch.dtype, scalar: bool) -> torch.Tensor | None:
+        """All of a weight's tensor, on the first rank; None elsewhere. Every rank calls this, for the same names in
+        order, with its part, or None where the weight is on another stage."""
+        piece = self.pieces[name]
+        whole = None
+        if self.ranks.stage == piece.stages[0]:
+            assert part is not None
+            whole = self.whole(name, part.detach()).to(dtype)
+        like = torch.empty(() if scalar else piece.shape, dtype=dtype, device="meta")
+        found = self.ranks.to_first(whole, like, piece.stages[0])
+        # Gathered on a GPU, a whole model may be more than it has room for.
+        return found if found is None or self.ranks.size == 1 else found.cpu()
+
     def collect(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         """Every weight, whole, on the host of the first rank; every rank calls this, and the others get nothing."""
-        kept = {}
-        for name in self.names:
-            part = self.master[name] if name in self.master else self.frozen[name]
-            whole = self.whole(name, part.detach()).to(dtype)
-            if self.ranks.first:
-                kept[name] = whole if self.ranks.shards == 1 else whole.cpu()
-        return kept
+        parts = {**self.frozen, **self.master}
+        return self._collect({name: parts.get(name) for name in self.pieces}, dtype)
 
-    @torch.no_grad()
     def collect_gradients(self) -> dict[str, torch.Tensor]:
         """Every reduced gradient, whole, on the first rank."""
-        kept = {}
-        for name, gradient in self.gradients.items():
-            whole = self.whole(name, gradient)
-            if self.ranks.first:
-                kept[name] = whole
-        return kept
+        gradients = self.gradients
+        trained = [name for name, piece in self.pieces.items() if piece.trained]
+        return self._collect({name: gradients.get(name) for name in trained}, torch.float32)
+
+    def _collect(self, parts: Mapping[str, torch.Tensor | None], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        found = {name: self.on_first(name, part, dtype, scalar=False) for name, part in parts.items()}
+        return {name: whole for name, whole in found.items() if whole is not None}
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

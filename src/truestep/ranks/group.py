@@ -1,15 +1,17 @@
 """The ranks of a run and their groups. One process is a run of one rank: the same code, and nothing to send.
 
-Weights are sharded over the ranks of a row of the mesh and replicated over its rows:
+    rank = (((stage · replicas + replica) · data_shard + part) · context + run) · tensor + slice
 
-    rank = replica · shards + shard
+The ranks of a context or tensor group, and the stages of a pipeline, compute one micro-batch together; `data` counts
+those that have micro-batches of their own. For weights, ranks that see other tokens of a micro-batch are like ranks
+that see other micro-batches: they are spread over `shards` = data_shard · context ranks.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -31,14 +33,28 @@ class RankError(TruestepError):
 class Ranks:
     rank: int = 0
     size: int = 1
-    shards: int = 1
+    shards: int = 1  # ranks that each set of weights is spread over
+    context: int = 1  # ranks that have a run of tokens each of one micro-batch
+    tensor: int = 1  # ranks that have a slice each of every layer
+    pipeline: int = 1  # ranks that have some layers each
     host: dist.ProcessGroup | None = None  # for what lies on the host, among all ranks
     ahead: dist.ProcessGroup | None = None  # the same ranks, for what is told beside the step in hand
-    mesh: DeviceMesh | None = None  # (replicate, shard); None for a run of one
+    mesh: DeviceMesh | None = None  # (pipeline, replicate, shard, tensor); None for a run of one
+    groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)  # by dimension, of this rank's fellows
 
     @property
     def replicas(self) -> int:
-        return self.size // self.shards
+        return self.size // (self.shards * self.tensor * self.pipeline)
+
+    @property
+    def data(self) -> int:
+        """How many ranks, or groups of them, have micro-batches of their own."""
+        return self.size // (self.context * self.tensor * self.pipeline)
+
+    @property
+    def data_rank(self) -> int:
+        """Whose micro-batches this rank computes, or has a share in."""
+        return self.rank // (self.context * self.tensor) % self.data
 
     @property
     def first(self) -> bool:
@@ -48,7 +64,24 @@ class Ranks:
     @property
     def shard(self) -> int:
         """Which part of every weight is here."""
-        return self.rank % self.shards
+        return self.rank // self.tensor % self.shards
+
+    @property
+    def context_rank(self) -> int:
+        return self.shard % self.context
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.rank % self.tensor
+
+    @property
+    def stage(self) -> int:
+        """Which of the pipeline's ranks this is."""
+        return self.rank * self.pipeline // self.size
+
+    def group(self, dimension: str) -> dist.ProcessGroup | None:
+        """This rank and its fellows in one dimension, or `ends`, the first and last of its pipeline. None: alone."""
+        return self.groups.get(dimension)
 
     def gather(self, value: T, ahead: bool = False) -> list[T]:
         """Every rank's value, in order of rank, on every rank."""
@@ -80,17 +113,26 @@ class Ranks:
         done = self.gather(list(work(items[self.rank :: self.size])))
         return [done[index % self.size][index // self.size] for index in range(len(items))]
 
-    def sum_over_shards(self, value: torch.Tensor) -> torch.Tensor:
-        """In place, over the ranks that hold the other parts of one set of weights."""
-        if self.mesh is not None and self.shards > 1:
-            dist.all_reduce(value, group=self.mesh.get_group("shard"))
+    def sum_over(self, dimension: str, value: torch.Tensor) -> torch.Tensor:
+        """In place."""
+        group = self.group(dimension)
+        if group is not None:
+            dist.all_reduce(value, group=group)
         return value
 
-    def sum_over_replicas(self, value: torch.Tensor) -> torch.Tensor:
-        """In place, over the ranks that hold the same part of the weights."""
-        if self.mesh is not None and self.replicas > 1:
-            dist.all_reduce(value, group=self.mesh.get_group("replicate"))
-        return value
+    def to_first(self, value: torch.Tensor | None, like: torch.Tensor, stage: int) -> torch.Tensor | None:
+        """On the first rank, what the first rank of a stage has; None elsewhere. `like` has its shape and type."""
+        holder = stage * (self.size // self.pipeline)
+        if holder == self.rank == 0:
+            return value
+        if self.rank == holder:
+            assert value is not None
+            dist.send(value.cpu().contiguous(), dst=0, group=self.host)
+        elif self.first:
+            received = torch.empty(like.shape, dtype=like.dtype)
+            dist.recv(received, src=holder, group=self.host)
+            return received
+        return None
 
 
 ALONE = Ranks()
@@ -100,10 +142,37 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def join(*, device: str, data_shard: int, data_replicate: int, stall_timeout: float) -> Ranks:
+@dataclass(frozen=True)
+class Layout:
+    """How a run's ranks are laid out."""
+
+    data_shard: int = -1  # -1: all that the rest leaves
+    data_replicate: int = 1
+    context: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+
+    def shards(self, size: int) -> int:
+        """How many ranks each set of weights is spread over. Refuses a layout that does not make up the ranks."""
+        rest = self.data_replicate * self.context * self.tensor * self.pipeline
+        options = ("data_shard", "data_replicate", "context", "tensor", "pipeline")
+        said = [f"parallel.{name}: {getattr(self, name)}" for name in options if getattr(self, name) not in (-1, 1)]
+        if size % rest:
+            makes = f" make a multiple of {rest}, which" if len(said) > 1 else ""
+            raise RankError(f"{' x '.join(said)}{makes} does not divide the {size} ranks that were started")
+        data_shard = size // rest if self.data_shard == -1 else self.data_shard
+        if data_shard * rest != size:
+            raise RankError(
+                f"{' x '.join(said) or 'parallel.data_shard: 1'} make {data_shard * rest} ranks and {size} were "
+                "started: start that many with torchrun --nproc-per-node, or set data_shard: -1"
+            )
+        return data_shard * self.context
+
+
+def join(layout: Layout, *, device: str, stall_timeout: float) -> Ranks:
     """The ranks that torchrun started, laid out as `parallel` says. Nothing is allocated if they cannot be."""
     size = world_size()
-    shards = _shards(size, data_shard, data_replicate)
+    shards = layout.shards(size)
     if size == 1:
         return ALONE
     on_gpu = device != "cpu" and torch.cuda.is_available()
@@ -120,25 +189,35 @@ def join(*, device: str, data_shard: int, data_replicate: int, stall_timeout: fl
     if not dist.is_initialized():
         place = torch.device("cuda", local) if on_gpu else None
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=patience, device_id=place)
-    mesh = init_device_mesh(
-        "cuda" if on_gpu else "cpu", (size // shards, shards), mesh_dim_names=("replicate", "shard")
-    )
+    ranks = Ranks(dist.get_rank(), size, shards, layout.context, layout.tensor, layout.pipeline)
+    kind = "cuda" if on_gpu else "cpu"
+    shape = (layout.pipeline, ranks.replicas, shards, layout.tensor)
+    mesh = init_device_mesh(kind, shape, mesh_dim_names=("pipeline", "replicate", "shard", "tensor"))
     host, ahead = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
-    return Ranks(dist.get_rank(), size, shards, host, ahead, mesh)
+    return replace(ranks, host=host, ahead=ahead, mesh=mesh, groups=_groups(ranks, mesh, patience))
 
 
-def _shards(size: int, data_shard: int, data_replicate: int) -> int:
-    """How many ranks each set of weights is spread over."""
-    if size % data_replicate:
-        raise RankError(f"parallel.data_replicate: {data_replicate} does not divide the {size} ranks that were started")
-    shards = size // data_replicate if data_shard == -1 else data_shard
-    if shards * data_replicate != size:
-        raise RankError(
-            f"parallel.data_shard: {data_shard} x parallel.data_replicate: {data_replicate} make "
-            f"{data_shard * data_replicate} ranks and {size} were started: start that many with torchrun "
-            "--nproc-per-node, or set data_shard: -1"
-        )
-    return shards
+def _groups(ranks: Ranks, mesh: DeviceMesh, patience: timedelta) -> dict[str, dist.ProcessGroup]:
+    named: dict[str, Any] = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
+    # Shard and context ranks share a dimension of the mesh; and a tied weight stands at both ends of a pipeline.
+    numbers = torch.arange(ranks.size)
+    runs = numbers.view(-1, ranks.context, ranks.tensor).transpose(1, 2).reshape(-1, ranks.context)
+    named["context"] = _own_group(ranks.rank, runs, patience)
+    ends = numbers.view(ranks.pipeline, -1)[[0, -1]].T
+    named["ends"] = _own_group(ranks.rank, ends, patience) if ranks.pipeline > 1 else None
+    return {name: group for name, group in named.items() if group is not None and dist.get_world_size(group) > 1}
+
+
+def _own_group(rank: int, members: torch.Tensor, patience: timedelta) -> dist.ProcessGroup | None:
+    """The one of these groups that this rank is in; every rank makes them all, in the same order."""
+    if members.shape[1] == 1:
+        return None
+    own = None
+    for group in members.tolist():
+        made = dist.new_group(group, timeout=patience)
+        if rank in group:
+            own = made
+    return own
 
 
 def leave() -> None:

@@ -49,21 +49,29 @@ def update(optimizer: torch.optim.Optimizer, weights: Weights, learning_rate: fl
     weights.publish()
 
 
+_KINDS = ("exp_avg", "exp_avg_sq", "step")  # the last is a number on the host
+
+
 def optimizer_tensors(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, torch.Tensor]:
     """The optimizer's state by weight name, whole, for a checkpoint: on the first rank. Every rank calls this."""
-    kept = {}
-    for name, master in weights.master.items():
-        for kind, value in optimizer.state.get(master, {}).items():
-            whole = weights.whole(name, value.detach())
-            if weights.ranks.first:
-                kept[f"{name}.{kind}"] = whole if weights.ranks.shards == 1 else whole.cpu()
+    kept: dict[str, torch.Tensor] = {}
+    if not any(weights.ranks.gather(any(optimizer.state.values()))):
+        return kept  # before the first update
+    for name, piece in weights.pieces.items():
+        if not piece.trained:
+            continue
+        master = weights.master.get(name)
+        state = {} if master is None else optimizer.state.get(master, {})
+        for kind in _KINDS:
+            whole = weights.on_first(name, state.get(kind), torch.float32, scalar=kind == "step")
+            if whole is not None:
+                kept[f"{name}.{kind}"] = whole
     return kept
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, weights: Weights, tensors: dict[str, torch.Tensor]) -> None:
     for name, master in weights.master.items():
-        kinds = ("exp_avg", "exp_avg_sq", "step")
-        state = {kind: tensors[f"{name}.{kind}"] for kind in kinds if f"{name}.{kind}" in tensors}
+        state = {kind: tensors[f"{name}.{kind}"] for kind in _KINDS if f"{name}.{kind}" in tensors}
         # `step` stays a scalar on the host, where AdamW keeps it.
         optimizer.state[master] = {
             kind: value.clone() if kind == "step" else weights.mine(name, value).to(master.device, copy=True)

@@ -79,8 +79,8 @@ class StepRunner:
 
     def _accumulate(self, plan: StepPlan, backward: bool) -> tuple[_Mine, dict[str, Metric]]:
         totals, weights = plan.totals, self.policy.weights
-        if plan.ranks != self._ranks.size:
-            raise ValueError(f"a plan for {plan.ranks} ranks on {self._ranks.size}")
+        if plan.ranks != self._ranks.data:
+            raise ValueError(f"a plan for {plan.ranks} ranks on {self._ranks.data}")
         counts: dict[str, Metric] = {
             "loss": Sum(0.0),
             "num_documents": Sum(float(totals.num_documents)),
@@ -92,7 +92,7 @@ class StepRunner:
         scores: dict[int, DocumentScore] = {}
         if backward:
             weights.zero_gradients()
-        micro_batches = plan.of_rank(self._ranks.rank)
+        micro_batches = plan.of_rank(self._ranks.data_rank)
         # Where no rank has a label there is nothing to predict and nothing to differentiate.
         computed = [number for number in range(len(micro_batches)) if _any_label(plan, plan.at_once(number))]
         for number, micro_batch in enumerate(micro_batches):
@@ -199,13 +199,18 @@ def _any_label(plan: StepPlan, micro_batches: Sequence[Sequence[int]]) -> bool:
 
 @torch.no_grad()
 def gradient_norm(weights: Weights) -> float:
-    """Over all gradients and every rank's part of them, after `gradient_divisor` and before clipping."""
-    gradients = list(weights.gradients.values())
-    if not gradients:
-        return 0.0
+    """Over all gradients, every weight once, after `gradient_divisor` and before clipping."""
+    ranks = weights.ranks
     # In float64: a float32 sum of the squares of a large tensor, one after another as a CPU adds, is off by percents.
-    norms = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients])
-    return float(weights.ranks.sum_over_shards(norms.square().sum()).sqrt())
+    norms = [
+        torch.linalg.vector_norm(gradient, dtype=torch.float64)
+        for name, gradient in weights.gradients.items()
+        if weights.pieces[name].counted_on(ranks)
+    ]
+    total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=weights.device)
+    for dimension in ("shard", "tensor", "pipeline"):
+        ranks.sum_over(dimension, total)
+    return float(total.sqrt())
 
 
 @torch.no_grad()

@@ -33,7 +33,7 @@ class WeightsDirectory:
         beside = self.path / f".{name}.partial"
         self.path.mkdir(parents=True, exist_ok=True)
         save_policy(policy, beside, dtype)
-        if policy.tied:
+        if policy.facts.tied:
             _write_head(policy, beside, dtype)
         os.replace(beside, self.path / name)
         self._remove_old(self.path / name)

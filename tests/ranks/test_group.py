@@ -1,0 +1,86 @@
+"""Where ranks stand in a layout, and who their fellows are."""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from truestep.ranks.group import ALONE, Layout, RankError, Ranks, join, leave
+from truestep.ranks.launch import run_ranks
+
+SIZES = st.integers(1, 3)
+
+
+@given(SIZES, SIZES, SIZES, SIZES, SIZES)
+def test_every_rank_has_a_place_of_its_own(pipeline: int, replicas: int, parts: int, context: int, tensor: int) -> None:
+    size = pipeline * replicas * parts * context * tensor
+    places = product(*(range(many) for many in (pipeline, replicas, parts, context, tensor)))
+    for rank, (stage, replica, part, run, cut) in enumerate(places):
+        ranks = Ranks(rank, size, parts * context, context, tensor, pipeline)
+        assert (ranks.stage, ranks.context_rank, ranks.tensor_rank) == (stage, run, cut)
+        assert ranks.shard == part * context + run
+        assert ranks.data_rank == replica * parts + part
+        assert (ranks.replicas, ranks.data) == (replicas, replicas * parts)
+
+
+def test_one_process_is_every_place_at_once() -> None:
+    assert (ALONE.data, ALONE.data_rank, ALONE.replicas, ALONE.stage, ALONE.first) == (1, 0, 1, 0, True)
+    assert ALONE.group("shard") is None
+    assert ALONE.sum_over("tensor", torch.ones(2)).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("layout", "size", "shards"),
+    [
+        (Layout(), 4, 4),
+        (Layout(context=2), 4, 4),
+        (Layout(data_shard=1, context=4), 4, 4),
+        (Layout(tensor=2, pipeline=2), 4, 1),
+        (Layout(data_replicate=2, context=2, tensor=2), 8, 2),
+    ],
+)
+def test_weights_are_spread_over_data_and_context_ranks(layout: Layout, size: int, shards: int) -> None:
+    assert layout.shards(size) == shards
+
+
+@pytest.mark.parametrize(
+    ("layout", "size", "message"),
+    [
+        (Layout(context=3), 4, "parallel.context: 3 does not divide the 4 ranks"),
+        (Layout(tensor=2, pipeline=3), 4, "parallel.tensor: 2 x parallel.pipeline: 3 make a multiple of 6, which does"),
+        (Layout(data_shard=2, tensor=2), 8, "parallel.data_shard: 2 x parallel.tensor: 2 make 4 ranks and 8 were"),
+        (Layout(data_shard=1), 2, "parallel.data_shard: 1 make 1 ranks and 2 were started"),
+    ],
+)
+def test_a_layout_that_does_not_make_up_the_ranks_is_refused(layout: Layout, size: int, message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        layout.shards(size)
+
+
+@pytest.mark.parametrize(
+    ("layout", "fellows"),
+    [
+        (Layout(context=2, tensor=2), {0: {"shard": [0, 2], "context": [0, 2], "tensor": [0, 1]}}),
+        (Layout(context=2), {0: {"shard": [0, 1, 2, 3], "context": [0, 1]}, 3: {"context": [2, 3]}}),
+        (Layout(pipeline=4), {1: {"pipeline": [0, 1, 2, 3], "ends": None}, 3: {"ends": [0, 3]}}),
+        (Layout(data_replicate=2, pipeline=2), {3: {"replicate": [2, 3], "ends": [1, 3], "shard": None}}),
+    ],
+)
+def test_fellows_are_those_of_one_dimension(layout: Layout, fellows: dict[int, dict[str, list[int] | None]]) -> None:
+    run_ranks(4, _check_fellows, (layout, fellows))
+
+
+def _check_fellows(layout: Layout, fellows: dict[int, dict[str, list[int] | None]]) -> None:
+    ranks = join(layout, device="cpu", stall_timeout=30)
+    for dimension, expected in fellows.get(ranks.rank, {}).items():
+        group = ranks.group(dimension)
+        assert (None if group is None else dist.get_process_group_ranks(group)) == expected, dimension
+    for holder in range(layout.pipeline):
+        mine = torch.full((3,), float(ranks.rank)) if ranks.stage == holder else None
+        found = ranks.to_first(mine, torch.empty(3, device="meta"), holder)
+        expected = [float(holder * ranks.size // ranks.pipeline)] * 3 if ranks.first else None
+        assert (None if found is None else found.tolist()) == expected
+    leave()
