@@ -1,4 +1,4 @@
-"""Schedules of a pipeline, played through: every pass has what it needs, nobody waits for ever, and memory is bounded."""
+"""Schedules of a pipeline, played through: every pass has what it needs, nobody waits for ever, memory is bounded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from truestep.step.schedule import Pass, Pipeline, Schedule, make_schedule
+from truestep.ranks.pipeline import Pipeline, wire, wires
+from truestep.step.schedule import Pass, Schedule, make_schedule, most_alive
 
 _TIMES = {True: 1, False: 2}  # of a forward and a backward pass
 
@@ -102,9 +103,9 @@ def test_every_pass_runs_once_on_its_rank_and_nobody_waits_for_ever(pipeline: Pi
 def test_no_rank_holds_more_activations_than_promised(pipeline: Pipeline, micro_batches: int) -> None:
     played = Played(make_schedule(pipeline, micro_batches))
     for rank, most in enumerate(played.most_alive):
-        assert most <= pipeline.most_alive(rank)
+        assert most <= most_alive(pipeline, rank)
         if micro_batches >= pipeline.ranks * 2:
-            assert most == pipeline.most_alive(rank)
+            assert most == most_alive(pipeline, rank)
 
 
 @settings(deadline=None, max_examples=60)
@@ -141,3 +142,19 @@ def test_schedules_are_remembered_and_not_without_bound() -> None:
     for number in range(500):
         make_schedule(Pipeline(2), number)
     assert make_schedule.cache_info().currsize <= 100
+
+
+@pytest.mark.parametrize("ranks", range(2, 10))
+def test_no_rank_shares_a_group_with_two_others_or_in_both_directions(ranks: int) -> None:
+    ends: dict[tuple[int, str, str], int] = {}
+    for sender in range(ranks):
+        for forward in (True, False):
+            receiver = (sender + (1 if forward else -1)) % ranks
+            name = wire(ranks, sender, forward)
+            assert name in wires(ranks)
+            for end in ((sender, name, "sends"), (receiver, name, "receives")):
+                assert end not in ends
+                ends[end] = receiver
+    for rank in range(ranks):
+        for name in wires(ranks):
+            assert not {(rank, name, "sends"), (rank, name, "receives")} <= set(ends)

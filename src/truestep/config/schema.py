@@ -164,6 +164,26 @@ def _padding(config: Config) -> str | None:
     return None
 
 
+def _parallel(config: Config) -> str | None:
+    parallel = config.parallel
+    if parallel.stages_per_rank > 1 and parallel.pipeline == 1:
+        return "parallel.stages_per_rank is of a pipeline: it needs parallel.pipeline > 1"
+    for name in ("tensor", "pipeline"):
+        if getattr(parallel, name) == 1:
+            continue
+        if config.sampler is not None:
+            return (
+                f"parallel.{name}: {getattr(parallel, name)} cannot be used with a sampler: completions are made, and "
+                "servers are fed, by ranks that can gather all weights; use data_shard, or train from files or a stream"
+            )
+        if config.evaluation is not None:
+            return (
+                f"parallel.{name}: {getattr(parallel, name)} cannot be used with evaluation: completions are made by "
+                "ranks that can gather all weights; use data_shard, or evaluate an export"
+            )
+    return None
+
+
 _RULES = (
     _one_source,
     _sent_documents,
@@ -173,4 +193,5 @@ _RULES = (
     _learning_rate,
     _evaluation,
     _padding,
+    _parallel,
 )

@@ -304,8 +304,11 @@ class ParallelConfig(Section):
     """Ranks that a layer is split over. This version runs on one."""
     context: Literal[1] = 1
     """Ranks that a sequence is split over. This version runs on one."""
-    pipeline: Literal[1] = 1
-    """Ranks that the layers are split over. This version runs on one."""
+    pipeline: Annotated[int, Field(ge=1)] = 1
+    """Ranks that the layers are split over: each has some of them and passes activations on to the next."""
+    stages_per_rank: Annotated[int, Field(ge=1)] = 1
+    """Runs of layers that each rank of a pipeline has, one behind another around the ranks: ranks idle less while a step
+    begins and ends, for that many times the activations to pass on, and more of them to keep."""
 
 
 class AdamWConfig(Section):

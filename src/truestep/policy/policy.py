@@ -15,7 +15,9 @@ import torch
 
 from truestep.head.logits import HeadSettings
 from truestep.policy import attention
+from truestep.policy.stages import Stages
 from truestep.policy.weights import Weights
+from truestep.ranks.pipeline import Pipeline
 from truestep.types import PackedBatch
 
 
@@ -50,6 +52,8 @@ class Policy:
     facts: ModelFacts
     tokenizer: Any = None
     companions: Mapping[str, bytes] = field(default_factory=dict)  # the directory's other files, by name
+    stages: Stages | None = None  # how it is cut; None: all of it is here
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of all its layers, where some are elsewhere
 
     @property
     def device(self) -> torch.device:
@@ -68,11 +72,24 @@ class Policy:
         """The last hidden state of every token of a packed micro-batch, with its graph."""
         return packed_hidden(self.model, batch, self.device)
 
+    @property
+    def pipeline(self) -> Pipeline:
+        return Pipeline() if self.stages is None else self.stages.pipeline
+
+    def through(self, stage: int, batch: PackedBatch, received: torch.Tensor | None) -> torch.Tensor:  # [S, H]
+        """What a stage that is here makes of a packed micro-batch and of what the stage before made."""
+        if self.stages is None:
+            return self.hidden(batch)
+        return stage_hidden(self.model, self.stages, stage, batch, self.device, received)
+
     def plain_attention(self) -> AbstractContextManager[None]:
         return plain_attention(self.model)
 
 
-def packed_hidden(model: Any, batch: PackedBatch, device: torch.device) -> torch.Tensor:  # [S, H]
+def packed_hidden(
+    model: Any, batch: PackedBatch, device: torch.device, embedded: torch.Tensor | None = None
+) -> torch.Tensor:  # [S, H]
+    """`embedded`, [S, H], where the embedding is elsewhere."""
     layout = attention.make_layout(batch.segments, device)
     tokens = int(batch.segments[batch.num_documents])
     # Whatever stands in the padding is replaced here: an id outside the vocabulary must not reach the embedding.
@@ -80,13 +97,28 @@ def packed_hidden(model: Any, batch: PackedBatch, device: torch.device) -> torch
     input_ids = torch.where(inside, batch.input_ids.to(device), 0)
     position_ids = torch.where(inside, batch.position_ids.to(device), 0)
     output = model.base_model(
-        input_ids=input_ids[None],
+        input_ids=input_ids[None] if embedded is None else None,
+        inputs_embeds=None if embedded is None else embedded[None],
         position_ids=position_ids[None],
         attention_mask=None,
         use_cache=False,
         packed_layout=layout,
     )
     return output.last_hidden_state[0]
+
+
+def stage_hidden(
+    model: Any,
+    stages: Stages,
+    stage: int,
+    batch: PackedBatch,
+    device: torch.device,
+    received: torch.Tensor | None,
+) -> torch.Tensor:  # [S, H]
+    nothing = None if received is None else received.detach().new_zeros(1, 1).expand_as(received)
+    with stages.opened(stage, received) as taken:
+        hidden = packed_hidden(model, batch, device, nothing)
+    return hidden if taken is None else taken.hidden[0]
 
 
 @contextmanager

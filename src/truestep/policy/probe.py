@@ -17,7 +17,9 @@ import torch
 
 from truestep.errors import TruestepError
 from truestep.head.logits import HeadSettings, scaled_logits
-from truestep.policy.policy import packed_hidden, plain_attention
+from truestep.policy.policy import packed_hidden, plain_attention, stage_hidden
+from truestep.policy.stages import Stages, stages_of
+from truestep.ranks.pipeline import Pipeline
 from truestep.types import PackedBatch
 
 FLOAT32_TOLERANCE = 1e-4
@@ -78,6 +80,22 @@ def probe_float32(model: Any, head: HeadSettings, device: torch.device, longest:
 
 
 @torch.no_grad()
+def probe_stages(model: Any, pipeline: Pipeline, probe: Probe, device: torch.device) -> Stages:
+    """How a whole float32 model is cut, which must give the same values stage after stage."""
+    batch, name = _batch(probe.documents), type(model).__name__
+    with _explained(f"{name} cannot be cut into stages"):
+        stages = stages_of(model, pipeline, lambda: packed_hidden(model, batch, device))
+        hidden = None
+        for stage in range(pipeline.stages):
+            hidden = stage_hidden(model, stages, stage, batch, device, hidden)
+    assert hidden is not None
+    difference = _distance(hidden, packed_hidden(model, batch, device))
+    if not difference <= FLOAT32_TOLERANCE:
+        raise ModelError(_complaint(f"{name}: its layers in stages give other values", difference, FLOAT32_TOLERANCE))
+    return stages
+
+
+@torch.no_grad()
 def probe_half_precision(model: Any, probe: Probe, device: torch.device, dtype: torch.dtype) -> None:
     """Of a float32 model, which it is again afterwards."""
     with _rounded(model, dtype):
@@ -106,6 +124,8 @@ def _explained(what: str) -> Iterator[None]:
     """Whatever a model's code raises is a reason to refuse it."""
     try:
         yield
+    except TruestepError:
+        raise
     except Exception as error:
         raise ModelError(f"{what}: {type(error).__name__}: {error}") from error
 

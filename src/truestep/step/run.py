@@ -21,6 +21,7 @@ from truestep.policy.policy import Policy
 from truestep.policy.weights import Weights
 from truestep.ranks.group import Ranks
 from truestep.rollouts.packing import pack
+from truestep.step.passes import Passes
 from truestep.types import Coefficients, DocumentScore, PackedBatch, RowStatistics, StepPlan
 
 _COUNTS = ("num_documents", "num_labels", "num_tokens", "num_micro_batches")
@@ -69,15 +70,16 @@ class StepRunner:
     ) -> Accumulated:
         """The plan's metrics over all ranks, and with `backward` its whole gradient. `beside`: this rank's own metrics,
         to be reduced with the rest. Every rank that computes holds a part of the weights, so all run every pass."""
-        mine, counts = self._accumulate(plan, backward)
+        mine, counts, passes = self._accumulate(plan, backward)
         parts = self._ranks.gather((on_host(mine.metrics | dict(beside or {})), mine.scores))
+        passes.settle()
         metrics: dict[str, Metric] = dict(counts)
         for part, _ in parts:
             metrics = merge(metrics, part)
         scores = {index: score for _, part in parts for index, score in part.items()}
         return Accumulated(metrics, tuple(scores[index] for index in sorted(scores)))
 
-    def _accumulate(self, plan: StepPlan, backward: bool) -> tuple[_Mine, dict[str, Metric]]:
+    def _accumulate(self, plan: StepPlan, backward: bool) -> tuple[_Mine, dict[str, Metric], Passes]:
         totals, weights = plan.totals, self.policy.weights
         if plan.ranks != self._ranks.data:
             raise ValueError(f"a plan for {plan.ranks} ranks on {self._ranks.data}")
@@ -88,47 +90,60 @@ class StepRunner:
             "num_tokens": Sum(float(totals.num_tokens)),
             "num_micro_batches": Sum(float(len(plan.micro_batches) // plan.ranks)),
         }
-        metrics: dict[str, Metric] = {}
-        scores: dict[int, DocumentScore] = {}
+        mine = _Mine({}, {})
         if backward:
             weights.zero_gradients()
         micro_batches = plan.of_rank(self._ranks.data_rank)
         # Where no rank has a label there is nothing to predict and nothing to differentiate.
         computed = [number for number in range(len(micro_batches)) if _any_label(plan, plan.at_once(number))]
-        for number, micro_batch in enumerate(micro_batches):
-            if not micro_batch and number not in computed:
-                continue
-            batch = pack(plan, micro_batch, self.pad_to_multiple).to(self.policy.device)
-            if number in computed:
-                weights.micro_batch(computed.index(number), len(computed), self.breadth_first, backward)
-                statistics = self._micro_batch(batch, plan, backward)
-            else:
-                statistics = self._nothing()
-            labels = self._labels(batch, plan, slice(None), statistics)
-            facts = _document_facts(batch, plan)
-            metrics = merge(metrics, measure(labels, self.objective, facts, self.metrics_level))
-            if self.keep_scores:
-                scores |= _scores(batch, plan, statistics)
+
+        def packed(number: int) -> PackedBatch:
+            return pack(plan, micro_batches[number], self.pad_to_multiple).to(self.policy.device)
+
+        def head(batch: PackedBatch, rows: torch.Tensor) -> torch.Tensor | None:
+            statistics, gradient = self._head(batch, plan, rows, backward)
+            self._measure(mine, batch, plan, statistics)
+            return gradient
+
+        passes = Passes(
+            self.policy,
+            len(computed),
+            lambda number: packed(computed[number]),
+            head,
+            backward=backward,
+            group=self.breadth_first,
+        )
+        passes.run()
+        # Of the stages of a pipeline, the one that knows what became of the labels speaks for all.
+        if self._ranks.stage == self.policy.pipeline.rank_of(self.policy.pipeline.last):
+            for number, members in enumerate(micro_batches):
+                if members and number not in computed:
+                    self._measure(mine, packed(number), plan, self._nothing())
         if backward:
             weights.reduce()
-        return _Mine(metrics, scores), counts
+        return mine, counts, passes
+
+    def _measure(self, mine: _Mine, batch: PackedBatch, plan: StepPlan, statistics: RowStatistics) -> None:
+        """Add a micro-batch's metrics, and scores where they are kept."""
+        labels = self._labels(batch, plan, slice(None), statistics)
+        facts = _document_facts(batch, plan)
+        mine.metrics.update(merge(mine.metrics, measure(labels, self.objective, facts, self.metrics_level)))
+        if self.keep_scores:
+            mine.scores.update(_scores(batch, plan, statistics))
 
     def _nothing(self) -> RowStatistics:
         nothing = torch.zeros(0, device=self.policy.device)
         return RowStatistics(nothing, nothing, nothing)
 
-    def _micro_batch(self, batch: PackedBatch, plan: StepPlan, backward: bool) -> RowStatistics:
-        with torch.set_grad_enabled(backward):
-            rows = self.policy.hidden(batch).index_select(0, batch.label_rows)
-            with self.policy.weights.head(self.policy.model) as (weight, weight_gradient):
-                statistics, gradient = self._head(batch, plan, rows.detach(), weight, weight_gradient, backward)
-        if gradient is not None:
-            # Also of no rows: a rank without a label touches every weight, as its fellows do.
-            rows.backward(gradient.to(rows.dtype))
-        return statistics
+    def _head(
+        self, batch: PackedBatch, plan: StepPlan, rows: torch.Tensor, backward: bool
+    ) -> tuple[RowStatistics, torch.Tensor | None]:
+        """The statistics of a micro-batch's labels, and the gradient of their hidden states, [T, H]."""
+        with self.policy.weights.head(self.policy.model) as (weight, weight_gradient):
+            return self._loss(batch, plan, rows.detach(), weight, weight_gradient, backward)
 
     @torch.no_grad()
-    def _head(
+    def _loss(
         self,
         batch: PackedBatch,
         plan: StepPlan,

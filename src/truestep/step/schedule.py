@@ -1,9 +1,9 @@
 """In which order each rank of a pipeline runs its stages' forward and backward passes. Pure data, made before a step.
 
-Stage s of P · M lies on rank s mod P. A rank first runs forward passes, as many as it takes until the first backward pass
-can come back to it, then one forward and one backward pass by turns, and then the backward passes that are left. With
-one stage a rank that is 1F1B. With several it is the interleaved 1F1B: as many micro-batches as there are ranks go
-through a rank's first stage, then through its second, and so on, before the next so many.
+A rank first runs forward passes, as many as it takes until the first backward pass can come back to it, then one
+forward and one backward pass by turns, and then the backward passes that are left. With one stage a rank that is 1F1B.
+With several it is the interleaved 1F1B: as many micro-batches as there are ranks go through a rank's first stage, then
+through its second, and so on, before the next so many.
 
 Any number of micro-batches will do: the order is that of the next multiple of the ranks, without those that are not
 there. To leave some out of an order that can be run takes nothing away that the others need.
@@ -15,36 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from truestep.ranks.pipeline import Pipeline
+
 # `docs_per_step` makes another number of micro-batches each step, and they come again and again.
 _REMEMBERED = 64
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """Which stage lies where. One process is a pipeline of one stage."""
-
-    ranks: int = 1
-    per_rank: int = 1
-
-    @property
-    def stages(self) -> int:
-        return self.ranks * self.per_rank
-
-    @property
-    def last(self) -> int:
-        return self.stages - 1
-
-    def rank_of(self, stage: int) -> int:
-        return stage % self.ranks
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        return tuple(range(rank, self.stages, self.ranks))
-
-    def most_alive(self, rank: int) -> int:
-        """Activations that a rank holds at a time: of one micro-batch and one of its stages each."""
-        if self.per_rank == 1:
-            return self.ranks - rank
-        return 2 * (self.ranks - rank - 1) + (self.per_rank - 1) * self.ranks + 1
 
 
 @dataclass(frozen=True)
@@ -81,6 +55,13 @@ class Schedule:
         )
 
 
+def most_alive(pipeline: Pipeline, rank: int) -> int:
+    """Activations that a rank holds at a time: of one micro-batch and one of its stages each."""
+    if pipeline.per_rank == 1:
+        return pipeline.ranks - rank
+    return 2 * (pipeline.ranks - rank - 1) + (pipeline.per_rank - 1) * pipeline.ranks + 1
+
+
 @lru_cache(maxsize=_REMEMBERED)
 def make_schedule(pipeline: Pipeline, micro_batches: int, backward: bool = True) -> Schedule:
     return Schedule(
@@ -91,7 +72,7 @@ def make_schedule(pipeline: Pipeline, micro_batches: int, backward: bool = True)
 def _passes(pipeline: Pipeline, rank: int, micro_batches: int, backward: bool) -> Iterator[Pass]:
     forward = list(_in_order(pipeline, rank, micro_batches, True))
     back = list(_in_order(pipeline, rank, micro_batches, False)) if backward else []
-    ahead = min(pipeline.most_alive(rank) - 1, len(forward)) if backward else len(forward)
+    ahead = min(most_alive(pipeline, rank) - 1, len(forward)) if backward else len(forward)
     order = forward[:ahead]
     for number, made in enumerate(forward[ahead:]):
         order += [made, back[number]]
