@@ -307,7 +307,7 @@ class ParallelConfig(Section):
     pipeline: Annotated[int, Field(ge=1)] = 1
     """Ranks that the layers are split over: each has some of them and passes activations on to the next."""
     stages_per_rank: Annotated[int, Field(ge=1)] = 1
-    """Runs of layers that each rank of a pipeline has, one behind another around the ranks: ranks idle less while a step
+    """Runs of layers that each rank of a pipeline has, around the ranks one after another: they idle less while a step
     begins and ends, for that many times the activations to pass on, and more of them to keep."""
 
 
