@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 benchmarks/counting.py [--tokens 1024] [--steps 12] [--device cpu]
 
 Both runs are the real loop over the same documents in the same order and micro-batches (all documents are of one
-length); they differ in how a step ends. The two alternate, several rounds of each, and medians are compared. The wait
-for the plan (`data_wait_time`) is given too: it is what the counting adds where it is not hidden.
+length); they differ in how a step ends. Rounds of the two alternate, each pair in the other order than the pair before,
+after a pair that nobody counts; medians of pairs are compared, with their quartiles. The wait for the plan
+(`data_wait_time`) is given too: it is what the counting adds where it is not hidden.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from truestep.ranks.group import Ranks
 from truestep.train import make_trainer
 
 LENGTH = 64
+WARM_UP = 2  # steps of each round
 
 
 def options() -> argparse.Namespace:
@@ -37,7 +39,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=1024, help="of a micro-batch")
     parser.add_argument("--micro-batches", type=int, default=4, help="of each rank in a step")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=8, help="pairs that count")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     return parser.parse_args()
 
@@ -81,7 +83,27 @@ def run(given: argparse.Namespace, directory: Path, name: str, ranks: Ranks, doc
     make_trainer(config, Console(file=io.StringIO()), ranks=ranks).run()
     dist.barrier()
     lines = (directory / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines][2:]  # without the first steps, which warm up
+    return [json.loads(line) for line in lines][WARM_UP:]
+
+
+def report(
+    given: argparse.Namespace, ranks: Ranks, times: dict[str, list[float]], waits: dict[str, list[float]]
+) -> None:
+    static, exact = statistics.median(times["static"]), statistics.median(times["exact"])
+    ratios = [100 * (one / other - 1) for one, other in zip(times["exact"], times["static"], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    where = "CPU" if given.device == "cpu" or not torch.cuda.is_available() else torch.cuda.get_device_name()
+    print(
+        f"torch {torch.__version__}, {ranks.size} ranks, {where}, {os.cpu_count()} cores, "
+        f"{len(ratios)} pairs of {given.steps - WARM_UP} steps"
+    )
+    print(f"a micro-batch            {1000 * static / given.micro_batches:8.1f} ms")
+    print(f"static step              {1000 * static:8.1f} ms")
+    print(f"exact step               {1000 * exact:8.1f} ms")
+    print(f"exact over static, pairs {middle:+8.2f} %    quartiles {low:+.2f} and {high:+.2f} %")
+    for name in ("static", "exact"):
+        wait = statistics.median(waits[name])
+        print(f"wait for the plan, {name:6}{1000 * wait:8.2f} ms   {100 * wait / static:.3f}% of a step")
 
 
 def main() -> None:
@@ -95,25 +117,18 @@ def main() -> None:
     if ranks.first:
         write_case(directory, given, 4 * per_step)
     dist.barrier()
-    times: dict[str, list[float]] = {"exact": [], "static": []}
+    times: dict[str, list[float]] = {"exact": [], "static": []}  # the median of each round
     waits: dict[str, list[float]] = {"exact": [], "static": []}
-    for number in range(given.rounds):
+    for number in range(given.rounds + 1):
         for name in ("static", "exact") if number % 2 else ("exact", "static"):
             lines = run(given, directory, f"{name}-{number}", ranks, per_step)
             assert all(line["num_documents"] == per_step for line in lines)
-            times[name] += [line["step_time"] for line in lines]
-            waits[name] += [line["data_wait_time"] for line in lines]
+            assert all(line["num_micro_batches"] == given.micro_batches for line in lines)
+            if number:
+                times[name].append(statistics.median(line["step_time"] for line in lines))
+                waits[name] += [line["data_wait_time"] for line in lines]
     if ranks.first:
-        exact, static = (statistics.median(times[name]) for name in ("exact", "static"))
-        where = "CPU" if given.device == "cpu" or not torch.cuda.is_available() else torch.cuda.get_device_name()
-        steps = len(times["exact"])
-        print(f"torch {torch.__version__}, {ranks.size} ranks, {where}, {os.cpu_count()} cores, {steps} steps of each")
-        print(f"a micro-batch            {1000 * static / given.micro_batches:8.1f} ms")
-        print(f"static step              {1000 * static:8.1f} ms")
-        print(f"exact step               {1000 * exact:8.1f} ms   {100 * (exact / static - 1):+.2f}%")
-        for name in ("static", "exact"):
-            wait = statistics.median(waits[name])
-            print(f"wait for the plan, {name:6}{1000 * wait:8.2f} ms   {100 * wait / static:.2f}% of a step")
+        report(given, ranks, times, waits)
     dist.destroy_process_group()
 
 

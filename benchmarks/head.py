@@ -245,14 +245,35 @@ def measure(name: str, run: Callable[[Case], Outcome], case: Case, bounds: list[
     return f"| {name} | {took * 1e3:.1f} | {of_bounds} | {extra:.2f} | " + " | ".join(columns) + " |"
 
 
+def profile(case: Case) -> str:
+    """Where the time of this head goes, by kernel, in ms of one pass after a warm one."""
+    work = heads(quick=True)["truestep, grpo"]
+    work(case)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        work(case)
+        torch.cuda.synchronize()
+    kinds = {"_statistics_kernel": "statistics", "_gradient_kernel": "gradient of the logits"}
+    spent: dict[str, float] = {}
+    for event in seen.key_averages():
+        matrix = any(word in event.key for word in ("gemm", "nvjet", "cutlass"))
+        kind = "matrix products" if matrix else kinds.get(event.key, "the rest")
+        spent[kind] = spent.get(kind, 0.0) + event.device_time_total / 1e3
+    return "   ".join(f"{kind} {took:.1f} ms" for kind, took in sorted(spent.items(), key=lambda item: -item[1]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
     parser.add_argument("--quick", action="store_true", help="without the peers")
+    parser.add_argument("--profile", action="store_true", help="only where this head's time goes")
     given = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, copy {copy_rate() / 1e12:.2f} TB/s")
     for text in given.shapes:
         case = make_case(text)
+        if given.profile:
+            print(f"{text}: {profile(case)}", flush=True)
+            continue
         case.reference = reference(case)
         rates = matrix_rates()
         bounds = [case.flops / rate for rate in rates]

@@ -11,12 +11,14 @@ import torch
 from oracles.step import oracle_logprobs, oracle_step
 from scoring import check_against_oracle, run_score, write_records
 from step.test_score_oracle import LOSSES, OPTIONS, config_for, records_for
+from truestep.head.chunked import HeadRows, forward_backward
 from truestep.head.logits import HeadSettings, row_statistics, scaled_logits
 from truestep.policy import attention
 from truestep.policy.load import load_policy
 from truestep.rollouts.packing import pack
 from truestep.rollouts.record import Needs, parse_record
 from truestep.step.plan import make_plan
+from truestep.types import Coefficients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -99,3 +101,30 @@ def test_the_float32_head_costs_no_precision_on_the_gpu() -> None:
         error[fp32] = float((found - exact).abs().max())
     assert error[True] <= 1e-4
     assert error[False] > 1e-3
+
+
+def test_more_logits_than_an_int32_can_count() -> None:
+    """One chunk of 2.5e9 of them, against chunks that are far from it."""
+    rows, vocabulary = 16_384, 151_936
+    assert rows * vocabulary > 2**31
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    hidden = torch.randn(rows, 64, device="cuda", generator=generator).bfloat16()
+    weight = (torch.randn(vocabulary, 64, device="cuda", generator=generator) * 2 / 8).bfloat16()
+    labels = torch.randint(vocabulary, (rows,), device="cuda", generator=generator)
+    advantages = torch.randn(rows, device="cuda", generator=generator) / rows
+    found = {}
+    for chunk in (rows, 1024):
+        head = HeadRows(
+            hidden, weight, labels, torch.ones(rows, device="cuda"), HeadSettings(fp32=True, chunk_size=chunk)
+        )
+        buffer = torch.zeros_like(weight, dtype=torch.float32)
+        result = forward_backward(
+            head, lambda at, _: Coefficients(advantages[at], None, advantages[at]), weight_gradient=buffer
+        )
+        found[chunk] = (result.statistics, result.hidden_gradient, buffer)
+    (one, one_hidden, one_weight), (many, many_hidden, many_weight) = found.values()
+    for name in ("logprobs", "entropy", "logsumexp"):
+        assert float((getattr(one, name) - getattr(many, name)).abs().max()) <= 1e-5
+    # Tensor cores sum 151,936 products in another order for another number of rows.
+    for mine, other, bound in ((one_hidden, many_hidden, 1e-3), (one_weight, many_weight, 1e-5)):
+        assert float((mine - other).norm() / other.norm()) <= bound
