@@ -113,6 +113,8 @@ def judge(
         (faults.document_on_two_ranks, "FSDP 2", "metric", ""),
         (faults.untied_head, "FSDP 2", "gradient", "lm_head.weight"),
         (faults.mean_of_means, "smallest micro-batches", "metric", ""),
+        (faults.tied_gradient_of_one_stage, "pipeline 2", "gradient", "embed_tokens"),
+        (faults.extremes_of_a_stage_without_a_loss, "pipeline 2", "metric", "advantage"),
         (faults.wrong_temperature, "one process", "log-prob", "logprobs of document"),
         (faults.labels_shifted_by_one, "one process", "log-prob", "logprobs of document"),
         (faults.clip_sides_swapped, "one process", "metric", "clipped_ratio_fraction"),
@@ -140,7 +142,7 @@ def test_ranks_that_hang_are_a_failure_with_a_reason(examples: Path) -> None:
 
 def test_without_a_fault_the_same_layouts_pass(examples: Path) -> None:
     config = load_config(examples / "grpo.yaml", ["--model.dtype=float32"])
-    names = {"one process", "FSDP 2", "FSDP 2, breadth first 2", "smallest micro-batches"}
+    names = {"one process", "FSDP 2", "FSDP 2, breadth first 2", "smallest micro-batches", "pipeline 2"}
     assert all(verdict.passed for verdict in verify(config, Path("out"), only=lambda layout: layout.name in names))
 
 
