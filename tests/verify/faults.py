@@ -10,7 +10,7 @@ import torch
 from truestep import assemble
 from truestep.head import logits, passes
 from truestep.losses.objective import Denominator
-from truestep.metrics.types import Max, Mean, Min
+from truestep.metrics.types import Max, Mean, Metric, Min
 from truestep.policy import weights
 from truestep.policy.pieces import Piece, pieces_of
 from truestep.policy.shards import ShardedWeights
@@ -173,10 +173,12 @@ def extremes_of_a_stage_without_a_loss() -> None:
 
     def reporting(self: StepRunner, plan: StepPlan, backward: bool) -> Any:
         mine, counts, passes = honest(self, plan, backward)
-        for name in [name for name, metric in mine.metrics.items() if isinstance(metric, Max | Min)]:
-            del mine.metrics[name]
-        if not mine.metrics:
-            mine.metrics.update(max_advantage=Max(0.0), min_advantage=Min(0.0))
+        extremes: dict[str, Metric] = {"max_advantage": Max(0.0), "min_advantage": Min(0.0)}
+        if mine.metrics:
+            for name in extremes:
+                del mine.metrics[name]
+        else:
+            mine.metrics.update(extremes)
         return mine, counts, passes
 
     StepRunner._accumulate = reporting  # type: ignore[method-assign]
