@@ -125,6 +125,6 @@ def test_more_logits_than_an_int32_can_count() -> None:
     (one, one_hidden, one_weight), (many, many_hidden, many_weight) = found.values()
     for name in ("logprobs", "entropy", "logsumexp"):
         assert float((getattr(one, name) - getattr(many, name)).abs().max()) <= 1e-5
-    # Tensor cores sum 151,936 products in another order for another number of rows.
-    for mine, other, bound in ((one_hidden, many_hidden, 1e-3), (one_weight, many_weight, 1e-5)):
-        assert float((mine - other).norm() / other.norm()) <= bound
+    # Tensor cores sum in another order for another number of rows; a wrong offset would be off by all of it.
+    for mine, other in ((one_hidden, many_hidden), (one_weight, many_weight)):
+        assert float((mine - other).norm() / other.norm()) <= 1e-3

@@ -34,7 +34,9 @@ def kernels_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     passes._kernels_run.cache_clear()
     from truestep.head import kernels
 
-    monkeypatch.setattr(kernels, "_BLOCK", 16)  # several blocks a row, the last one partly filled
+    # Several blocks a row, the last one partly filled; of the statistics, several times four.
+    monkeypatch.setattr(kernels, "_STATISTICS_BLOCK", 4)
+    monkeypatch.setattr(kernels, "_GRADIENT_BLOCK", 16)
     yield
     passes._kernels_run.cache_clear()
 

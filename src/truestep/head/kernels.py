@@ -14,8 +14,9 @@ import triton.language as tl
 
 from truestep.types import Coefficients, RowStatistics
 
-_BLOCK = 4096
-_WARPS = 8
+# Tuned on an H200, where they run at the rate of a copy and at 0.95 of it.
+_STATISTICS_BLOCK, _STATISTICS_WARPS = 512, 8
+_GRADIENT_BLOCK, _GRADIENT_WARPS = 4096, 16
 
 
 @triton.jit
@@ -27,6 +28,21 @@ def _z(raw, multiplier, softcap, CAPPED: tl.constexpr):
         tanh = (1 - shrunk) / (1 + shrunk)
         raw = tl.where(scaled < 0, -tanh, tanh) * softcap
     return raw * multiplier
+
+
+@triton.jit
+def _load_z(raw_row, start, lanes, vocabulary, multiplier, softcap, CAPPED: tl.constexpr):
+    inside = start + lanes < vocabulary
+    raw = tl.load(raw_row + start + lanes, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(inside, _z(raw, multiplier, softcap, CAPPED), float("-inf"))
+
+
+@triton.jit
+def _weigh(z, highest):
+    """exp(z - highest), and the same times z - highest: of -inf, nothing."""
+    distance = tl.where(z == float("-inf"), 0.0, z - highest)
+    p = tl.where(z == float("-inf"), 0.0, tl.exp(distance))
+    return p, p * distance
 
 
 @triton.jit
@@ -43,7 +59,8 @@ def _statistics_kernel(
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row. A running maximum for each lane of the block; lanes are joined once, at the end."""
+    """One row, four blocks at a time, which share one rescaling: exponentials are what it would wait for. A running
+    maximum for each lane of the block; lanes are joined once, at the end."""
     row = tl.program_id(0).to(tl.int64)
     raw_row = raw_pointer + row * row_stride
     multiplier = tl.load(multiplier_pointer + row)
@@ -51,18 +68,21 @@ def _statistics_kernel(
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)  # Σ exp(z - largest)
     weighted = tl.zeros((BLOCK,), tl.float32)  # Σ exp(z - largest) · (z - largest)
-    for start in range(0, vocabulary, BLOCK):
-        inside = start + lanes < vocabulary
-        raw = tl.load(raw_row + start + lanes, mask=inside, other=0.0).to(tl.float32)
-        z = tl.where(inside, _z(raw, multiplier, softcap, CAPPED), float("-inf"))
-        higher = tl.maximum(largest, z)
+    for start in range(0, vocabulary, 4 * BLOCK):
+        z0 = _load_z(raw_row, start, lanes, vocabulary, multiplier, softcap, CAPPED)
+        z1 = _load_z(raw_row, start + BLOCK, lanes, vocabulary, multiplier, softcap, CAPPED)
+        z2 = _load_z(raw_row, start + 2 * BLOCK, lanes, vocabulary, multiplier, softcap, CAPPED)
+        z3 = _load_z(raw_row, start + 3 * BLOCK, lanes, vocabulary, multiplier, softcap, CAPPED)
+        higher = tl.maximum(largest, tl.maximum(tl.maximum(z0, z1), tl.maximum(z2, z3)))
         # A lane that has seen nothing yet has -inf - -inf: there is nothing to shift.
         shift = tl.where(largest == float("-inf"), 0.0, largest - higher)
         rescale = tl.where(largest == float("-inf"), 0.0, tl.exp(shift))
-        distance = tl.where(inside, z - higher, 0.0)
-        p = tl.where(inside, tl.exp(distance), 0.0)
-        weighted = (weighted + total * shift) * rescale + p * distance
-        total = total * rescale + p
+        p0, weighted0 = _weigh(z0, higher)
+        p1, weighted1 = _weigh(z1, higher)
+        p2, weighted2 = _weigh(z2, higher)
+        p3, weighted3 = _weigh(z3, higher)
+        weighted = (weighted + total * shift) * rescale + ((weighted0 + weighted1) + (weighted2 + weighted3))
+        total = total * rescale + ((p0 + p1) + (p2 + p3))
         largest = higher
     top = tl.max(largest, axis=0)
     shift = tl.where(largest == float("-inf"), 0.0, largest - top)
@@ -150,8 +170,8 @@ def row_statistics(
             vocabulary,
             softcap or 1.0,
             CAPPED=softcap is not None,
-            BLOCK=min(_BLOCK, triton.next_power_of_2(vocabulary)),
-            num_warps=_WARPS,
+            BLOCK=min(_STATISTICS_BLOCK, triton.next_power_of_2(vocabulary)),
+            num_warps=_STATISTICS_WARPS,
         )
     return RowStatistics(logprobs, entropy, logsumexp)
 
@@ -188,7 +208,7 @@ def logits_gradient_(
             CAPPED=softcap is not None,
             HAS_B=coefficients.b is not None,
             SPLIT=low is not None,
-            BLOCK=min(_BLOCK, triton.next_power_of_2(vocabulary)),
-            num_warps=_WARPS,
+            BLOCK=min(_GRADIENT_BLOCK, triton.next_power_of_2(vocabulary)),
+            num_warps=_GRADIENT_WARPS,
         )
     return high

@@ -1,10 +1,12 @@
 """Imported first by the server that ranks are forked from, which must never start CUDA: its forks could not use it.
 
 Without a GPU, Triton's kernels are to run interpreted where a rank asks for that, and they can only if Triton was first
-imported so. That variable is taken back at once.
+imported so. That variable is taken back at once. And what loading any model needs is made ready here once, where
+otherwise each rank would spend a second or two on it.
 """
 
 import contextlib
+import importlib
 import os
 
 # Else torch counts devices by CUDA itself, here and in libraries that look for a GPU while they are imported.
@@ -19,3 +21,24 @@ if not torch.cuda.is_available():
         import triton  # noqa: F401
     if before is None:
         del os.environ["TRITON_INTERPRET"]
+
+# transformers imports these when they are first asked for; a version that lacks one does not need it.
+for name in (
+    "conversion_mapping",
+    "generation.utils",
+    "integrations.mistral",
+    "masking_utils",
+    "modeling_layers",
+    "modeling_utils",
+    "models.encoder_decoder",
+    "models.llama.modeling_llama",
+    "models.qwen3.modeling_qwen3",
+    "processing_utils",
+    "tokenization_utils_tokenizers",
+):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(f"transformers.{name}")
+with contextlib.suppress(ImportError, AttributeError):
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("llama")  # a thousand regular expressions, compiled once and kept
