@@ -164,23 +164,27 @@ def _padding(config: Config) -> str | None:
     return None
 
 
-def _parallel(config: Config) -> str | None:
+def _split_models(config: Config) -> str | None:
+    """Sampling and evaluation decode with whole layers; servers are given weights by a rank that has all of them."""
+    parallel = config.parallel
+    for name, ranks in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline)):
+        if ranks > 1 and config.sampler is not None:
+            return (
+                f"parallel.{name}: {ranks} leaves no rank a whole model to sample with or to give to servers: remove "
+                f"sampler (and train on data.path or data.source), or set parallel.{name}: 1"
+            )
+        if ranks > 1 and config.evaluation is not None:
+            return (
+                f"parallel.{name}: {ranks} leaves no rank a whole model to generate with: remove evaluation, or set "
+                f"parallel.{name}: 1"
+            )
+    return None
+
+
+def _stages(config: Config) -> str | None:
     parallel = config.parallel
     if parallel.stages_per_rank > 1 and parallel.pipeline == 1:
         return "parallel.stages_per_rank is of a pipeline: it needs parallel.pipeline > 1"
-    for name in ("tensor", "pipeline"):
-        if getattr(parallel, name) == 1:
-            continue
-        if config.sampler is not None:
-            return (
-                f"parallel.{name}: {getattr(parallel, name)} cannot be used with a sampler: completions are made, and "
-                "servers are fed, by ranks that can gather all weights; use data_shard, or train from files or a stream"
-            )
-        if config.evaluation is not None:
-            return (
-                f"parallel.{name}: {getattr(parallel, name)} cannot be used with evaluation: completions are made by "
-                "ranks that can gather all weights; use data_shard, or evaluate an export"
-            )
     return None
 
 
@@ -193,5 +197,6 @@ _RULES = (
     _learning_rate,
     _evaluation,
     _padding,
-    _parallel,
+    _split_models,
+    _stages,
 )

@@ -105,7 +105,9 @@ class Passes:
             return torch.empty_like(self._alive[taken.stage, taken.micro_batch].given)
         policy, stages = self._policy, self._policy.stages
         assert stages is not None
-        tokens = len(self._packed(taken.micro_batch).input_ids)
+        # Context and tensor ranks each have an equal share of the tokens between layers.
+        ranks = policy.weights.ranks
+        tokens = len(self._packed(taken.micro_batch).input_ids) // (ranks.context * ranks.tensor)
         return torch.empty(tokens, stages.width, dtype=policy.weights.dtype, device=policy.device)
 
     def _turn(self, made: Pass) -> Turn:

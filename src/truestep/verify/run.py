@@ -17,7 +17,9 @@ import torch
 from truestep import assemble
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
-from truestep.ranks.group import RankError, world_size
+from truestep.policy.load import load_policy
+from truestep.policy.stages import CutError
+from truestep.ranks.group import RankError, Ranks, world_size
 from truestep.ranks.launch import run_ranks
 from truestep.verify.compare import Comparer, Difference
 from truestep.verify.layouts import Layout, layouts_for
@@ -105,7 +107,7 @@ def verify(
         layouts = [
             layout
             for layout in layouts_for(case.budget, case.longest, most_ranks, not on_gpu and _kernels())
-            if only(layout)
+            if only(layout) and _permits(case, layout)
         ]
         comparer = Comparer(case.model, case.steps(case.records), case.options["loss"], case.options["optimizer"])
         verdicts = []
@@ -161,6 +163,24 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
     }
     repeats = config.schedule.updates_per_batch
     return Case(scratch, model, options, records, per_step, repeats, budget, made_up)
+
+
+def _permits(case: Case, layout: Layout) -> bool:
+    """A model that cannot be cut into so many stages is trained under the other layouts."""
+    parallel, model = layout.options.get("parallel", {}), case.options["model"]
+    pipeline, per_rank = parallel.get("pipeline", 1), parallel.get("stages_per_rank", 1)
+    try:
+        if pipeline > 1:
+            load_policy(
+                case.model,
+                device="cpu",
+                trust_remote_code=model["trust_remote_code"],
+                ranks=Ranks(0, pipeline, pipeline=pipeline),
+                stages_per_rank=per_rank,
+            )
+    except CutError:
+        return False
+    return True
 
 
 def _of_user(config: Config, documents: int) -> list[Record]:
