@@ -56,6 +56,7 @@ def make_policy(config: Config, ranks: Ranks, path: str | None = None) -> Policy
         ranks=ranks,
         reshard_after_forward=config.parallel.reshard_after_forward,
         reduce_each=config.parallel.reduce_each_micro_batch,
+        stages_per_rank=config.parallel.stages_per_rank,
     )
 
 

@@ -10,14 +10,17 @@ import torch
 from truestep import assemble
 from truestep.head import logits, passes
 from truestep.losses.objective import Denominator
-from truestep.metrics.types import Mean
+from truestep.metrics.types import Max, Mean, Metric, Min
 from truestep.policy import weights
 from truestep.policy.context import Context
-from truestep.policy.pieces import pieces_of
+from truestep.policy.pieces import Piece, pieces_of
 from truestep.policy.shards import ShardedWeights
+from truestep.policy.weights import Turn
+from truestep.ranks.group import Ranks
 from truestep.step import run
-from truestep.step.dealing import Deal
+from truestep.step.passes import Passes
 from truestep.step.run import StepRunner
+from truestep.step.schedule import Pass
 from truestep.types import PackedBatch, StepPlan, StepTotals
 
 _LOCAL_LABELS = [0]
@@ -65,18 +68,19 @@ def hidden_world_division() -> None:
 
 def last_micro_batch_only() -> None:
     """The gradient of the others is thrown away."""
-    honest, place = StepRunner._micro_batch, [0, 0]
-    told = ShardedWeights.micro_batch
+    honest, place = StepRunner._head, [0, 0]
+    told = ShardedWeights.before_forward
 
-    def remember(self: ShardedWeights, number: int, of: int, group: int, backward: bool) -> None:
-        place[:] = [number, of]
-        told(self, number, of, group, backward)
+    def remember(self: ShardedWeights, turn: Turn) -> None:
+        place[:] = [turn.number, turn.of]
+        told(self, turn)
 
-    def only_last(self: StepRunner, batch: PackedBatch, deal: Deal, plan: StepPlan, backward: bool) -> Any:
-        return honest(self, batch, deal, plan, backward and place[0] == place[1] - 1)
+    def only_last(self: Any, *arguments: Any) -> Any:
+        statistics, gradient = honest(self, *arguments)
+        return statistics, gradient if place[0] == place[1] - 1 else torch.zeros_like(gradient)
 
-    ShardedWeights.micro_batch = remember  # type: ignore[method-assign]
-    StepRunner._micro_batch = only_last  # type: ignore[method-assign]
+    ShardedWeights.before_forward = remember  # type: ignore[method-assign]
+    StepRunner._head = only_last  # type: ignore[method-assign]
 
 
 def document_on_two_ranks() -> None:
@@ -93,7 +97,7 @@ def untied_head() -> None:
     """What happens where sharding comes after the tie was lost: the head trains a copy of the embedding."""
     honest = ShardedWeights.__init__
 
-    def untying(self: ShardedWeights, model: Any, dtype: Any, ranks: Any, pieces: Any, **options: Any) -> None:
+    def untying(self: ShardedWeights, model: Any, dtype: Any, ranks: Ranks, pieces: Any, **options: Any) -> None:
         head = model.get_output_embeddings()
         head.weight = torch.nn.Parameter(head.weight.detach().clone())
         honest(self, model, dtype, ranks, pieces_of(model), **options)
@@ -145,12 +149,20 @@ def norms_not_summed_over_tensor_ranks() -> None:
 
 def ragged_ranks_hang() -> None:
     """A rank without documents runs no pass: the others wait for it, and it for them."""
-    honest = StepRunner._micro_batch
+    forward, back = Passes._forward, Passes._back
+    skipped = set()
 
-    def skipping(self: StepRunner, batch: PackedBatch, *arguments: Any) -> Any:
-        return honest(self, batch, *arguments) if batch.num_documents else self._nothing()
+    def skipping(self: Passes, made: Pass) -> None:
+        if self._packed(made.micro_batch).batch.num_documents:
+            forward(self, made)
+        else:
+            skipped.add(made.micro_batch)
 
-    StepRunner._micro_batch = skipping  # type: ignore[method-assign]
+    def none_of_those(self: Passes, made: Pass) -> None:
+        if made.micro_batch not in skipped:
+            back(self, made)
+
+    Passes._forward, Passes._back = skipping, none_of_those  # type: ignore[method-assign]
 
 
 def document_sums_of_one_rank() -> None:
@@ -169,3 +181,33 @@ def labels_counted_from_each_ranks_first() -> None:
         return honest(self, batch, plan, chunk, statistics)
 
     StepRunner._labels = local  # type: ignore[method-assign]
+
+
+def tied_gradient_of_one_stage() -> None:
+    """What the head adds to a tied embedding never comes to the embedding."""
+    honest = weights.sum_parts
+
+    def dropping(ranks: Ranks, pieces: dict[str, Piece], gradients: dict[str, torch.Tensor]) -> None:
+        for name, gradient in gradients.items():
+            if ranks.stage > 0 and len(pieces[name].stages) > 1:
+                gradient.zero_()
+        honest(ranks, pieces, gradients)
+
+    weights.sum_parts = dropping
+
+
+def extremes_of_a_stage_without_a_loss() -> None:
+    """What was reported as a pipeline's largest and smallest is of the first stage, which has none: 0."""
+    honest = StepRunner._accumulate
+
+    def reporting(self: StepRunner, plan: StepPlan, backward: bool) -> Any:
+        mine, counts, passes = honest(self, plan, backward)
+        extremes: dict[str, Metric] = {"max_advantage": Max(0.0), "min_advantage": Min(0.0)}
+        if mine.metrics:
+            for name in extremes:
+                del mine.metrics[name]
+        else:
+            mine.metrics.update(extremes)
+        return mine, counts, passes
+
+    StepRunner._accumulate = reporting  # type: ignore[method-assign]

@@ -67,6 +67,7 @@ def test_every_example_passes_under_every_layout(name: str, examples: Path, tmp_
     assert time.perf_counter() - started < 120
     said = json.loads((tmp_path / "out" / "verify.json").read_text(encoding="utf-8"))
     assert said["passed"] and {layout["ranks"] for layout in said["layouts"]} == {1, 2, 4}
+    assert {"pipeline 2", "pipeline 4"} <= {layout["name"] for layout in said["layouts"]}
     for layout in said["layouts"]:
         for kind, found in layout["worst"].items():
             assert found["value"] <= {"half precision": 1.5, "update": 1e-6}.get(kind, 1e-5)
@@ -116,6 +117,8 @@ def judge(
         (faults.counted_on_every_rank, "tensor 2", "loss", "loss"),
         (faults.norms_not_summed_over_tensor_ranks, "data 2 x tensor 2", "gradient", "norm"),
         (faults.mean_of_means, "smallest micro-batches", "metric", ""),
+        (faults.tied_gradient_of_one_stage, "pipeline 2", "gradient", "embed_tokens"),
+        (faults.extremes_of_a_stage_without_a_loss, "pipeline 2", "metric", "advantage"),
         (faults.wrong_temperature, "one process", "log-prob", "logprobs of document"),
         (faults.labels_shifted_by_one, "one process", "log-prob", "logprobs of document"),
         (faults.clip_sides_swapped, "one process", "metric", "clipped_ratio_fraction"),
@@ -153,7 +156,7 @@ def test_ranks_that_hang_are_a_failure_with_a_reason(examples: Path) -> None:
 
 def test_without_a_fault_the_same_layouts_pass(examples: Path) -> None:
     config = load_config(examples / "grpo.yaml", ["--model.dtype=float32"])
-    names = {"one process", "FSDP 2", "FSDP 2, breadth first 2", "smallest micro-batches"}
+    names = {"one process", "FSDP 2", "FSDP 2, breadth first 2", "smallest micro-batches", "pipeline 2"}
     assert all(verdict.passed for verdict in verify(config, Path("out"), only=lambda layout: layout.name in names))
 
 
@@ -180,6 +183,21 @@ def test_layouts_that_a_model_does_not_permit_are_left_out(tmp_path: Path) -> No
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(options), encoding="utf-8")
     config = load_config(tmp_path / "c.yaml")
     assert verify(config, tmp_path / "out", documents=2, only=lambda layout: "tensor" in layout.name) == []
+
+
+def test_pipelines_that_a_model_does_not_permit_are_left_out(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Two layers make two stages."""
+    from small_runs import write_rollouts
+
+    write_rollouts(tmp_path / "rollouts.jsonl", 4)
+    options = {
+        "model": {"path": str(tiny_model("llama")), "dtype": "float32"},
+        "data": {"path": str(tmp_path / "rollouts.jsonl"), "advantages": "none", "tokens_per_microbatch": 64},
+    }
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(options), encoding="utf-8")
+    config = load_config(tmp_path / "c.yaml")
+    verdicts = verify(config, tmp_path / "out", full=True, only=lambda layout: layout.name.startswith("pipeline"))
+    assert [(verdict.layout.name, verdict.passed) for verdict in verdicts] == [("pipeline 2", True)]
 
 
 def test_the_whole_model_and_its_own_rollouts(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:

@@ -181,6 +181,13 @@ def _split_models(config: Config) -> str | None:
     return None
 
 
+def _stages(config: Config) -> str | None:
+    parallel = config.parallel
+    if parallel.stages_per_rank > 1 and parallel.pipeline == 1:
+        return "parallel.stages_per_rank is of a pipeline: it needs parallel.pipeline > 1"
+    return None
+
+
 _RULES = (
     _one_source,
     _sent_documents,
@@ -191,4 +198,5 @@ _RULES = (
     _evaluation,
     _padding,
     _split_models,
+    _stages,
 )

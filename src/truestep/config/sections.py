@@ -305,8 +305,11 @@ class ParallelConfig(Section):
     the model; between them, tokens are."""
     context: Annotated[int, Field(ge=1)] = 1
     """Ranks that a micro-batch's tokens are split over; a divisor of the model's query heads."""
-    pipeline: Literal[1] = 1
-    """Ranks that the layers are split over. This version runs on one."""
+    pipeline: Annotated[int, Field(ge=1)] = 1
+    """Ranks that the layers are split over: each has some of them and passes activations on to the next."""
+    stages_per_rank: Annotated[int, Field(ge=1)] = 1
+    """Runs of layers that each rank of a pipeline has, around the ranks one after another: they idle less while a step
+    begins and ends, for that many times the activations to pass on, and more of them to keep."""
 
 
 class AdamWConfig(Section):

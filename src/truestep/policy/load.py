@@ -16,12 +16,21 @@ from truestep.policy.context import Context, check_heads
 from truestep.policy.embedding import accumulate_in_float32, every_token_counts
 from truestep.policy.pieces import pieces_of
 from truestep.policy.policy import ModelFacts, Policy
-from truestep.policy.probe import ModelError, probe_context, probe_cut, probe_float32, probe_half_precision
-from truestep.policy.save import read_companions
+from truestep.policy.probe import (
+    ModelError,
+    probe_context,
+    probe_cut,
+    probe_float32,
+    probe_half_precision,
+    probe_stages,
+)
+from truestep.policy.save import read_companions, saved_buffers
 from truestep.policy.shards import ShardedWeights
+from truestep.policy.stages import check_layers, keep_own
 from truestep.policy.tensor import cut_model, tensor_plan
 from truestep.policy.weights import Weights
 from truestep.ranks.group import ALONE, Ranks
+from truestep.ranks.pipeline import Pipeline
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +47,12 @@ def load_policy(
     ranks: Ranks = ALONE,
     reshard_after_forward: bool = True,
     reduce_each: bool = False,
+    stages_per_rank: int = 1,
 ) -> Policy:
     """`longest_document` says how far the probe looks for a length at which the model changes its ways."""
     directory = Path(path)
-    model, tokenizer = _read(directory, trust_remote_code, ranks)
+    pipeline = Pipeline(ranks.pipeline, stages_per_rank)
+    model, tokenizer = _read(directory, trust_remote_code, ranks, pipeline)
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ModelError("model.device: cuda was asked for and there is no CUDA device")
@@ -64,9 +75,15 @@ def load_policy(
     pieces = pieces_of(model)
     if dtype != "float32" and place.type == "cpu":
         accumulate_in_float32(model)
+    stages, buffers = None, {}
+    if pipeline.ranks > 1:
+        stages = probe_stages(model, pipeline, probe, place)
+        buffers = saved_buffers(model)
     if ranks.tensor > 1:
         pieces = cut_model(model, tensor_plan(model.config, ranks.tensor), ranks, pieces)
         probe_cut(model, probe, place, ranks)
+    if stages is not None:
+        pieces = keep_own(model, stages, ranks.stage, pieces)
     weights: Weights
     if ranks.shards > 1:
         weights = ShardedWeights(
@@ -74,7 +91,8 @@ def load_policy(
         )
     else:
         weights = Weights(model, compute, ranks, pieces)
-    return Policy(model, directory, settings, weights, facts, tokenizer, read_companions(directory))
+    companions = read_companions(directory)
+    return Policy(model, directory, settings, weights, facts, tokenizer, companions, stages, buffers)
 
 
 def _enable_activation_checkpointing(model: Any) -> None:
@@ -86,7 +104,7 @@ def _enable_activation_checkpointing(model: Any) -> None:
     model.train()  # transformers recomputes in training mode only; there is no dropout left to switch on
 
 
-def _read(directory: Path, trust_remote_code: bool, ranks: Ranks) -> tuple[Any, Any]:
+def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipeline) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -101,6 +119,7 @@ def _read(directory: Path, trust_remote_code: bool, ranks: Ranks) -> tuple[Any, 
         check_heads(getattr(config.get_text_config(), "num_attention_heads", 0), ranks.context, ranks.tensor)
         if ranks.tensor > 1:  # refused before anything is read
             tensor_plan(config, ranks.tensor)
+        check_layers(config.get_text_config().num_hidden_layers, pipeline)
         loader: Any = AutoModelForCausalLM  # its types do not know output_loading_info
         model, loading = loader.from_pretrained(
             directory,

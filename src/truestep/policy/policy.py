@@ -18,8 +18,10 @@ from truestep.head.vocab_parallel import VocabularyShard
 from truestep.policy import attention
 from truestep.policy.context import Context
 from truestep.policy.pieces import Piece
+from truestep.policy.stages import Stages
 from truestep.policy.weights import Weights
 from truestep.ranks.exchange import gather_same
+from truestep.ranks.pipeline import Pipeline
 from truestep.types import PackedBatch
 
 
@@ -54,6 +56,8 @@ class Policy:
     facts: ModelFacts
     tokenizer: Any = None
     companions: Mapping[str, bytes] = field(default_factory=dict)  # the directory's other files, by name
+    stages: Stages | None = None  # how it is cut; None: all of it is here
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of all its layers, where some are elsewhere
 
     @property
     def device(self) -> torch.device:
@@ -83,19 +87,36 @@ class Policy:
         return VocabularyShard(group, *Piece.slice_of(self.vocabulary_size, ranks))
 
     def hidden(self, batch: PackedBatch) -> torch.Tensor:  # [S, H], or of this context rank's tokens
-        """The last hidden state of every token of a packed micro-batch, with its graph. Tensor ranks have all of them
-        alike, and each must be given the whole gradient."""
-        hidden = packed_hidden(self.model, batch, self.device, self.context)
+        """The last hidden state of every token of a packed micro-batch, with its graph."""
+        return self.through(0, batch, None)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        return Pipeline() if self.stages is None else self.stages.pipeline
+
+    def through(self, stage: int, batch: PackedBatch, received: torch.Tensor | None) -> torch.Tensor:  # [S, H]
+        """What a stage that is here makes of a packed micro-batch and of what the stage before made. Between stages, of
+        the tokens that are here; behind the last, tensor ranks have all of their context rank's alike, and each must be
+        given the whole gradient."""
+        if self.stages is None:
+            hidden = packed_hidden(self.model, batch, self.device, self.context)
+        else:
+            hidden = stage_hidden(self.model, self.stages, stage, batch, self.device, received, self.context)
         group = self.weights.ranks.group("tensor")
-        return hidden if group is None else gather_same(hidden, group)
+        return hidden if group is None or stage < self.pipeline.last else gather_same(hidden, group)
 
     def plain_attention(self) -> AbstractContextManager[None]:
         return plain_attention(self.model)
 
 
 def packed_hidden(
-    model: Any, batch: PackedBatch, device: torch.device, context: Context | None = None
+    model: Any,
+    batch: PackedBatch,
+    device: torch.device,
+    context: Context | None = None,
+    embedded: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [S, H], or of the tokens that are here
+    """`embedded`, like the result, where the embedding is elsewhere."""
     layout = attention.make_layout(batch.segments, device, context)
     tokens = int(batch.segments[batch.num_documents])
     # Whatever stands in the padding is replaced here: an id outside the vocabulary must not reach the embedding.
@@ -106,13 +127,29 @@ def packed_hidden(
         here = context.run(len(input_ids))
         input_ids, position_ids = input_ids[here], position_ids[here]
     output = model.base_model(
-        input_ids=input_ids[None],
+        input_ids=input_ids[None] if embedded is None else None,
+        inputs_embeds=None if embedded is None else embedded[None],
         position_ids=position_ids[None],
         attention_mask=None,
         use_cache=False,
         packed_layout=layout,
     )
     return output.last_hidden_state[0]
+
+
+def stage_hidden(
+    model: Any,
+    stages: Stages,
+    stage: int,
+    batch: PackedBatch,
+    device: torch.device,
+    received: torch.Tensor | None,
+    context: Context | None = None,
+) -> torch.Tensor:  # [S, H], or of the tokens that are here
+    nothing = None if received is None else received.detach().new_zeros(1, 1).expand_as(received)
+    with stages.opened(stage, received) as taken:
+        hidden = packed_hidden(model, batch, device, context, nothing)
+    return hidden if taken is None else taken.hidden[0]
 
 
 @contextmanager

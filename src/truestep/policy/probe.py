@@ -18,9 +18,11 @@ import torch
 from truestep.errors import TruestepError
 from truestep.head.logits import HeadSettings, scaled_logits
 from truestep.policy.context import Context
-from truestep.policy.policy import packed_hidden, plain_attention
+from truestep.policy.policy import packed_hidden, plain_attention, stage_hidden
+from truestep.policy.stages import CutError, Stages, stages_of
 from truestep.ranks.exchange import gather_same
 from truestep.ranks.group import Ranks
+from truestep.ranks.pipeline import Pipeline
 from truestep.types import PackedBatch
 
 FLOAT32_TOLERANCE = 1e-4
@@ -109,6 +111,22 @@ def probe_cut(model: Any, probe: Probe, device: torch.device, ranks: Ranks) -> N
 
 
 @torch.no_grad()
+def probe_stages(model: Any, pipeline: Pipeline, probe: Probe, device: torch.device) -> Stages:
+    """How a whole float32 model is cut, which must give the same values stage after stage."""
+    batch, name = _batch(probe.documents), type(model).__name__
+    with _explained(f"{name} cannot be cut into stages", CutError):
+        stages = stages_of(model, pipeline, lambda: packed_hidden(model, batch, device))
+        hidden = None
+        for stage in range(pipeline.stages):
+            hidden = stage_hidden(model, stages, stage, batch, device, hidden)
+    assert hidden is not None
+    difference = _distance(hidden, packed_hidden(model, batch, device))
+    if not difference <= FLOAT32_TOLERANCE:
+        raise CutError(_complaint(f"{name}: its layers in stages give other values", difference, FLOAT32_TOLERANCE))
+    return stages
+
+
+@torch.no_grad()
 def probe_half_precision(model: Any, probe: Probe, device: torch.device, dtype: torch.dtype) -> None:
     """Of a float32 model, which it is again afterwards."""
     with _rounded(model, dtype):
@@ -133,12 +151,14 @@ def _rounded(model: Any, dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
+def _explained(what: str, refused: type[TruestepError] = ModelError) -> Iterator[None]:
     """Whatever a model's code raises is a reason to refuse it."""
     try:
         yield
+    except TruestepError:
+        raise
     except Exception as error:
-        raise ModelError(f"{what}: {type(error).__name__}: {error}") from error
+        raise refused(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def _packed(model: Any, documents: list[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,15 +28,19 @@ def read_companions(directory: Path) -> dict[str, bytes]:
     }
 
 
+def saved_buffers(model: Any) -> dict[str, torch.Tensor]:
+    """Buffers that belong to the weights, such as a router's correction; the same names are what a load asks for."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return {name: value for name, value in model.state_dict().items() if name not in named}
+
+
 def save_policy(policy: Policy, directory: Path, dtype: torch.dtype = torch.float32) -> None:
     """Into a new directory, written by the first rank; every rank calls this. The float32 weights by default; another
     type is rounded to once."""
     tensors = policy.weights.collect(dtype)
     if not policy.weights.ranks.first:
         return
-    # Buffers that belong to the weights, such as a router's correction; the same names are what a load asks for.
-    named = dict(policy.model.named_parameters(remove_duplicate=False))
-    tensors |= {name: value for name, value in policy.model.state_dict().items() if name not in named}
+    tensors |= {**policy.buffers, **saved_buffers(policy.model)}
     # transformers knows the names and groupings that this architecture's files use; tied tensors are written once.
     policy.model.save_pretrained(directory, state_dict=tensors)
     for name, content in policy.companions.items():

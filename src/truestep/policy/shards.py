@@ -16,7 +16,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from truestep.policy.pieces import Piece, pieces_of
-from truestep.policy.weights import Weights
+from truestep.policy.weights import Turn, Weights
 from truestep.ranks.exchange import all_gather, reduce_scatter
 from truestep.ranks.group import Ranks
 
@@ -35,17 +35,19 @@ class ShardedWeights(Weights):
         reduce_each: bool = False,
     ):
         assert ranks.mesh is not None
-        self.ranks = ranks
+        self.ranks, self.dtype = ranks, dtype
         self.pieces = dict(pieces or pieces_of(model))
         self._reshard, self._reduce_each = reshard_after_forward, reduce_each
         self._group = ranks.mesh.get_group("shard")
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._shapes = {name: parameter.shape for parameter, name in names.items()}
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        tied = head.weight is embedding.weight
-        self._head_name = names[head.weight]
+        # Stages of a pipeline have one of the two, or neither; a tied embedding is at both ends, for the head alone at
+        # the last.
+        tied = head.weight is not None and head.weight is embedding.weight
+        self._head_name = names.get(head.weight)
         self._head_module: Any = embedding if tied else head
-        self._base: Any = model.base_model
+        self._embedding, self._base = embedding, model.base_model
         self._tied = tied
         if tied:
             # The head has no parameter of its own: it reads the embedding's. A reference to the whole tensor would
@@ -57,12 +59,13 @@ class ShardedWeights(Weights):
         dimensions = ("replicate", "shard") if ranks.replicas > 1 else ("shard",)
         options: dict[str, Any] = {"mesh": ranks.mesh[dimensions], "mp_policy": policy}
         self._layers: list[Any] = list(_layers(self._base))
-        for layer in self._layers:
+        for layer in filter(_has_weights, self._layers):
             fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
         # A tied embedding stays gathered until the head is done with it.
-        fully_shard(embedding, reshard_after_forward=reshard_after_forward and not tied, **options)
+        if _has_weights(embedding):
+            fully_shard(embedding, reshard_after_forward=reshard_after_forward and not tied, **options)
         fully_shard(self._base, reshard_after_forward=reshard_after_forward, **options)
-        if not tied:
+        if not tied and _has_weights(head):
             fully_shard(head, reshard_after_forward=False, **options)
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._modules:
@@ -97,25 +100,31 @@ class ShardedWeights(Weights):
     def gradients(self) -> dict[str, torch.Tensor]:
         return {name: _present(master) for name, master in self.master.items()}
 
-    def micro_batch(self, number: int, of: int, group: int, backward: bool) -> None:
-        last = number == of - 1
-        last_of_group = last or number % group == group - 1
-        modules: list[Any] = [self._base] if self._tied else [self._base, self._head_module]
-        for module in modules:
-            module.set_requires_gradient_sync(last or self._reduce_each)
-            module.set_is_last_backward(last or self._reduce_each)
-            # Within a group a layer's weights are gathered once, for all of its micro-batches.
-            module.set_reshard_after_backward(last_of_group)
-        for layer in self._layers:
-            reshard = self._reshard and (group == 1 or (not backward and last_of_group))
+    def before_forward(self, turn: Turn) -> None:
+        # Within a group a layer's weights are gathered once, for all of its micro-batches.
+        reshard = self._reshard and (turn.group == 1 or (not turn.backward and turn.last_of_group))
+        for layer in self._layers[turn.layers]:
             layer.set_reshard_after_forward(reshard, recurse=False)
+
+    def before_backward(self, turn: Turn) -> None:
+        self._base.set_is_last_backward((turn.last and turn.final) or self._reduce_each)
+        modules = [*self._layers[turn.layers]]
+        if turn.begins:
+            modules.append(self._embedding)
+        if turn.ends:
+            modules.append(self._base)
+        for module in modules:
+            module.set_requires_gradient_sync(turn.last or self._reduce_each, recurse=False)
+            module.set_reshard_after_backward(turn.last_of_group, recurse=False)
 
     @contextmanager
     def head(self, model: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
         self._head_module.unshard()
         weight = self._head_module.weight
         yield weight.detach(), self._head_buffer(weight)
-        if not self._tied or not torch.is_grad_enabled():
+        # A tied one goes on to its backward pass as the embedding, where it is that.
+        embeds = self._tied and self.ranks.stage == 0
+        if not embeds or not torch.is_grad_enabled():
             self._head_module.reshard()
         if self._reduce_each:
             self._reduce_head()
@@ -137,6 +146,7 @@ class ShardedWeights(Weights):
         part = whole.new_empty(whole.shape[0] // self.ranks.shards, whole.shape[1])
         reduce_scatter(part, whole, group=self._group)
         self._head_gradient = None
+        assert self._head_name is not None
         master = self.master[self._head_name]
         mine = self.ranks.sum_over("replicate", part)[: master.shape[0]]
         if master.grad is None:
@@ -186,6 +196,10 @@ class ShardedWeights(Weights):
 
     def publish(self) -> None:
         """Nothing: the next gather reads the masters' memory."""
+
+
+def _has_weights(module: torch.nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def _layers(base: Any) -> Iterator[torch.nn.Module]:

@@ -11,12 +11,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from truestep.policy.pieces import Piece, pieces_of, sum_parts
 from truestep.ranks.group import ALONE, Ranks
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A pass of one micro-batch through a stage, for which weights are made ready."""
+
+    layers: slice
+    begins: bool  # with the embedding
+    ends: bool  # with the head, and what is before it
+    final: bool  # whether the backward passes of no other stage that is here come later
+    number: int  # of the micro-batch, from 0
+    of: int  # micro-batches of the step
+    group: int  # micro-batches that share a gathering
+    backward: bool  # whether the step has backward passes
+
+    @property
+    def last(self) -> bool:
+        return self.number == self.of - 1
+
+    @property
+    def last_of_group(self) -> bool:
+        return self.last or self.number % self.group == self.group - 1
 
 
 class Weights:
@@ -30,7 +53,7 @@ class Weights:
         pieces: Mapping[str, Piece] | None = None,
     ):
         """`pieces` where the model is not whole: of all its weights, by name, in the whole model's order."""
-        self.ranks = ranks
+        self.ranks, self.dtype = ranks, dtype
         self.pieces = dict(pieces or pieces_of(model))
         # `named_parameters` gives a tied tensor once, under the name it is first registered by: its input embedding's.
         self._computed = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -79,8 +102,11 @@ class Weights:
 
     # ---- A step: gradients are whole, and the same on every rank that holds them, when `reduce` returns.
 
-    def micro_batch(self, number: int, of: int, group: int, backward: bool) -> None:
-        """Before each micro-batch of a step: its number from 0, and how many follow one another in a group."""
+    def before_forward(self, turn: Turn) -> None:
+        """Before each forward pass of a step."""
+
+    def before_backward(self, turn: Turn) -> None:
+        """Before each backward pass of a step."""
 
     def head_parameter(self, model: Any) -> torch.nn.Parameter:  # [V, H]
         return model.get_output_embeddings().weight

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from truestep.errors import TruestepError
+from truestep.ranks.pipeline import wires
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -78,6 +79,11 @@ class Ranks:
     def stage(self) -> int:
         """Which of the pipeline's ranks this is."""
         return self.rank * self.pipeline // self.size
+
+    def of_stage(self, stage: int) -> int:
+        """The number of the rank that is in this one's place at another of the pipeline's ranks."""
+        between = self.size // self.pipeline
+        return stage * between + self.rank % between
 
     def group(self, dimension: str) -> dist.ProcessGroup | None:
         """This rank and its fellows in one dimension, or `ends`, the first and last of its pipeline. None: alone."""
@@ -212,6 +218,9 @@ def _groups(ranks: Ranks, mesh: DeviceMesh, patience: timedelta) -> dict[str, di
     named["context"] = _own_group(ranks.rank, runs, patience)
     ends = numbers.view(ranks.pipeline, -1)[[0, -1]].T
     named["ends"] = _own_group(ranks.rank, ends, patience) if ranks.pipeline > 1 else None
+    if ranks.pipeline > 1:
+        lines = numbers.view(ranks.pipeline, -1).T
+        named |= {name: _own_group(ranks.rank, lines, patience) for name in wires(ranks.pipeline)}
     return {name: group for name, group in named.items() if group is not None and dist.get_world_size(group) > 1}
 
 

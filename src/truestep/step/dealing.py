@@ -100,6 +100,17 @@ class Deal:
         return Pieces(lead, tuple(whole), tail)
 
 
+@dataclass(frozen=True)
+class Dealt:
+    """A micro-batch on this rank's device, and which of its labels are this rank's."""
+
+    batch: PackedBatch
+    deal: Deal
+
+    def rows(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.deal.rows(hidden, self.batch.label_rows)
+
+
 def _even(count: int, parts: int) -> list[slice]:
     return [slice(count * part // parts, count * (part + 1) // parts) for part in range(parts)]
 

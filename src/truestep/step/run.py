@@ -22,7 +22,8 @@ from truestep.policy.policy import Policy
 from truestep.policy.weights import Weights
 from truestep.ranks.group import Ranks
 from truestep.rollouts.packing import pack
-from truestep.step.dealing import Deal
+from truestep.step.dealing import Deal, Dealt
+from truestep.step.passes import Passes
 from truestep.types import Coefficients, DocumentScore, PackedBatch, RowStatistics, StepPlan
 
 _COUNTS = ("num_documents", "num_labels", "num_tokens", "num_micro_batches")
@@ -64,8 +65,10 @@ class StepRunner:
 
     @property
     def _measures(self) -> bool:
-        """Ranks that share a micro-batch all know its labels' statistics; one of them counts them."""
-        return self._ranks.context_rank == 0 and self._ranks.tensor_rank == 0
+        """Of the ranks that compute a micro-batch together, those of the last stage know what became of its labels, and
+        one of them says so for all."""
+        ranks, pipeline = self._ranks, self.policy.pipeline
+        return ranks.stage == pipeline.rank_of(pipeline.last) and ranks.context_rank == ranks.tensor_rank == 0
 
     @property
     def _multiple(self) -> int:
@@ -81,15 +84,16 @@ class StepRunner:
     ) -> Accumulated:
         """The plan's metrics over all ranks, and with `backward` its whole gradient. `beside`: this rank's own metrics,
         to be reduced with the rest. Every rank that computes holds a part of the weights, so all run every pass."""
-        mine, counts = self._accumulate(plan, backward)
+        mine, counts, passes = self._accumulate(plan, backward)
         parts = self._ranks.gather((on_host(mine.metrics | dict(beside or {})), mine.scores))
+        passes.settle()
         metrics: dict[str, Metric] = dict(counts)
         for part, _ in parts:
             metrics = merge(metrics, part)
         scores = {index: score for _, part in parts for index, score in part.items()}
         return Accumulated(metrics, tuple(scores[index] for index in sorted(scores)))
 
-    def _accumulate(self, plan: StepPlan, backward: bool) -> tuple[_Mine, dict[str, Metric]]:
+    def _accumulate(self, plan: StepPlan, backward: bool) -> tuple[_Mine, dict[str, Metric], Passes]:
         totals, weights = plan.totals, self.policy.weights
         if plan.ranks != self._ranks.data:
             raise ValueError(f"a plan for {plan.ranks} ranks on {self._ranks.data}")
@@ -100,60 +104,72 @@ class StepRunner:
             "num_tokens": Sum(float(totals.num_tokens)),
             "num_micro_batches": Sum(float(len(plan.micro_batches) // plan.ranks)),
         }
-        metrics: dict[str, Metric] = {}
-        scores: dict[int, DocumentScore] = {}
+        mine = _Mine({}, {})
         if backward:
             weights.zero_gradients()
         micro_batches = plan.of_rank(self._ranks.data_rank)
         # Where no rank has a label there is nothing to predict and nothing to differentiate.
         computed = [number for number in range(len(micro_batches)) if _any_label(plan, plan.at_once(number))]
-        for number, micro_batch in enumerate(micro_batches):
-            if not micro_batch and number not in computed:
-                continue
-            packed = pack(plan, micro_batch, self._multiple)
-            batch, deal = packed.to(self.policy.device), Deal.of(packed, self.policy.context)
-            if number in computed:
-                weights.micro_batch(computed.index(number), len(computed), self.breadth_first, backward)
-                statistics = self._micro_batch(batch, deal, plan, backward)
-            else:
-                statistics = self._nothing()
-            if not self._measures:
-                continue
-            labels = self._labels(batch, plan, slice(None), statistics)
-            facts = _document_facts(batch, plan)
-            metrics = merge(metrics, measure(labels, self.objective, facts, self.metrics_level))
-            if self.keep_scores:
-                scores |= _scores(batch, plan, statistics)
+
+        def dealt(number: int) -> Dealt:
+            packed = pack(plan, micro_batches[number], self._multiple)
+            return Dealt(packed.to(self.policy.device), Deal.of(packed, self.policy.context))
+
+        def head(one: Dealt, rows: torch.Tensor) -> torch.Tensor | None:
+            statistics, gradient = self._head(one, plan, rows, backward)
+            if self._measures:
+                self._measure(mine, one.batch, plan, statistics)
+            return gradient
+
+        passes = Passes(
+            self.policy,
+            len(computed),
+            lambda number: dealt(computed[number]),
+            head,
+            backward=backward,
+            group=self.breadth_first,
+        )
+        passes.run()
+        if self._measures:
+            for number, members in enumerate(micro_batches):
+                if members and number not in computed:
+                    self._measure(mine, dealt(number).batch, plan, self._nothing())
         if backward:
             weights.reduce()
-        return _Mine(metrics, scores), counts
+        return mine, counts, passes
+
+    def _measure(self, mine: _Mine, batch: PackedBatch, plan: StepPlan, statistics: RowStatistics) -> None:
+        """Add a micro-batch's metrics, and scores where they are kept."""
+        labels = self._labels(batch, plan, slice(None), statistics)
+        facts = _document_facts(batch, plan)
+        mine.metrics.update(merge(mine.metrics, measure(labels, self.objective, facts, self.metrics_level)))
+        if self.keep_scores:
+            mine.scores.update(_scores(batch, plan, statistics))
 
     def _nothing(self) -> RowStatistics:
         nothing = torch.zeros(0, device=self.policy.device)
         return RowStatistics(nothing, nothing, nothing)
 
-    def _micro_batch(self, batch: PackedBatch, deal: Deal, plan: StepPlan, backward: bool) -> RowStatistics:
-        """Statistics of all the micro-batch's labels, and this rank's part of the gradient."""
-        with torch.set_grad_enabled(backward):
-            rows = deal.rows(self.policy.hidden(batch), batch.label_rows)
-            with self.policy.weights.head(self.policy.model) as (weight, weight_gradient):
-                statistics, gradient = self._head(batch, deal, plan, rows.detach(), weight, weight_gradient, backward)
-        if gradient is not None:
-            # Also of no rows: a rank without a label touches every weight, as its fellows do.
-            rows.backward(gradient.to(rows.dtype))
-        return deal.gather(statistics)
+    def _head(
+        self, one: Dealt, plan: StepPlan, rows: torch.Tensor, backward: bool
+    ) -> tuple[RowStatistics, torch.Tensor | None]:
+        """The statistics of all the micro-batch's labels, and the gradient of the hidden states that predict this
+        rank's, [T, H]."""
+        with self.policy.weights.head(self.policy.model) as (weight, weight_gradient):
+            statistics, gradient = self._loss(one, plan, rows.detach(), weight, weight_gradient, backward)
+        return one.deal.gather(statistics), gradient
 
     @torch.no_grad()
-    def _head(
+    def _loss(
         self,
-        batch: PackedBatch,
-        deal: Deal,
+        one: Dealt,
         plan: StepPlan,
         rows: torch.Tensor,
         weight: torch.Tensor,
         weight_gradient: torch.Tensor | None,
         backward: bool,
     ) -> tuple[RowStatistics, torch.Tensor | None]:
+        batch, deal = one.batch, one.deal
         mine, shard = deal.mine, self.policy.vocabulary_shard
         head = HeadRows(rows, weight, batch.label_ids[mine], batch.temperature[mine], self.policy.head, shard)
         if not backward:

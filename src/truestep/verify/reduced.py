@@ -22,12 +22,13 @@ from truestep.verify.oracle import Record, oracle_logprobs
 from truestep.verify.reference import Reference
 
 VOCABULARY = 97  # a prime: no block, shard or chunk divides it
+LAYERS = 4  # as many as the stages of the longest pipeline among the layouts
 _SIZES: dict[str, int] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": LAYERS,
     "vocab_size": VOCABULARY,
     "num_experts": 4,
     "num_local_experts": 4,
@@ -55,7 +56,7 @@ def reduce_model(source: Path, directory: Path, seed: int, trust_remote_code: bo
             settings[name] = size
     if settings.get("layer_types"):
         kinds = list(dict.fromkeys(settings["layer_types"]))[:2]
-        settings["layer_types"] = (kinds * 2)[:2]
+        settings["layer_types"] = (kinds * LAYERS)[:LAYERS]
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         value = settings.get(name)
         settings[name] = [token % VOCABULARY for token in value] if isinstance(value, list) else _inside(value)

@@ -18,9 +18,11 @@ from truestep import assemble
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.policy.context import ContextError, check_heads
+from truestep.policy.load import load_policy
 from truestep.policy.probe import ModelError
+from truestep.policy.stages import CutError
 from truestep.policy.tensor import tensor_plan
-from truestep.ranks.group import RankError, world_size
+from truestep.ranks.group import RankError, Ranks, world_size
 from truestep.ranks.launch import run_ranks
 from truestep.verify.compare import Comparer, Difference
 from truestep.verify.layouts import Layout, layouts_for
@@ -167,19 +169,27 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
 
 
 def _permits(case: Case, layout: Layout) -> bool:
-    """A model whose heads so many ranks cannot share, or whose layers cannot be cut, one of experts for example, is
-    trained under the other layouts."""
+    """A model whose heads so many ranks cannot share, whose layers cannot be cut (experts, for example) or that has too
+    few of them is trained under the other layouts."""
     from transformers import AutoConfig
 
-    parallel = layout.options.get("parallel", {})
-    trusted = case.options["model"]["trust_remote_code"]
+    parallel, model = layout.options.get("parallel", {}), case.options["model"]
+    tensor, context, pipeline = (parallel.get(name, 1) for name in ("tensor", "context", "pipeline"))
+    trusted = model["trust_remote_code"]
     config = AutoConfig.from_pretrained(case.model, local_files_only=True, trust_remote_code=trusted)
     try:
-        tensor = parallel.get("tensor", 1)
-        check_heads(getattr(config.get_text_config(), "num_attention_heads", 0), parallel.get("context", 1), tensor)
+        check_heads(getattr(config.get_text_config(), "num_attention_heads", 0), context, tensor)
         if tensor > 1:
             tensor_plan(config, tensor)
-    except (ContextError, ModelError):
+        if pipeline > 1:
+            load_policy(
+                case.model,
+                device="cpu",
+                trust_remote_code=trusted,
+                ranks=Ranks(0, pipeline, pipeline=pipeline),
+                stages_per_rank=parallel.get("stages_per_rank", 1),
+            )
+    except (ContextError, CutError, ModelError):
         return False
     return True
 

@@ -1,0 +1,250 @@
+"""A model cut into the stages of a pipeline: contiguous decoder layers, with the embedding before the first of them and
+the final norm and the head behind the last.
+
+A stage runs the model's own code with its own layers alone. Whatever that code makes of positions it makes on every
+stage; what it does to embeddings it does to zeros that nobody reads, and the stage's first layer is given what the
+stage before gave. A module that is elsewhere leaves its place to one that passes on what it gets: names and indices
+stay.
+
+Dimensions: S tokens of the micro-batch, H hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from truestep.errors import TruestepError
+from truestep.policy.pieces import Piece
+from truestep.ranks.pipeline import Pipeline
+
+
+class CutError(TruestepError):
+    """A model that cannot be cut as was asked, with the reason."""
+
+
+def cut_by_cost(layers: Sequence[float], head: float, stages: int) -> tuple[range, ...]:
+    """The layers of each stage, at least one. The head comes with the last ones. Of the cuts whose costliest stage is
+    cheapest, the most even one."""
+
+    def cost(start: int, stop: int) -> float:
+        return sum(layers[start:stop]) + (head if stop == len(layers) else 0.0)
+
+    most, _ = _best(len(layers), stages, cost, max)
+    allowed = most * (1 + 1e-12)
+
+    def squared(start: int, stop: int) -> float:
+        return cost(start, stop) ** 2 if cost(start, stop) <= allowed else math.inf
+
+    _, starts = _best(len(layers), stages, squared, lambda before, last: before + last)
+    return tuple(range(start, stop) for start, stop in zip(starts, [*starts[1:], len(layers)], strict=True))
+
+
+def _best(
+    layers: int, stages: int, cost: Callable[[int, int], float], join: Callable[[float, float], float]
+) -> tuple[float, list[int]]:
+    """Where stages begin, so that their joint cost is least."""
+    known: list[tuple[float, list[int]]] = [(0.0, []), *((math.inf, []) for _ in range(layers))]  # of the first layers
+    for _ in range(stages):
+        known = [
+            min(
+                ((join(known[start][0], cost(start, stop)), [*known[start][1], start]) for start in range(stop)),
+                default=(math.inf, []),
+            )
+            for stop in range(layers + 1)
+        ]
+    return known[layers]
+
+
+class _Layers(torch.nn.ModuleList):
+    """The model's layers. Code that goes through them sees `view` where there is one; names are of what is here."""
+
+    view: list[torch.nn.Module] | None = None
+
+    def __init__(self, layers: Sequence[torch.nn.Module]):
+        super().__init__(layers)
+        self.closed = [_passing_on(layer) for layer in layers]  # what stands for each where it does not run
+
+    def __iter__(self) -> Iterator[torch.nn.Module]:
+        return super().__iter__() if self.view is None else iter(self.view)
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index) if self.view is None else self.view[index]
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """How a model is cut. Its list of layers shows one stage at a time to its code."""
+
+    pipeline: Pipeline
+    cut: tuple[range, ...]  # the layers of each stage
+    layers: _Layers
+    behind: tuple[torch.nn.Module, ...]  # the modules with weights between the last layer and the head
+    width: int  # H
+
+    @contextmanager
+    def opened(self, stage: int, received: torch.Tensor | None) -> Iterator[_Taken | None]:
+        """Inside, the model is this stage; it begins with `received`, [S, H]. What it gives is taken where other layers
+        follow, and is the model's own last hidden state where none do."""
+        mine = self.cut[stage]
+        view: list[torch.nn.Module] = [*self.layers.closed]
+        view[mine.start : mine.stop] = list(self.layers)[mine.start : mine.stop]
+        if received is not None:
+            view[mine.start - 1] = _in_place_of(view[mine.start - 1], _Given(received[None]))
+        taken = None
+        if stage < self.pipeline.last:
+            view[mine.stop] = taken = _in_place_of(view[mine.stop], _Taken())
+        self.layers.view = view
+        try:
+            yield taken
+        finally:
+            self.layers.view = None
+
+
+class _PassOn(torch.nn.Module):
+    """In the place of a module that is elsewhere."""
+
+    weight = None
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        return arguments[0] if arguments else named["hidden_states"]
+
+
+class _Given(_PassOn):
+    """Gives what another stage gave."""
+
+    def __init__(self, hidden: torch.Tensor):
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        return self.hidden
+
+
+class _Taken(_PassOn):
+    """Keeps what the layers before it give."""
+
+    hidden: torch.Tensor
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        self.hidden = super().forward(*arguments, **named)
+        return self.hidden
+
+
+Place = TypeVar("Place", bound=_PassOn)
+
+
+def _passing_on(layer: torch.nn.Module) -> _PassOn:
+    return _in_place_of(layer, _PassOn())
+
+
+def _in_place_of(layer: torch.nn.Module, place: Place) -> Place:
+    """With the layer's plain traits, such as the kind of its attention, which a model's code may ask for."""
+    for name, value in vars(layer).items():
+        if not name.startswith("_") and isinstance(value, str | int | float):
+            setattr(place, name, value)
+    return place
+
+
+def check_layers(layers: int, pipeline: Pipeline) -> None:
+    if layers < pipeline.stages:
+        per_rank = f" x parallel.stages_per_rank: {pipeline.per_rank}" if pipeline.per_rank > 1 else ""
+        raise CutError(
+            f"parallel.pipeline: {pipeline.ranks}{per_rank} makes {pipeline.stages} stages of at least one layer each, "
+            f"and the model has {layers} layers"
+        )
+
+
+def stages_of(model: Any, pipeline: Pipeline, run: Callable[[], object]) -> Stages:
+    """The whole model, ready to be run one stage at a time; nothing of it is gone yet. `run` runs its body."""
+    name, layers = _layers_of(model)
+    check_layers(len(layers), pipeline)
+    behind = _behind_the_layers(model, layers, run)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    cut = cut_by_cost([_cost(model, layer) for layer in layers], head.weight.numel(), pipeline.stages)
+    staged = _Layers(layers)
+    _put(model, name, staged)
+    return Stages(pipeline, cut, staged, behind, embedding.weight.shape[1])
+
+
+def keep_own(model: Any, stages: Stages, rank: int, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+    """Take out of the model what no stage of this rank needs. Which ranks have which weight, for every rank."""
+    pipeline, first, last = stages.pipeline, (0,), (stages.pipeline.ranks - 1,)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head.weight is embedding.weight
+    homes: dict[torch.nn.Module, tuple[int, ...]] = {embedding: first + last if tied else first, head: last}
+    homes |= dict.fromkeys(stages.behind, last)
+    for stage, mine in enumerate(stages.cut):
+        homes |= {stages.layers[number]: (pipeline.rank_of(stage),) for number in mine}
+    holders: dict[torch.nn.Parameter, tuple[int, ...]] = {}
+    for module, ranks in homes.items():
+        for parameter in module.parameters():
+            if holders.setdefault(parameter, ranks) != ranks and not (tied and module is head):
+                raise CutError(f"{type(model).__name__} shares a weight between layers: it cannot be cut into stages")
+    placed = {name: replace(pieces[name], stages=holders[weight]) for name, weight in model.named_parameters()}
+    names = {module: name for name, module in model.named_modules()}
+    for module, ranks in homes.items():
+        if rank not in ranks:
+            _put(model, names[module], _passing_on(module))
+    return placed
+
+
+def _layers_of(model: Any) -> tuple[str, list[torch.nn.Module]]:
+    """The decoder layers, by the name of their list."""
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
+    count = model.config.get_text_config().num_hidden_layers
+    name, layers = next((found for found in lists if len(found[1]) == count), ("", []))
+    if not name:
+        raise CutError(f"{type(model).__name__} has no list of its {count} layers: it cannot be cut into stages")
+    return name, list(layers)
+
+
+def _behind_the_layers(
+    model: Any, layers: Sequence[torch.nn.Module], run: Callable[[], object]
+) -> tuple[torch.nn.Module, ...]:
+    """Whatever else has weights in the model's body: its code must use them when the layers are done."""
+    ends = {model.get_input_embeddings(), model.get_output_embeddings()}
+    inside = {inner for layer in layers for inner in layer.modules()} | ends
+    others = {
+        module: name
+        for name, module in model.named_modules()
+        if module not in inside and list(module.parameters(recurse=False))
+    }
+    called: list[torch.nn.Module] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda module, _: called.append(module)) for module in (layers[-1], *others)
+    ]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    behind = called[called.index(layers[-1]) + 1 :]
+    elsewhere = [name for module, name in others.items() if module not in behind or called.count(module) > 1]
+    if elsewhere:
+        raise CutError(
+            f"{type(model).__name__} uses {', '.join(elsewhere)} elsewhere than behind its layers: it cannot be cut "
+            "into stages"
+        )
+    return tuple(behind)
+
+
+def _cost(model: Any, layer: torch.nn.Module) -> float:
+    """The weights that a token meets; of experts, as many as are chosen for it."""
+    config = model.config.get_text_config()
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    share = (getattr(config, "num_experts_per_tok", None) or 1) / experts if experts else 1.0
+    return sum(
+        parameter.numel() * (share if "experts." in name and "shared" not in name else 1.0)
+        for name, parameter in layer.named_parameters()
+    )
+
+
+def _put(model: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, module)
