@@ -38,11 +38,11 @@ SOME: dict[int, list[tuple[dict[str, Any], int, int]]] = {
 }
 
 
-def make_case(kind: str, loss: dict[str, Any], directory: Path) -> tuple[Path, Path, list[dict]]:
+def make_case(kind: str, loss: dict[str, Any], directory: Path, layers: int = 4) -> tuple[Path, Path, list[dict]]:
     """Ratios on both sides of both bounds, and as many layers as stages."""
     model = directory / kind
     if not model.exists():
-        make_model(model, kind, num_hidden_layers=4)
+        make_model(model, kind, num_hidden_layers=layers)
     records = make_records(11, documents=13)
     level = "document" if loss["type"] == "gspo" else "label"
     bounds = (1 - loss.get("epsilon_low", 0.2), 1 + loss.get("epsilon_high", 0.2))
@@ -95,6 +95,22 @@ def test_steps_of_other_numbers_of_micro_batches_and_checkpoints_that_move(kind:
     assert set(mine) == set(theirs)
     for name, value in theirs.items():
         assert (mine[name] - value).norm() <= 1e-4 * value.norm(), name
+
+
+def test_a_ring_of_three_ranks_with_two_stages_each(tmp_path: Path) -> None:
+    """What the last rank gives goes to the first one; and no number of micro-batches is a multiple of three."""
+    loss = loss_of("grpo")
+    model, rollouts, records = make_case("qwen3_tied", loss, tmp_path, layers=6)
+    parallel = {"pipeline": 3, "stages_per_rank": 2}
+    runs = [(options(model, rollouts, loss, (parallel, 1, budget)), str(tmp_path / str(budget))) for budget in (24, 64)]
+    on_ranks(3, score_all, runs)
+    oracle = oracle_step(model, records, options(model, rollouts, loss, ({}, 1, 64)))
+    numbers = set()
+    for _, output in runs:
+        scored = read(Path(output))
+        numbers.add(scored.step["num_micro_batches"] % 3)
+        check_against_oracle(scored, oracle)
+    assert numbers - {0}
 
 
 def check_files_are_those_of_one_process(run: Path, model: Path) -> None:
