@@ -98,7 +98,7 @@ def test_steps_of_other_numbers_of_micro_batches_and_checkpoints_that_move(kind:
 
 
 def test_a_ring_of_three_ranks_with_two_stages_each(tmp_path: Path) -> None:
-    """What the last rank gives goes to the first one; and no number of micro-batches is a multiple of three."""
+    """What the last rank gives goes to the first one; three does not divide the number of micro-batches."""
     loss = loss_of("grpo")
     model, rollouts, records = make_case("qwen3_tied", loss, tmp_path, layers=6)
     parallel = {"pipeline": 3, "stages_per_rank": 2}
