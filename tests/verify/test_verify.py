@@ -67,11 +67,23 @@ def test_every_example_passes_under_every_layout(name: str, examples: Path, tmp_
     assert time.perf_counter() - started < 120
     said = json.loads((tmp_path / "out" / "verify.json").read_text(encoding="utf-8"))
     assert said["passed"] and {layout["ranks"] for layout in said["layouts"]} == {1, 2, 4}
-    assert {"pipeline 2", "pipeline 4"} <= {layout["name"] for layout in said["layouts"]}
+    products = {"context 2 x tensor 2", "context 2 x pipeline 2", "tensor 2 x pipeline 2"}
+    products |= {f"data 2 x {kind} 2" for kind in ("context", "tensor", "pipeline")}
+    alone = {f"{kind} {ranks}" for kind in ("context", "tensor", "pipeline") for ranks in (2, 4)}
+    assert products | alone <= {layout["name"] for layout in said["layouts"]}
     for layout in said["layouts"]:
         for kind, found in layout["worst"].items():
             assert found["value"] <= {"half precision": 1.5, "update": 1e-6}.get(kind, 1e-5)
     assert (tmp_path / "out" / "verify.svg").read_text(encoding="utf-8").startswith("<svg")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["grpo", "gspo", "reinforce", "cispo", "cross_entropy"])
+def test_every_example_passes_over_eight_ranks(name: str, examples: Path) -> None:
+    config = load_config(examples / f"{name}.yaml")
+    verdicts = verify(config, Path("out"), most_ranks=8, only=lambda layout: layout.ranks == 8)
+    eight = [verdict for verdict in verdicts if verdict.layout.ranks == 8]
+    assert len(eight) >= 3 and all(verdict.passed for verdict in eight)
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])

@@ -47,6 +47,12 @@ def layouts_for(budget: int, longest: int, most_ranks: int, kernels: bool) -> li
         Layout("pipeline 2, 2 stages a rank", 2, parallel(pipeline=2, stages_per_rank=2)),
         Layout("pipeline 4", 4, parallel(pipeline=4)),
         Layout("data 2 x pipeline 2", 4, parallel(pipeline=2)),
+        Layout("context 2 x tensor 2", 4, parallel(context=2, tensor=2)),
+        Layout("context 2 x pipeline 2", 4, parallel(context=2, pipeline=2)),
+        Layout("tensor 2 x pipeline 2", 4, parallel(tensor=2, pipeline=2)),
+        Layout("replicas 2 x context 2 x tensor 2", 8, parallel(data_replicate=2, context=2, tensor=2)),
+        Layout("data 2 x tensor 2 x pipeline 2", 8, parallel(tensor=2, pipeline=2)),
+        Layout("context 2 x tensor 2 x pipeline 2", 8, parallel(context=2, tensor=2, pipeline=2)),
     ]
     if kernels:
         interpreted = Layout("head: fused kernels", options=_chunk(16), environment={"TRITON_INTERPRET": "1"})
