@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -202,8 +203,13 @@ def join(layout: Layout, *, device: str, stall_timeout: float) -> Ranks:
     if not dist.is_initialized():
         place = torch.device("cuda", local) if on_gpu else None
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=patience, device_id=place)
-    ranks = Ranks(dist.get_rank(), size, shards, layout.context, layout.tensor, layout.pipeline)
-    kind = "cuda" if on_gpu else "cpu"
+    return _lay_out(layout, shards, "cuda" if on_gpu else "cpu", patience)
+
+
+@cache
+def _lay_out(layout: Layout, shards: int, kind: str, patience: timedelta) -> Ranks:
+    """A process that runs several things in a layout makes its groups once: each costs threads and connections."""
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), shards, layout.context, layout.tensor, layout.pipeline)
     shape = (layout.pipeline, ranks.replicas, shards, layout.tensor)
     mesh = init_device_mesh(kind, shape, mesh_dim_names=("pipeline", "replicate", "shard", "tensor"))
     host, ahead = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
@@ -238,5 +244,6 @@ def _own_group(rank: int, members: torch.Tensor, patience: timedelta) -> dist.Pr
 
 def leave() -> None:
     """Give the process group back, where every rank has come to its end."""
+    _lay_out.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
