@@ -35,16 +35,6 @@ CASES = [
         "2: parallel.stages_per_rank is of a pipeline: it needs parallel.pipeline > 1",
     ),
     (
-        sampled() + "parallel: {pipeline: 2}\n",
-        "5, run.yaml:4: parallel.pipeline: 2 leaves no rank a whole model to sample with or to give to servers: remove "
-        "sampler (and train on data.path or data.source), or set parallel.pipeline: 1",
-    ),
-    (
-        MODEL + "evaluation: {prompts: p, reward: r}\nparallel: {pipeline: 2}\n",
-        "3, run.yaml:2: parallel.pipeline: 2 leaves no rank a whole model to generate with: remove evaluation, or set "
-        "parallel.pipeline: 1",
-    ),
-    (
         sampled(data="data: {group_size: 4, path: a}\n"),
         "2, run.yaml:4: data.path and sampler are both given: documents come from one source; remove one of the two",
     ),
@@ -155,9 +145,9 @@ CASES = [
         "servers: remove sampler (and train on data.path or data.source), or set parallel.tensor: 1",
     ),
     (
-        MODEL + "evaluation: {prompts: p, reward: r}\nparallel: {tensor: 4}\n",
-        "3, run.yaml:2: parallel.tensor: 4 leaves no rank a whole model to generate with: remove evaluation, or set "
-        "parallel.tensor: 1",
+        MODEL + "evaluation: {prompts: p, reward: r}\nparallel: {pipeline: 4}\n",
+        "3, run.yaml:2: parallel.pipeline: 4 leaves no rank a whole model to generate with: remove evaluation, or set "
+        "parallel.pipeline: 1",
     ),
 ]
 

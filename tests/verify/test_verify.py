@@ -20,11 +20,12 @@ from oracles.transformer import Transformer
 from tiny import KINDS, make_model
 from truestep.config.load import load_config
 from truestep.errors import TruestepError
+from truestep.verify.case import make_case
 from truestep.verify.layouts import layouts_for
 from truestep.verify.oracle import label_values, read_document
 from truestep.verify.reference import Reference
 from truestep.verify.report import complaints
-from truestep.verify.run import Verdict, make_case, verify
+from truestep.verify.run import Verdict, verify
 from verify import faults
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -170,7 +170,7 @@ def row_statistics(
             vocabulary,
             softcap or 1.0,
             CAPPED=softcap is not None,
-            BLOCK=min(_STATISTICS_BLOCK, triton.next_power_of_2(vocabulary)),
+            BLOCK=min(_STATISTICS_BLOCK, triton.next_power_of_2(-(-vocabulary // 4))),
             num_warps=_STATISTICS_WARPS,
         )
     return RowStatistics(logprobs, entropy, logsumexp)

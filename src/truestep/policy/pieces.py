@@ -6,7 +6,6 @@ by this, its fellows of the shard group have too, and FSDP spreads it over them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,17 +67,5 @@ def pieces_of(model: Any) -> dict[str, Piece]:
 def sum_parts(ranks: Ranks, pieces: dict[str, Piece], gradients: dict[str, torch.Tensor]) -> None:
     """In place, of gradients of which other tensor ranks, or the other end of the pipeline, have a part."""
     if ranks.tensor > 1:
-        shared = [gradient for name, gradient in gradients.items() if pieces[name].cut is None]
-        for some in _of_like_kind(shared):  # they are small and many: norms, mostly
-            together = ranks.sum_over("tensor", torch.cat([gradient.flatten() for gradient in some]))
-            parts = together.split([gradient.numel() for gradient in some])
-            for gradient, part in zip(some, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
-    for name, gradient in gradients.items():
-        if len(pieces[name].stages) > 1:
-            ranks.sum_over("ends", gradient)
-
-
-def _of_like_kind(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
-        yield [tensor for tensor in tensors if tensor.dtype == dtype]
+        ranks.sum_all("tensor", [gradient for name, gradient in gradients.items() if pieces[name].cut is None])
+    ranks.sum_all("ends", [gradient for name, gradient in gradients.items() if len(pieces[name].stages) > 1])

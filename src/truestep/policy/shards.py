@@ -174,12 +174,21 @@ class ShardedWeights(Weights):
         rows = self._rows(name)
         return piece[rows * self.ranks.shard : rows * (self.ranks.shard + 1)]
 
-    def _unshard(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        padded = part.new_zeros(self._rows(name), *part.shape[1:])
-        padded[: part.shape[0]] = part
-        parts = part.new_empty(padded.shape[0] * self.ranks.shards, *part.shape[1:])
-        all_gather(parts, padded, group=self._group)
-        return parts[: self._shapes[name][0]]
+    def _unshard(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """In one message for each type: small tensors are many."""
+        whole: dict[str, torch.Tensor] = {}
+        for dtype in dict.fromkeys(part.dtype for part in parts.values()):
+            some = {name: part for name, part in parts.items() if part.dtype == dtype}
+            sizes = [self._rows(name) * self._shapes[name][1:].numel() for name in some]
+            mine = torch.zeros(sum(sizes), dtype=dtype, device=self.device)
+            for room, part in zip(mine.split(sizes), some.values(), strict=True):
+                room[: part.numel()] = part.flatten()
+            everyone = mine.new_empty(self.ranks.shards * len(mine))
+            all_gather(everyone, mine, group=self._group)
+            for name, lines in zip(some, everyone.view(self.ranks.shards, -1).split(sizes, dim=1), strict=True):
+                shape = self._shapes[name]
+                whole[name] = lines.reshape(-1, *shape[1:])[: shape[0]]
+        return whole
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

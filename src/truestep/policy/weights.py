@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from truestep.policy.pieces import Piece, pieces_of, sum_parts
-from truestep.ranks.group import ALONE, Ranks
+from truestep.ranks.group import ALONE, Ranks, in_buckets
 
 
 @dataclass(frozen=True)
@@ -125,53 +125,57 @@ class Weights:
 
     def _reduce_data(self) -> None:
         """Over the ranks that computed other tokens with the same weights."""
-        for gradient in self.gradients.values():
-            self.ranks.sum_over("replicate", gradient)
+        self.ranks.sum_all("replicate", list(self.gradients.values()))
 
     # ---- Parts and wholes. `master` and `gradients` hold this rank's part of each tensor; here, all of it.
 
     def mine(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor of this weight's shape, or of a number that goes with it."""
-        return whole if whole.ndim == 0 else self._shard(name, self.pieces[name].slice(whole, self.ranks))
-
-    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """All of it, from every rank's part. Every rank of its stage calls this, for the same names in order."""
-        return part if part.ndim == 0 else self.pieces[name].join(self._unshard(name, part), self.ranks)
+        """This rank's part of a tensor of this weight's shape."""
+        return self._shard(name, self.pieces[name].slice(whole, self.ranks))
 
     def _shard(self, name: str, piece: torch.Tensor) -> torch.Tensor:
         return piece
 
-    def _unshard(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        return part
+    def _unshard(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Every rank of a shard group calls this, with its parts of the same weights."""
+        return dict(parts)
 
     @torch.no_grad()
-    def on_first(self, name: str, part: torch.Tensor | None, dtype: torch.dtype, scalar: bool) -> torch.Tensor | None:
-        """All of a weight's tensor, on the first rank; None elsewhere. Every rank calls this, for the same names in
-        order, with its part, or None where the weight is on another stage."""
+    def on_first(
+        self, parts: Mapping[str, torch.Tensor | None], dtype: torch.dtype = torch.float32
+    ) -> dict[str, torch.Tensor]:
+        """All of tensors of the weights' shapes, on the host of the first rank; the others get nothing. Every rank
+        calls this, for the same names in order, with its parts, or None where a weight is on another stage."""
+        found = {}
+        for names in in_buckets({name: self.pieces[name].shape.numel() for name in parts}):
+            here = {name: part.detach() for name in names if (part := parts[name]) is not None}
+            here = self._unshard({name: part for name, part in here.items() if self._sends(name)})
+            for name in names:
+                whole = self._whole_on_first(name, here.get(name), dtype)
+                if whole is not None:
+                    found[name] = whole
+        return found
+
+    def _sends(self, name: str) -> bool:
+        """Whether this rank's stage is the one that gives the weight to the first rank."""
+        return self.ranks.stage == self.pieces[name].stages[0]
+
+    def _whole_on_first(self, name: str, part: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
         piece = self.pieces[name]
-        whole = None
-        if self.ranks.stage == piece.stages[0]:
-            assert part is not None
-            whole = self.whole(name, part.detach()).to(dtype)
-        like = torch.empty(() if scalar else piece.shape, dtype=dtype, device="meta")
-        found = self.ranks.to_first(whole, like, piece.stages[0])
+        whole = None if part is None else piece.join(part, self.ranks).to(dtype)
+        found = self.ranks.to_first(whole, torch.empty(piece.shape, dtype=dtype, device="meta"), piece.stages[0])
         # Gathered on a GPU, a whole model may be more than it has room for.
         return found if found is None or self.ranks.size == 1 else found.cpu()
 
     def collect(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-        """Every weight, whole, on the host of the first rank; every rank calls this, and the others get nothing."""
+        """Every weight, whole, on the first rank."""
         parts = {**self.frozen, **self.master}
-        return self._collect({name: parts.get(name) for name in self.pieces}, dtype)
+        return self.on_first({name: parts.get(name) for name in self.pieces}, dtype)
 
     def collect_gradients(self) -> dict[str, torch.Tensor]:
         """Every reduced gradient, whole, on the first rank."""
         gradients = self.gradients
-        trained = [name for name, piece in self.pieces.items() if piece.trained]
-        return self._collect({name: gradients.get(name) for name in trained}, torch.float32)
-
-    def _collect(self, parts: Mapping[str, torch.Tensor | None], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        found = {name: self.on_first(name, part, dtype, scalar=False) for name, part in parts.items()}
-        return {name: whole for name, whole in found.items() if whole is not None}
+        return self.on_first({name: gradients.get(name) for name, piece in self.pieces.items() if piece.trained})
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ that see other micro-batches: they are spread over `shards` = data_shard · cont
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
@@ -23,12 +23,30 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from truestep.errors import TruestepError
 from truestep.ranks.pipeline import wires
 
+K = TypeVar("K")
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class RankError(TruestepError):
     """Ranks that cannot work together."""
+
+
+_BUCKET = 2**24  # numbers that go in one message, if one tensor is not more
+
+
+def in_buckets(sizes: Mapping[K, int]) -> Iterator[list[K]]:
+    """Neighbours that are worth one message."""
+    bucket: list[K] = []
+    room = _BUCKET
+    for name, size in sizes.items():
+        if bucket and size > room:
+            yield bucket
+            bucket, room = [], _BUCKET
+        bucket.append(name)
+        room -= size
+    if bucket:
+        yield bucket
 
 
 @dataclass(frozen=True)
@@ -133,6 +151,21 @@ class Ranks:
         if group is not None:
             dist.all_reduce(value, group=group)
         return value
+
+    def sum_all(self, dimension: str, values: Sequence[torch.Tensor]) -> None:
+        """In place, small ones of a kind together."""
+        if self.group(dimension) is None:
+            return
+        for dtype in dict.fromkeys(value.dtype for value in values):
+            some = [value for value in values if value.dtype == dtype]
+            for members in in_buckets({index: value.numel() for index, value in enumerate(some)}):
+                bucket = [some[index] for index in members]
+                if len(bucket) == 1 and bucket[0].is_contiguous():
+                    self.sum_over(dimension, bucket[0])
+                    continue
+                total = self.sum_over(dimension, torch.cat([value.flatten() for value in bucket]))
+                for value, part in zip(bucket, total.split([value.numel() for value in bucket]), strict=True):
+                    value.copy_(part.view_as(value))
 
     def to_first(self, value: torch.Tensor | None, like: torch.Tensor, stage: int) -> torch.Tensor | None:
         """On the first rank, what the first rank of a stage has; None elsewhere. `like` has its shape and type."""

@@ -49,31 +49,28 @@ def update(optimizer: torch.optim.Optimizer, weights: Weights, learning_rate: fl
     weights.publish()
 
 
-_KINDS = ("exp_avg", "exp_avg_sq", "step")  # the last is a number on the host
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, torch.Tensor]:
     """The optimizer's state by weight name, whole, for a checkpoint: on the first rank. Every rank calls this."""
+    states = {name: optimizer.state.get(master, {}) for name, master in weights.master.items()}
+    updates = max(weights.ranks.gather(max((float(state.get("step", 0)) for state in states.values()), default=0.0)))
+    if not updates:
+        return {}
     kept: dict[str, torch.Tensor] = {}
-    if not any(weights.ranks.gather(any(optimizer.state.values()))):
-        return kept  # before the first update
-    for name, piece in weights.pieces.items():
-        if not piece.trained:
-            continue
-        master = weights.master.get(name)
-        state = {} if master is None else optimizer.state.get(master, {})
-        for kind in _KINDS:
-            whole = weights.on_first(name, state.get(kind), torch.float32, scalar=kind == "step")
-            if whole is not None:
-                kept[f"{name}.{kind}"] = whole
+    trained = [name for name, piece in weights.pieces.items() if piece.trained]
+    for kind in _MOMENTS:
+        found = weights.on_first({name: states.get(name, {}).get(kind) for name in trained})
+        kept |= {f"{name}.{kind}": whole for name, whole in found.items()}
+    if weights.ranks.first:  # every weight has been updated as often
+        kept |= {f"{name}.step": torch.tensor(updates) for name in trained}
     return kept
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, weights: Weights, tensors: dict[str, torch.Tensor]) -> None:
     for name, master in weights.master.items():
-        state = {kind: tensors[f"{name}.{kind}"] for kind in _KINDS if f"{name}.{kind}" in tensors}
-        # `step` stays a scalar on the host, where AdamW keeps it.
-        optimizer.state[master] = {
-            kind: value.clone() if kind == "step" else weights.mine(name, value).to(master.device, copy=True)
-            for kind, value in state.items()
-        }
+        state = {kind: tensors[f"{name}.{kind}"] for kind in _MOMENTS if f"{name}.{kind}" in tensors}
+        moments = {kind: weights.mine(name, value).to(master.device, copy=True) for kind, value in state.items()}
+        # A number on the host, where AdamW keeps it.
+        optimizer.state[master] = moments | ({"step": tensors[f"{name}.step"].clone()} if moments else {})

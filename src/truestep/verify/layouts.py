@@ -14,6 +14,7 @@ class Layout:
     reverse: bool = False  # micro-batches, and documents within each, in the opposite order
     parts: bool = False  # each rank sees only its own documents, some of them none
     environment: dict[str, str] = field(default_factory=dict)
+    half: bool = False  # compared with the first layout of half precision, by their errors
 
 
 def layouts_for(budget: int, longest: int, most_ranks: int, kernels: bool) -> list[Layout]:
@@ -58,6 +59,18 @@ def layouts_for(budget: int, longest: int, most_ranks: int, kernels: bool) -> li
         interpreted = Layout("head: fused kernels", options=_chunk(16), environment={"TRITON_INTERPRET": "1"})
         all_of_them.insert(7, interpreted)
     return [layout for layout in all_of_them if layout.ranks <= most_ranks]
+
+
+def in_half_precision(longest: int, most_ranks: int) -> list[Layout]:
+    """The first is what the others are measured by."""
+    half: dict[str, Any] = {"model": {"dtype": "bfloat16"}}
+    layouts = [
+        Layout("bfloat16: one process", options=half, half=True),
+        Layout("bfloat16: small micro-batches", options=half | {"data": {"tokens_per_microbatch": longest}}, half=True),
+        Layout("bfloat16: FSDP 2", 2, half, half=True),
+        Layout("bfloat16: tensor 2", 2, half | {"parallel": {"tensor": 2}}, half=True),
+    ]
+    return [layout for layout in layouts if layout.ranks <= most_ranks]
 
 
 def _chunk(rows: int) -> dict[str, Any]:

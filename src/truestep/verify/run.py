@@ -5,41 +5,27 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from truestep import assemble
 from truestep.config.schema import Config
-from truestep.errors import TruestepError
-from truestep.policy.context import ContextError, check_heads
-from truestep.policy.load import load_policy
-from truestep.policy.probe import ModelError
-from truestep.policy.stages import CutError
-from truestep.policy.tensor import tensor_plan
-from truestep.ranks.group import RankError, Ranks, world_size
+from truestep.ranks.group import RankError, world_size
 from truestep.ranks.launch import run_ranks
+from truestep.verify.case import Case, VerifyError, in_parts, make_case, permits
 from truestep.verify.compare import Comparer, Difference
-from truestep.verify.layouts import Layout, layouts_for
+from truestep.verify.layouts import Layout, in_half_precision, layouts_for
 from truestep.verify.oracle import Record
-from truestep.verify.reduced import record_of, redraw_logprobs, reduce_model, reduce_record
-from truestep.verify.worker import run_layout
+from truestep.verify.worker import DONE, Task, run_layouts
 
 BOUND = 1e-5
 UPDATE_BOUND = 1e-6  # of weights, relative to themselves: float32 has seven digits
 HALF_PRECISION_FACTOR = 1.5
 KINDS = ("loss", "metric", "gradient", "log-prob", "update", "documents")
-_MOST_TOKENS = 40  # of a reduced document
-_STEPS = 2
-
-
-class VerifyError(TruestepError):
-    pass
 
 
 @dataclass(frozen=True)
@@ -64,30 +50,6 @@ def bound_of(kind: str) -> float:
     return {"update": UPDATE_BOUND, "half precision": HALF_PRECISION_FACTOR}.get(kind, BOUND)
 
 
-@dataclass(frozen=True)
-class Case:
-    """What every layout computes."""
-
-    directory: Path
-    model: Path
-    options: dict[str, Any]
-    records: list[Record]
-    docs_per_step: int
-    repeats: int
-    budget: int
-    made_up: bool
-
-    def steps(self, records: Sequence[Record]) -> list[list[Record]]:
-        taken = [
-            list(records[start : start + self.docs_per_step]) for start in range(0, len(records), self.docs_per_step)
-        ]
-        return [documents for documents in taken[:_STEPS] for _ in range(self.repeats)]
-
-    @property
-    def longest(self) -> int:
-        return max(len(record["input_ids"]) for record in self.records)
-
-
 def verify(
     config: Config,
     output: Path,
@@ -110,120 +72,34 @@ def verify(
         layouts = [
             layout
             for layout in layouts_for(case.budget, case.longest, most_ranks, not on_gpu and _kernels())
-            if only(layout) and _permits(case, layout)
+            if only(layout)
         ]
-        comparer = Comparer(case.model, case.steps(case.records), case.options["loss"], case.options["optimizer"])
-        verdicts = []
-        for layout in layouts:
-            progress(layout.name)
-            verdicts.append(_run(layout, case, comparer, plant))
         if config.model.dtype == "bfloat16" and plant is None:
-            progress("bfloat16")
-            verdicts += _half_precision(config, case, comparer, most_ranks)
+            layouts += in_half_precision(case.longest, most_ranks)
+        layouts = [layout for layout in layouts if permits(case, layout)]
+        court = _Court(case, Comparer(case.model, case.steps(case.records), *_judged(case)), plant)
+        verdicts: list[Verdict] = []
+        for batch in _batches(layouts, alone=full):
+            progress(batch[0].name if len(batch) == 1 else f"{len(batch)} layouts of {batch[0].ranks} ranks")
+            verdicts += court.judge(batch)
     output.mkdir(parents=True, exist_ok=True)
-    return verdicts
+    return sorted(verdicts, key=lambda verdict: layouts.index(verdict.layout))
 
 
-def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case:
-    seed = config.seed
-    model = Path(config.model.path)
-    if not (model / "config.json").is_file():
-        raise VerifyError(f"model.path: {model} is not a Hugging Face model directory: it has no config.json")
-    if not full:
-        model = reduce_model(model, scratch / "model", seed, config.model.trust_remote_code)
-    made_up = config.data.path is None
-    records = _made_up(documents, seed) if made_up else _of_user(config, documents)
-    loss = config.loss.model_dump() | {"metrics": "full"}
-    if not full:
-        records = [reduce_record(record, _MOST_TOKENS) for record in records]
-    if loss["type"] != "cross_entropy" and not full:
-        redraw_logprobs(model, records, loss, seed)
-    longest = max(len(record["input_ids"]) for record in records)
-    budget = config.data.tokens_per_microbatch if full else 3 * longest
-    per_step = -(-len(records) // _STEPS)
-    _write(scratch / "rollouts.jsonl", records)
-    options = {
-        "model": config.model.model_dump() | {"path": str(model), "dtype": "float32"},
-        "loss": loss,
-        "data": {
-            "path": str(scratch / "rollouts.jsonl"),
-            "advantages": "none",
-            "tokens_per_microbatch": budget,
-            "on_bad_record": "stop",
-        },
-        "schedule": {
-            "docs_per_step": per_step,
-            "updates_per_batch": config.schedule.updates_per_batch,
-            "steps": _STEPS * config.schedule.updates_per_batch,
-            "stall_timeout": min(60.0, config.schedule.stall_timeout),
-        },
-        "optimizer": config.optimizer.model_dump()
-        | {"schedule": "constant", "warmup_steps": 0}
-        | {"minimum_learning_rate": 0.0},
-        "checkpoint": {"every": 0, "keep": 1},
-        "logging": {"console": False},
-        "seed": seed,
-    }
-    repeats = config.schedule.updates_per_batch
-    return Case(scratch, model, options, records, per_step, repeats, budget, made_up)
+def _judged(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
+    return case.options["loss"], case.options["optimizer"]
 
 
-def _permits(case: Case, layout: Layout) -> bool:
-    """A model whose heads so many ranks cannot share, whose layers cannot be cut (experts, for example) or that has too
-    few of them is trained under the other layouts."""
-    from transformers import AutoConfig
+def _batches(layouts: Sequence[Layout], alone: bool) -> list[list[Layout]]:
+    """Layouts that the same processes can run, one after another: starting some is what takes the time. `alone`: a full
+    model's gradients of many layouts would fill a disk."""
+    if alone:
+        return [[layout] for layout in layouts]
 
-    parallel, model = layout.options.get("parallel", {}), case.options["model"]
-    tensor, context, pipeline = (parallel.get(name, 1) for name in ("tensor", "context", "pipeline"))
-    trusted = model["trust_remote_code"]
-    config = AutoConfig.from_pretrained(case.model, local_files_only=True, trust_remote_code=trusted)
-    try:
-        check_heads(getattr(config.get_text_config(), "num_attention_heads", 0), context, tensor)
-        if tensor > 1:
-            tensor_plan(config, tensor)
-        if pipeline > 1:
-            load_policy(
-                case.model,
-                device="cpu",
-                trust_remote_code=trusted,
-                ranks=Ranks(0, pipeline, pipeline=pipeline),
-                stages_per_rank=parallel.get("stages_per_rank", 1),
-            )
-    except (ContextError, CutError, ModelError):
-        return False
-    return True
+    def kind(layout: Layout) -> tuple[int, str]:
+        return layout.ranks, json.dumps(layout.environment)
 
-
-def _of_user(config: Config, documents: int) -> list[Record]:
-    vocabulary = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8")).get("vocab_size")
-    rollouts = assemble.read_documents(config, vocabulary or 2**31).rollouts[:documents]
-    if not rollouts:
-        raise VerifyError(f"data.path: no record of {config.data.path} can be trained on")
-    return [record_of(rollout) for rollout in rollouts]
-
-
-def _made_up(documents: int, seed: int) -> list[Record]:
-    """Where a sampler is to make the documents."""
-    draw = np.random.default_rng([seed, 7])
-    records = []
-    for number in range(documents):
-        length = int(draw.integers(4, _MOST_TOKENS))
-        prompt = int(draw.integers(1, length))
-        records.append(
-            {
-                "id": f"made-up-{number}",
-                "input_ids": draw.integers(0, 97, length).tolist(),
-                "loss_mask": [0] * prompt + [1] * (length - prompt),
-                "logprobs": [0.0] * length,
-                "advantage": float(draw.normal()),
-                "temperature": 1.0,
-            }
-        )
-    return records
-
-
-def _write(path: Path, records: Sequence[Record]) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return [list(batch) for _, batch in groupby(sorted(layouts, key=kind), key=kind)]
 
 
 def _kernels() -> bool:
@@ -234,76 +110,71 @@ def _kernels() -> bool:
     return True
 
 
-def _run(layout: Layout, case: Case, comparer: Comparer, plant: Callable[[], None] | None) -> Verdict:
-    started = time.perf_counter()
-    folder = case.directory / "layouts" / layout.name.replace(" ", "-").replace(":", "").replace(",", "")
-    options = _merge(case.options, layout.options)
-    options["checkpoint"] = case.options["checkpoint"] | {"directory": str(folder / "run")}
-    records = case.records
-    if layout.parts:
-        records = _in_parts(layout, case, folder)
-        options["data"] = options["data"] | {"path": str(folder / "part-{rank}.jsonl")}
-    try:
-        run_ranks(
-            layout.ranks,
-            run_layout,
-            (options, str(folder), layout.reverse, plant),
-            environment=layout.environment,
-            timeout=300 if len(case.records) < 100 else 3600,
-        )
-    except RankError as error:
-        return Verdict(layout, {}, str(error), time.perf_counter() - started)
-    worst: dict[str, Difference] = {}
-    for found in comparer.differences(folder, case.steps(records)):
-        known = worst.get(found.kind)
-        if known is None or not found.value <= known.value:
-            worst[found.kind] = found
-    if plant is None and layout.name != "one process":
-        shutil.rmtree(folder)  # a full model's gradients of many layouts would fill a disk
-    return Verdict(layout, worst, None, time.perf_counter() - started)
+@dataclass
+class _Court:
+    case: Case
+    comparer: Comparer
+    plant: Callable[[], None] | None
+    halves: dict[str, float] = field(default_factory=dict)  # gradient errors of half-precision layouts, by name
 
+    def judge(self, layouts: list[Layout]) -> Iterator[Verdict]:
+        """Where one fails, those behind it get processes of their own."""
+        waiting = [(layout, *self._task(layout)) for layout in layouts]
+        while waiting:
+            failure = None
+            timeout = (300 if len(self.case.records) < 100 else 3600) + 10 * len(waiting)
+            try:
+                tasks = [task for _, task, _ in waiting]
+                run_ranks(
+                    layouts[0].ranks,
+                    run_layouts,
+                    (tasks, self.plant),
+                    environment=layouts[0].environment,
+                    timeout=timeout,
+                )
+            except RankError as error:
+                failure = str(error)
+            while waiting and (waiting[0][1].output / DONE).is_file():
+                layout, task, records = waiting.pop(0)
+                yield self._verdict(layout, task, records)
+            if failure is None:
+                break
+            if waiting:
+                yield Verdict(waiting.pop(0)[0], {}, failure)
+        if waiting:
+            raise AssertionError(f"ranks ended without a word about {[layout.name for layout, _, _ in waiting]}")
 
-def _in_parts(layout: Layout, case: Case, folder: Path) -> list[Record]:
-    """Rank 0 has none, rank 1 one, rank 2 three, and the last one all the rest; in the order that steps take them."""
-    cuts = [*(0, 0, 1, 4)[: layout.ranks], len(case.records)]
-    parts = [case.records[cuts[rank] : cuts[rank + 1]] for rank in range(layout.ranks)]
-    folder.mkdir(parents=True)
-    for rank, part in enumerate(parts):
-        _write(folder / f"part-{rank}.jsonl", part)
-    order = []
-    for place in range(len(case.records)):
-        for part in parts:
-            if place < len(part):
-                order.append(part[place])
-    return order
+    def _task(self, layout: Layout) -> tuple[Task, list[Record]]:
+        case = self.case
+        folder = case.directory / "layouts" / layout.name.replace(" ", "-").replace(":", "").replace(",", "")
+        folder.mkdir(parents=True)
+        options = _merge(case.options, layout.options)
+        options["checkpoint"] = case.options["checkpoint"] | {"directory": str(folder / "run")}
+        records = case.records
+        if layout.parts:
+            records = in_parts(layout, case, folder)
+            options["data"] = options["data"] | {"path": str(folder / "part-{rank}.jsonl")}
+        return Task(options, folder, layout.reverse), records
 
+    def _verdict(self, layout: Layout, task: Task, records: Sequence[Record]) -> Verdict:
+        worst: dict[str, Difference] = {}
+        for found in self._differences(layout, task, records):
+            known = worst.get(found.kind)
+            if known is None or not found.value <= known.value:
+                worst[found.kind] = found
+        seconds = float((task.output / DONE).read_text(encoding="utf-8"))
+        if self.plant is None:
+            shutil.rmtree(task.output)
+        return Verdict(layout, worst, None, seconds)
 
-def _half_precision(config: Config, case: Case, comparer: Comparer, most_ranks: int) -> Iterator[Verdict]:
-    """In bfloat16 a layout's error against float64 may be 1.5 times the one process's."""
-    layouts = [
-        Layout("bfloat16: one process"),
-        Layout("bfloat16: small micro-batches", options={"data": {"tokens_per_microbatch": case.longest}}),
-        Layout("bfloat16: FSDP 2", 2),
-        Layout("bfloat16: tensor 2", 2, {"parallel": {"tensor": 2}}),
-    ]
-    errors: dict[str, float] = {}
-    for layout in layouts:
-        if layout.ranks > most_ranks or not _permits(case, layout):
-            continue
-        started = time.perf_counter()
-        options = _merge(_merge(case.options, layout.options), {"model": {"dtype": "bfloat16"}})
-        folder = case.directory / "bfloat16" / str(len(errors))
-        options["checkpoint"] = {"every": 0, "keep": 1, "directory": str(folder / "run")}
-        try:
-            run_ranks(layout.ranks, run_layout, (options, str(folder)))
-        except RankError as error:
-            yield Verdict(layout, {}, str(error), time.perf_counter() - started)
-            continue
-        gradient = comparer.total_gradient_error(folder)
-        errors[layout.name] = gradient
-        ratio = gradient / max(errors[layouts[0].name], 1e-30)
-        found = Difference(1, "half precision", f"gradient {gradient:.1e} off, over the one process's", ratio)
-        yield Verdict(layout, {found.kind: found}, None, time.perf_counter() - started)
+    def _differences(self, layout: Layout, task: Task, records: Sequence[Record]) -> Iterator[Difference]:
+        if not layout.half:
+            yield from self.comparer.differences(task.output, self.case.steps(records))
+            return
+        # In half precision a layout's error against float64 may be 1.5 times the one process's, which came first.
+        error = self.halves[layout.name] = self.comparer.total_gradient_error(task.output)
+        ratio = error / max(next(iter(self.halves.values())), 1e-30)
+        yield Difference(1, "half precision", f"gradient {error:.1e} off, over the one process's", ratio)
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

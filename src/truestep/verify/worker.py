@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from safetensors.torch import save_file
 
 from truestep import assemble
 from truestep.config.schema import Config
+from truestep.ranks.group import Ranks
 from truestep.ranks.watch import Watch
 from truestep.step.ahead import Planned
 from truestep.step.run import Accumulated
@@ -28,24 +30,41 @@ from truestep.train import make_trainer
 from truestep.trainer import Trainer
 from truestep.types import StepPlan
 
+DONE = "seconds"  # the file that says that a layout has been run, and how long that took
 
-def run_layout(
-    options: dict[str, Any], output: str, reverse: bool = False, plant: Callable[[], None] | None = None
-) -> None:
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    options: dict[str, Any]
+    output: Path
+    reverse: bool = False
+
+
+def run_layouts(tasks: Sequence[Task], plant: Callable[[], None] | None = None) -> None:
     """`plant` makes a fault first: how a check that cannot fail would be found out."""
     if plant is not None:
         plant()
-    config = Config.model_validate(options)
+    for task in tasks:
+        started = time.perf_counter()
+        ranks = _run(task)
+        ranks.gather(None)  # every rank has come to its end
+        if ranks.first:
+            (task.output / DONE).write_text(str(time.perf_counter() - started), encoding="utf-8")
+
+
+def _run(task: Task) -> Ranks:
+    config = Config.model_validate(task.options)
     ranks = assemble.join_ranks(config)
     watch = Watch(ranks, config.schedule.stall_timeout)
     with watch.watching():
         trainer = make_trainer(config, Console(file=io.StringIO()), ranks=ranks, watch=watch)
-        if reverse:
+        if task.reverse:
             _reverse(trainer)
         trainer.runner = dataclasses.replace(trainer.runner, keep_scores=True)
-        trainer.on_gradient = _Witness(trainer, Path(output)).write
+        trainer.on_gradient = _Witness(trainer, task.output).write
         trainer.run()
-        _Witness(trainer, Path(output)).write_weights(trainer.step + 1)
+        _Witness(trainer, task.output).write_weights(trainer.step + 1)
+    return ranks
 
 
 @dataclasses.dataclass(frozen=True)

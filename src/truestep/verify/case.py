@@ -1,0 +1,171 @@
+"""What every layout of `verify` computes: the user's model and rollouts, reduced or whole, as files and options."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from truestep import assemble
+from truestep.config.schema import Config
+from truestep.errors import TruestepError
+from truestep.policy.context import ContextError, check_heads
+from truestep.policy.load import load_policy
+from truestep.policy.probe import ModelError
+from truestep.policy.stages import CutError
+from truestep.policy.tensor import tensor_plan
+from truestep.ranks.group import Ranks
+from truestep.verify.layouts import Layout
+from truestep.verify.oracle import Record
+from truestep.verify.reduced import record_of, redraw_logprobs, reduce_model, reduce_record
+
+STEPS = 2
+_MOST_TOKENS = 40  # of a reduced document
+
+
+class VerifyError(TruestepError):
+    pass
+
+
+@dataclass(frozen=True)
+class Case:
+    """What every layout computes."""
+
+    directory: Path
+    model: Path
+    options: dict[str, Any]
+    records: list[Record]
+    docs_per_step: int
+    repeats: int
+    budget: int
+    made_up: bool
+
+    def steps(self, records: Sequence[Record]) -> list[list[Record]]:
+        taken = [
+            list(records[start : start + self.docs_per_step]) for start in range(0, len(records), self.docs_per_step)
+        ]
+        return [documents for documents in taken[:STEPS] for _ in range(self.repeats)]
+
+    @property
+    def longest(self) -> int:
+        return max(len(record["input_ids"]) for record in self.records)
+
+
+def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case:
+    seed = config.seed
+    model = Path(config.model.path)
+    if not (model / "config.json").is_file():
+        raise VerifyError(f"model.path: {model} is not a Hugging Face model directory: it has no config.json")
+    if not full:
+        model = reduce_model(model, scratch / "model", seed, config.model.trust_remote_code)
+    made_up = config.data.path is None
+    records = _made_up(documents, seed) if made_up else _of_user(config, documents)
+    loss = config.loss.model_dump() | {"metrics": "full"}
+    if not full:
+        records = [reduce_record(record, _MOST_TOKENS) for record in records]
+    if loss["type"] != "cross_entropy" and not full:
+        redraw_logprobs(model, records, loss, seed)
+    longest = max(len(record["input_ids"]) for record in records)
+    budget = config.data.tokens_per_microbatch if full else 3 * longest
+    per_step = -(-len(records) // STEPS)
+    _write(scratch / "rollouts.jsonl", records)
+    options = {
+        "model": config.model.model_dump() | {"path": str(model), "dtype": "float32"},
+        "loss": loss,
+        "data": {
+            "path": str(scratch / "rollouts.jsonl"),
+            "advantages": "none",
+            "tokens_per_microbatch": budget,
+            "on_bad_record": "stop",
+        },
+        "schedule": {
+            "docs_per_step": per_step,
+            "updates_per_batch": config.schedule.updates_per_batch,
+            "steps": STEPS * config.schedule.updates_per_batch,
+            "stall_timeout": min(60.0, config.schedule.stall_timeout),
+        },
+        "optimizer": config.optimizer.model_dump()
+        | {"schedule": "constant", "warmup_steps": 0}
+        | {"minimum_learning_rate": 0.0},
+        "checkpoint": {"every": 0, "keep": 1},
+        "logging": {"console": False},
+        "seed": seed,
+    }
+    repeats = config.schedule.updates_per_batch
+    return Case(scratch, model, options, records, per_step, repeats, budget, made_up)
+
+
+def permits(case: Case, layout: Layout) -> bool:
+    """A model whose heads so many ranks cannot share, whose layers cannot be cut (experts, for example) or that has too
+    few of them is trained under the other layouts."""
+    from transformers import AutoConfig
+
+    parallel, model = layout.options.get("parallel", {}), case.options["model"]
+    tensor, context, pipeline = (parallel.get(name, 1) for name in ("tensor", "context", "pipeline"))
+    trusted = model["trust_remote_code"]
+    config = AutoConfig.from_pretrained(case.model, local_files_only=True, trust_remote_code=trusted)
+    try:
+        check_heads(getattr(config.get_text_config(), "num_attention_heads", 0), context, tensor)
+        if tensor > 1:
+            tensor_plan(config, tensor)
+        if pipeline > 1:
+            load_policy(
+                case.model,
+                device="cpu",
+                trust_remote_code=trusted,
+                ranks=Ranks(0, pipeline, pipeline=pipeline),
+                stages_per_rank=parallel.get("stages_per_rank", 1),
+            )
+    except (ContextError, CutError, ModelError):
+        return False
+    return True
+
+
+def _of_user(config: Config, documents: int) -> list[Record]:
+    vocabulary = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8")).get("vocab_size")
+    rollouts = assemble.read_documents(config, vocabulary or 2**31).rollouts[:documents]
+    if not rollouts:
+        raise VerifyError(f"data.path: no record of {config.data.path} can be trained on")
+    return [record_of(rollout) for rollout in rollouts]
+
+
+def _made_up(documents: int, seed: int) -> list[Record]:
+    """Where a sampler is to make the documents."""
+    draw = np.random.default_rng([seed, 7])
+    records = []
+    for number in range(documents):
+        length = int(draw.integers(4, _MOST_TOKENS))
+        prompt = int(draw.integers(1, length))
+        records.append(
+            {
+                "id": f"made-up-{number}",
+                "input_ids": draw.integers(0, 97, length).tolist(),
+                "loss_mask": [0] * prompt + [1] * (length - prompt),
+                "logprobs": [0.0] * length,
+                "advantage": float(draw.normal()),
+                "temperature": 1.0,
+            }
+        )
+    return records
+
+
+def _write(path: Path, records: Sequence[Record]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+def in_parts(layout: Layout, case: Case, folder: Path) -> list[Record]:
+    """Rank 0 has none, rank 1 one, rank 2 three, and the last one all the rest; in the order that steps take them."""
+    cuts = [*(0, 0, 1, 4)[: layout.ranks], len(case.records)]
+    parts = [case.records[cuts[rank] : cuts[rank + 1]] for rank in range(layout.ranks)]
+    for rank, part in enumerate(parts):
+        _write(folder / f"part-{rank}.jsonl", part)
+    order = []
+    for place in range(len(case.records)):
+        for part in parts:
+            if place < len(part):
+                order.append(part[place])
+    return order
