@@ -144,15 +144,16 @@ def train(given: argparse.Namespace) -> None:
         trainer.run()
         peaks = ranks.gather(torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0)
         if ranks.first:
-            tokens = [line["num_tokens"] for line in lines[WARM_UP:]]
+            tokens = [line["num_tokens"] for line in lines[min(WARM_UP, len(lines) - 1) :]]
             result = {
                 "parallel": parallel,
                 "ranks": ranks.size,
                 "dtype": given.dtype,
                 "device": torch.cuda.get_device_name() if on_gpu else "CPU",
                 "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
-                "step_seconds": statistics.median(line["step_time"] for line in lines[WARM_UP:]),
-                "tokens_per_second": sum(tokens) / sum(line["step_time"] for line in lines[WARM_UP:]),
+                "step_seconds": statistics.median(line["step_time"] for line in lines[min(WARM_UP, len(lines) - 1) :]),
+                "tokens_per_second": sum(tokens)
+                / sum(line["step_time"] for line in lines[min(WARM_UP, len(lines) - 1) :]),
                 "micro_batches": [line["num_micro_batches"] for line in lines],
                 "peak_gib": peaks,
                 "seconds_to_load": loaded,
