@@ -144,16 +144,16 @@ def train(given: argparse.Namespace) -> None:
         trainer.run()
         peaks = ranks.gather(torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0)
         if ranks.first:
-            tokens = [line["num_tokens"] for line in lines[min(WARM_UP, len(lines) - 1) :]]
+            timed = lines[min(WARM_UP, len(lines) - 1) :]
+            seconds = [line["step_time"] for line in timed]
             result = {
                 "parallel": parallel,
                 "ranks": ranks.size,
                 "dtype": given.dtype,
                 "device": torch.cuda.get_device_name() if on_gpu else "CPU",
                 "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
-                "step_seconds": statistics.median(line["step_time"] for line in lines[min(WARM_UP, len(lines) - 1) :]),
-                "tokens_per_second": sum(tokens)
-                / sum(line["step_time"] for line in lines[min(WARM_UP, len(lines) - 1) :]),
+                "step_seconds": statistics.median(seconds),
+                "tokens_per_second": sum(line["num_tokens"] for line in timed) / sum(seconds),
                 "micro_batches": [line["num_micro_batches"] for line in lines],
                 "peak_gib": peaks,
                 "seconds_to_load": loaded,
