@@ -5,7 +5,8 @@
 Both runs are the real loop over the same documents in the same order and micro-batches (all documents are of one
 length); they differ in how a step ends. Rounds of the two alternate, each pair in the other order than the pair before,
 after a pair that nobody counts; medians of pairs are compared, with their quartiles. The wait for the plan
-(`data_wait_time`) is given too: it is what the counting adds where it is not hidden.
+(`data_wait_time`) is given too: it is what the counting adds where it is not hidden; and how long making a plan and
+agreeing on it takes beside the step, which is all that it could add.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import os
 import statistics
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -27,10 +29,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from truestep.assemble import join_ranks
 from truestep.config.schema import Config
 from truestep.ranks.group import Ranks
+from truestep.step.ahead import Planned
 from truestep.train import make_trainer
 
 LENGTH = 64
 WARM_UP = 2  # steps of each round
+MAKING: dict[str, list[float]] = {"exact": [], "static": []}  # seconds of making plans and agreeing on them
 
 
 def options() -> argparse.Namespace:
@@ -80,7 +84,18 @@ def run(given: argparse.Namespace, directory: Path, name: str, ranks: Ranks, doc
             "logging": {"console": False},
         }
     )
-    make_trainer(config, Console(file=io.StringIO()), ranks=ranks).run()
+    trainer = make_trainer(config, Console(file=io.StringIO()), ranks=ranks)
+    make = trainer.plans._make
+
+    def timed() -> Planned:
+        start = time.perf_counter()
+        try:
+            return make()
+        finally:
+            MAKING[name.partition("-")[0]].append(time.perf_counter() - start)
+
+    trainer.plans._make = timed  # type: ignore[method-assign]
+    trainer.run()
     dist.barrier()
     lines = (directory / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines][WARM_UP:]
@@ -104,6 +119,9 @@ def report(
     for name in ("static", "exact"):
         wait = statistics.median(waits[name])
         print(f"wait for the plan, {name:6}{1000 * wait:8.2f} ms   {100 * wait / static:.3f}% of a step")
+    for name in ("static", "exact"):
+        making = statistics.median(MAKING[name])
+        print(f"making it beside, {name:6}{1000 * making:9.2f} ms   {100 * making / static:.3f}% of a step")
 
 
 def main() -> None:
