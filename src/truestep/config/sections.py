@@ -291,7 +291,8 @@ class ScheduleConfig(Section):
 
 class ParallelConfig(Section):
     data_shard: Literal[-1] | Annotated[int, Field(ge=1)] = -1
-    """Ranks that weights, gradients and optimizer state are sharded over (FSDP2); -1: all there are."""
+    """Ranks that weights, gradients and optimizer state are sharded over (FSDP2), times parallel.context; -1: all that
+    the other options leave."""
     data_replicate: Annotated[int, Field(ge=1)] = 1
     """Replicas of the sharded model (HSDP). With data_shard: 1 every rank holds all weights."""
     reshard_after_forward: bool = True
