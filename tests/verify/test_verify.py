@@ -184,7 +184,9 @@ def test_layouts_that_a_models_heads_do_not_permit_are_left_out(tmp_path: Path) 
     }
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(options), encoding="utf-8")
     config = load_config(tmp_path / "c.yaml")
-    verdicts = verify(config, tmp_path / "out", full=True, only=lambda layout: layout.name in ("context 2", "context 4"))
+    verdicts = verify(
+        config, tmp_path / "out", full=True, only=lambda layout: layout.name in ("context 2", "context 4")
+    )
     assert [(verdict.layout.name, verdict.passed) for verdict in verdicts] == [("context 2", True)]
 
 
