@@ -213,6 +213,7 @@ def test_kept_completions_are_of_two_policies_and_say_where(servers: Servers, tm
             source._pushed.result(60)
             while not server.in_flight:
                 time.sleep(0.01)
+            time.sleep(0.5)  # for some of their tokens: a completion without one is of the new weights alone
             with torch.no_grad():
                 for parameter in policy.model.parameters():
                     parameter.mul_(1.1)

@@ -14,10 +14,11 @@ from truestep.head.logits import HeadSettings
 from truestep.policy import attention
 from truestep.policy.context import Context, check_heads
 from truestep.policy.embedding import accumulate_in_float32, every_token_counts
-from truestep.policy.pieces import pieces_of
+from truestep.policy.pieces import Piece, pieces_of
 from truestep.policy.policy import ModelFacts, Policy
 from truestep.policy.probe import (
     ModelError,
+    Probe,
     probe_context,
     probe_cut,
     probe_float32,
@@ -26,7 +27,7 @@ from truestep.policy.probe import (
 )
 from truestep.policy.save import read_companions, saved_buffers
 from truestep.policy.shards import ShardedWeights
-from truestep.policy.stages import check_layers, keep_own
+from truestep.policy.stages import Stages, check_layers, keep_own
 from truestep.policy.tensor import cut_model, tensor_plan
 from truestep.policy.weights import Weights
 from truestep.ranks.group import ALONE, Ranks
@@ -66,17 +67,39 @@ def load_policy(
         _enable_activation_checkpointing(model)
     compute = getattr(torch, dtype)
     probe = probe_float32(model, settings, place, longest_document)
-    context = Context.of(ranks)
-    if context is not None:
-        probe_context(model, probe, place, context)
     if dtype != "float32":
         probe_half_precision(model, probe, place, compute)
     facts = ModelFacts.of(model)
-    pieces = pieces_of(model)
     if dtype != "float32" and place.type == "cpu":
         accumulate_in_float32(model)
-    stages, buffers = None, {}
-    if pipeline.ranks > 1:
+    here = _cut(model, probe, place, ranks, pipeline)
+    weights: Weights
+    if ranks.shards > 1:
+        weights = ShardedWeights(
+            model, compute, ranks, here.pieces, reshard_after_forward=reshard_after_forward, reduce_each=reduce_each
+        )
+    else:
+        weights = Weights(model, compute, ranks, here.pieces)
+    companions = read_companions(directory)
+    return Policy(model, directory, settings, weights, facts, tokenizer, companions, here.stages, here.buffers)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Here:
+    """What of a whole model is on this rank."""
+
+    pieces: dict[str, Piece]
+    stages: Stages | None
+    buffers: dict[str, torch.Tensor]  # of all stages
+
+
+def _cut(model: Any, probe: Probe, place: torch.device, ranks: Ranks, pipeline: Pipeline) -> _Here:
+    """In place, of a float32 model; whatever would then compute something else is refused."""
+    context = Context.of(ranks)
+    if context is not None:
+        probe_context(model, probe, place, context)
+    pieces, stages, buffers = pieces_of(model), None, {}
+    if pipeline.ranks > 1:  # looked at while every layer is still here
         stages = probe_stages(model, pipeline, probe, place)
         buffers = saved_buffers(model)
     if ranks.tensor > 1:
@@ -84,15 +107,7 @@ def load_policy(
         probe_cut(model, probe, place, ranks)
     if stages is not None:
         pieces = keep_own(model, stages, ranks.stage, pieces)
-    weights: Weights
-    if ranks.shards > 1:
-        weights = ShardedWeights(
-            model, compute, ranks, pieces, reshard_after_forward=reshard_after_forward, reduce_each=reduce_each
-        )
-    else:
-        weights = Weights(model, compute, ranks, pieces)
-    companions = read_companions(directory)
-    return Policy(model, directory, settings, weights, facts, tokenizer, companions, stages, buffers)
+    return _Here(pieces, stages, buffers)
 
 
 def _enable_activation_checkpointing(model: Any) -> None:
