@@ -170,12 +170,12 @@ def _saved(policy: Policy, directory: Path) -> Path:
 # ---- weights that change under a completion
 
 
-def sample_across_a_reload(server: VllmServer, path: Path) -> Rollout:
+def sample_across_a_reload(server: VllmServer, path: Path, wait: float) -> Rollout:
     """A long completion, and new weights in its middle without a pause."""
     got: list[Rollout] = []
     thread = threading.Thread(target=lambda: got.append(sample(server, LONG[:200], 800, temperature=1.0, top_k=0)))
     thread.start()
-    threading.Event().wait(0.6)
+    threading.Event().wait(wait)
     reload_weights(server, path)
     thread.join()
     return got[0]
@@ -184,8 +184,11 @@ def sample_across_a_reload(server: VllmServer, path: Path) -> Rollout:
 def test_a_reload_without_a_pause_gives_text_of_neither_model(
     servers: Servers, old: Policy, new: Policy, weights: dict[str, Path]
 ) -> None:
-    load_properly(servers.first, weights["old"])
-    rollout = sample_across_a_reload(servers.first, weights["new"])
+    for wait in (0.6, 1.2, 2.4):  # until it has begun: how soon that is depends on what else the machine does
+        load_properly(servers.first, weights["old"])
+        rollout = sample_across_a_reload(servers.first, weights["new"], wait)
+        if gaps(old, rollout)[:5].max() < 1e-3:
+            break
     nearer = np.minimum(gaps(old, rollout), gaps(new, rollout))
     assert gaps(old, rollout)[:5].max() < 1e-3, "it began with the old weights"
     assert nearer.max() > 0.05, "and went on with the new ones over what the old ones had cached"
