@@ -90,7 +90,7 @@ def make_runner(config: Config, policy: Policy) -> StepRunner:
         policy,
         make_objective(config),
         config.loss.metrics,
-        math.lcm(config.data.pad_to_multiple, policy.weights.ranks.tensor),
+        config.data.pad_to_multiple,
         config.schedule.breadth_first_micro_batches,
     )
 

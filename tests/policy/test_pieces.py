@@ -54,7 +54,7 @@ def _check_pieces() -> None:
     }
     whole = _whole()
     model = torch.nn.ParameterDict(
-        {name: pieces[name].slice(whole[name], ranks).clone() for name in pieces if pieces[name].here(ranks)}
+        {name: pieces[name].slice(whole[name], ranks).clone() for name in pieces if ranks.stage in pieces[name].stages}
     )
     weights = Weights(model, torch.float32, ranks, pieces)
     kept = {name: value.clone() for name, value in weights.collect().items()}

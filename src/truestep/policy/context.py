@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from truestep.errors import TruestepError
+from truestep.policy.repeat import repeat
+from truestep.ranks.exchange import transfer
 from truestep.ranks.group import Ranks
 
 
@@ -46,7 +47,11 @@ class Context:
         self, rows: torch.Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
     ) -> torch.Tensor:
         """To and from each rank so many rows, or an equal share; what comes back is in order of rank."""
-        return _Exchange.apply(rows, send, receive, self.group)
+        return transfer(
+            rows,
+            lambda given: _all_to_all(given, send, receive, self.group),
+            lambda gradient: _all_to_all(gradient, receive, send, self.group),
+        )
 
     def tokens_for_heads(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -55,7 +60,7 @@ class Context:
         needed = heads_needed(q.shape[1], k.shape[1], self.size)
         if needed != tuple(range(k.shape[1])):
             index = _index(needed, k.device)
-            k, v = _Repeat.apply(k, index), _Repeat.apply(v, index)
+            k, v = repeat(k, index, 1), repeat(v, index, 1)
         # One message to each rank: its heads of all three, side by side.
         parts = [tensor.unflatten(1, (self.size, -1)).transpose(0, 1) for tensor in (q, k, v)]  # [C, S/C, heads, E]
         sent = torch.cat([part.flatten(2) for part in parts], dim=-1)
@@ -110,23 +115,6 @@ def _index(heads: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(heads, device=device)
 
 
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        saved: Any,
-        rows: torch.Tensor,
-        send: Sequence[int] | None,
-        receive: Sequence[int] | None,
-        group: dist.ProcessGroup,
-    ) -> torch.Tensor:
-        saved.send, saved.receive, saved.group = send, receive, group
-        return _all_to_all(rows, send, receive, group)
-
-    @staticmethod
-    def backward(saved: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _all_to_all(gradient, saved.receive, saved.send, saved.group), None, None, None
-
-
 def _all_to_all(
     rows: torch.Tensor, send: Sequence[int] | None, receive: Sequence[int] | None, group: dist.ProcessGroup
 ) -> torch.Tensor:
@@ -139,20 +127,3 @@ def _all_to_all(
         group=group,
     )
     return received
-
-
-class _Repeat(torch.autograd.Function):
-    """Heads, some of them more than once; their gradients are added up in float32."""
-
-    @staticmethod
-    def forward(saved: Any, tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:  # [S/C, K, E]
-        saved.save_for_backward(index)
-        saved.heads = tensor.shape[1]
-        return tensor.index_select(1, index)
-
-    @staticmethod
-    def backward(saved: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (index,) = saved.saved_tensors
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        total = gradient.new_zeros(gradient.shape[0], saved.heads, *gradient.shape[2:], dtype=wide)
-        return total.index_add_(1, index, gradient.to(wide)).to(gradient.dtype), None

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from truestep.policy.repeat import repeat
+
 
 def every_token_counts(model: Any) -> None:
     """transformers gives the padding token's row no gradient, also where the token stands in a document, as the end of
@@ -29,20 +31,6 @@ def accumulate_in_float32(model: Any) -> None:
         if not torch.is_grad_enabled():
             return look_up(input_ids)
         different, which = input_ids.flatten().unique(return_inverse=True)
-        return _Gather.apply(look_up(different), which).view(*input_ids.shape, -1)
+        return repeat(look_up(different), which, 0).view(*input_ids.shape, -1)
 
     embedding.forward = forward
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, rows: torch.Tensor, which: torch.Tensor) -> torch.Tensor:  # [U, H], [S] -> [S, H]
-        context.save_for_backward(which)
-        context.rows = rows.shape[0]
-        return rows.index_select(0, which)
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (which,) = context.saved_tensors
-        total = gradient.new_zeros(context.rows, gradient.shape[-1], dtype=torch.float32)
-        return total.index_add_(0, which, gradient.float()).to(gradient.dtype), None

@@ -25,9 +25,6 @@ class Piece:
     # The pipeline's ranks that have it. Two for a tied embedding: each has a part of its gradient.
     stages: tuple[int, ...] = (0,)
 
-    def here(self, ranks: Ranks) -> bool:
-        return ranks.stage in self.stages
-
     def counted_on(self, ranks: Ranks) -> bool:
         """Of the ranks that have the very same values, one counts them."""
         return ranks.stage == self.stages[0] and (self.cut is not None or ranks.tensor_rank == 0)

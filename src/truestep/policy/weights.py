@@ -148,17 +148,14 @@ class Weights:
         calls this, for the same names in order, with its parts, or None where a weight is on another stage."""
         found = {}
         for names in in_buckets({name: self.pieces[name].shape.numel() for name in parts}):
-            here = {name: part.detach() for name in names if (part := parts[name]) is not None}
-            here = self._unshard({name: part for name, part in here.items() if self._sends(name)})
+            # Of a tied embedding, which two stages have, the first one's.
+            sent = [name for name in names if self.ranks.stage == self.pieces[name].stages[0]]
+            here = self._unshard({name: part.detach() for name in sent if (part := parts[name]) is not None})
             for name in names:
                 whole = self._whole_on_first(name, here.get(name), dtype)
                 if whole is not None:
                     found[name] = whole
         return found
-
-    def _sends(self, name: str) -> bool:
-        """Whether this rank's stage is the one that gives the weight to the first rank."""
-        return self.ranks.stage == self.pieces[name].stages[0]
 
     def _whole_on_first(self, name: str, part: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
         piece = self.pieces[name]

@@ -8,6 +8,8 @@ Dimensions: S tokens of the micro-batch, R ranks, H hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,22 +20,44 @@ reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+def transfer(
+    tensor: torch.Tensor,
+    there: Callable[[torch.Tensor], torch.Tensor],
+    back: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """What `there` makes of a tensor; its gradient goes `back`."""
+    transferred: torch.Tensor = _Transfer.apply(tensor, there, back)
+    return transferred
+
+
+class _Transfer(torch.autograd.Function):
+    @staticmethod
+    def forward(saved: Any, tensor: torch.Tensor, there: Any, back: Any) -> torch.Tensor:
+        saved.back = back
+        return there(tensor)
+
+    @staticmethod
+    def backward(saved: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return saved.back(gradient), None, None
+
+
 def gather_tokens(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [1, S/R, H] -> [1, S, H]
     """All tokens, for a computation of which every rank does a part: the gradient is the sum of the ranks' own."""
-    gathered: torch.Tensor = _Gather.apply(mine, group)
-    return gathered
+    return transfer(mine, partial(_gathered, group=group), partial(_summed, group=group))
 
 
 def sum_to_own_tokens(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [1, S, H] -> [1, S/R, H]
     """This rank's tokens of the sum of what every rank computed."""
-    summed: torch.Tensor = _Scatter.apply(parts, group)
-    return summed
+    return transfer(parts, partial(_summed, group=group), partial(_gathered, group=group))
 
 
 def gather_same(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [S/R, H] -> [S, H]
     """All tokens, for what every rank does alike: each has the whole gradient already, and takes its tokens' own."""
-    gathered: torch.Tensor = _GatherSame.apply(mine, group)
-    return gathered
+    return transfer(mine, partial(_gathered, group=group), partial(_own, group=group))
+
+
+def _own(tokens: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return tokens.chunk(dist.get_world_size(group), -2)[dist.get_rank(group)]
 
 
 def _gathered(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -58,36 +82,3 @@ def _summed(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     received = torch.empty_like(flat)
     dist.all_to_all_single(received, flat, group=group)
     return received.view(ranks, tokens // ranks, hidden).sum(0, dtype=torch.float32).to(parts.dtype).view(shape)
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        context.group = group
-        return _gathered(mine, group)
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _summed(gradient, context.group), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        context.group = group
-        return _summed(parts, group)
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _gathered(gradient, context.group), None
-
-
-class _GatherSame(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        context.group = group
-        return _gathered(mine, group)
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient.chunk(dist.get_world_size(context.group), -2)[dist.get_rank(context.group)], None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,23 +103,27 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
 def permits(case: Case, layout: Layout) -> bool:
     """A model whose heads so many ranks cannot share, whose layers cannot be cut (experts, for example) or that has too
     few of them is trained under the other layouts."""
+    parallel = layout.options.get("parallel", {})
+    cut = {name: parallel.get(name, 1) for name in ("tensor", "context", "pipeline", "stages_per_rank")}
+    return _can_be_cut(case.model, case.options["model"]["trust_remote_code"], **cut)
+
+
+@cache
+def _can_be_cut(
+    model: Path, trust_remote_code: bool, tensor: int, context: int, pipeline: int, stages_per_rank: int
+) -> bool:
+    """Asked of many layouts, and found out for each cut once."""
     from transformers import AutoConfig
 
-    parallel, model = layout.options.get("parallel", {}), case.options["model"]
-    tensor, context, pipeline = (parallel.get(name, 1) for name in ("tensor", "context", "pipeline"))
-    trusted = model["trust_remote_code"]
-    config = AutoConfig.from_pretrained(case.model, local_files_only=True, trust_remote_code=trusted)
+    config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=trust_remote_code)
     try:
         check_heads(getattr(config.get_text_config(), "num_attention_heads", 0), context, tensor)
         if tensor > 1:
             tensor_plan(config, tensor)
         if pipeline > 1:
+            ranks = Ranks(0, pipeline, pipeline=pipeline)
             load_policy(
-                case.model,
-                device="cpu",
-                trust_remote_code=trusted,
-                ranks=Ranks(0, pipeline, pipeline=pipeline),
-                stages_per_rank=parallel.get("stages_per_rank", 1),
+                model, device="cpu", trust_remote_code=trust_remote_code, ranks=ranks, stages_per_rank=stages_per_rank
             )
     except (ContextError, CutError, ModelError):
         return False

@@ -77,17 +77,14 @@ def verify(
         if config.model.dtype == "bfloat16" and plant is None:
             layouts += in_half_precision(case.longest, most_ranks)
         layouts = [layout for layout in layouts if permits(case, layout)]
-        court = _Court(case, Comparer(case.model, case.steps(case.records), *_judged(case)), plant)
+        comparer = Comparer(case.model, case.steps(case.records), case.options["loss"], case.options["optimizer"])
+        court = _Court(case, comparer, plant)
         verdicts: list[Verdict] = []
         for batch in _batches(layouts, alone=full):
             progress(batch[0].name if len(batch) == 1 else f"{len(batch)} layouts of {batch[0].ranks} ranks")
             verdicts += court.judge(batch)
     output.mkdir(parents=True, exist_ok=True)
     return sorted(verdicts, key=lambda verdict: layouts.index(verdict.layout))
-
-
-def _judged(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
-    return case.options["loss"], case.options["optimizer"]
 
 
 def _batches(layouts: Sequence[Layout], alone: bool) -> list[list[Layout]]:
