@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from qwen import write_model
 from rich.console import Console
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from truestep.assemble import join_ranks
 from truestep.config.schema import Config
@@ -70,21 +70,8 @@ def options() -> argparse.Namespace:
 
 def prepare(given: argparse.Namespace) -> None:
     if not (given.directory / "model").exists():
-        config = Qwen3Config(
-            vocab_size=given.vocabulary,
-            hidden_size=given.hidden,
-            intermediate_size=given.intermediate,
-            num_hidden_layers=given.layers,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            head_dim=given.head_size,
-            max_position_embeddings=131_072,
-            tie_word_embeddings=True,
-        )
         torch.manual_seed(0)
-        with torch.device(given.device):
-            model = Qwen3ForCausalLM(config)
-        model.save_pretrained(given.directory / "model")
+        write_model(given.directory / "model", given, device=given.device, head_size=given.head_size, longest=131_072)
     name = "rollouts" if given.length < 16_384 else f"rollouts-{given.length}"
     draw = np.random.default_rng(given.length)
     # A random model's log-probs lie around that of an even guess: ratios on both sides of the bounds.

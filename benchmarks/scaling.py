@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from qwen import write_model
 
 from truestep.head.logits import HeadSettings
 from truestep.losses.objective import Denominator, Objective
@@ -57,22 +57,9 @@ def options() -> argparse.Namespace:
 
 
 def make_policy(given: argparse.Namespace, ranks: Ranks) -> Policy:
-    config = Qwen3Config(
-        vocab_size=given.vocabulary,
-        hidden_size=given.hidden,
-        intermediate_size=given.intermediate,
-        num_hidden_layers=given.layers,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=given.head_size,
-        tie_word_embeddings=True,
-    )
-
     def write() -> str:
         directory = tempfile.mkdtemp()
-        with torch.device(given.device):
-            model = Qwen3ForCausalLM(config)
-        model.save_pretrained(directory)
+        write_model(Path(directory), given, device=given.device, head_size=given.head_size)
         return directory
 
     directory = ranks.share(write)

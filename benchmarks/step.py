@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from qwen import write_model
 
 from truestep.head.logits import HeadSettings
 from truestep.losses.objective import Denominator, Objective
@@ -41,23 +41,6 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="timed, after two that are not")
     parser.add_argument("--activation-checkpointing", action="store_true")
     return parser.parse_args()
-
-
-def make_model(directory: Path, given: argparse.Namespace) -> Path:
-    config = Qwen3Config(
-        vocab_size=given.vocabulary,
-        hidden_size=given.hidden,
-        intermediate_size=given.intermediate,
-        num_hidden_layers=given.layers,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=True,
-    )
-    with torch.device("cuda"):
-        model = Qwen3ForCausalLM(config)
-    model.save_pretrained(directory)
-    return directory
 
 
 def make_documents(given: argparse.Namespace) -> list[Rollout]:
@@ -110,7 +93,8 @@ def main() -> None:
     given = options()
     rate = matrix_rate()
     with tempfile.TemporaryDirectory() as directory:
-        path = make_model(Path(directory), given)
+        path = Path(directory)
+        write_model(path, given, device="cuda")
         torch.cuda.empty_cache()
         policy = load_policy(
             path,

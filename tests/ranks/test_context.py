@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from oracles.step import oracle_logprobs, oracle_step
 from ranks.cases import on_ranks, refuse_to_mix_tokens, score_all, score_padded, train_all
-from ranks.test_layouts import loss_of, losses_for, make_case, options, read
+from ranks.test_layouts import Layout, Model, check_losses, gradient_error, loss_of, make_case, options, read
 from ranks.test_train_over_ranks import check_same_run, config
 from scoring import check_against_oracle, write_records
 from small_runs import read_lines, sort_prompts, without_times, word_model, write_lines, write_rollouts
@@ -20,31 +19,17 @@ from truestep.errors import TruestepError
 from truestep.policy.load import load_policy
 from truestep.ranks.group import Ranks
 
-Model = Callable[[str], Path]
-
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_every_loss_is_the_oracles(kind: str, size: int, tiny_model: Model, tmp_path: Path) -> None:
     """Documents of up to 24 tokens over runs of 10 to 20: most lie on two ranks, some on three."""
-    runs, cases = [], []
-    for name in losses_for(kind):
-        loss = loss_of(name)
-        model, rollouts, records = make_case(kind, loss, tiny_model, tmp_path)
-        given = options(model, rollouts, loss, ({"context": size}, 1, 40))
-        runs.append((given, str(tmp_path / name)))
-        cases.append((oracle_step(model, records, given), tmp_path / name))
-    on_ranks(size, score_all, runs)
-    for oracle, output in cases:
-        scored = read(output)
-        if "clipped_ratio_fraction" in scored.step:
-            assert scored.step["clipped_ratio_fraction_low"] > 0 < scored.step["clipped_ratio_fraction_high"]
-        check_against_oracle(scored, oracle)
+    check_losses(size, kind, [({"context": size}, 1, 40)], tiny_model, tmp_path)
 
 
 def test_with_data_ranks_beside(tiny_model: Model, tmp_path: Path) -> None:
     """Sharded, replicated, breadth-first, reduced each time, padded, and in chunks of few rows."""
-    layouts: list[tuple[dict[str, Any], int, int]] = [
+    layouts: list[Layout] = [
         ({"context": 2}, 2, 24),
         ({"context": 2, "data_replicate": 2}, 1, 40),
         ({"context": 2, "reduce_each_micro_batch": True, "reshard_after_forward": False}, 1, 40),
@@ -160,13 +145,7 @@ def test_recomputed_activations_and_half_precision(tiny_model: Model, tmp_path: 
     on_ranks(1, score_all, [(alone | half, str(tmp_path / "one"))])
     oracle = oracle_step(model, records, plain)
     check_against_oracle(read(tmp_path / "recomputed"), oracle)
-
-    def error(output: Path) -> float:
-        gradients = read(output).gradients
-        squares = sum(float((gradients[n].double() - g).square().sum()) for n, g in oracle.gradients.items())
-        return squares**0.5 / oracle.grad_norm
-
-    assert 1e-4 < error(tmp_path / "half") <= 1.5 * error(tmp_path / "one")
+    assert 1e-4 < gradient_error(tmp_path / "half", oracle) <= 1.5 * gradient_error(tmp_path / "one", oracle)
 
 
 def test_a_run_moves_between_layouts(tiny_model: Model, tmp_path: Path) -> None:

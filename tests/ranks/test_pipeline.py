@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from oracles.step import oracle_logprobs, oracle_step
 from ranks.cases import on_ranks, score_all, train_all, train_and_do
-from ranks.test_layouts import loss_of, losses_for, options, read
+from ranks.test_layouts import gradient_error, loss_of, losses_for, options, read
 from ranks.test_train_over_ranks import check_same_run, config, optimizer_of, weights_of
 from scoring import check_against_oracle, write_records
 from small_runs import read_lines, write_rollouts
@@ -135,14 +135,8 @@ def test_half_precision_and_recomputed_activations(tmp_path: Path) -> None:
     on_ranks(1, score_all, [(plain | half, str(tmp_path / "one"))])
     oracle = oracle_step(model, records, plain)
     check_against_oracle(read(tmp_path / "recomputed"), oracle)
-
-    def error(output: Path) -> float:
-        gradients = read(output).gradients
-        squares = sum(float((gradients[n].double() - g).square().sum()) for n, g in oracle.gradients.items())
-        return squares**0.5 / oracle.grad_norm
-
     for name in ("half", "shards"):
-        assert 1e-4 < error(tmp_path / name) <= 1.5 * error(tmp_path / "one")
+        assert 1e-4 < gradient_error(tmp_path / name, oracle) <= 1.5 * gradient_error(tmp_path / "one", oracle)
 
 
 def test_fewer_documents_than_ranks_and_a_step_without_labels(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from safetensors.torch import load_file
 
 from oracles.step import oracle_logprobs, oracle_step
 from ranks.cases import on_ranks, score_all, train_all, train_and_keep
-from ranks.test_layouts import loss_of, losses_for, make_case, options, read
+from ranks.test_layouts import Layout, Model, check_losses, gradient_error, loss_of, make_case, options, read
 from ranks.test_train_over_ranks import check_same_run, config, optimizer_of, weights_of
 from scoring import check_against_oracle, write_records
 from small_runs import write_rollouts
@@ -23,10 +22,8 @@ from truestep.head import logits
 from truestep.ranks.group import RankError
 from truestep.ranks.launch import run_ranks
 
-Model = Callable[[str], Path]
 
-
-def tensor(ranks: int, **parallel: Any) -> tuple[dict[str, Any], int, int]:
+def tensor(ranks: int, **parallel: Any) -> Layout:
     return {"tensor": ranks, **parallel}, 1, 40
 
 
@@ -36,21 +33,10 @@ def tensor(ranks: int, **parallel: Any) -> tuple[dict[str, Any], int, int]:
 )
 def test_every_loss_is_the_oracles(size: int, kind: str, tiny_model: Model, tmp_path: Path) -> None:
     """Entropy and its bonus are among the metrics and losses; on four ranks there are fewer key heads than ranks."""
-    runs, cases = [], []
-    for name in losses_for(kind):
-        loss = loss_of(name)
-        model, rollouts, records = make_case(kind, loss, tiny_model, tmp_path)
-        config = options(model, rollouts, loss, tensor(size))
-        output = tmp_path / name
-        runs.append((config, str(output)))
-        cases.append((oracle_step(model, records, config), output))
-    on_ranks(size, score_all, runs)
-    for oracle, output in cases:
-        check_against_oracle(read(output), oracle)
+    check_losses(size, kind, [tensor(size)], tiny_model, tmp_path)
 
 
-# parallel section, breadth-first micro-batches, tokens of a micro-batch
-BESIDE_DATA: list[tuple[dict[str, Any], int, int]] = [
+BESIDE_DATA: list[Layout] = [
     ({"tensor": 2}, 1, 40),
     ({"tensor": 2}, 2, 24),
     ({"tensor": 2, "data_replicate": 2}, 1, 40),
@@ -106,13 +92,9 @@ def test_half_precision_is_no_further_off_than_one_process(kind: str, tiny_model
     for size, parallel in ((1, {}), (2, {"tensor": 2}), (4, {"tensor": 4})):
         on_ranks(size, score_all, [(half(parallel), str(tmp_path / str(size)))])
 
-    def error(size: int) -> float:
-        gradients = read(tmp_path / str(size)).gradients
-        squares = sum(float((gradients[n].double() - g).square().sum()) for n, g in oracle.gradients.items())
-        return squares**0.5 / oracle.grad_norm
-
-    assert 1e-4 < error(2) <= 1.5 * error(1)
-    assert 1e-4 < error(4) <= 1.5 * error(1)
+    one, two, four = (gradient_error(tmp_path / str(size), oracle) for size in (1, 2, 4))
+    assert 1e-4 < two <= 1.5 * one
+    assert 1e-4 < four <= 1.5 * one
 
 
 @pytest.mark.parametrize(("dtype", "tensor_ranks"), [("float32", 4), ("bfloat16", 4), ("float32", 2)])
