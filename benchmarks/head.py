@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from truestep.head import passes
 from truestep.head.chunked import HeadRows, forward_backward
 from truestep.head.logits import HeadSettings
 from truestep.losses.labels import Labels
@@ -93,12 +94,12 @@ def reference(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.cat(logprobs), torch.cat(hidden_gradient).float(), weight_gradient.float()
 
 
-def ours(case: Case, policy: PolicyLoss, **settings: object) -> Outcome:
+def ours(case: Case, policy: PolicyLoss, entropy_bonus: float = 0.0, **settings: object) -> Outcome:
     tokens = len(case.labels)
     counts = torch.full((-(-tokens // DOCUMENT),), DOCUMENT, device="cuda")
     counts[-1] = tokens - DOCUMENT * (len(counts) - 1)
     document = torch.arange(tokens, device="cuda") // DOCUMENT
-    objective = Objective(policy, Denominator("labels"))
+    objective = Objective(policy, Denominator("labels"), entropy_bonus=entropy_bonus)
     totals = StepTotals(len(counts), tokens, tokens)
     weight = torch.full((tokens,), 1 / tokens, device="cuda")
 
@@ -172,16 +173,28 @@ def peers() -> dict[str, Callable[[Case], Outcome]]:
     return found
 
 
+def with_plain_products(case: Case) -> Outcome:
+    """As on GPUs that are no Hopper: logits are stored."""
+    serves = passes._product_serves
+    passes._product_serves = lambda _: False  # type: ignore[assignment]
+    try:
+        return ours(case, CrossEntropy())
+    finally:
+        passes._product_serves = serves
+
+
 def heads(quick: bool) -> dict[str, Callable[[Case], Outcome]]:
     bounds = clip_bounds(0.2, 0.2)
     found: dict[str, Callable[[Case], Outcome]] = {
         "truestep": lambda case: ours(case, CrossEntropy()),
         "truestep, grpo": lambda case: ours(case, Grpo(bounds)),
         "truestep, gspo": lambda case: ours(case, Gspo(bounds)),
+        "truestep, grpo, entropy bonus": lambda case: ours(case, Grpo(bounds), entropy_bonus=0.01),
         "truestep, split": lambda case: ours(case, CrossEntropy(), split_gradient=True),
     }
-    for rows in (640, 2048, 4096, 8192):
+    for rows in (1280, 4096, 8192, 16384):
         found[f"truestep, {rows} rows"] = lambda case, rows=rows: ours(case, CrossEntropy(), chunk_size=rows)  # type: ignore[misc]
+    found["truestep, product without softmax"] = with_plain_products
     found["truestep, torch passes"] = lambda case: ours(case, CrossEntropy(), kernels=False)
     return found if quick else found | peers()
 
@@ -254,6 +267,7 @@ def profile(case: Case) -> str:
         work(case)
         torch.cuda.synchronize()
     kinds = {"_statistics_kernel": "statistics", "_gradient_kernel": "gradient of the logits"}
+    kinds |= {"_product_kernel": "product with the softmax", "_join_kernel": "sums of its parts"}
     spent: dict[str, float] = {}
     for event in seen.key_averages():
         matrix = any(word in event.key for word in ("gemm", "nvjet", "cutlass"))

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -20,7 +22,7 @@ from head.head_cases import (
     make_rows,
     relative,
 )
-from truestep.head import chunked
+from truestep.head import chunked, passes
 from truestep.head.chunked import HeadResult, HeadRows, SharedDocuments, forward, forward_backward
 from truestep.head.logits import HeadSettings
 from truestep.head.reference import reference_statistics
@@ -195,13 +197,13 @@ def test_each_row_of_logits_is_made_no_more_often_than_needed(
 ) -> None:
     """A second time only for documents that are longer than a chunk of 6."""
     made: list[int] = []
-    original = chunked.raw_logits
+    original = passes.raw_logits
 
     def spy(hidden: torch.Tensor, *arguments: Any) -> torch.Tensor:
         made.append(len(hidden))
         return original(hidden, *arguments)
 
-    monkeypatch.setattr(chunked, "raw_logits", spy)
+    monkeypatch.setattr(passes, "raw_logits", spy)
     rows = make_rows(20, 9, settings=HeadSettings(chunk_size=6))
     coefficients = make_coefficients(20, like=rows.hidden)
     result = forward_backward(
@@ -214,6 +216,40 @@ def test_each_row_of_logits_is_made_no_more_often_than_needed(
     made.clear()
     run(with_settings(rows, chunk_size=20), make_coefficients(20, like=rows.hidden), None, whole_documents=True)
     assert made == [20], "one chunk has every label in it: no second pass"
+
+
+@given(
+    st.lists(st.integers(0, 12), max_size=12),
+    st.integers(1, 30),
+    st.integers(0, 5),
+)
+def test_chunks_of_whole_documents_are_few_and_of_like_length(counts: list[int], size: int, start: int) -> None:
+    spans = chunked._spans(start, size, counts)
+    ends = [start, *itertools.accumulate(counts, initial=start)]
+    assert [span.start for span in spans] == [start, *(span.stop for span in spans)][: len(spans)]
+    assert (spans[-1].stop if spans else start) == start + sum(counts)
+    assert all(span.start in ends and span.stop in ends and span.stop > span.start for span in spans)
+
+    def longest(cuts: tuple[int, ...]) -> int:
+        """Of these runs; far too long where a run of several documents does not fit."""
+        worst = 0
+        for first, last in itertools.pairwise((0, *cuts, len(counts))):
+            run = sum(counts[first:last])
+            if run > size and sum(count > 0 for count in counts[first:last]) > 1:
+                return 10**6
+            worst = max(worst, min(run, size))
+        return worst
+
+    if counts and len(counts) <= 8 and sum(counts):
+        possible = [
+            (number + 1, longest(cuts))
+            for number in range(len(counts))
+            for cuts in itertools.combinations(range(1, len(counts)), number)
+        ]
+        fewest = min(number for number, worst in possible if worst < 10**6)
+        assert len(spans) == fewest
+        best = min(worst for number, worst in possible if number == fewest)
+        assert max(min(span.stop - span.start, size) for span in spans) == best
 
 
 class LargestTensor(TorchDispatchMode):

@@ -54,7 +54,7 @@ def test_both_gradients_equal_autograd(vocabulary: int, with_b: bool, softcap: f
         settings = HeadSettings(softcap=softcap, scale=0.7, chunk_size=chunk, fp32=True)
         rows = make_rows(labels, vocabulary, dtype=torch.float32, device=DEVICE, settings=settings)
         coefficients = make_coefficients(labels, with_b=with_b, like=rows.hidden)
-        assert isinstance(passes.passes_for(settings, rows.hidden), passes.FusedPasses)
+        assert isinstance(passes.passes_for(settings, rows.hidden, rows.weight), passes.FusedPasses)
         wanted = expected(rows, coefficients)
         result, buffer = run(rows, coefficients)
         assert largest_difference(result.statistics.logprobs, wanted.logprobs) < 1e-5
@@ -118,7 +118,7 @@ def test_without_triton_the_torch_passes_serve_silently() -> None:
         "import sys; sys.modules['triton'] = None\n"
         "import os, torch; os.environ['TRITON_INTERPRET'] = '1'\n"
         "from truestep.head import passes\nfrom truestep.head.logits import HeadSettings\n"
-        "assert isinstance(passes.passes_for(HeadSettings(), torch.zeros(1)), passes.TorchPasses)"
+        "assert isinstance(passes.passes_for(HeadSettings(), torch.zeros(1, 1), torch.zeros(1, 1)), passes.TorchPasses)"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -21,8 +21,6 @@ from truestep.head import logits as head_logits
 from truestep.head.logits import (
     HeadSettings,
     LogitsGradient,
-    add_weight_gradient_,
-    hidden_gradient,
     logits_gradient_,
     row_statistics,
     scaled_logits,
@@ -128,31 +126,31 @@ def test_blocks_of_an_upcast_weight_do_not_change_the_result(monkeypatch: pytest
         statistics = row_statistics(z, rows.label_ids)
         assert largest_difference(statistics.logprobs, wanted.logprobs) < 1e-5
         logits_gradient_(z, statistics.logsumexp, rows.label_ids, rows.temperature, coefficients, settings)
-        back = hidden_gradient(LogitsGradient(z), rows.weight)
+        back = LogitsGradient(z).of_hidden(rows.weight)
         assert back.dtype == torch.float32
         assert relative(back, wanted.hidden_gradient) < 1e-5
 
 
 def test_weight_gradient_is_added_to_what_is_there() -> None:
     buffer = torch.full((3, 2), 10.0)
-    add_weight_gradient_(buffer, LogitsGradient(torch.tensor([[1.0, 0.0, 2.0]])), torch.tensor([[3.0, -1.0]]))
+    LogitsGradient(torch.tensor([[1.0, 0.0, 2.0]])).add_of_weight_(buffer, torch.tensor([[3.0, -1.0]]))
     assert buffer.tolist() == [[13.0, 9.0], [10.0, 10.0], [16.0, 8.0]]
 
 
 def test_chunk_size_is_the_option_or_bounded_by_memory() -> None:
     cpu = torch.device("cpu")
-    assert HeadSettings(chunk_size=7).rows_per_chunk(100, 151_936, cpu) == 7
-    chosen = HeadSettings().rows_per_chunk(1000, 151_936, cpu)
+    assert HeadSettings(chunk_size=7).rows_per_chunk(100, 151_936, 4, cpu) == 7
+    chosen = HeadSettings().rows_per_chunk(1000, 151_936, 4, cpu)
     assert chosen * 151_936 * 4 <= 2**26
     assert 1000 % chosen == 0 or 1000 % chosen > chosen // 2, "no small chunk is left over"
-    assert HeadSettings().rows_per_chunk(10, 2**40, cpu) == 1
-    assert HeadSettings().rows_per_chunk(0, 5, cpu) == 1
+    assert HeadSettings().rows_per_chunk(10, 2**40, 4, cpu) == 1
+    assert HeadSettings().rows_per_chunk(0, 5, 4, cpu) == 1
 
 
 def test_the_automatic_chunk_size_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         for _ in range(3):
-            HeadSettings().rows_per_chunk(77, 54_321, torch.device("cpu"))
+            HeadSettings().rows_per_chunk(77, 54_321, 4, torch.device("cpu"))
     assert [record.getMessage() for record in caplog.records] == [
         "logits_chunk_size: auto is 77 rows of 54321 logits on cpu"
     ]

@@ -12,20 +12,18 @@ Dimensions: T labels, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from truestep.head.logits import (
     HeadSettings,
-    LogitsGradient,
-    add_weight_gradient_,
-    hidden_gradient,
-    raw_logits,
     wide,
 )
-from truestep.head.passes import Passes, passes_for
+from truestep.head.passes import Gradient, Passes, passes_for
 from truestep.head.vocab_parallel import ShardedPasses, VocabularyShard
 from truestep.types import Coefficients, RowStatistics
 
@@ -50,27 +48,28 @@ class HeadRows:
     settings: HeadSettings
     shard: VocabularyShard | None = None  # where `weight` is a slice of the vocabulary's rows
 
-    def passes(self, logits: torch.Tensor) -> Passes:
-        local = passes_for(self.settings, logits)
+    @property
+    def passes(self) -> Passes:
+        local = passes_for(self.settings, self.hidden, self.weight)
         return local if self.shard is None else ShardedPasses(local, self.shard)
 
     @property
     def rows_per_chunk(self) -> int:
-        rows = self.settings.rows_per_chunk(len(self.label_ids), self.weight.shape[0], self.hidden.device)
+        device = self.hidden.device
+        rows = self.settings.rows_per_chunk(
+            len(self.label_ids), self.weight.shape[0], self.passes.bytes_per_logit, device
+        )
         # Every chunk has its exchange, so that ranks must agree on their number; what is free may differ.
         if self.shard is None or self.settings.chunk_size is not None:
             return rows
-        return self.shard.least(rows, self.hidden.device)
+        return self.shard.least(rows, device)
 
-    def forward(self, rows: slice) -> tuple[torch.Tensor, RowStatistics]:
-        """What the backward pass of these rows starts from, and their statistics."""
-        raw = raw_logits(self.hidden[rows], self.weight, self.settings.fp32)
-        return self.passes(raw).statistics(raw, self.label_ids[rows], self.temperature[rows])
+    def forward(self, rows: slice, *, keep: bool) -> tuple[Any, RowStatistics]:
+        """What the backward pass of these rows starts from, where there is to be one, and their statistics."""
+        return self.passes.forward(self.hidden[rows], self.weight, self.label_ids[rows], self.temperature[rows], keep)
 
-    def backward(
-        self, rows: slice, kept: torch.Tensor, statistics: RowStatistics, coefficients: Coefficients
-    ) -> LogitsGradient:
-        return self.passes(kept).gradient(
+    def backward(self, rows: slice, kept: Any, statistics: RowStatistics, coefficients: Coefficients) -> Gradient:
+        return self.passes.gradient(
             kept, statistics, self.label_ids[rows], self.temperature[rows], coefficients, self.weight.dtype
         )
 
@@ -163,7 +162,7 @@ def _chunk(
     weight_gradient: torch.Tensor | None,
 ) -> RowStatistics:
     """All of one chunk. Its logits are gone when this returns: two chunks' never exist at a time."""
-    kept, statistics = head.forward(rows)
+    kept, statistics = head.forward(rows, keep=True)
     if coefficients is None:
         coefficients = loss(rows, statistics)
     # One number read back for each chunk: the products of the chunk before are still running meanwhile.
@@ -176,16 +175,24 @@ def _chunk(
     if count <= _WORTH_GATHERING * len(active):
         index = active.nonzero().squeeze(-1)
         logits_gradient, hidden = logits_gradient[index], hidden[index]
-        out.index_copy_(0, index, hidden_gradient(logits_gradient, head.weight))
+        out.index_copy_(0, index, logits_gradient.of_hidden(head.weight))
     else:
-        out.copy_(hidden_gradient(logits_gradient, head.weight))
+        out.copy_(logits_gradient.of_hidden(head.weight))
     if weight_gradient is not None:
-        add_weight_gradient_(weight_gradient, logits_gradient, hidden)
+        logits_gradient.add_of_weight_(weight_gradient, hidden)
     return statistics
 
 
 def _spans(start: int, size: int, document_labels: Sequence[int]) -> list[slice]:
-    """Runs of whole documents that fit a chunk, and documents that do not."""
+    """Runs of whole documents that fit a chunk, as few as there can be, and documents that do not fit. Of as few runs,
+    those whose longest is the shortest: a last one of few rows would waste its products."""
+    fewest = len(_runs_of_at_most(size, start, document_labels))
+    sizes = range(1, size)
+    least = bisect_left(sizes, -fewest, key=lambda most: -len(_runs_of_at_most(most, start, document_labels)))
+    return _runs_of_at_most(sizes[least] if least < len(sizes) else size, start, document_labels)
+
+
+def _runs_of_at_most(size: int, start: int, document_labels: Sequence[int]) -> list[slice]:
     spans: list[slice] = []
     end = start
     for count in document_labels:
@@ -201,7 +208,7 @@ def _cut(span: slice, size: int) -> list[slice]:
 
 
 def _statistics(head: HeadRows, span: slice, size: int) -> RowStatistics:
-    return _join([head.forward(rows)[1] for rows in _cut(span, size)], head)
+    return _join([head.forward(rows, keep=False)[1] for rows in _cut(span, size)], head)
 
 
 def _join(parts: list[RowStatistics], head: HeadRows) -> RowStatistics:

@@ -21,8 +21,8 @@ from truestep.types import Coefficients, RowStatistics
 log = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 64 * 2**20
-# More rows than this make no matrix product faster.
-_MOST_ROWS = 8192
+# More of a chunk's rows make no matrix product faster: 8,192, or twice as many where a logit takes half the memory.
+_MOST_ROWS, _MOST_ROW_BYTES = 8192, 32768
 # Of the memory that is free, what a chunk of logits may take.
 _SHARE = 0.5
 
@@ -36,18 +36,16 @@ class HeadSettings:
     split_gradient: bool = False  # carry dL/dlogits as a high and a low half-precision part
     kernels: bool = True  # use the fused kernels where they run
 
-    def rows_per_chunk(self, rows: int, vocabulary: int, device: torch.device) -> int:
+    def rows_per_chunk(self, rows: int, vocabulary: int, bytes_per_logit: int, device: torch.device) -> int:
         if self.chunk_size is not None:
             return self.chunk_size
-        most = max(1, min(_MOST_ROWS, _free_bytes(device) // self._bytes_per_row(vocabulary)))
+        useful = max(_MOST_ROWS, _MOST_ROW_BYTES // bytes_per_logit)
+        most = max(1, min(useful, _free_bytes(device) // (vocabulary * bytes_per_logit)))
         # Chunks of like size: a small last one would waste its matrix products.
         chunks = max(1, -(-rows // most))
         chosen = -(-rows // chunks)
         _log_choice(chosen, vocabulary, str(device))
         return max(1, chosen)
-
-    def _bytes_per_row(self, vocabulary: int) -> int:
-        return vocabulary * (4 + 2 * self.split_gradient)
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -149,11 +147,35 @@ class LogitsGradient:
     low: torch.Tensor | None = None  # [C, V] what rounding to that type left
 
     @property
-    def parts(self) -> list[torch.Tensor]:
+    def _parts(self) -> list[torch.Tensor]:
         return [self.high] if self.low is None else [self.high, self.low]
 
     def __getitem__(self, rows: torch.Tensor) -> LogitsGradient:
         return LogitsGradient(self.high[rows], None if self.low is None else self.low[rows])
+
+    def of_hidden(self, weight: torch.Tensor) -> torch.Tensor:  # [V, H] -> [C, H]
+        """In float32 or wider, before its one cast."""
+        high = self.high
+        if high.dtype == weight.dtype == wide(weight.dtype):
+            return high @ weight
+        if weight.is_cuda:
+            first, *others = self._parts
+            total = torch.mm(first, weight, out_dtype=wide(weight.dtype))
+            for part in others:
+                torch.addmm(total, part, weight, out_dtype=total.dtype, out=total)
+            return total
+        total = high.new_zeros(high.shape[0], weight.shape[1], dtype=wide(weight.dtype))
+        for block, block_weight in _weight_blocks(weight):
+            total.addmm_(high[:, block], block_weight)
+        return total
+
+    def add_of_weight_(self, buffer: torch.Tensor, hidden: torch.Tensor) -> None:  # [V, H], [C, H]
+        """Accumulated in the buffer's float32 by the product itself."""
+        for part in self._parts:
+            if part.is_cuda and part.dtype != buffer.dtype:
+                torch.addmm(buffer, part.T, hidden, out_dtype=buffer.dtype, out=buffer)
+            else:
+                buffer.addmm_(part.T, hidden.to(part.dtype))
 
 
 def round_gradient(gradient: torch.Tensor, dtype: torch.dtype, split: bool) -> LogitsGradient:
@@ -162,27 +184,3 @@ def round_gradient(gradient: torch.Tensor, dtype: torch.dtype, split: bool) -> L
         return LogitsGradient(gradient)
     high = gradient.to(dtype)
     return LogitsGradient(high, (gradient - high).to(dtype) if split else None)
-
-
-def hidden_gradient(gradient: LogitsGradient, weight: torch.Tensor) -> torch.Tensor:  # [C, V], [V, H] -> [C, H]
-    """In float32 or wider, before its one cast."""
-    high = gradient.high
-    if high.dtype == weight.dtype == wide(weight.dtype):
-        return high @ weight
-    total = high.new_zeros(high.shape[0], weight.shape[1], dtype=wide(weight.dtype))
-    if weight.is_cuda:
-        for part in gradient.parts:
-            torch.addmm(total, part, weight, out_dtype=total.dtype, out=total)
-        return total
-    for block, block_weight in _weight_blocks(weight):
-        total.addmm_(high[:, block], block_weight)
-    return total
-
-
-def add_weight_gradient_(buffer: torch.Tensor, gradient: LogitsGradient, hidden: torch.Tensor) -> None:
-    """buffer[V, H] += gradientᵀ[V, C] · hidden[C, H], accumulated in the buffer's float32 by the product itself."""
-    for part in gradient.parts:
-        if part.is_cuda and part.dtype != buffer.dtype:
-            torch.addmm(buffer, part.T, hidden, out_dtype=buffer.dtype, out=buffer)
-        else:
-            buffer.addmm_(part.T, hidden.to(part.dtype))

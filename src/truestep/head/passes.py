@@ -1,14 +1,15 @@
-"""The two passes over a chunk of logits, between the matrix products: fused kernels where they run, torch elsewhere.
+"""What is done to a chunk of rows before and after its loss is known: in the product itself where that can be, by fused
+kernels where those run, by torch elsewhere.
 
-Both give the same numbers; which one serves is a matter of speed. What `statistics` leaves in the logits' memory is for
-`gradient` alone.
+All give the same numbers; which one serves is a matter of speed. What `forward` keeps is for `gradient` alone.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -17,39 +18,70 @@ from truestep.head.logits import (
     LogitsGradient,
     logits_gradient_,
     multiplier,
+    raw_logits,
     round_gradient,
     row_statistics,
     scale_,
     wide,
 )
+from truestep.head.numerators import NumeratorPasses
 from truestep.types import Coefficients, RowStatistics
+
+log = logging.getLogger(__name__)
+
+
+class Gradient(Protocol):
+    """dL/d(h Wᵀ), of what is needed of it: the two backward products."""
+
+    def __getitem__(self, rows: torch.Tensor) -> Gradient: ...
+
+    def of_hidden(self, weight: torch.Tensor) -> torch.Tensor: ...
+
+    def add_of_weight_(self, buffer: torch.Tensor, hidden: torch.Tensor) -> None: ...
 
 
 class Passes(Protocol):
-    def statistics(
-        self, raw: torch.Tensor, label_ids: torch.Tensor, temperature: torch.Tensor
-    ) -> tuple[torch.Tensor, RowStatistics]:
-        """What `gradient` needs, and the statistics of each row."""
+    @property
+    def bytes_per_logit(self) -> int:
+        """While a chunk's loss is found."""
+        ...
+
+    def forward(
+        self,
+        hidden: torch.Tensor,  # [C, H]
+        weight: torch.Tensor,  # [V, H]
+        label_ids: torch.Tensor,  # [C]
+        temperature: torch.Tensor,  # [C]
+        keep: bool,
+    ) -> tuple[Any, RowStatistics]:
+        """What `gradient` needs, where that is to be kept, and the statistics of each row."""
         ...
 
     def gradient(
         self,
-        kept: torch.Tensor,
+        kept: Any,
         statistics: RowStatistics,
         label_ids: torch.Tensor,
         temperature: torch.Tensor,
         coefficients: Coefficients,
         dtype: torch.dtype,
-    ) -> LogitsGradient: ...
+    ) -> Gradient: ...
 
 
 class TorchPasses:
     def __init__(self, settings: HeadSettings):
         self._settings = settings
+        self.bytes_per_logit = 4 + 2 * settings.split_gradient
 
-    def statistics(
-        self, raw: torch.Tensor, label_ids: torch.Tensor, temperature: torch.Tensor
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        label_ids: torch.Tensor,
+        temperature: torch.Tensor,
+        keep: bool,
     ) -> tuple[torch.Tensor, RowStatistics]:
+        raw = raw_logits(hidden, weight, self._settings.fp32)
         z = scale_(raw, temperature, self._settings)
         return z, row_statistics(z, label_ids)
 
@@ -69,10 +101,17 @@ class TorchPasses:
 class FusedPasses:
     def __init__(self, settings: HeadSettings):
         self._settings = settings
+        self.bytes_per_logit = 4 + 2 * settings.split_gradient
 
-    def statistics(
-        self, raw: torch.Tensor, label_ids: torch.Tensor, temperature: torch.Tensor
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        label_ids: torch.Tensor,
+        temperature: torch.Tensor,
+        keep: bool,
     ) -> tuple[torch.Tensor, RowStatistics]:
+        raw = raw_logits(hidden, weight, self._settings.fp32)
         from truestep.head import kernels
 
         # On a CPU, under the interpreter, the backward products are float32's: see `logits`.
@@ -107,10 +146,12 @@ class FusedPasses:
         return LogitsGradient(high, low)
 
 
-def passes_for(settings: HeadSettings, logits: torch.Tensor) -> Passes:
-    if settings.kernels and logits.dtype != torch.float64 and _kernels_run(logits.device.type):
-        return FusedPasses(settings)
-    return TorchPasses(settings)
+def passes_for(settings: HeadSettings, hidden: torch.Tensor, weight: torch.Tensor) -> Passes:
+    if not settings.kernels or hidden.dtype == torch.float64 or not _kernels_run(hidden.device.type):
+        return TorchPasses(settings)
+    if _fits_the_product(settings, hidden, weight) and _product_serves(hidden.device):
+        return NumeratorPasses(settings)
+    return FusedPasses(settings)
 
 
 @cache
@@ -123,3 +164,28 @@ def _kernels_run(device_type: str) -> bool:
     except ImportError:
         return False
     return True
+
+
+def _fits_the_product(settings: HeadSettings, hidden: torch.Tensor, weight: torch.Tensor) -> bool:
+    """bfloat16 throughout, with its range of exponents; rows that the copy engine can fetch; a softmax of the plain
+    product; a gradient of one part."""
+    plain = settings.fp32 and settings.softcap is None and settings.scale > 0 and not settings.split_gradient
+    typed = hidden.dtype == weight.dtype == torch.bfloat16
+    laid_out = all(t.is_contiguous() and t.shape[1] % 8 == 0 and t.data_ptr() % 16 == 0 for t in (hidden, weight))
+    return plain and typed and laid_out
+
+
+@cache
+def _product_serves(device: torch.device) -> bool:
+    """A Hopper GPU, and a Triton whose Gluon makes of the product what it is to be."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    try:
+        from truestep.head.check_product import wrong
+
+        problem = wrong(device)
+    except Exception as error:  # a compiler's errors have no common type
+        problem = f"{type(error).__name__}: {error}"
+    if problem:
+        log.warning("the head's product does not serve on this machine, its slower kernels do: %s", problem)
+    return not problem

@@ -9,12 +9,12 @@ Dimensions: C rows of a chunk, R ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from truestep.head.logits import LogitsGradient
-from truestep.head.passes import Passes
+from truestep.head.passes import Gradient, Passes
 from truestep.types import Coefficients, RowStatistics
 
 
@@ -46,22 +46,31 @@ class ShardedPasses:
     local: Passes
     shard: VocabularyShard
 
-    def statistics(
-        self, raw: torch.Tensor, label_ids: torch.Tensor, temperature: torch.Tensor
-    ) -> tuple[torch.Tensor, RowStatistics]:
+    @property
+    def bytes_per_logit(self) -> int:
+        return self.local.bytes_per_logit
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        label_ids: torch.Tensor,
+        temperature: torch.Tensor,
+        keep: bool,
+    ) -> tuple[Any, RowStatistics]:
         owned = self.shard.owns(label_ids)
-        kept, mine = self.local.statistics(raw, self._local(label_ids, owned), temperature)
+        kept, mine = self.local.forward(hidden, weight, self._local(label_ids, owned), temperature, keep)
         return kept, _join(mine, owned, self.shard.group)
 
     def gradient(
         self,
-        kept: torch.Tensor,
+        kept: Any,
         statistics: RowStatistics,
         label_ids: torch.Tensor,
         temperature: torch.Tensor,
         coefficients: Coefficients,
         dtype: torch.dtype,
-    ) -> LogitsGradient:
+    ) -> Gradient:
         owned = self.shard.owns(label_ids)
         # p is that of the whole vocabulary already; the label's own term belongs to the rank that holds it.
         here = replace(coefficients, c=torch.where(owned, coefficients.c, 0))

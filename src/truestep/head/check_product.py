@@ -1,0 +1,40 @@
+"""Whether the product gives what it is to give, here: its language is young, and a compiler's error would be silent."""
+
+from __future__ import annotations
+
+import torch
+
+from truestep.head.numerators import PART, SLACK
+from truestep.head.product import multiply
+
+_ROWS, _HIDDEN, _VOCABULARY = 200, 200, 700  # tiles that are full and others that are not
+_TOLERANCE = 1e-4
+
+
+def wrong(device: torch.device) -> str | None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(_ROWS, _HIDDEN, generator=generator).to(device, torch.bfloat16)
+    weight = torch.randn(_VOCABULARY, _HIDDEN, generator=generator).to(device, torch.bfloat16)
+    labels = torch.randint(_VOCABULARY, (_ROWS,), generator=generator).to(device)
+    factor = (0.02 + torch.rand(_ROWS, generator=generator)).to(device)
+    y = (hidden.double() @ weight.double().T) * factor[:, None]  # up to 2 ** 60 times its label: shifts are needed
+    reference = y.gather(1, labels[:, None]).squeeze(1)
+    found = multiply(hidden, weight, labels, factor, reference.float(), keep=True)
+    assert found.values is not None
+    y -= reference[:, None]
+    for part in range(found.shift.shape[1]):
+        columns = slice(part * PART, (part + 1) * PART)
+        mine = y[:, columns]
+        shift = (mine.amax(1) - SLACK).clamp(min=0)
+        mine = mine - shift[:, None]
+        numerators = mine.exp2()
+        for name, given, wanted, tolerance in (
+            ("shift", found.shift[:, part], shift, _TOLERANCE),
+            ("sum", found.total[:, part], numerators.sum(1), _TOLERANCE),
+            ("weighted sum", found.weighted[:, part], (numerators * mine).sum(1), _TOLERANCE),
+            ("numerators", found.values[:, columns], numerators, 2**-7),
+        ):
+            error = float((given - wanted).norm() / wanted.norm().clamp(min=1e-30))
+            if not error <= tolerance:
+                return f"{name} of part {part}: off by {error:.1e}"
+    return None if float(found.label.abs().max()) <= _TOLERANCE else "labels"

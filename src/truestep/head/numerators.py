@@ -1,0 +1,118 @@
+"""The head's passes where the product itself makes the softmax: logits are never stored, and no pass over them is left.
+
+The product leaves the numerators n = 2^(z · log2 e - base) in the weight's type, and what the rows' statistics are made
+of in float32 (`product`). With p = n · factor, the gradient of a row, `p · a - c · onehot(y)`, is
+
+    n · (a · factor) - c · onehot(y):
+
+the numerators as they are, times one number a row, which goes to the small sides of the two backward products, and the
+label's part, which needs no product: it is added in float32, so that the largest part of a gradient is never rounded.
+Only the entropy's term, `p · b · log p`, takes a pass over the numerators.
+
+The base of a row is its label's logit. Where a logit is far above it, which a label that the model itself drew hardly
+ever has, the row is scaled down: nothing overflows, whatever the logits are.
+
+Dimensions: C rows of a chunk, H hidden, V vocabulary, N parts of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from truestep.head.logits import HeadSettings, LogitsGradient, multiplier
+from truestep.types import Coefficients, RowStatistics
+
+PART = 256  # of the vocabulary, which the product makes at a time
+# The largest y without a shift: numerators of 2^40 and sums of as many as there are tokens are far from overflowing.
+SLACK = 40.0
+_LOG2_E = 1 / math.log(2)
+
+
+@dataclass(frozen=True)
+class Numerators:
+    """Of the softmax of each row, in parts of `PART` of the vocabulary that have a shift each: 2^y with
+    y = z · log2 e - reference - shift."""
+
+    values: torch.Tensor | None  # [C, V]
+    shift: torch.Tensor  # [C, N] 0 but where a numerator would otherwise be too large
+    total: torch.Tensor  # [C, N] Σ 2^y, before it is rounded to the type of the values
+    weighted: torch.Tensor  # [C, N] Σ 2^y · y
+    label: torch.Tensor  # [C] z · log2 e - reference of the label
+
+
+@dataclass(frozen=True)
+class NumeratorsGradient:
+    """dL/d(h Wᵀ) as it enters the two backward products: scale · values - c · onehot(y)."""
+
+    values: torch.Tensor  # [C, V]
+    scale: torch.Tensor  # [C]
+    label_ids: torch.Tensor  # [C]
+    c: torch.Tensor  # [C]
+
+    def __getitem__(self, rows: torch.Tensor) -> NumeratorsGradient:
+        return NumeratorsGradient(self.values[rows], self.scale[rows], self.label_ids[rows], self.c[rows])
+
+    def of_hidden(self, weight: torch.Tensor) -> torch.Tensor:  # [V, H] -> [C, H]
+        from truestep.head import kernels
+
+        total = LogitsGradient(self.values).of_hidden(weight)
+        kernels.scale_and_subtract_label_(total, self.scale, weight, self.label_ids, self.c)
+        return total
+
+    def add_of_weight_(self, buffer: torch.Tensor, hidden: torch.Tensor) -> None:  # [V, H], [C, H]
+        from truestep.head import kernels
+
+        LogitsGradient(self.values).add_of_weight_(buffer, (hidden * self.scale[:, None]).to(hidden.dtype))
+        kernels.subtract_labels_(buffer, hidden, self.label_ids, self.c)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    values: torch.Tensor | None  # [C, V]
+    base: torch.Tensor  # [C]
+
+
+class NumeratorPasses:
+    bytes_per_logit = 2
+
+    def __init__(self, settings: HeadSettings):
+        self._settings = settings
+
+    def forward(
+        self,
+        hidden: torch.Tensor,  # [C, H]
+        weight: torch.Tensor,  # [V, H]
+        label_ids: torch.Tensor,  # [C]
+        temperature: torch.Tensor,  # [C]
+        keep: bool,
+    ) -> tuple[_Kept, RowStatistics]:
+        from truestep.head import kernels, product
+
+        factor = multiplier(temperature, self._settings, torch.float32) * _LOG2_E
+        reference = kernels.label_logits(hidden, weight, label_ids) * factor
+        parts = product.multiply(hidden, weight, label_ids, factor, reference, keep)
+        base, statistics = kernels.join_parts_(parts, reference)
+        return _Kept(parts.values, base), statistics
+
+    def gradient(
+        self,
+        kept: _Kept,
+        statistics: RowStatistics,
+        label_ids: torch.Tensor,
+        temperature: torch.Tensor,
+        coefficients: Coefficients,
+        dtype: torch.dtype,
+    ) -> NumeratorsGradient:
+        from truestep.head import kernels
+
+        assert kept.values is not None
+        chain = multiplier(temperature, self._settings, torch.float32)
+        factor = torch.exp2(kept.base - statistics.logsumexp * _LOG2_E)
+        scale = coefficients.a * factor * chain
+        if coefficients.b is not None:
+            kernels.numerators_gradient_(kept.values, chain, factor, coefficients)
+            scale = torch.ones_like(scale)
+        return NumeratorsGradient(kept.values, scale, label_ids, coefficients.c * chain)
