@@ -175,9 +175,11 @@ def _chunk(
     if count <= _WORTH_GATHERING * len(active):
         index = active.nonzero().squeeze(-1)
         logits_gradient, hidden = logits_gradient[index], hidden[index]
-        out.index_copy_(0, index, logits_gradient.of_hidden(head.weight))
+        some = out[index]
+        logits_gradient.of_hidden_(head.weight, some)
+        out.index_copy_(0, index, some)
     else:
-        out.copy_(logits_gradient.of_hidden(head.weight))
+        logits_gradient.of_hidden_(head.weight, out)
     if weight_gradient is not None:
         logits_gradient.add_of_weight_(weight_gradient, hidden)
     return statistics

@@ -23,7 +23,7 @@ from truestep.types import Coefficients, RowStatistics
 _STATISTICS_BLOCK, _STATISTICS_WARPS = 512, 8
 _GRADIENT_BLOCK, _GRADIENT_WARPS = 4096, 16
 _DOT_BLOCK = 1024
-_LABEL_ROWS, _LABEL_BLOCK = 16, 256
+_LABEL_ROWS, _LABEL_BLOCK = 8, 1024
 _LN_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -258,6 +258,26 @@ def _numerators_gradient_kernel(
 
 
 @triton.jit
+def _scaled_rows_kernel(
+    rows_pointer,  # [C, H]
+    scale_pointer,  # [C]
+    scaled_pointer,  # [C, H]
+    rows_stride,
+    scaled_stride,
+    size,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(scale_pointer + row)
+    lanes = tl.arange(0, BLOCK)
+    for start in range(0, size, BLOCK):
+        inside = start + lanes < size
+        value = tl.load(rows_pointer + row * rows_stride + start + lanes, mask=inside, other=0.0)
+        scaled = (value.to(tl.float32) * scale).to(value.dtype)
+        tl.store(scaled_pointer + row * scaled_stride + start + lanes, scaled, mask=inside)
+
+
+@triton.jit
 def _scale_and_subtract_label_kernel(
     product_pointer,  # [C, H] in place
     scale_pointer,  # [C]
@@ -437,6 +457,16 @@ def numerators_gradient_(
             BLOCK=min(_GRADIENT_BLOCK, triton.next_power_of_2(vocabulary)),
             num_warps=_GRADIENT_WARPS,
         )
+
+
+def scaled_rows(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:  # [C, H], [C]
+    """Multiplied in float32, in the rows' own type."""
+    scaled = torch.empty_like(rows)
+    count, size = rows.shape
+    if count:
+        block = min(_DOT_BLOCK, triton.next_power_of_2(size))
+        _scaled_rows_kernel[(count,)](rows, scale, scaled, rows.stride(0), scaled.stride(0), size, BLOCK=block)
+    return scaled
 
 
 def scale_and_subtract_label_(

@@ -153,21 +153,19 @@ class LogitsGradient:
     def __getitem__(self, rows: torch.Tensor) -> LogitsGradient:
         return LogitsGradient(self.high[rows], None if self.low is None else self.low[rows])
 
-    def of_hidden(self, weight: torch.Tensor) -> torch.Tensor:  # [V, H] -> [C, H]
-        """In float32 or wider, before its one cast."""
-        high = self.high
-        if high.dtype == weight.dtype == wide(weight.dtype):
-            return high @ weight
-        if weight.is_cuda:
+    def of_hidden_(self, weight: torch.Tensor, out: torch.Tensor) -> None:  # [V, H], [C, H]
+        """In `out`, which is float32 or wider: before its one cast."""
+        if self.high.dtype == weight.dtype == out.dtype:
+            torch.mm(self.high, weight, out=out)
+        elif weight.is_cuda:
             first, *others = self._parts
-            total = torch.mm(first, weight, out_dtype=wide(weight.dtype))
+            torch.mm(first, weight, out_dtype=out.dtype, out=out)
             for part in others:
-                torch.addmm(total, part, weight, out_dtype=total.dtype, out=total)
-            return total
-        total = high.new_zeros(high.shape[0], weight.shape[1], dtype=wide(weight.dtype))
-        for block, block_weight in _weight_blocks(weight):
-            total.addmm_(high[:, block], block_weight)
-        return total
+                torch.addmm(out, part, weight, out_dtype=out.dtype, out=out)
+        else:
+            out.zero_()
+            for block, block_weight in _weight_blocks(weight):
+                out.addmm_(self.high[:, block], block_weight)
 
     def add_of_weight_(self, buffer: torch.Tensor, hidden: torch.Tensor) -> None:  # [V, H], [C, H]
         """Accumulated in the buffer's float32 by the product itself."""

@@ -55,17 +55,16 @@ class NumeratorsGradient:
     def __getitem__(self, rows: torch.Tensor) -> NumeratorsGradient:
         return NumeratorsGradient(self.values[rows], self.scale[rows], self.label_ids[rows], self.c[rows])
 
-    def of_hidden(self, weight: torch.Tensor) -> torch.Tensor:  # [V, H] -> [C, H]
+    def of_hidden_(self, weight: torch.Tensor, out: torch.Tensor) -> None:  # [V, H], [C, H]
         from truestep.head import kernels
 
-        total = LogitsGradient(self.values).of_hidden(weight)
-        kernels.scale_and_subtract_label_(total, self.scale, weight, self.label_ids, self.c)
-        return total
+        LogitsGradient(self.values).of_hidden_(weight, out)
+        kernels.scale_and_subtract_label_(out, self.scale, weight, self.label_ids, self.c)
 
     def add_of_weight_(self, buffer: torch.Tensor, hidden: torch.Tensor) -> None:  # [V, H], [C, H]
         from truestep.head import kernels
 
-        LogitsGradient(self.values).add_of_weight_(buffer, (hidden * self.scale[:, None]).to(hidden.dtype))
+        LogitsGradient(self.values).add_of_weight_(buffer, kernels.scaled_rows(hidden, self.scale))
         kernels.subtract_labels_(buffer, hidden, self.label_ids, self.c)
 
 
