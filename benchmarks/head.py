@@ -2,13 +2,13 @@
 
     python benchmarks/head.py [--shapes 16384x4096x151936 ...] [--quick]
 
-The bound is `6 · T · H · V / rate` at the bfloat16 matrix rate that the same run measures, twice: of one large product
-after a pause (burst), and of products back to back (sustained), which is lower because the card reaches its power limit.
-Whatever is timed but the burst runs for half a second before, so that every row finds the card as warm. Hidden ~
-N(0, 1), weight ~ (2/√H) N(0, 1), labels drawn from the model, ratios within 5% of 1. Extra memory is the peak beyond the inputs and the
-two gradients. Errors are against float64 on the same inputs: the largest of the log-probs', and the relative norm of
-each gradient's, for cross entropy, which every row of the table can compute. Rows marked `grpo` and `gspo` time those
-losses instead.
+The bound is `6 · T · H · V / rate` at the bfloat16 matrix rate that the same run measures, twice: of the fastest of
+some large products on a cool card (burst), and of products back to back (sustained), which is lower because the card
+reaches its power limit. Whatever is timed but the burst runs for half a second before, so that every row finds the card
+as warm. Hidden ~ N(0, 1), weight ~ (2/√H) N(0, 1), labels drawn from the model, ratios within 5% of 1. Extra memory is
+the peak beyond the inputs and the two gradients. Errors are against float64 on the same inputs: the largest of the log-
+probs', and the relative norm of each gradient's, for cross entropy, which every row of the table can compute. Rows
+marked `grpo` and `gspo` time those losses instead.
 """
 
 from __future__ import annotations
@@ -199,29 +199,27 @@ def heads(quick: bool) -> dict[str, Callable[[Case], Outcome]]:
     return found if quick else found | peers()
 
 
-def seconds(work: Callable[[], object], repeats: int, *, heat: float = 0.5, pause: float = 0.0) -> float:
-    def once() -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        return time.perf_counter() - start
+def once(work: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
 
+
+def seconds(work: Callable[[], object], repeats: int, heat: float = 0.5) -> float:
     begun = time.perf_counter()
-    once(), once()
+    once(work), once(work)
     while time.perf_counter() < begun + heat:
-        once()
-    times = []
-    for _ in range(repeats):
-        time.sleep(pause)
-        times.append(once())
-    return statistics.median(times)
+        once(work)
+    return statistics.median(once(work) for _ in range(repeats))
 
 
 def matrix_rates() -> tuple[float, float]:
-    """FLOP/s of a large square product: one after a pause, and about 100 ms of them back to back on a warm card."""
+    """FLOP/s of a large square product: of the fastest after a pause, and of about 100 ms of them on a warm card."""
     a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
-    burst = 2 * 8192**3 / seconds(lambda: a @ b, 9, heat=0, pause=0.1)
+    time.sleep(1)
+    burst = 2 * 8192**3 / min(once(lambda: a @ b) for _ in range(20))
 
     def many() -> None:
         for _ in range(64):
