@@ -4,11 +4,11 @@
 
 The bound is `6 · T · H · V / rate` at the bfloat16 matrix rate that the same run measures, twice: of the fastest of
 some large products on a cool card (burst), and of products back to back (sustained), which is lower because the card
-reaches its power limit. Whatever is timed but the burst runs for half a second before, so that every row finds the card
-as warm. Hidden ~ N(0, 1), weight ~ (2/√H) N(0, 1), labels drawn from the model, ratios within 5% of 1. Extra memory is
-the peak beyond the inputs and the two gradients. Errors are against float64 on the same inputs: the largest of the log-
-probs', and the relative norm of each gradient's, for cross entropy, which every row of the table can compute. Rows
-marked `grpo` and `gspo` time those losses instead.
+reaches its power limit. Everything is timed in rounds, the sustained rate too, each after one run that is not. Hidden
+~ N(0, 1), weight ~ (2/√H) N(0, 1), labels drawn from the model, ratios within 5% of 1. Extra memory is the peak beyond
+the inputs and the two gradients. Errors are against float64 on the same inputs: the largest of the log-probs', and the
+relative norm of each gradient's, for cross entropy, which every row of the table can compute. Rows marked `grpo` and
+`gspo` time those losses instead.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from truestep.types import Coefficients, RowStatistics, StepTotals
 
 SHAPES = ("16384x4096x151936", "32768x1024x151936", "8192x8192x128256", "16384x4096x151936/50")
 DOCUMENT = 1000  # labels
+ROUNDS = 7
 
 
 @dataclass
@@ -207,31 +208,29 @@ def once(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def seconds(work: Callable[[], object], repeats: int, heat: float = 0.5) -> float:
-    begun = time.perf_counter()
-    once(work), once(work)
-    while time.perf_counter() < begun + heat:
-        once(work)
-    return statistics.median(once(work) for _ in range(repeats))
-
-
-def matrix_rates() -> tuple[float, float]:
-    """FLOP/s of a large square product: of the fastest after a pause, and of about 100 ms of them on a warm card."""
-    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
-    time.sleep(1)
-    burst = 2 * 8192**3 / min(once(lambda: a @ b) for _ in range(20))
-
-    def many() -> None:
-        for _ in range(64):
-            a @ b
-
-    return burst, 64 * 2 * 8192**3 / seconds(many, 5)
-
-
 def copy_rate() -> float:
     source = torch.empty(2**30, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.numel() * 4 / seconds(lambda: target.copy_(source), 10)
+    return 2 * source.numel() * 4 / statistics.median(once(lambda: target.copy_(source)) for _ in range(10))
+
+
+class Products:
+    """The matrix rate, in FLOP/s of a large square product."""
+
+    flops = 2 * 8192**3
+
+    def __init__(self) -> None:
+        self.a, self.b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
+
+    def burst(self) -> float:
+        """Of the fastest on a cool card."""
+        time.sleep(1)
+        return self.flops / min(once(lambda: self.a @ self.b) for _ in range(20))
+
+    def many(self) -> None:
+        """About 100 ms of them."""
+        for _ in range(64):
+            self.a @ self.b
 
 
 def errors(outcome: Outcome, case: Case) -> list[str]:
@@ -245,23 +244,55 @@ def errors(outcome: Outcome, case: Case) -> list[str]:
     return [worst, relative(outcome.hidden_gradient, hidden), relative(outcome.weight_gradient, weight)]
 
 
-def measure(name: str, run: Callable[[Case], Outcome], case: Case, bounds: list[float]) -> str:
-    try:
-        torch.cuda.empty_cache()
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        outcome = run(case)
-        torch.cuda.synchronize()
-        own = sum(item.numel() * item.element_size() for item in (outcome.hidden_gradient, outcome.weight_gradient))
-        extra = (torch.cuda.max_memory_allocated() - before - own) / 2**30
-        columns = ["", "", ""] if "grpo" in name or "gspo" in name else errors(outcome, case)
-        del outcome
-        took = seconds(lambda: run(case), 5)
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        return f"| {name} | failed: {str(error).splitlines()[0][:80]} | | | | | | |"
-    of_bounds = " | ".join(f"{took / bound:.2f}" for bound in bounds)
-    return f"| {name} | {took * 1e3:.1f} | {of_bounds} | {extra:.2f} | " + " | ".join(columns) + " |"
+@dataclass
+class Row:
+    run: Callable[[Case], Outcome]
+    extra: float  # GiB
+    errors: list[str]
+    times: list[float]
+
+
+def first_run(name: str, run: Callable[[Case], Outcome], case: Case) -> Row:
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    outcome = run(case)
+    torch.cuda.synchronize()
+    own = sum(item.numel() * item.element_size() for item in (outcome.hidden_gradient, outcome.weight_gradient))
+    extra = (torch.cuda.max_memory_allocated() - before - own) / 2**30
+    return Row(run, extra, ["", "", ""] if "grpo" in name or "gspo" in name else errors(outcome, case), [])
+
+
+def measure(case: Case, quick: bool) -> None:
+    """In rounds: whatever the card's temperature and power do to one row they do to all of them, and to the bound."""
+    products = Products()
+    burst = products.burst()
+    rows, failed = {}, {}
+    for name, run in heads(quick).items():
+        try:
+            rows[name] = first_run(name, run, case)
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            failed[name] = str(error).splitlines()[0][:80]
+    sustained = []
+    for _ in range(ROUNDS):
+        once(products.many)
+        sustained.append(64 * products.flops / once(products.many))
+        for row in rows.values():
+            once(lambda row=row: row.run(case))  # type: ignore[misc]
+            row.times.append(once(lambda row=row: row.run(case)))  # type: ignore[misc]
+    rates = {"burst": burst, "sustained": statistics.median(sustained)}
+    bounds = {kind: case.flops / rate for kind, rate in rates.items()}
+    for kind, rate in rates.items():
+        print(f"{kind}: {rate / 1e12:.0f} TFLOP/s, bound {bounds[kind] * 1e3:.1f} ms")
+    print("\n| head | ms | x burst | x sustained | extra GiB | log-prob error | d hidden error | d weight error |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for name, row in rows.items():
+        took = statistics.median(row.times)
+        of_bounds = " | ".join(f"{took / bound:.2f}" for bound in bounds.values())
+        print(f"| {name} | {took * 1e3:.1f} | {of_bounds} | {row.extra:.2f} | " + " | ".join(row.errors) + " |")
+    for name, error in failed.items():
+        print(f"| {name} | failed: {error} | | | | | | |", flush=True)
 
 
 def profile(case: Case) -> str:
@@ -295,15 +326,8 @@ def main() -> None:
             print(f"{text}: {profile(case)}", flush=True)
             continue
         case.reference = reference(case)
-        rates = matrix_rates()
-        bounds = [case.flops / rate for rate in rates]
         print(f"\n{text}")
-        for kind, rate, bound in zip(("burst", "sustained"), rates, bounds, strict=True):
-            print(f"{kind}: {rate / 1e12:.0f} TFLOP/s, bound {bound * 1e3:.1f} ms")
-        print("\n| head | ms | x burst | x sustained | extra GiB | log-prob error | d hidden error | d weight error |")
-        print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-        for name, run in heads(given.quick).items():
-            print(measure(name, run, case, bounds), flush=True)
+        measure(case, given.quick)
         del case
         torch.cuda.empty_cache()
 
