@@ -162,7 +162,10 @@ def check_layers(layers: int, pipeline: Pipeline) -> None:
 
 def stages_of(model: Any, pipeline: Pipeline, run: Callable[[], object]) -> Stages:
     """The whole model, ready to be run one stage at a time; nothing of it is gone yet. `run` runs its body."""
-    name, layers = _layers_of(model)
+    name, layers = layers_of(model)
+    if not name:
+        count = model.config.get_text_config().num_hidden_layers
+        raise CutError(f"{type(model).__name__} has no list of its {count} layers: it cannot be cut into stages")
     check_layers(len(layers), pipeline)
     behind = _behind_the_layers(model, layers, run)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -194,13 +197,11 @@ def keep_own(model: Any, stages: Stages, rank: int, pieces: Mapping[str, Piece])
     return placed
 
 
-def _layers_of(model: Any) -> tuple[str, list[torch.nn.Module]]:
-    """The decoder layers, by the name of their list."""
+def layers_of(model: Any) -> tuple[str, list[torch.nn.Module]]:
+    """The decoder layers, and the name of their list; nothing of a model that has no such list."""
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
     count = model.config.get_text_config().num_hidden_layers
     name, layers = next((found for found in lists if len(found[1]) == count), ("", []))
-    if not name:
-        raise CutError(f"{type(model).__name__} has no list of its {count} layers: it cannot be cut into stages")
     return name, list(layers)
 
 
