@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from truestep.policy.save import read_companions, saved_buffers
 from truestep.policy.shards import ShardedWeights
 from truestep.policy.stages import Stages, check_layers, keep_own
 from truestep.policy.tensor import cut_model, tensor_plan
-from truestep.policy.unread import place_buffers, read_to, replace_parameters, unread_files
+from truestep.policy.unread import place_buffers, read_parameters, unread_files
 from truestep.policy.weights import Weights
 from truestep.ranks.group import ALONE, Ranks
 from truestep.ranks.pipeline import Pipeline
@@ -88,7 +87,7 @@ def load_policy(
             reduce_each=reduce_each,
         )
     else:
-        replace_parameters(model, partial(read_to, place))
+        read_parameters(model, place)
         weights = Weights(model, compute, ranks, pieces)
     _check_numbers(directory, weights)
     return Policy(model, directory, settings, weights, facts, tokenizer, read_companions(directory), stages, buffers)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from truestep.policy.stages import layers_of
-from truestep.policy.unread import read_to, replace_parameters
+from truestep.policy.unread import read_parameters
 
 
 @contextmanager
@@ -34,15 +34,7 @@ def sampled(model: Any, device: torch.device) -> Iterator[None]:
         lent |= dict(zip(layer.parameters(), first.parameters(), strict=True))
         if first is not layer:
             borrowing.append(layer)
-    read: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-
-    def sample(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        owner = lent.get(parameter, parameter)
-        if owner not in read:
-            read[owner] = read_to(device, owner)
-        return read[owner]
-
-    put_back = replace_parameters(model, sample)
+    put_back = read_parameters(model, device, lent)
     hooks = [layer.register_forward_hook(_adding_a_part(1.0 / len(layers)), with_kwargs=True) for layer in borrowing]
     try:
         yield

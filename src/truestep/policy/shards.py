@@ -16,7 +16,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from truestep.policy.pieces import Piece, pieces_of
-from truestep.policy.unread import read_into, replace_parameters
+from truestep.policy.unread import read_all, replace_parameters
 from truestep.policy.weights import Turn, Weights
 from truestep.ranks.exchange import all_gather, reduce_scatter
 from truestep.ranks.group import Ranks
@@ -82,8 +82,7 @@ class ShardedWeights(Weights):
             raise NotImplementedError(f"weights outside the model's body and head cannot be sharded: {left_over}")
         model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
         self._sharded = dict(model.named_parameters())
-        for name, parameter in self._sharded.items():
-            read_into(parameter.to_local(), self._shard(name, whole[name]))
+        read_all({self._shard(name, whole[name]): part.to_local() for name, part in self._sharded.items()})
         self.frozen = {n: p.to_local().detach() for n, p in self._sharded.items() if not p.requires_grad}
         # Views of the shards' own memory: what the optimizer writes is what the next gather reads.
         self.master = {

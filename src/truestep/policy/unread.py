@@ -2,12 +2,13 @@
 
 transformers knows which tensors of a checkpoint are which of a model's, and which it has to put together. Here it is
 given tensors to do that with before anything of them is read. What is then cut off one is never read, and what is left
-is read once, into its place: a rank holds its own part and no more than one tensor beside it.
+is read once, into its place: a rank holds its own part and little beside it, the few tensors that are being read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 # Of a part, the values are a part of the values: it is taken before a stored type is converted.
 _PARTS = (torch.Tensor.__getitem__, torch.Tensor.narrow, torch.Tensor.detach)
 _SETTINGS = ("requires_grad_",)
+_READERS = 4  # tensors that are read at a time
+_MAPPED = 2**26  # bytes of a file that are looked at before it is opened anew
 
 
 class Unread(torch.Tensor):
@@ -79,7 +82,7 @@ def _member(stored: Callable[[], Any], number: int) -> torch.Tensor:
 
 
 def _on_meta(value: Any) -> Any:
-    if isinstance(value, torch.device) or value == "cpu":
+    if isinstance(value, torch.device) or (isinstance(value, str) and value == "cpu"):
         return torch.device("meta")
     if isinstance(value, torch.Tensor) and not isinstance(value, Unread):
         return value.to("meta")
@@ -96,10 +99,30 @@ def read_into(place: torch.Tensor, tensor: torch.Tensor) -> None:
     place.copy_((tensor._stored() if isinstance(tensor, Unread) else tensor).to(place.device))
 
 
-def read_to(device: torch.device, parameter: torch.Tensor) -> torch.nn.Parameter:
-    place = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-    read_into(place, parameter)
-    return torch.nn.Parameter(place, requires_grad=parameter.requires_grad)
+def read_all(tensors: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Each into its place: places by what is to be there."""
+    with ThreadPoolExecutor(_READERS) as readers:
+        list(readers.map(read_into, tensors.values(), tensors))
+
+
+def read_parameters(
+    model: torch.nn.Module,
+    device: torch.device,
+    lent: Mapping[torch.nn.Parameter, torch.nn.Parameter] | None = None,
+) -> Callable[[], None]:
+    """What is left of each, or of the one whose values it is lent. Gives what puts back those without values."""
+    places: dict[torch.Tensor, torch.nn.Parameter] = {}
+
+    def place(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        owner = (lent or {}).get(parameter, parameter)
+        if owner not in places:
+            empty = torch.empty(owner.shape, dtype=owner.dtype, device=device)
+            places[owner] = torch.nn.Parameter(empty, requires_grad=owner.requires_grad)
+        return places[owner]
+
+    put_back = replace_parameters(model, place)
+    read_all(places)
+    return put_back
 
 
 def replace_parameters(
@@ -138,7 +161,7 @@ def unread_files() -> Iterator[None]:
 
     module: Any = modeling_utils
     honest = module.safe_open
-    module.safe_open = lambda *arguments, **options: _File(honest(*arguments, **options))
+    module.safe_open = lambda *arguments, **options: _File(partial(honest, *arguments, **options))
     try:
         yield
     finally:
@@ -146,10 +169,12 @@ def unread_files() -> Iterator[None]:
 
 
 class _File:
-    """In the place of an open file, which stays open for as long as a tensor of it may be read."""
+    """In the place of an open file, for as long as a tensor of it may be read."""
 
-    def __init__(self, opened: Any):
-        self._opened = opened
+    def __init__(self, opened: Callable[[], Any]):
+        self._open = opened
+        self._opened = opened()
+        self._looked_at = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._opened, name)
@@ -161,5 +186,13 @@ class _File:
         pass
 
     def get_slice(self, name: str) -> Unread:
-        mapped: torch.Tensor = self._opened.get_tensor(name)  # its values are where the file is until one looks at them
-        return Unread.of(torch.empty_like(mapped, device="meta"), lambda: mapped)
+        # Its values are where the file is until somebody looks at them.
+        return Unread.of(self._opened.get_tensor(name).to("meta"), partial(self._mapped, name))
+
+    def _mapped(self, name: str) -> torch.Tensor:
+        """What was looked at counts as this process's memory until the file is closed."""
+        if self._looked_at > _MAPPED:
+            self._opened, self._looked_at = self._open(), 0
+        tensor: torch.Tensor = self._opened.get_tensor(name)
+        self._looked_at += tensor.nbytes
+        return tensor
