@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from tiny import make_model
-from truestep.policy import attention
+from truestep.policy import attention, probe
 from truestep.policy.load import ModelError, load_policy
 from truestep.policy.sample import sampled
 from truestep.policy.unread import Unread, unread_files
@@ -73,8 +74,15 @@ def test_a_fault_of_one_layer_of_many_is_found_out(
         load_policy(path, device="cpu")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_many_layers_on_the_weights_of_one_are_no_reason_to_refuse(dtype: str, tmp_path: Path) -> None:
-    """Weights so large that one layer over and over loses every digit."""
+def test_many_layers_on_the_weights_of_one_round_no_more_than_a_model_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These weights are so large that one layer eighty times over would lose eight times as much."""
     path = make_model(tmp_path, "llama", num_hidden_layers=80)
-    load_policy(path, device="cpu", dtype=dtype)
+    tensors = load_file(path / "model.safetensors")
+    large = {name: value * 3 if name.endswith("_proj.weight") else value for name, value in tensors.items()}
+    save_file(large, path / "model.safetensors", {"format": "pt"})
+    honest, found = probe._distance, []
+    monkeypatch.setattr(probe, "_distance", lambda *hidden: found.append(honest(*hidden)) or found[-1])
+    load_policy(path, device="cpu")
+    assert 0 < max(found) < 8e-6
