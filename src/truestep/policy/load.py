@@ -102,7 +102,7 @@ def _probe(
     ranks: Ranks,
     pipeline: Pipeline,
 ) -> tuple[Probe, Stages | None]:
-    """Of a whole float32 model; one that would compute something else here than in transformers is refused."""
+    """Of a float32 model with all of its layers; one that would compute something else here than in transformers is refused."""
     probe = probe_float32(model, head, place, longest)
     if compute != torch.float32:
         probe_half_precision(model, probe, place, compute)
