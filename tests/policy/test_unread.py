@@ -57,6 +57,16 @@ def test_a_part_is_taken_before_anything_is_converted() -> None:
     assert weight[2**20 : 2**20 + 2].narrow(1, 5, 3).read().shape == (2, 3)
 
 
+def test_stored_types_that_differ_are_converted_before_they_meet() -> None:
+    fine, coarse = torch.tensor([1 / 3]), torch.tensor([0.5], dtype=torch.bfloat16)
+    found = torch.cat([unread(fine).to(torch.bfloat16), unread(coarse)]).to(torch.float32)
+    assert same_bits(found.read(), torch.cat([fine.to(torch.bfloat16), coarse]).float())
+    found = torch.cat([unread(fine).to(torch.bfloat16), unread(fine)])
+    assert same_bits(found.read(), torch.cat([fine.to(torch.bfloat16).float(), fine]))
+    found = torch.stack([unread(coarse).to(torch.float32), unread(fine)])[1]
+    assert same_bits(found.read(), fine)
+
+
 def test_its_values_are_compared_and_never_changed() -> None:
     values = torch.arange(3.0)
     assert torch.equal(unread(values), unread(values.clone()))
@@ -65,6 +75,8 @@ def test_its_values_are_compared_and_never_changed() -> None:
         unread(values).add_(1)
     with pytest.raises(RuntimeError, match="__setitem__"):
         unread(values)[0] = 1
+    with pytest.raises(RuntimeError, match="__set__"):
+        unread(values).data = values
 
 
 # ---- models

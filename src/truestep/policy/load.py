@@ -59,6 +59,7 @@ def load_policy(
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ModelError("model.device: cuda was asked for and there is no CUDA device")
+    place = torch.empty(0, device=place).device  # which of them, if it is a GPU
     place_buffers(model, place)
     _no_noise(model)
     every_token_counts(model)
@@ -102,7 +103,7 @@ def _probe(
     ranks: Ranks,
     pipeline: Pipeline,
 ) -> tuple[Probe, Stages | None]:
-    """Of a float32 model with all of its layers; one that would compute something else here than in transformers is refused."""
+    """Of a float32 model with all of its layers; one that would compute something else here is refused."""
     probe = probe_float32(model, head, place, longest)
     if compute != torch.float32:
         probe_half_precision(model, probe, place, compute)

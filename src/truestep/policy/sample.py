@@ -46,8 +46,10 @@ def sampled(model: Any, device: torch.device) -> Iterator[None]:
 
 def _adding_a_part(part: float) -> Callable[..., Any]:
     def behind(layer: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any], gave: Any) -> Any:
-        before = given[0] if given else named["hidden_states"]
+        before = given[0] if given else named.get("hidden_states")
         after = gave[0] if isinstance(gave, tuple) else gave
+        if not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and before.shape == after.shape):
+            return gave  # no layer of the usual kind
         damped = before + (after - before) * part
         return (damped, *gave[1:]) if isinstance(gave, tuple) else damped
 

@@ -15,8 +15,17 @@ from typing import Any
 
 import torch
 
-# Of a part, the values are a part of the values: it is taken before a stored type is converted.
-_PARTS = (torch.Tensor.__getitem__, torch.Tensor.narrow, torch.Tensor.detach)
+# What takes values as they are is done in the type they are stored in, before they are converted: to fewer, it may be.
+_MOVES = (
+    torch.Tensor.__getitem__,
+    torch.Tensor.narrow,
+    torch.Tensor.detach,
+    torch.Tensor.contiguous,
+    torch.Tensor.transpose,
+    torch.chunk,
+    torch.stack,
+    torch.cat,
+)
 _SETTINGS = ("requires_grad_",)
 _READERS = 4  # tensors that are read at a time
 _MAPPED = 2**26  # bytes of a file that are looked at before it is opened anew
@@ -44,7 +53,8 @@ class Unread(torch.Tensor):
             # Where they are read to: transformers takes two tensors of the meta device for two that are not tied.
             return torch.device("cpu")
         name = function.__name__
-        if (name.endswith("_") and not name.endswith("__") and name not in _SETTINGS) or name == "__setitem__":
+        in_place = name.endswith("_") and not name.endswith("__") and name not in _SETTINGS
+        if in_place or name == "__setitem__" or function == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             raise RuntimeError(f"{name} of a weight that is not read yet")
         try:
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
@@ -57,8 +67,10 @@ class Unread(torch.Tensor):
         def stored() -> Any:
             if function == torch.Tensor.to:
                 return given[0].read()
-            if function in _PARTS:
-                return function(given[0]._stored(), *given[1:], **named)
+            if function in _MOVES:
+                as_stored = _each(given, _as_stored)
+                if len(_types(as_stored)) == len(_types(given)) == 1:  # one conversion is left to do, of all
+                    return function(*as_stored, **named)
             return function(*_each(given, _values), **_each(named, _values))
 
         if isinstance(looks, torch.Tensor):
@@ -91,6 +103,16 @@ def _on_meta(value: Any) -> Any:
 
 def _values(value: Any) -> Any:
     return value.read() if isinstance(value, Unread) else value
+
+
+def _as_stored(value: Any) -> Any:
+    return value._stored() if isinstance(value, Unread) else value
+
+
+def _types(values: Any) -> set[torch.dtype]:
+    found: set[torch.dtype] = set()
+    _each(values, lambda value: found.add(value.dtype) if isinstance(value, torch.Tensor) else None)
+    return found
 
 
 @torch.no_grad()
