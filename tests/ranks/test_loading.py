@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ranks.cases import on_ranks
 from tiny import KINDS, make_model
 from truestep.policy.load import load_policy
 from truestep.policy.policy import Policy
+from truestep.policy.unread import Unread
 from truestep.ranks.group import Layout, Ranks, join
 
 MEGABYTE = 2**20
@@ -61,6 +63,8 @@ def check_parts(models: list[str], parallel: dict[str, int]) -> None:
         for name, part in policy.weights.master.items():
             assert part.dtype == torch.float32
             assert same_bits(part.detach(), expected_part(name, whole[name], ranks)), (model, name)
+        gc.collect()
+        assert not any(type(kept) is Unread for kept in gc.get_objects()), "what is not here was let go of"
 
 
 @pytest.mark.parametrize(

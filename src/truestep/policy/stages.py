@@ -84,7 +84,7 @@ class Stages:
     pipeline: Pipeline
     cut: tuple[range, ...]  # the layers of each stage
     layers: _Layers
-    behind: tuple[torch.nn.Module, ...]  # the modules with weights between the last layer and the head
+    behind: tuple[str, ...]  # the names of modules with weights between the last layer and the head
     width: int  # H
 
     @contextmanager
@@ -181,7 +181,7 @@ def keep_own(model: Any, stages: Stages, rank: int, pieces: Mapping[str, Piece])
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head.weight is embedding.weight
     homes: dict[torch.nn.Module, tuple[int, ...]] = {embedding: first + last if tied else first, head: last}
-    homes |= dict.fromkeys(stages.behind, last)
+    homes |= {model.get_submodule(name): last for name in stages.behind}
     for stage, mine in enumerate(stages.cut):
         homes |= {stages.layers[number]: (pipeline.rank_of(stage),) for number in mine}
     holders: dict[torch.nn.Parameter, tuple[int, ...]] = {}
@@ -205,9 +205,7 @@ def layers_of(model: Any) -> tuple[str, list[torch.nn.Module]]:
     return name, list(layers)
 
 
-def _behind_the_layers(
-    model: Any, layers: Sequence[torch.nn.Module], run: Callable[[], object]
-) -> tuple[torch.nn.Module, ...]:
+def _behind_the_layers(model: Any, layers: Sequence[torch.nn.Module], run: Callable[[], object]) -> tuple[str, ...]:
     """Whatever else has weights in the model's body: its code must use them when the layers are done."""
     ends = {model.get_input_embeddings(), model.get_output_embeddings()}
     inside = {inner for layer in layers for inner in layer.modules()} | ends
@@ -232,7 +230,7 @@ def _behind_the_layers(
             f"{type(model).__name__} uses {', '.join(elsewhere)} elsewhere than behind its layers: it cannot be cut "
             "into stages"
         )
-    return tuple(behind)
+    return tuple(others[module] for module in behind if module in others)
 
 
 def _cost(model: Any, layer: torch.nn.Module) -> float:
