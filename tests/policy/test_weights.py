@@ -119,7 +119,7 @@ def test_a_frozen_parameter(frozen: str, dtype: torch.dtype, tiny_model: Made, t
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention.NAME)
     parameter = dict(model.named_parameters())[frozen]
     parameter.requires_grad_(False)
-    policy = Policy(model, path, HeadSettings(), Weights(model, dtype), ModelFacts.of(model))
+    policy = Policy(model, path, HeadSettings(), Weights(model, dtype), ModelFacts.of(model, torch.device("cpu")))
     assert frozen not in policy.weights.master
     assert policy.weights.gradient_of(parameter) is None
     assert parameter.dtype == dtype

@@ -25,10 +25,12 @@ from truestep.policy.probe import (
     probe_half_precision,
     probe_stages,
 )
+from truestep.policy.sample import sampled
 from truestep.policy.save import read_companions, saved_buffers
 from truestep.policy.shards import ShardedWeights
 from truestep.policy.stages import Stages, check_layers, keep_own
 from truestep.policy.tensor import cut_model, tensor_plan
+from truestep.policy.unread import place_buffers, read_parameters, unread_files
 from truestep.policy.weights import Weights
 from truestep.ranks.group import ALONE, Ranks
 from truestep.ranks.pipeline import Pipeline
@@ -57,7 +59,8 @@ def load_policy(
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ModelError("model.device: cuda was asked for and there is no CUDA device")
-    model.to(place)
+    place = torch.empty(0, device=place).device  # which of them, if it is a GPU
+    place_buffers(model, place)
     _no_noise(model)
     every_token_counts(model)
     settings = _head_settings(model, head or HeadSettings())
@@ -66,48 +69,65 @@ def load_policy(
             raise ModelError(f"{type(model).__name__} does not support model.activation_checkpointing")
         _enable_activation_checkpointing(model)
     compute = getattr(torch, dtype)
-    probe = probe_float32(model, settings, place, longest_document)
-    if dtype != "float32":
-        probe_half_precision(model, probe, place, compute)
-    facts = ModelFacts.of(model)
+    with sampled(model, place):
+        probe, stages = _probe(model, settings, place, compute, longest_document, ranks, pipeline)
+    facts = ModelFacts.of(model, place)
     if dtype != "float32" and place.type == "cpu":
         accumulate_in_float32(model)
-    here = _cut(model, probe, place, ranks, pipeline)
+    buffers = {} if stages is None else saved_buffers(model)  # while every layer is still here
+    pieces = _cut(model, probe, stages, place, ranks)
     weights: Weights
     if ranks.shards > 1:
         weights = ShardedWeights(
-            model, compute, ranks, here.pieces, reshard_after_forward=reshard_after_forward, reduce_each=reduce_each
+            model,
+            compute,
+            ranks,
+            pieces,
+            device=place,
+            reshard_after_forward=reshard_after_forward,
+            reduce_each=reduce_each,
         )
     else:
-        weights = Weights(model, compute, ranks, here.pieces)
-    companions = read_companions(directory)
-    return Policy(model, directory, settings, weights, facts, tokenizer, companions, here.stages, here.buffers)
+        read_parameters(model, place)
+        weights = Weights(model, compute, ranks, pieces)
+    _check_numbers(directory, weights)
+    return Policy(model, directory, settings, weights, facts, tokenizer, read_companions(directory), stages, buffers)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Here:
-    """What of a whole model is on this rank."""
-
-    pieces: dict[str, Piece]
-    stages: Stages | None
-    buffers: dict[str, torch.Tensor]  # of all stages
-
-
-def _cut(model: Any, probe: Probe, place: torch.device, ranks: Ranks, pipeline: Pipeline) -> _Here:
-    """In place, of a float32 model; whatever would then compute something else is refused."""
+def _probe(
+    model: Any,
+    head: HeadSettings,
+    place: torch.device,
+    compute: torch.dtype,
+    longest: int,
+    ranks: Ranks,
+    pipeline: Pipeline,
+) -> tuple[Probe, Stages | None]:
+    """Of a float32 model with all of its layers; one that would compute something else here is refused."""
+    probe = probe_float32(model, head, place, longest)
+    if compute != torch.float32:
+        probe_half_precision(model, probe, place, compute)
     context = Context.of(ranks)
     if context is not None:
         probe_context(model, probe, place, context)
-    pieces, stages, buffers = pieces_of(model), None, {}
-    if pipeline.ranks > 1:  # looked at while every layer is still here
-        stages = probe_stages(model, pipeline, probe, place)
-        buffers = saved_buffers(model)
+    return probe, probe_stages(model, pipeline, probe, place) if pipeline.ranks > 1 else None
+
+
+def _cut(model: Any, probe: Probe, stages: Stages | None, place: torch.device, ranks: Ranks) -> dict[str, Piece]:
+    """In place: what is left of the model is this rank's part of it. Which ranks have which piece of each weight."""
+    pieces = pieces_of(model)
     if ranks.tensor > 1:
-        pieces = cut_model(model, tensor_plan(model.config, ranks.tensor), ranks, pieces)
-        probe_cut(model, probe, place, ranks)
-    if stages is not None:
-        pieces = keep_own(model, stages, ranks.stage, pieces)
-    return _Here(pieces, stages, buffers)
+        pieces = cut_model(model, tensor_plan(model.config, ranks.tensor), ranks, pieces, place)
+        with sampled(model, place):
+            probe_cut(model, probe, place, ranks)
+    return pieces if stages is None else keep_own(model, stages, ranks.stage, pieces)
+
+
+def _check_numbers(directory: Path, weights: Weights) -> None:
+    """Of all that is here: a probe sees the values of some layers only."""
+    for name, part in {**weights.frozen, **weights.master}.items():
+        if part.numel() and not torch.stack(part.detach().aminmax()).isfinite().all():
+            raise ModelError(f"model.path: {directory} has {name} with values that are no finite numbers")
 
 
 def _enable_activation_checkpointing(model: Any) -> None:
@@ -120,6 +140,7 @@ def _enable_activation_checkpointing(model: Any) -> None:
 
 
 def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipeline) -> tuple[Any, Any]:
+    """The model with its buffers; its weights are not read yet."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -136,16 +157,17 @@ def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipe
             tensor_plan(config, ranks.tensor)
         check_layers(config.get_text_config().num_hidden_layers, pipeline)
         loader: Any = AutoModelForCausalLM  # its types do not know output_loading_info
-        model, loading = loader.from_pretrained(
-            directory,
-            config=config,
-            dtype=torch.float32,
-            attn_implementation=attention.NAME,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
-            **options,
-        )
+        with unread_files():
+            model, loading = loader.from_pretrained(
+                directory,
+                config=config,
+                dtype=torch.float32,
+                attn_implementation=attention.NAME,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
+                **options,
+            )
     except (ValueError, OSError, ImportError, RuntimeError, SafetensorError) as error:  # JSON's error is a ValueError
         raise ModelError(f"model.path: {directory} could not be loaded: {error}") from error
     if loading["missing_keys"]:

@@ -35,7 +35,7 @@ class ModelFacts:
     device: torch.device
 
     @staticmethod
-    def of(model: Any) -> ModelFacts:
+    def of(model: Any, device: torch.device) -> ModelFacts:
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         config = model.config.get_text_config()
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -44,7 +44,7 @@ class ModelFacts:
             weights -= embedding.numel()  # a tied matrix multiplies, once, as the head
         # Causal, forward: 2 · L · heads · E a token and layer against 2 a weight.
         even_length = weights / (config.num_hidden_layers * config.num_attention_heads * head_size)
-        return ModelFacts(head.shape[0], head is embedding, even_length, head.device)
+        return ModelFacts(head.shape[0], head is embedding, even_length, device)
 
 
 @dataclass(eq=False)

@@ -1,4 +1,5 @@
-"""Whether this trainer would train the model at hand rightly, measured on it. A model that fails is refused.
+"""Whether this trainer would train the model at hand rightly, measured on all of its code (`sample`). A model that
+fails is refused.
 
 In float32, packed documents must give what transformers' own attention gives for each alone, and the head must give the
 model's own logits. Lengths cross every threshold of the configuration at which a model's code changes its ways, a
@@ -96,6 +97,7 @@ def probe_context(model: Any, probe: Probe, device: torch.device, context: Conte
         raise ModelError(_complaint(what, difference, FLOAT32_TOLERANCE))
 
 
+@torch.no_grad()
 def probe_cut(model: Any, probe: Probe, device: torch.device, ranks: Ranks) -> None:
     """Of a float32 model that is cut over tensor ranks, all of which call this: its plan may say less than it needs."""
     group, tokens = ranks.group("tensor"), len(probe.hidden)

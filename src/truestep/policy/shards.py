@@ -16,13 +16,15 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from truestep.policy.pieces import Piece, pieces_of
+from truestep.policy.unread import read_all, replace_parameters
 from truestep.policy.weights import Turn, Weights
 from truestep.ranks.exchange import all_gather, reduce_scatter
 from truestep.ranks.group import Ranks
 
 
 class ShardedWeights(Weights):
-    """Takes a model with float32 weights, shards it, and makes it compute in `dtype`."""
+    """Takes a model with float32 weights that are not read yet, shards it, reads this rank's part of each, and makes it
+    compute in `dtype`."""
 
     def __init__(
         self,
@@ -31,6 +33,7 @@ class ShardedWeights(Weights):
         ranks: Ranks,
         pieces: Mapping[str, Piece] | None = None,
         *,
+        device: torch.device,
         reshard_after_forward: bool = True,
         reduce_each: bool = False,
     ):
@@ -39,6 +42,8 @@ class ShardedWeights(Weights):
         self.pieces = dict(pieces or pieces_of(model))
         self._reshard, self._reduce_each = reshard_after_forward, reduce_each
         self._group = ranks.mesh.get_group("shard")
+        whole = dict(model.named_parameters())
+        replace_parameters(model, _without_values)  # FSDP has shapes to shard, and no values to copy
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._shapes = {name: parameter.shape for parameter, name in names.items()}
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -75,6 +80,9 @@ class ShardedWeights(Weights):
         left_over = set(self._shapes) - {n for n, p in self._sharded.items() if hasattr(p, "to_local")}
         if left_over:
             raise NotImplementedError(f"weights outside the model's body and head cannot be sharded: {left_over}")
+        model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+        self._sharded = dict(model.named_parameters())
+        read_all({self._shard(name, whole[name]): part.to_local() for name, part in self._sharded.items()})
         self.frozen = {n: p.to_local().detach() for n, p in self._sharded.items() if not p.requires_grad}
         # Views of the shards' own memory: what the optimizer writes is what the next gather reads.
         self.master = {
@@ -205,6 +213,11 @@ class ShardedWeights(Weights):
 
     def publish(self) -> None:
         """Nothing: the next gather reads the masters' memory."""
+
+
+def _without_values(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 
 def _has_weights(module: torch.nn.Module) -> bool:

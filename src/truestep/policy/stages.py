@@ -84,7 +84,7 @@ class Stages:
     pipeline: Pipeline
     cut: tuple[range, ...]  # the layers of each stage
     layers: _Layers
-    behind: tuple[torch.nn.Module, ...]  # the modules with weights between the last layer and the head
+    behind: tuple[str, ...]  # the names of modules with weights between the last layer and the head
     width: int  # H
 
     @contextmanager
@@ -162,7 +162,10 @@ def check_layers(layers: int, pipeline: Pipeline) -> None:
 
 def stages_of(model: Any, pipeline: Pipeline, run: Callable[[], object]) -> Stages:
     """The whole model, ready to be run one stage at a time; nothing of it is gone yet. `run` runs its body."""
-    name, layers = _layers_of(model)
+    name, layers = layers_of(model)
+    if not name:
+        count = model.config.get_text_config().num_hidden_layers
+        raise CutError(f"{type(model).__name__} has no list of its {count} layers: it cannot be cut into stages")
     check_layers(len(layers), pipeline)
     behind = _behind_the_layers(model, layers, run)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -178,7 +181,7 @@ def keep_own(model: Any, stages: Stages, rank: int, pieces: Mapping[str, Piece])
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head.weight is embedding.weight
     homes: dict[torch.nn.Module, tuple[int, ...]] = {embedding: first + last if tied else first, head: last}
-    homes |= dict.fromkeys(stages.behind, last)
+    homes |= {model.get_submodule(name): last for name in stages.behind}
     for stage, mine in enumerate(stages.cut):
         homes |= {stages.layers[number]: (pipeline.rank_of(stage),) for number in mine}
     holders: dict[torch.nn.Parameter, tuple[int, ...]] = {}
@@ -194,19 +197,15 @@ def keep_own(model: Any, stages: Stages, rank: int, pieces: Mapping[str, Piece])
     return placed
 
 
-def _layers_of(model: Any) -> tuple[str, list[torch.nn.Module]]:
-    """The decoder layers, by the name of their list."""
+def layers_of(model: Any) -> tuple[str, list[torch.nn.Module]]:
+    """The decoder layers, and the name of their list; nothing of a model that has no such list."""
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
     count = model.config.get_text_config().num_hidden_layers
     name, layers = next((found for found in lists if len(found[1]) == count), ("", []))
-    if not name:
-        raise CutError(f"{type(model).__name__} has no list of its {count} layers: it cannot be cut into stages")
     return name, list(layers)
 
 
-def _behind_the_layers(
-    model: Any, layers: Sequence[torch.nn.Module], run: Callable[[], object]
-) -> tuple[torch.nn.Module, ...]:
+def _behind_the_layers(model: Any, layers: Sequence[torch.nn.Module], run: Callable[[], object]) -> tuple[str, ...]:
     """Whatever else has weights in the model's body: its code must use them when the layers are done."""
     ends = {model.get_input_embeddings(), model.get_output_embeddings()}
     inside = {inner for layer in layers for inner in layer.modules()} | ends
@@ -231,7 +230,7 @@ def _behind_the_layers(
             f"{type(model).__name__} uses {', '.join(elsewhere)} elsewhere than behind its layers: it cannot be cut "
             "into stages"
         )
-    return tuple(behind)
+    return tuple(others[module] for module in behind if module in others)
 
 
 def _cost(model: Any, layer: torch.nn.Module) -> float:

@@ -78,9 +78,11 @@ def _refusal(reason: str) -> ModelError:
     return ModelError(f"parallel.tensor: {reason}: set parallel.tensor: 1 for this model")
 
 
-def cut_model(model: Any, plan: TensorPlan, ranks: Ranks, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
-    """In place. What every weight is then; `pieces` say what it was."""
-    cuts = _Cuts(model, ranks, pieces)
+def cut_model(
+    model: Any, plan: TensorPlan, ranks: Ranks, pieces: Mapping[str, Piece], device: torch.device
+) -> dict[str, Piece]:
+    """In place, of a model whose weights are not read yet. What every weight is then; `pieces` say what it was."""
+    cuts = _Cuts(model, ranks, pieces, device)
     met = set()
     for name, module in list(model.base_model.named_modules()):
         pattern = re.sub(r"\.\d+\.", ".*.", name, count=1)
@@ -106,10 +108,10 @@ def _check_linear(name: str, module: Any) -> None:
 
 
 class _Cuts:
-    def __init__(self, model: Any, ranks: Ranks, pieces: Mapping[str, Piece]):
+    def __init__(self, model: Any, ranks: Ranks, pieces: Mapping[str, Piece], device: torch.device):
         group = ranks.group("tensor")
         assert group is not None
-        self.group, self._ranks = group, ranks
+        self.group, self._ranks, self._device = group, ranks, device
         self.pieces = dict(pieces)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         config = model.config.get_text_config()
@@ -122,12 +124,12 @@ class _Cuts:
             return
         name = self._names.pop(whole)
         piece = self.pieces[name] = replace(self.pieces[name], cut=dimension)
-        mine = piece.slice(whole.detach(), self._ranks).clone(memory_format=torch.contiguous_format)
+        mine = piece.slice(whole.detach(), self._ranks)
         setattr(module, parameter, torch.nn.Parameter(mine, requires_grad=whole.requires_grad))
 
     def columns(self, name: str, linear_layer: Any) -> None:
         if name.endswith(_KEY_VALUE) and self._keys % self._ranks.tensor:
-            _compute_needed_heads(linear_layer, self._keys, self._queries, self._ranks)
+            _compute_needed_heads(linear_layer, self._keys, self._queries, self._ranks, self._device)
             return
         if linear_layer.out_features % self._ranks.tensor:
             raise _refusal(f"{name} has {linear_layer.out_features} outputs, which tensor ranks do not divide")
@@ -170,7 +172,7 @@ def _take_all_tokens(half: Any, group: Any) -> None:
     half.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def _compute_needed_heads(linear_layer: Any, keys: int, queries: int, ranks: Ranks) -> None:
+def _compute_needed_heads(linear_layer: Any, keys: int, queries: int, ranks: Ranks, device: torch.device) -> None:
     """Fewer key heads than ranks, or a number that they do not divide: every rank has all of the weight, computes those
     heads that its query heads look at, and has a part of the gradient. Where its query heads share them unevenly, a key
     head is computed for each query head."""
@@ -181,8 +183,7 @@ def _compute_needed_heads(linear_layer: Any, keys: int, queries: int, ranks: Ran
     even = looked_at == [head for head in different for _ in range(each)]
     size = linear_layer.out_features // keys
     heads = torch.tensor(different if even else looked_at)
-    chosen = (heads[:, None] * size + torch.arange(size)).flatten()
-    chosen = chosen.to(linear_layer.weight.device)
+    chosen = (heads[:, None] * size + torch.arange(size)).flatten().to(device)
 
     def forward(given: torch.Tensor) -> torch.Tensor:
         bias = None if linear_layer.bias is None else linear_layer.bias.index_select(0, chosen)

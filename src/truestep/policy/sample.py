@@ -1,0 +1,56 @@
+"""A whole model for a probe on a rank that has no room for it: every layer runs, on the weights of one of its kind.
+
+What a probe is to find out is in a model's code: where its attention looks, what it makes of positions, whether layers
+can be cut. So all of that code runs, every layer with its own settings and its own number. Only values are borrowed:
+layers whose weights have the same names and shapes share those of the first of them.
+
+One layer over and over is no network that anybody trained: it may blow rounding up until two right answers differ. So
+what layers with borrowed weights add is divided by the number of layers, which leaves a fault in any of them far
+above the rounding that a probe allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from truestep.policy.stages import layers_of
+from truestep.policy.unread import read_parameters
+
+
+@contextmanager
+def sampled(model: Any, device: torch.device) -> Iterator[None]:
+    """Inside, a model that is not read yet has weights: its own ones outside its layers, and those of one layer of each
+    kind."""
+    _, layers = layers_of(model)
+    firsts: dict[Any, torch.nn.Module] = {}
+    lent: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    borrowing = []
+    for layer in layers:
+        first = firsts.setdefault(tuple((name, weight.shape) for name, weight in layer.named_parameters()), layer)
+        lent |= dict(zip(layer.parameters(), first.parameters(), strict=True))
+        if first is not layer:
+            borrowing.append(layer)
+    put_back = read_parameters(model, device, lent)
+    hooks = [layer.register_forward_hook(_adding_a_part(1.0 / len(layers)), with_kwargs=True) for layer in borrowing]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        put_back()
+
+
+def _adding_a_part(part: float) -> Callable[..., Any]:
+    def behind(layer: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any], gave: Any) -> Any:
+        before = given[0] if given else named.get("hidden_states")
+        after = gave[0] if isinstance(gave, tuple) else gave
+        if not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and before.shape == after.shape):
+            return gave  # no layer of the usual kind
+        damped = before + (after - before) * part
+        return (damped, *gave[1:]) if isinstance(gave, tuple) else damped
+
+    return behind

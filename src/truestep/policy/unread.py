@@ -1,0 +1,220 @@
+"""Weights that are not read yet: tensors without values, which know where theirs are.
+
+transformers knows which tensors of a checkpoint are which of a model's, and which it has to put together. Here it is
+given tensors to do that with before anything of them is read. What is then cut off one is never read, and what is left
+is read once, into its place: a rank holds its own part and little beside it, the few tensors that are being read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+# What takes values as they are is done in the type they are stored in, before they are converted: to fewer, it may be.
+_MOVES = (
+    torch.Tensor.__getitem__,
+    torch.Tensor.narrow,
+    torch.Tensor.detach,
+    torch.Tensor.contiguous,
+    torch.Tensor.transpose,
+    torch.chunk,
+    torch.stack,
+    torch.cat,
+)
+_SETTINGS = ("requires_grad_",)
+_READERS = 4  # tensors that are read at a time
+_MAPPED = 2**26  # bytes of a file that are looked at before it is opened anew
+
+
+class Unread(torch.Tensor):
+    """Of the meta device. What is done to it is done to its values when they are read."""
+
+    _stored: Callable[[], torch.Tensor]  # its values, but for a conversion to its type
+
+    @classmethod
+    def of(cls, looks: torch.Tensor, stored: Callable[[], torch.Tensor]) -> Unread:
+        unread = looks.to("meta").as_subclass(cls)
+        unread._stored = stored
+        return unread
+
+    def read(self) -> torch.Tensor:
+        """All of it, on the host, in its own type."""
+        return self._stored().to(self.dtype)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        named = named or {}
+        if function == torch.Tensor.device.__get__:
+            # Where they are read to: transformers takes two tensors of the meta device for two that are not tied.
+            return torch.device("cpu")
+        name = function.__name__
+        in_place = name.endswith("_") and not name.endswith("__") and name not in _SETTINGS
+        if in_place or name == "__setitem__" or function == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise RuntimeError(f"{name} of a weight that is not read yet")
+        try:
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                looks = function(*_each(given, _on_meta), **_each(named, _on_meta))
+        except NotImplementedError:  # it needs the values, as a comparison does
+            return function(*_each(given, _values), **_each(named, _values))
+        if isinstance(looks, Unread):  # a setting
+            return looks
+
+        def stored() -> Any:
+            if function == torch.Tensor.to:
+                return given[0].read()
+            if function in _MOVES:
+                as_stored = _each(given, _as_stored)
+                if len(_types(as_stored)) == len(_types(given)) == 1:  # one conversion is left to do, of all
+                    return function(*as_stored, **named)
+            return function(*_each(given, _values), **_each(named, _values))
+
+        if isinstance(looks, torch.Tensor):
+            return cls.of(looks, stored)
+        if isinstance(looks, tuple | list) and any(isinstance(look, torch.Tensor) for look in looks):
+            return [cls.of(look, partial(_member, stored, number)) for number, look in enumerate(looks)]
+        return looks
+
+
+def _each(values: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(values, tuple | list):
+        return type(values)(_each(value, change) for value in values)
+    if isinstance(values, dict):
+        return {name: _each(value, change) for name, value in values.items()}
+    return change(values)
+
+
+def _member(stored: Callable[[], Any], number: int) -> torch.Tensor:
+    member: torch.Tensor = stored()[number]
+    return member
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, torch.device) or (isinstance(value, str) and value == "cpu"):
+        return torch.device("meta")
+    if isinstance(value, torch.Tensor) and not isinstance(value, Unread):
+        return value.to("meta")
+    return value
+
+
+def _values(value: Any) -> Any:
+    return value.read() if isinstance(value, Unread) else value
+
+
+def _as_stored(value: Any) -> Any:
+    return value._stored() if isinstance(value, Unread) else value
+
+
+def _types(values: Any) -> set[torch.dtype]:
+    found: set[torch.dtype] = set()
+    _each(values, lambda value: found.add(value.dtype) if isinstance(value, torch.Tensor) else None)
+    return found
+
+
+@torch.no_grad()
+def read_into(place: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Read or not, with its values: in the type they are stored in to the device, and there converted."""
+    place.copy_((tensor._stored() if isinstance(tensor, Unread) else tensor).to(place.device))
+
+
+def read_all(tensors: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Each into its place: places by what is to be there."""
+    with ThreadPoolExecutor(_READERS) as readers:
+        list(readers.map(read_into, tensors.values(), tensors))
+
+
+def read_parameters(
+    model: torch.nn.Module,
+    device: torch.device,
+    lent: Mapping[torch.nn.Parameter, torch.nn.Parameter] | None = None,
+) -> Callable[[], None]:
+    """What is left of each, or of the one whose values it is lent. Gives what puts back those without values."""
+    places: dict[torch.Tensor, torch.nn.Parameter] = {}
+
+    def place(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        owner = (lent or {}).get(parameter, parameter)
+        if owner not in places:
+            empty = torch.empty(owner.shape, dtype=owner.dtype, device=device)
+            places[owner] = torch.nn.Parameter(empty, requires_grad=owner.requires_grad)
+        return places[owner]
+
+    put_back = replace_parameters(model, place)
+    read_all(places)
+    return put_back
+
+
+def replace_parameters(
+    model: torch.nn.Module, replacement: Callable[[torch.nn.Parameter], torch.nn.Parameter]
+) -> Callable[[], None]:
+    """A tied one by one. Gives what puts them back, wherever their modules have gone."""
+    replaced: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
+    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter not in made:
+                made[parameter] = replacement(parameter)
+            replaced.append((module, name, parameter))
+    for module, name, parameter in replaced:
+        setattr(module, name, made[parameter])
+
+    def put_back() -> None:
+        for module, name, parameter in replaced:
+            setattr(module, name, parameter)
+
+    return put_back
+
+
+def place_buffers(model: torch.nn.Module, device: torch.device) -> None:
+    """Read, and where they are computed with. They are small, and every rank has all of them."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            setattr(module, name, _values(buffer).to(device))
+
+
+@contextmanager
+def unread_files() -> Iterator[None]:
+    """Inside, transformers is given the tensors of files unread. That it asks `safe_open` for them is the one thing
+    assumed of it; were it to read in another way, models would be whole while they are loaded, and the same."""
+    from transformers import modeling_utils
+
+    module: Any = modeling_utils
+    honest = module.safe_open
+    module.safe_open = lambda *arguments, **options: _File(partial(honest, *arguments, **options))
+    try:
+        yield
+    finally:
+        module.safe_open = honest
+
+
+class _File:
+    """In the place of an open file, for as long as a tensor of it may be read."""
+
+    def __init__(self, opened: Callable[[], Any]):
+        self._open = opened
+        self._opened = opened()
+        self._looked_at = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._opened, name)
+
+    def __enter__(self) -> _File:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def get_slice(self, name: str) -> Unread:
+        # Its values are where the file is until somebody looks at them.
+        return Unread.of(self._opened.get_tensor(name).to("meta"), partial(self._mapped, name))
+
+    def _mapped(self, name: str) -> torch.Tensor:
+        """What was looked at counts as this process's memory until the file is closed."""
+        if self._looked_at > _MAPPED:
+            self._opened, self._looked_at = self._open(), 0
+        tensor: torch.Tensor = self._opened.get_tensor(name)
+        self._looked_at += tensor.nbytes
+        return tensor
