@@ -2,9 +2,9 @@
 
     {"log": FILE, "arguments": ["--model", ...]}
 
-A server is three processes, and in each vLLM's imports take longer than all else at its start. Here they are forked
-from this one, which has only imported. vLLM itself forks on GPUs; on CPUs it spawns, so that libraries see the threads
-and cores that it gives them in the environment, which tests have set before.
+A server is two processes, and in each vLLM's imports take longer than all else at its start. Here they are forked from
+this one, which has only imported. vLLM itself forks on GPUs; on CPUs it spawns, so that libraries see the threads and
+cores that it gives them in the environment, which tests have set before.
 """
 
 from __future__ import annotations

@@ -20,6 +20,9 @@ _SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
+    # The engine computes in its own process. A worker beside it, and the engine that waits for it, would each keep a
+    # core busy by looking for the other's messages, and the trainer has to share two with them.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
 }
