@@ -21,8 +21,8 @@ demo: $(VENV)/.installed
 SERVER_TESTS := $(TEST_ENVIRONMENT) TRUESTEP_VLLM=$(VLLM_PYTHON) $(BIN)/python -m pytest -m vllm
 
 # The engine takes every core there is: its tests run one after another, behind the rest.
-test: $(VENV)/.installed-dev $(REDIS_SERVER) $(VLLM)/.installed
-	$(MAKE) --jobs=2 check suite
+test: $(VENV)/.installed-dev $(REDIS_SERVER)
+	$(MAKE) --jobs=3 check suite vllm
 	$(SERVER_TESTS) || { \
 		echo 'once more, what failed: engines, trainer and tests share the cores, and some tests race the engine'; \
 		$(SERVER_TESTS) --last-failed --last-failed-no-failures none; }
