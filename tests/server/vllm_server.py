@@ -34,6 +34,16 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
 class Starter:
     """The process that servers are forked from."""
 
@@ -93,7 +103,9 @@ class VllmServer:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process, signal.SIGKILL)
-            while self._runs():
+            deadline = time.monotonic() + 30
+            while self._runs() or not is_free(self.port):  # its engine has the socket too
+                assert time.monotonic() < deadline, f"port {self.port} is not free"
                 time.sleep(0.01)
             self._process = None
 
