@@ -13,7 +13,7 @@ TEST_ENVIRONMENT := TRUESTEP_REDIS=$(REDIS_SERVER) OMP_NUM_THREADS=1 HF_HUB_OFFL
 VLLM := $(HOME)/.cache/truestep/vllm-$(shell cksum < requirements-vllm.txt | cut -d' ' -f1)
 VLLM_PYTHON := $(VLLM)/bin/python
 
-.PHONY: demo test test-long redis vllm check format docs clean
+.PHONY: demo test suite test-long redis vllm check format docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/truestep demo
@@ -21,13 +21,16 @@ demo: $(VENV)/.installed
 SERVER_TESTS := $(TEST_ENVIRONMENT) TRUESTEP_VLLM=$(VLLM_PYTHON) $(BIN)/python -m pytest -m vllm
 
 # The engine takes every core there is: its tests run one after another, behind the rest.
-test: $(VENV)/.installed-dev $(REDIS_SERVER) $(VLLM)/.installed check
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not vllm and not long'
+test: $(VENV)/.installed-dev $(REDIS_SERVER)
+	$(MAKE) --jobs=3 check suite vllm
 	$(SERVER_TESTS) || { \
 		echo 'once more, what failed: engines, trainer and tests share the cores, and some tests race the engine'; \
 		$(SERVER_TESTS) --last-failed --last-failed-no-failures none; }
 
-# Products of parallelism over eight ranks, and every layout of `verify` over as many.
+suite: $(VENV)/.installed-dev $(REDIS_SERVER)
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not vllm and not long'
+
+# Products of parallelism over eight ranks, and every example of `verify` under every layout, of eight ranks too.
 test-long: $(VENV)/.installed-dev
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m long
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
 
+import truestep.score
 from oracles.step import OracleResult
 from truestep.config.schema import Config
+from truestep.policy.policy import Policy
+from truestep.ranks.group import Ranks
 from truestep.score import score
 
 TOLERANCE = 1e-5
@@ -42,6 +47,22 @@ def run_score(config: dict[str, Any], output: Path) -> Scored:
         [json.loads(line) for line in lines],
         load_file(output / "gradients.safetensors"),
     )
+
+
+@contextmanager
+def loaded_once() -> Iterator[None]:
+    """Scores of the same model over the same ranks go on with the policy that the first of them loaded, as a run's
+    steps do."""
+    load, loaded = truestep.score.make_policy, {}
+
+    def make_policy(config: Config, ranks: Ranks) -> Policy:
+        known = config.model.model_dump_json(), config.parallel.model_dump_json()
+        if known not in loaded:
+            loaded[known] = load(config, ranks)
+        return loaded[known]
+
+    with patch("truestep.score.make_policy", make_policy):
+        yield
 
 
 def differences(scored: Scored, oracle: OracleResult) -> Iterator[tuple[str, float]]:

@@ -129,6 +129,9 @@ def verify(config: Path, output: Path, full: bool, ranks: int, documents: int, o
     from truestep.config.load import load_config
 
     options = load_config(config, overrides)
+    from truestep.ranks import forks
+
+    forks.begin()
     from truestep.files import finite_or_null, write_text_whole
     from truestep.verify import report
     from truestep.verify.run import verify as run

@@ -1,7 +1,10 @@
 """The float64 oracle of a step, on the float64 oracle of a transformer: reads a model's files and nothing of ours."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from oracles.transformer import Transformer
 from truestep.verify import oracle
@@ -19,6 +22,27 @@ def oracle_step(
     """All of `records` as one step. `config` is the nested dictionary of the YAML file (SPEC section 6)."""
     model = Transformer(model_directory)
     return oracle.oracle_step(model, records, config, documents_seen_before_step=documents_seen_before_step)
+
+
+def oracle_steps(
+    model_directory: str | Path, records: list[Record], configs: Sequence[dict[str, Any]]
+) -> list[OracleResult]:
+    """`oracle_step` under each configuration; what the model says of a document is computed once for all of them."""
+    model = _Once(Transformer(model_directory))
+    return [oracle.oracle_step(model, records, config) for config in configs]
+
+
+class _Once:
+    def __init__(self, model: Transformer):
+        self.parameters = model.parameters
+        self._model = model
+        self._known: dict[tuple[tuple[int, ...], float], Tensor] = {}
+
+    def logits(self, input_ids: list[int], temperature: float = 1.0) -> Tensor:
+        asked = (tuple(input_ids), temperature)
+        if asked not in self._known:
+            self._known[asked] = self._model.logits(input_ids, temperature)
+        return self._known[asked]
 
 
 def oracle_logprobs(

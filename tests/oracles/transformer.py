@@ -130,15 +130,16 @@ class Transformer:
     def _rotate(self, x: Tensor) -> Tensor:
         """Rotary embedding of [T, d]: coordinate i turns with coordinate i + d/2."""
         length, d = x.shape
-        half = d // 2
+        angles = self._angles(length, d // 2)
+        cosine, sine = torch.cos(angles), torch.sin(angles)
+        first, second = x[:, : d // 2], x[:, d // 2 :]
+        return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+
+    def _angles(self, length: int, half: int) -> Tensor:
+        """[T, d/2], each angle in Python's own arithmetic."""
         base = self._rope_base()
-        rows = []
-        for position in range(length):
-            angles = torch.tensor([position / base ** (2 * i / d) for i in range(half)], dtype=torch.float64)
-            first, second = x[position, :half], x[position, half:]
-            cosine, sine = torch.cos(angles), torch.sin(angles)
-            rows.append(torch.cat([first * cosine - second * sine, second * cosine + first * sine]))
-        return torch.stack(rows)
+        angles = [[position / base ** (i / half) for i in range(half)] for position in range(length)]
+        return torch.tensor(angles, dtype=torch.float64)
 
     def _rope_base(self) -> float:
         # transformers 5 writes `rope_parameters`; older directories have `rope_theta` and `rope_scaling`.

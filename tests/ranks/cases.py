@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from scoring import loaded_once
 from truestep.assemble import join_ranks
 from truestep.config.schema import Config
 from truestep.ranks.launch import run_ranks
@@ -30,9 +31,10 @@ def on_ranks(size: int, target: Callable[..., None], *arguments: Any, timeout: f
 
 
 def score_all(runs: list[tuple[dict[str, Any], str]]) -> None:
-    """One after another in the same processes: starting ranks is what takes the time."""
-    for config, output in runs:
-        score(Config.model_validate(config), Path(output), gradients=True)
+    """One after another in the same processes: starting ranks and loading models is what takes the time."""
+    with loaded_once():
+        for config, output in runs:
+            score(Config.model_validate(config), Path(output), gradients=True)
 
 
 def train_all(configs: list[dict[str, Any]]) -> None:

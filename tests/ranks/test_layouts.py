@@ -68,7 +68,7 @@ def loss_of(kind: str) -> dict[str, Any]:
 
 def losses_for(kind: str) -> tuple[str, ...]:
     """All five; for a model that differs in its layers alone, one of labels and one of whole documents. (A tied Qwen3
-    goes through all of them, under every layout, in `verify`'s own tests.)"""
+    goes through all of them in `verify`'s own tests.)"""
     return tuple(LOSS_TYPES) if kind in ("llama", "qwen3_tied") else ("grpo", "gspo")
 
 

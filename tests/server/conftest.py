@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from server.models import give_sampling_defaults, make_model
-from server.vllm_server import VllmServer
+from server.vllm_server import Starter, VllmServer
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,11 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         pytest.skip("TRUESTEP_VLLM does not name the Python of a vLLM: `make vllm` installs one and prints it")
     directory = tmp_path_factory.mktemp("vllm")
     model = give_sampling_defaults(make_model(directory / "model", seed=100))
+    starter = Starter(python, directory / "starter.log")
     made = {
-        "first": VllmServer(python, model, directory / "first.log"),
-        "second": VllmServer(python, model, directory / "second.log"),
-        "raw": VllmServer(python, model, directory / "raw.log", logprobs_mode="raw_logprobs"),
+        "first": VllmServer(starter, model, directory / "first.log"),
+        "second": VllmServer(starter, model, directory / "second.log"),
+        "raw": VllmServer(starter, model, directory / "raw.log", logprobs_mode="raw_logprobs"),
     }
     try:
         for server in made.values():
@@ -42,3 +43,4 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     finally:
         for server in made.values():
             server.kill()
+        starter.stop()

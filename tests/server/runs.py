@@ -120,5 +120,6 @@ def score(policy: Policy, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
     if not rollouts:
         return []
     runner = StepRunner(policy, Objective(CrossEntropy(), Denominator("labels", None)), "none", keep_scores=True)
-    plan = make_plan(rollouts, [[number] for number in range(len(rollouts))], 0)
+    together = [range(start, min(start + 64, len(rollouts))) for start in range(0, len(rollouts), 64)]
+    plan = make_plan(rollouts, together, 0)
     return [document.logprobs for document in runner.accumulate(plan, backward=False).scores]

@@ -42,7 +42,7 @@ def test_the_demo_trains_through_a_server_to_its_accuracy(servers: Servers, tmp_
             "reward_workers": 1,
         },
         "schedule": {"docs_per_step": DOCUMENTS, "steps": STEPS},
-        "evaluation": {"every": 20},
+        "evaluation": {"every": 10},
     }
     in_process = demo._rl(tmp_path, policy, 0).model_dump()
     del in_process["sampler"]["type"], in_process["sampler"]["top_p"], in_process["sampler"]["batch_size"]

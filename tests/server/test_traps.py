@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -208,15 +208,25 @@ def test_kept_completions_are_of_two_policies_and_say_where(servers: Servers, tm
     source, policy = run.trainer.source, run.trainer.policy
     updated = source.updated
     (server,) = source._engine.fleet.servers
+    stream, came = server.client.stream, [0]
+
+    def counted(asked: Any, version: Callable[[], int]) -> Any:
+        def of_token() -> int:
+            came[0] += 1
+            return version()
+
+        return stream(asked, of_token)
+
+    server.client.stream = counted
 
     def with_completions_under_way(seen: int) -> None:
-        """Each time, other weights still as soon as completions were begun with the last ones."""
+        """Each time, other weights still as soon as completions have some tokens of the last ones."""
         updated(seen)
         if seen < 32:
             source._pushed.result(60)
-            while not server.in_flight:
+            before, deadline = came[0], time.monotonic() + 60
+            while came[0] < before + 32 and time.monotonic() < deadline:
                 time.sleep(0.01)
-            time.sleep(0.5)  # for some of their tokens: a completion without one is of the new weights alone
             with torch.no_grad():
                 for parameter in policy.model.parameters():
                     parameter.mul_(1.1)

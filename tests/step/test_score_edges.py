@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,16 @@ import pytest
 import torch
 
 from oracles.step import oracle_logprobs, oracle_step
-from scoring import Scored, check_against_oracle, run_score, write_records
+from scoring import Scored, check_against_oracle, loaded_once, run_score, write_records
 from step.test_score_oracle import LOSSES, OPTIONS, config_for, records_for
 
 Model = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loaded_once() -> Iterator[None]:
+    with loaded_once():
+        yield
 
 
 def score_and_check(

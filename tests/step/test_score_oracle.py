@@ -4,14 +4,14 @@ every chunk size and packing budget."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from oracles.step import oracle_logprobs, oracle_step
-from scoring import check_against_oracle, run_score, write_records
+from oracles.step import oracle_logprobs, oracle_step, oracle_steps
+from scoring import check_against_oracle, loaded_once, run_score, write_records
 from tiny import make_records, set_old_logprobs
 
 LOSSES = ("grpo", "gspo", "reinforce", "cispo", "cross_entropy")
@@ -40,6 +40,12 @@ BOUNDS = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _loaded_once() -> Iterator[None]:
+    with loaded_once():
+        yield
+
+
 def records_for(model: Path, loss: str, seed: int = 3, **options: Any) -> list[dict[str, Any]]:
     records = make_records(seed, documents=12, **options)
     return set_old_logprobs(records, oracle_logprobs(model, records), seed=seed, **BOUNDS[loss])
@@ -61,11 +67,12 @@ def test_score_equals_the_oracle_at_every_layout(
     model = tiny_model(kind)
     records = records_for(model, loss)
     file = write_records(tmp_path / "rollouts.jsonl", records)
+    configs = [
+        config_for(model, file, {"type": loss, "entropy_bonus": 0.1, "z_loss": 0.01, **OPTIONS[loss], **denominator})
+        for denominator in DENOMINATORS
+    ]
     clipped = set()
-    for denominator in DENOMINATORS:
-        options = {"type": loss, "entropy_bonus": 0.1, "z_loss": 0.01, **OPTIONS[loss], **denominator}
-        config = config_for(model, file, options)
-        oracle = oracle_step(model, records, config)
+    for config, oracle in zip(configs, oracle_steps(model, records, configs), strict=True):
         for chunk, budget in itertools.product(CHUNKS, BUDGETS):
             config["model"]["head"] = {"logits_chunk_size": chunk}
             config["data"]["tokens_per_microbatch"] = budget

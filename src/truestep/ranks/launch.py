@@ -1,12 +1,7 @@
-"""Ranks of this machine, started without torchrun: for `verify`, and for tests.
-
-Processes are forked from a server that has only imported, so that starting one costs milliseconds and not the seconds
-of importing torch and transformers.
-"""
+"""Ranks of this machine, started without torchrun: for `verify`, and for tests."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import sys
@@ -22,9 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from truestep.ranks.forks import fork_context
 from truestep.ranks.group import RankError
-
-_IMPORTED_FIRST = ["truestep.ranks.preload", "truestep.train", "truestep.score"]
 
 
 def run_ranks(
@@ -76,8 +70,7 @@ def start_ranks(
     environment: dict[str, str] | None = None,
 ) -> tuple[list[BaseProcess], Path, dist.TCPStore]:
     """The processes, the folder of what they write to their consoles, and the store, which must outlive them."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED_FIRST)
+    context = fork_context()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     folder = Path(tempfile.mkdtemp(prefix="truestep-ranks-"))
     processes: list[BaseProcess] = []

@@ -369,7 +369,9 @@ def value_and_scale(terms: list[tuple[str, Tensor]]) -> Metric:
 def differentiate(total: Tensor, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     if not total.requires_grad:  # no label, or every one clipped
         return {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-    gradients = torch.autograd.grad(total, list(parameters.values()), materialize_grads=True, allow_unused=True)
+    leaves = list(parameters.values())
+    # The graph is kept for a model that gives the same logits to several losses.
+    gradients = torch.autograd.grad(total, leaves, retain_graph=True, materialize_grads=True, allow_unused=True)
     return dict(zip(parameters, gradients, strict=True))
 
 
