@@ -40,6 +40,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5, help="timed, after two that are not")
     parser.add_argument("--activation-checkpointing", action="store_true")
+    parser.add_argument("--compile", action="store_true")
     return parser.parse_args()
 
 
@@ -102,6 +103,7 @@ def main() -> None:
             device="cuda",
             head=HeadSettings(fp32=True),
             activation_checkpointing=given.activation_checkpointing,
+            compiled=given.compile,
         )
     parameters = sum(parameter.numel() for parameter in policy.model.parameters())
     documents = make_documents(given)

@@ -51,6 +51,7 @@ def make_policy(config: Config, ranks: Ranks, path: str | None = None) -> Policy
         device=model.device,
         head=HeadSettings(fp32=head.fp32_lm_head, chunk_size=chunk, split_gradient=head.head_gradient == "split"),
         activation_checkpointing=model.activation_checkpointing,
+        compiled=model.compile,
         trust_remote_code=model.trust_remote_code,
         longest_document=config.data.tokens_per_microbatch,
         ranks=ranks,

@@ -149,6 +149,11 @@ CASES = [
         "3, run.yaml:2: parallel.pipeline: 4 leaves no rank a whole model to generate with: remove evaluation, or set "
         "parallel.pipeline: 1",
     ),
+    (
+        "model: {path: m, compile: true}\nparallel: {tensor: 2}\n",
+        "1, run.yaml:2: model.compile: layers that are cut over parallel.tensor: 2 ranks are not compiled; remove "
+        "one of the two",
+    ),
 ]
 
 SECTION_CASES = [

@@ -188,6 +188,15 @@ def _stages(config: Config) -> str | None:
     return None
 
 
+def _compiled(config: Config) -> str | None:
+    if config.model.compile and config.parallel.tensor > 1:
+        return (
+            f"model.compile: layers that are cut over parallel.tensor: {config.parallel.tensor} ranks are not "
+            "compiled; remove one of the two"
+        )
+    return None
+
+
 _RULES = (
     _one_source,
     _sent_documents,
@@ -199,4 +208,5 @@ _RULES = (
     _padding,
     _split_models,
     _stages,
+    _compiled,
 )

@@ -71,6 +71,7 @@ def make_layout(segments: torch.Tensor, device: torch.device, context: Context |
     return PackedLayout(segments.to(device), longest, tuple(buckets), restore.to(device), context)
 
 
+@torch.compiler.disable  # compiled layers call it: see `compiled`
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,  # [1, Q, S, E]

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 
 from truestep.head.logits import HeadSettings
 from truestep.policy import attention
+from truestep.policy.compiled import compile_layers
 from truestep.policy.context import Context, check_heads
 from truestep.policy.embedding import accumulate_in_float32, every_token_counts
 from truestep.policy.pieces import Piece, pieces_of
@@ -28,7 +29,7 @@ from truestep.policy.probe import (
 from truestep.policy.sample import sampled
 from truestep.policy.save import read_companions, saved_buffers
 from truestep.policy.shards import ShardedWeights
-from truestep.policy.stages import Stages, check_layers, keep_own
+from truestep.policy.stages import Stages, check_layers, keep_own, layers_of
 from truestep.policy.tensor import cut_model, tensor_plan
 from truestep.policy.unread import place_buffers, read_parameters, unread_files
 from truestep.policy.weights import Weights
@@ -45,6 +46,7 @@ def load_policy(
     device: str = "auto",
     head: HeadSettings | None = None,
     activation_checkpointing: bool = False,
+    compiled: bool = False,
     trust_remote_code: bool = False,
     longest_document: int = 512,
     ranks: Ranks = ALONE,
@@ -71,6 +73,8 @@ def load_policy(
     compute = getattr(torch, dtype)
     with sampled(model, place):
         probe, stages = _probe(model, settings, place, compute, longest_document, ranks, pipeline)
+    if compiled:
+        compile_layers(layers_of(model)[1])
     facts = ModelFacts.of(model, place)
     if dtype != "float32" and place.type == "cpu":
         accumulate_in_float32(model)

@@ -1,0 +1,90 @@
+"""Compiled layers: the same numbers as plain ones, compiled once for all of them and for micro-batches of any size.
+
+torch's own backend takes minutes on a CPU; what decides what is compiled, and what runs it, is the same for any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from documents import make_documents, pack_all
+from oracles.step import oracle_step
+from scoring import check_against_oracle, run_score, write_records
+from step.test_score_oracle import config_for, records_for
+from truestep.policy import compiled
+from truestep.policy.load import load_policy
+from truestep.policy.policy import Policy
+
+Made = Callable[[str], Path]
+DOCUMENTS = make_documents([9, 1, 30, 4], seed=2)
+ON_GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def from_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if not ON_GPU:
+        monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+def results(policy: Policy, documents: list[Any]) -> list[torch.Tensor]:
+    policy.weights.zero_gradients()
+    hidden = policy.hidden(pack_all(documents))
+    (hidden.float() * torch.linspace(-1, 1, hidden.shape[1], device=hidden.device)).sum().backward()
+    return [hidden.detach().float(), *(gradient.float().clone() for gradient in policy.weights.gradients.values())]
+
+
+def off(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    return max(float((a - b).norm() / b.norm().clamp(min=1e-6)) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "recompute"), [("llama", True), ("gemma2", False), ("qwen3_tied", False)])
+def test_values_and_gradients_are_those_of_plain_layers(kind: str, recompute: bool, tiny_model: Made) -> None:
+    plain = load_policy(tiny_model(kind), activation_checkpointing=recompute)
+    policy = load_policy(tiny_model(kind), activation_checkpointing=recompute, compiled=True)
+    assert graphs() == 0, "a probe runs plain layers"
+    assert off(results(policy, DOCUMENTS), results(plain, DOCUMENTS)) < 1e-5
+    made = graphs()
+    assert made > 0
+    for documents in (DOCUMENTS[:1], DOCUMENTS[1:3], [*DOCUMENTS, *DOCUMENTS, *DOCUMENTS]):
+        assert off(results(policy, documents), results(plain, documents)) < 1e-5
+    assert graphs() == made, "nothing is compiled anew for other documents"
+    with torch.no_grad():
+        policy.hidden(pack_all(DOCUMENTS))
+    assert graphs() == made
+
+
+def test_layers_share_what_is_compiled(tmp_path: Path) -> None:
+    from tiny import make_model
+
+    made = {}
+    for layers in (2, 10):
+        torch._dynamo.reset()
+        counters.clear()
+        policy = load_policy(make_model(tmp_path / str(layers), "llama", num_hidden_layers=layers), compiled=True)
+        results(policy, DOCUMENTS)
+        made[layers] = graphs()
+    assert made[2] == made[10] > 0
+
+
+def test_the_option_compiles_and_the_step_is_the_oracles(tiny_model: Made, tmp_path: Path) -> None:
+    model = tiny_model("qwen3_tied")
+    records = records_for(model, "grpo")
+    config = config_for(model, write_records(tmp_path / "rollouts.jsonl", records), {"type": "grpo"})
+    config["model"]["compile"] = True
+    config["data"]["tokens_per_microbatch"] = 50
+    check_against_oracle(run_score(config, tmp_path / "out"), oracle_step(model, records, config))
+    assert graphs() > 0
