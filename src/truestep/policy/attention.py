@@ -34,7 +34,7 @@ class Bucket:
     positions: torch.Tensor  # [R, X] index into S
 
 
-@dataclass(frozen=True)
+@dataclass  # never changed; but torch.compile looks into frozen ones, and would compile anew for each
 class PackedLayout:
     """Where documents lie in a micro-batch, as attention wants it. Made once a micro-batch, used by every layer."""
 
