@@ -17,6 +17,7 @@ from rich.console import Console
 from scoring import loaded_once
 from truestep.assemble import join_ranks
 from truestep.config.schema import Config
+from truestep.policy import compiled
 from truestep.ranks.launch import run_ranks
 from truestep.ranks.watch import Watch
 from truestep.score import score
@@ -35,6 +36,18 @@ def score_all(runs: list[tuple[dict[str, Any], str]]) -> None:
     with loaded_once():
         for config, output in runs:
             score(Config.model_validate(config), Path(output), gradients=True)
+
+
+def score_compiled(runs: list[tuple[dict[str, Any], str]]) -> None:
+    """By a backend of torch that takes seconds on a CPU; what is compiled is the same."""
+    from torch._dynamo.utils import counters
+
+    compiled.BACKEND = "aot_eager"
+    for config, output in runs:
+        torch._dynamo.reset()
+        counters.clear()
+        score(Config.model_validate(config), Path(output), gradients=True)
+        assert counters["stats"]["unique_graphs"] > 0, "this rank's layers were compiled"
 
 
 def train_all(configs: list[dict[str, Any]]) -> None:

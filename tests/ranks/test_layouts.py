@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from oracles.step import LOSS_TYPES, oracle_logprobs, oracle_step
-from ranks.cases import on_ranks, score_all
+from ranks.cases import on_ranks, score_all, score_compiled
 from scoring import Scored, check_against_oracle, write_records
 from tiny import make_records, set_old_logprobs
 from truestep.verify.oracle import OracleResult
@@ -134,3 +134,19 @@ def test_recomputed_activations_and_half_precision(kind: str, tiny_model: Model,
     oracle = oracle_step(model, records, plain)
     check_against_oracle(read(tmp_path / "recomputed"), oracle)
     assert 1e-4 < gradient_error(tmp_path / "half", oracle) <= 1.5 * gradient_error(tmp_path / "one", oracle)
+
+
+def test_compiled_layers(tiny_model: Model, tmp_path: Path) -> None:
+    """Sharded and recomputed, and in stages. Ranks of a context meet in attention, outside what is compiled."""
+    loss = {"type": "grpo", "metrics": "full"}
+    model, rollouts, records = make_case("llama", loss, tiny_model, tmp_path)
+    plain = options(model, rollouts, loss, ({}, 1, 64))
+    compiled = plain | {"model": {**plain["model"], "compile": True}}
+    runs = {
+        "sharded": compiled | {"model": {**compiled["model"], "activation_checkpointing": True}},
+        "pipeline": compiled | {"parallel": {"pipeline": 2}},
+    }
+    on_ranks(2, score_compiled, [(config, str(tmp_path / name)) for name, config in runs.items()])
+    oracle = oracle_step(model, records, plain)
+    for name in runs:
+        check_against_oracle(read(tmp_path / name), oracle)
