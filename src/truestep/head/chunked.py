@@ -19,10 +19,7 @@ from typing import Any
 
 import torch
 
-from truestep.head.logits import (
-    HeadSettings,
-    wide,
-)
+from truestep.head.logits import HeadSettings, Rows, wide
 from truestep.head.passes import Gradient, Passes, passes_for
 from truestep.head.vocab_parallel import ShardedPasses, VocabularyShard
 from truestep.types import Coefficients, RowStatistics
@@ -66,12 +63,13 @@ class HeadRows:
 
     def forward(self, rows: slice, *, keep: bool) -> tuple[Any, RowStatistics]:
         """What the backward pass of these rows starts from, where there is to be one, and their statistics."""
-        return self.passes.forward(self.hidden[rows], self.weight, self.label_ids[rows], self.temperature[rows], keep)
+        return self.passes.forward(self[rows], keep)
 
     def backward(self, rows: slice, kept: Any, statistics: RowStatistics, coefficients: Coefficients) -> Gradient:
-        return self.passes.gradient(
-            kept, statistics, self.label_ids[rows], self.temperature[rows], coefficients, self.weight.dtype
-        )
+        return self.passes.gradient(kept, statistics, self[rows], coefficients)
+
+    def __getitem__(self, rows: slice) -> Rows:
+        return Rows(self.hidden[rows], self.weight, self.label_ids[rows], self.temperature[rows])
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,16 @@ class HeadSettings:
         return max(1, chosen)
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Some rows that predict labels, and what they are multiplied with."""
+
+    hidden: torch.Tensor  # [C, H]
+    weight: torch.Tensor  # [V, H]
+    label_ids: torch.Tensor  # [C]
+    temperature: torch.Tensor  # [C]
+
+
 def _free_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return 2**26

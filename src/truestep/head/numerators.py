@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from truestep.head.logits import HeadSettings, LogitsGradient, multiplier
+from truestep.head.logits import HeadSettings, LogitsGradient, Rows, multiplier
 from truestep.types import Coefficients, RowStatistics
 
 PART = 256  # of the vocabulary, which the product makes at a time
@@ -80,38 +80,25 @@ class NumeratorPasses:
     def __init__(self, settings: HeadSettings):
         self._settings = settings
 
-    def forward(
-        self,
-        hidden: torch.Tensor,  # [C, H]
-        weight: torch.Tensor,  # [V, H]
-        label_ids: torch.Tensor,  # [C]
-        temperature: torch.Tensor,  # [C]
-        keep: bool,
-    ) -> tuple[_Kept, RowStatistics]:
+    def forward(self, rows: Rows, keep: bool) -> tuple[_Kept, RowStatistics]:
         from truestep.head import kernels, product
 
-        factor = multiplier(temperature, self._settings, torch.float32) * _LOG2_E
-        reference = kernels.label_logits(hidden, weight, label_ids) * factor
-        parts = product.multiply(hidden, weight, label_ids, factor, reference, keep)
+        factor = multiplier(rows.temperature, self._settings, torch.float32) * _LOG2_E
+        reference = kernels.label_logits(rows.hidden, rows.weight, rows.label_ids) * factor
+        parts = product.multiply(rows.hidden, rows.weight, rows.label_ids, factor, reference, keep)
         base, statistics = kernels.join_parts_(parts, reference)
         return _Kept(parts.values, base), statistics
 
     def gradient(
-        self,
-        kept: _Kept,
-        statistics: RowStatistics,
-        label_ids: torch.Tensor,
-        temperature: torch.Tensor,
-        coefficients: Coefficients,
-        dtype: torch.dtype,
+        self, kept: _Kept, statistics: RowStatistics, rows: Rows, coefficients: Coefficients
     ) -> NumeratorsGradient:
         from truestep.head import kernels
 
         assert kept.values is not None
-        chain = multiplier(temperature, self._settings, torch.float32)
+        chain = multiplier(rows.temperature, self._settings, torch.float32)
         factor = torch.exp2(kept.base - statistics.logsumexp * _LOG2_E)
         scale = coefficients.a * factor * chain
         if coefficients.b is not None:
             kernels.numerators_gradient_(kept.values, chain, factor, coefficients)
             scale = torch.ones_like(scale)
-        return NumeratorsGradient(kept.values, scale, label_ids, coefficients.c * chain)
+        return NumeratorsGradient(kept.values, scale, rows.label_ids, coefficients.c * chain)

@@ -16,6 +16,7 @@ import torch
 from truestep.head.logits import (
     HeadSettings,
     LogitsGradient,
+    Rows,
     logits_gradient_,
     multiplier,
     raw_logits,
@@ -46,26 +47,11 @@ class Passes(Protocol):
         """While a chunk's loss is found."""
         ...
 
-    def forward(
-        self,
-        hidden: torch.Tensor,  # [C, H]
-        weight: torch.Tensor,  # [V, H]
-        label_ids: torch.Tensor,  # [C]
-        temperature: torch.Tensor,  # [C]
-        keep: bool,
-    ) -> tuple[Any, RowStatistics]:
+    def forward(self, rows: Rows, keep: bool) -> tuple[Any, RowStatistics]:
         """What `gradient` needs, where that is to be kept, and the statistics of each row."""
         ...
 
-    def gradient(
-        self,
-        kept: Any,
-        statistics: RowStatistics,
-        label_ids: torch.Tensor,
-        temperature: torch.Tensor,
-        coefficients: Coefficients,
-        dtype: torch.dtype,
-    ) -> Gradient: ...
+    def gradient(self, kept: Any, statistics: RowStatistics, rows: Rows, coefficients: Coefficients) -> Gradient: ...
 
 
 class TorchPasses:
@@ -73,29 +59,18 @@ class TorchPasses:
         self._settings = settings
         self.bytes_per_logit = 4 + 2 * settings.split_gradient
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        label_ids: torch.Tensor,
-        temperature: torch.Tensor,
-        keep: bool,
-    ) -> tuple[torch.Tensor, RowStatistics]:
-        raw = raw_logits(hidden, weight, self._settings.fp32)
-        z = scale_(raw, temperature, self._settings)
-        return z, row_statistics(z, label_ids)
+    def forward(self, rows: Rows, keep: bool) -> tuple[torch.Tensor, RowStatistics]:
+        raw = raw_logits(rows.hidden, rows.weight, self._settings.fp32)
+        z = scale_(raw, rows.temperature, self._settings)
+        return z, row_statistics(z, rows.label_ids)
 
     def gradient(
-        self,
-        kept: torch.Tensor,
-        statistics: RowStatistics,
-        label_ids: torch.Tensor,
-        temperature: torch.Tensor,
-        coefficients: Coefficients,
-        dtype: torch.dtype,
+        self, kept: torch.Tensor, statistics: RowStatistics, rows: Rows, coefficients: Coefficients
     ) -> LogitsGradient:
-        gradient = logits_gradient_(kept, statistics.logsumexp, label_ids, temperature, coefficients, self._settings)
-        return round_gradient(gradient, dtype, self._settings.split_gradient)
+        gradient = logits_gradient_(
+            kept, statistics.logsumexp, rows.label_ids, rows.temperature, coefficients, self._settings
+        )
+        return round_gradient(gradient, rows.weight.dtype, self._settings.split_gradient)
 
 
 class FusedPasses:
@@ -103,41 +78,28 @@ class FusedPasses:
         self._settings = settings
         self.bytes_per_logit = 4 + 2 * settings.split_gradient
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        label_ids: torch.Tensor,
-        temperature: torch.Tensor,
-        keep: bool,
-    ) -> tuple[torch.Tensor, RowStatistics]:
-        raw = raw_logits(hidden, weight, self._settings.fp32)
+    def forward(self, rows: Rows, keep: bool) -> tuple[torch.Tensor, RowStatistics]:
         from truestep.head import kernels
 
+        raw = raw_logits(rows.hidden, rows.weight, self._settings.fp32)
         # On a CPU, under the interpreter, the backward products are float32's: see `logits`.
         raw = raw if raw.is_cuda else raw.to(wide(raw.dtype))
-        factor = multiplier(temperature, self._settings, torch.float32)
-        return raw, kernels.row_statistics(raw, label_ids, factor, self._settings.softcap)
+        factor = multiplier(rows.temperature, self._settings, torch.float32)
+        return raw, kernels.row_statistics(raw, rows.label_ids, factor, self._settings.softcap)
 
     def gradient(
-        self,
-        kept: torch.Tensor,
-        statistics: RowStatistics,
-        label_ids: torch.Tensor,
-        temperature: torch.Tensor,
-        coefficients: Coefficients,
-        dtype: torch.dtype,
+        self, kept: torch.Tensor, statistics: RowStatistics, rows: Rows, coefficients: Coefficients
     ) -> LogitsGradient:
         from truestep.head import kernels
 
-        target = dtype if kept.is_cuda else kept.dtype
+        target = rows.weight.dtype if kept.is_cuda else kept.dtype
         split = self._settings.split_gradient and target != wide(target)
         low = torch.empty_like(kept, dtype=target) if split else None
         high = kernels.logits_gradient_(
             kept,
             statistics.logsumexp,
-            label_ids,
-            multiplier(temperature, self._settings, torch.float32),
+            rows.label_ids,
+            multiplier(rows.temperature, self._settings, torch.float32),
             coefficients,
             self._settings.softcap,
             target,

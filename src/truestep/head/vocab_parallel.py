@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from truestep.head.logits import Rows
 from truestep.head.passes import Gradient, Passes
 from truestep.types import Coefficients, RowStatistics
 
@@ -50,34 +51,19 @@ class ShardedPasses:
     def bytes_per_logit(self) -> int:
         return self.local.bytes_per_logit
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        label_ids: torch.Tensor,
-        temperature: torch.Tensor,
-        keep: bool,
-    ) -> tuple[Any, RowStatistics]:
-        owned = self.shard.owns(label_ids)
-        kept, mine = self.local.forward(hidden, weight, self._local(label_ids, owned), temperature, keep)
-        return kept, _join(mine, owned, self.shard.group)
+    def forward(self, rows: Rows, keep: bool) -> tuple[Any, RowStatistics]:
+        kept, mine = self.local.forward(self._local(rows), keep)
+        return kept, _join(mine, self.shard.owns(rows.label_ids), self.shard.group)
 
-    def gradient(
-        self,
-        kept: Any,
-        statistics: RowStatistics,
-        label_ids: torch.Tensor,
-        temperature: torch.Tensor,
-        coefficients: Coefficients,
-        dtype: torch.dtype,
-    ) -> Gradient:
-        owned = self.shard.owns(label_ids)
+    def gradient(self, kept: Any, statistics: RowStatistics, rows: Rows, coefficients: Coefficients) -> Gradient:
         # p is that of the whole vocabulary already; the label's own term belongs to the rank that holds it.
-        here = replace(coefficients, c=torch.where(owned, coefficients.c, 0))
-        return self.local.gradient(kept, statistics, self._local(label_ids, owned), temperature, here, dtype)
+        here = replace(coefficients, c=torch.where(self.shard.owns(rows.label_ids), coefficients.c, 0))
+        return self.local.gradient(kept, statistics, self._local(rows), here)
 
-    def _local(self, label_ids: torch.Tensor, owned: torch.Tensor) -> torch.Tensor:
-        return torch.where(owned, label_ids - self.shard.first, 0)
+    def _local(self, rows: Rows) -> Rows:
+        """With labels counted from this slice's first; another slice's become any of them."""
+        label_ids = torch.where(self.shard.owns(rows.label_ids), rows.label_ids - self.shard.first, 0)
+        return replace(rows, label_ids=label_ids)
 
 
 def _join(mine: RowStatistics, owned: torch.Tensor, group: dist.ProcessGroup) -> RowStatistics:
