@@ -41,7 +41,7 @@ def multiply(
 
 def serve(patch: pytest.MonkeyPatch) -> None:
     """The head's numerators, made by this product, for whatever comes: of a CPU in float32, so that they are exact."""
-    from truestep.head import kernels
+    from truestep.head import numerator_kernels as kernels
 
     stand_in = types.ModuleType("truestep.head.product")
     stand_in.multiply = multiply  # type: ignore[attr-defined]

@@ -35,7 +35,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     passes._kernels_run.cache_clear()
     plain_product.serve(monkeypatch)
-    from truestep.head import kernels
+    from truestep.head import numerator_kernels as kernels
 
     monkeypatch.setattr(kernels, "_GRADIENT_BLOCK", 16)  # several blocks a row
     monkeypatch.setattr(kernels, "_DOT_BLOCK", 4)
@@ -150,7 +150,7 @@ def test_rows_of_another_scale_than_their_slice_of_the_vocabulary() -> None:
 @on_cpu
 @pytest.mark.usefixtures("plain")
 def test_labels_of_many_rows_are_summed_in_float32_whatever_their_order() -> None:
-    from truestep.head import kernels
+    from truestep.head import numerator_kernels as kernels
 
     generator = torch.Generator().manual_seed(2)
     for rows, labels in ((1, 1), (7, 1), (40, 3), (65, 50)):
@@ -194,7 +194,8 @@ def test_the_product_compiles_for_a_hopper_gpu_without_one() -> None:
     [(1, 1, 8), (1, 256, 64), (127, 255, 72), (128, 257, 64), (129, 1000, 200), (300, 5003, 512), (2100, 40_000, 264)],
 )
 def test_the_real_product_gives_what_the_plain_one_does(labels: int, vocabulary: int, hidden: int, keep: bool) -> None:
-    from truestep.head import kernels, product
+    from truestep.head import numerator_kernels as kernels
+    from truestep.head import product
 
     rows = make_rows(labels, vocabulary, hidden, dtype=torch.bfloat16, device="cuda")
     factor = (3 / rows.temperature).float()

@@ -56,13 +56,13 @@ class NumeratorsGradient:
         return NumeratorsGradient(self.values[rows], self.scale[rows], self.label_ids[rows], self.c[rows])
 
     def of_hidden_(self, weight: torch.Tensor, out: torch.Tensor) -> None:  # [V, H], [C, H]
-        from truestep.head import kernels
+        from truestep.head import numerator_kernels as kernels
 
         LogitsGradient(self.values).of_hidden_(weight, out)
         kernels.scale_and_subtract_label_(out, self.scale, weight, self.label_ids, self.c)
 
     def add_of_weight_(self, buffer: torch.Tensor, hidden: torch.Tensor) -> None:  # [V, H], [C, H]
-        from truestep.head import kernels
+        from truestep.head import numerator_kernels as kernels
 
         LogitsGradient(self.values).add_of_weight_(buffer, kernels.scaled_rows(hidden, self.scale))
         kernels.subtract_labels_(buffer, hidden, self.label_ids, self.c)
@@ -81,7 +81,8 @@ class NumeratorPasses:
         self._settings = settings
 
     def forward(self, rows: Rows, keep: bool) -> tuple[_Kept, RowStatistics]:
-        from truestep.head import kernels, product
+        from truestep.head import numerator_kernels as kernels
+        from truestep.head import product
 
         factor = multiplier(rows.temperature, self._settings, torch.float32) * _LOG2_E
         reference = kernels.label_logits(rows.hidden, rows.weight, rows.label_ids) * factor
@@ -92,7 +93,7 @@ class NumeratorPasses:
     def gradient(
         self, kept: _Kept, statistics: RowStatistics, rows: Rows, coefficients: Coefficients
     ) -> NumeratorsGradient:
-        from truestep.head import kernels
+        from truestep.head import numerator_kernels as kernels
 
         assert kept.values is not None
         chain = multiplier(rows.temperature, self._settings, torch.float32)
