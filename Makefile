@@ -20,15 +20,17 @@ demo: $(VENV)/.installed
 
 SERVER_TESTS := $(TEST_ENVIRONMENT) TRUESTEP_VLLM=$(VLLM_PYTHON) $(BIN)/python -m pytest -m vllm
 
-# The engine takes every core there is: its tests run one after another, behind the rest.
+# The engine takes every core there is: its tests run one after another, behind the rest; so do tests of how long
+# something takes.
 test: $(VENV)/.installed-dev $(REDIS_SERVER)
 	$(MAKE) --jobs=3 check suite vllm
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m alone
 	$(SERVER_TESTS) || { \
 		echo 'once more, what failed: engines, trainer and tests share the cores, and some tests race the engine'; \
 		$(SERVER_TESTS) --last-failed --last-failed-no-failures none; }
 
 suite: $(VENV)/.installed-dev $(REDIS_SERVER)
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not vllm and not long'
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not vllm and not long and not alone'
 
 # Products of parallelism over eight ranks, and every example of `verify` under every layout, of eight ranks too.
 test-long: $(VENV)/.installed-dev

@@ -20,6 +20,7 @@ from step.test_score_oracle import config_for, records_for
 from truestep.policy import compiled
 from truestep.policy.load import load_policy
 from truestep.policy.policy import Policy
+from truestep.policy.probe import ModelError
 
 Made = Callable[[str], Path]
 DOCUMENTS = make_documents([9, 1, 30, 4], seed=2)
@@ -88,3 +89,9 @@ def test_the_option_compiles_and_the_step_is_the_oracles(tiny_model: Made, tmp_p
     config["data"]["tokens_per_microbatch"] = 50
     check_against_oracle(run_score(config, tmp_path / "out"), oracle_step(model, records, config))
     assert graphs() > 0
+
+
+def test_a_model_without_a_list_of_layers_is_refused(tiny_model: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("truestep.policy.load.layers_of", lambda _: ("", []))
+    with pytest.raises(ModelError, match=r"model\.compile: LlamaForCausalLM has no list of layers"):
+        load_policy(tiny_model("llama"), compiled=True)

@@ -81,22 +81,26 @@ def test_its_values_are_compared_and_never_changed() -> None:
 
 # ---- models
 
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+    "pad_token_id": None,
+}
+
 
 def experts(directory: Path) -> Path:
     """Its files have each expert's matrices apart, and transformers joins them."""
     config = AutoConfig.for_model(
         "qwen3_moe",
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **SIZES,
         num_experts=4,
-        num_experts_per_tok=2,
-        head_dim=16,
-        pad_token_id=None,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -137,19 +141,10 @@ def test_tensors_that_transformers_joins(tmp_path: Path) -> None:
 def test_buffers_that_a_file_has(tmp_path: Path) -> None:
     config = AutoConfig.for_model(
         "glm4_moe",
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **SIZES,
         n_routed_experts=4,
-        num_experts_per_tok=2,
         n_group=1,
         topk_group=1,
-        head_dim=16,
-        pad_token_id=None,
         first_k_dense_replace=1,
     )
     model = AutoModelForCausalLM.from_config(config)

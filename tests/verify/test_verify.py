@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -72,6 +71,7 @@ def check_proof(output: Path) -> None:
     assert (output / "verify.svg").read_text(encoding="utf-8").startswith("<svg")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["grpo"])
 def test_an_example_passes_under_every_layout_as_a_user_types_it(name: str, examples: Path, tmp_path: Path) -> None:
     """A loss of labels; the next test has the loss of whole documents."""
@@ -80,8 +80,7 @@ def test_an_example_passes_under_every_layout_as_a_user_types_it(name: str, exam
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "within 1e-05 of float64" in done.stdout
-    # Two minutes of a whole machine: test processes beside this one have their share of it.
-    assert time.perf_counter() - started < 120 * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    assert time.perf_counter() - started < 120
     check_proof(tmp_path / "out")
 
 

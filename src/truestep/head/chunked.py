@@ -35,13 +35,9 @@ _WORTH_GATHERING = 0.75
 
 
 @dataclass(frozen=True)
-class HeadRows:
-    """The rows that predict labels. Prompt, masked and padding tokens never enter the head."""
+class HeadRows(Rows):
+    """All T rows of a micro-batch that predict labels. Prompt, masked and padding tokens never enter the head."""
 
-    hidden: torch.Tensor  # [T, H]
-    weight: torch.Tensor  # [V, H]
-    label_ids: torch.Tensor  # [T]
-    temperature: torch.Tensor  # [T]
     settings: HeadSettings
     shard: VocabularyShard | None = None  # where `weight` is a slice of the vocabulary's rows
 
@@ -173,7 +169,7 @@ def _chunk(
     if count <= _WORTH_GATHERING * len(active):
         index = active.nonzero().squeeze(-1)
         logits_gradient, hidden = logits_gradient[index], hidden[index]
-        some = out[index]
+        some = out.new_empty(hidden.shape)
         logits_gradient.of_hidden_(head.weight, some)
         out.index_copy_(0, index, some)
     else:

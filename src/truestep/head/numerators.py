@@ -98,8 +98,9 @@ class NumeratorPasses:
         assert kept.values is not None
         chain = multiplier(rows.temperature, self._settings, torch.float32)
         factor = torch.exp2(kept.base - statistics.logsumexp * _LOG2_E)
-        scale = coefficients.a * factor * chain
-        if coefficients.b is not None:
+        if coefficients.b is None:
+            scale = coefficients.a * factor * chain
+        else:
             kernels.numerators_gradient_(kept.values, chain, factor, coefficients)
-            scale = torch.ones_like(scale)
+            scale = torch.ones_like(chain)
         return NumeratorsGradient(kept.values, scale, rows.label_ids, coefficients.c * chain)

@@ -74,7 +74,10 @@ def load_policy(
     with sampled(model, place):
         probe, stages = _probe(model, settings, place, compute, longest_document, ranks, pipeline)
     if compiled:
-        compile_layers(layers_of(model)[1])
+        layers = layers_of(model)[1]
+        if not layers:
+            raise ModelError(f"model.compile: {type(model).__name__} has no list of layers to compile")
+        compile_layers(layers)
     facts = ModelFacts.of(model, place)
     if dtype != "float32" and place.type == "cpu":
         accumulate_in_float32(model)
