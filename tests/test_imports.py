@@ -24,7 +24,7 @@ FLOORS = (
     ("policy", "environments"),
     ("head", "losses"),
     ("metrics", "rollouts", "report"),
-    ("types", "config", "files", "randomness", "ranks"),
+    ("types", "config", "custom", "files", "randomness", "ranks"),
     ("errors",),
     ("__init__",),
 )

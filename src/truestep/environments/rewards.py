@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from truestep.custom import CustomError, load_custom
 from truestep.environments.prompts import Prompt
 from truestep.errors import TruestepError
 from truestep.types import LARGEST_REWARD
@@ -21,23 +19,10 @@ class RewardError(TruestepError):
 
 def load_reward(name: str) -> Reward:
     """`package.module:function`; the working directory is searched too."""
-    module_name, separator, function_name = name.partition(":")
-    if not separator or not module_name or not function_name:
-        raise RewardError(f"reward {name!r}: write it as package.module:function")
-    # A console script does not have the working directory on its path; `python -m` does.
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
     try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise RewardError(f"reward {name!r}: {error}") from error
-    except (Exception, SystemExit) as error:  # the module is the user's: importing it can raise anything
-        raise RewardError(f"reward {name!r}: importing {module_name} raised {type(error).__name__}: {error}") from error
-    reward = getattr(module, function_name, None)
-    if not callable(reward):
-        raise RewardError(f"reward {name!r}: {module_name} has no function {function_name}")
-    return reward
+        return load_custom("reward", name)
+    except CustomError as error:
+        raise RewardError(str(error)) from error
 
 
 def rate(reward: Reward, prompt: Prompt, completion: str) -> float:
