@@ -26,7 +26,7 @@ from qwen import write_model
 from truestep.head.logits import HeadSettings
 from truestep.losses.objective import Denominator, Objective
 from truestep.losses.policy import Grpo, clip_bounds
-from truestep.policy.load import load_policy
+from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
 from truestep.ranks.group import Layout, Ranks, join
 from truestep.step.optimizer import make_adamw, update

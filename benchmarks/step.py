@@ -23,7 +23,7 @@ from qwen import write_model
 from truestep.head.logits import HeadSettings
 from truestep.losses.objective import Denominator, Objective
 from truestep.losses.policy import Grpo, clip_bounds
-from truestep.policy.load import load_policy
+from truestep.policy.loading.load import load_policy
 from truestep.step.optimizer import make_adamw, update
 from truestep.step.plan import StepRule, plan_exactly
 from truestep.step.run import StepRunner, clip_gradients, gradient_norm

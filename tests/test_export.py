@@ -18,7 +18,7 @@ from small_runs import word_model
 from truestep import export as export_module
 from truestep.checkpoint.store import CheckpointStore, Progress
 from truestep.export import ExportError, export
-from truestep.policy.load import load_policy
+from truestep.policy.loading.load import load_policy
 from truestep.run_directory import RunDirectory
 
 Made = Callable[[str], Path]

@@ -13,8 +13,8 @@ from scoring import check_against_oracle, run_score, write_records
 from step.test_score_oracle import LOSSES, OPTIONS, config_for, records_for
 from truestep.head.chunked import HeadRows, forward_backward
 from truestep.head.logits import HeadSettings, row_statistics, scaled_logits
-from truestep.policy import attention
-from truestep.policy.load import load_policy
+from truestep.policy.loading.load import load_policy
+from truestep.policy.model import attention
 from truestep.rollouts.packing import pack
 from truestep.rollouts.record import Needs, parse_record
 from truestep.step.plan import make_plan

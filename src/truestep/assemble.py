@@ -20,15 +20,15 @@ from truestep.config.sections import (
 from truestep.head.logits import HeadSettings
 from truestep.losses.objective import Denominator, Objective
 from truestep.losses.policy import Cispo, CrossEntropy, Grpo, Gspo, PolicyLoss, Reinforce, clip_bounds
-from truestep.policy.load import load_policy
+from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
 from truestep.ranks.group import Layout, Ranks, join
 from truestep.rollouts.files import Documents, expand_paths, load_documents
 from truestep.rollouts.record import Needs
+from truestep.rollouts.shared import SharedSource
 from truestep.rollouts.source import Source
 from truestep.rollouts.stream.directory import DirectoryTransport
 from truestep.rollouts.stream.intake import Checks
-from truestep.rollouts.stream.shared import SharedSource
 from truestep.rollouts.stream.source import StreamSource
 from truestep.rollouts.stream.transport import Transport
 from truestep.step.optimizer import LearningRate

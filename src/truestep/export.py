@@ -11,7 +11,7 @@ import torch
 from truestep.checkpoint.store import CheckpointStore
 from truestep.errors import TruestepError
 from truestep.files import sync_directory, sync_tree
-from truestep.policy.load import load_policy
+from truestep.policy.loading.load import load_policy
 from truestep.policy.save import save_policy
 from truestep.run_directory import RunDirectory
 

@@ -19,16 +19,16 @@ from truestep.environments.prompts import find_prompts, load_prompts
 from truestep.environments.rewards import load_reward
 from truestep.files import read_json_lines, write_whole
 from truestep.metrics.sinks import ConsoleSink, JsonLines, Sink, TensorBoardSink, WandbSink
+from truestep.policy.loading.probe import ModelError
 from truestep.policy.policy import Policy
-from truestep.policy.probe import ModelError
 from truestep.randomness import seed_random
 from truestep.ranks.group import ALONE, Ranks
 from truestep.ranks.watch import Watch
 from truestep.rollouts.check import reason_kind
 from truestep.rollouts.parts import PartedSource
 from truestep.rollouts.rejects import write_rejected
+from truestep.rollouts.shared import SharedSource
 from truestep.rollouts.source import FileSource, Source
-from truestep.rollouts.stream.shared import SharedSource
 from truestep.run_directory import RunDirectory
 from truestep.sampler.decode import DecodeOptions
 from truestep.sampler.evaluate import Evaluator

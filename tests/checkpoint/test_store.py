@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from documents import make_documents, same_bits, same_document
 from truestep.checkpoint import store as store_module
 from truestep.checkpoint.store import CheckpointStore, Progress, read_progress
-from truestep.policy.load import load_policy
+from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
 from truestep.randomness import random_state, random_tensors, restore_random
 

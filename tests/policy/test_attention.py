@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from documents import make_documents, pack_all, same_bits
 from oracles.transformer import Transformer
 from tiny import KINDS
-from truestep.policy import attention
-from truestep.policy.attention import make_layout, packed_attention
-from truestep.policy.load import load_policy
+from truestep.policy.loading.load import load_policy
+from truestep.policy.model import attention
+from truestep.policy.model.attention import make_layout, packed_attention
 from truestep.policy.policy import Policy
 from truestep.types import PackedBatch, Rollout
 

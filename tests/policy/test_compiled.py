@@ -17,10 +17,10 @@ from documents import make_documents, pack_all
 from oracles.step import oracle_step
 from scoring import check_against_oracle, run_score, write_records
 from step.test_score_oracle import config_for, records_for
-from truestep.policy import compiled
-from truestep.policy.load import load_policy
+from truestep.policy.loading.load import load_policy
+from truestep.policy.loading.probe import ModelError
+from truestep.policy.model import compiled
 from truestep.policy.policy import Policy
-from truestep.policy.probe import ModelError
 
 Made = Callable[[str], Path]
 DOCUMENTS = make_documents([9, 1, 30, 4], seed=2)
@@ -92,6 +92,6 @@ def test_the_option_compiles_and_the_step_is_the_oracles(tiny_model: Made, tmp_p
 
 
 def test_a_model_without_a_list_of_layers_is_refused(tiny_model: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("truestep.policy.load.layers_of", lambda _: ("", []))
+    monkeypatch.setattr("truestep.policy.loading.load.layers_of", lambda _: ("", []))
     with pytest.raises(ModelError, match=r"model\.compile: LlamaForCausalLM has no list of layers"):
         load_policy(tiny_model("llama"), compiled=True)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from truestep.policy.pieces import Piece, pieces_of, sum_parts
-from truestep.policy.weights import Weights
+from truestep.policy.cuts.pieces import Piece, pieces_of, sum_parts
+from truestep.policy.weights.whole import Weights
 from truestep.ranks.group import Layout, Ranks, join, leave
 from truestep.ranks.launch import run_ranks
 from truestep.step.optimizer import make_adamw, optimizer_tensors, restore_optimizer, update

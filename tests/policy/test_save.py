@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from documents import make_documents, pack_all, same_bits
 from small_runs import word_model
 from tiny import KINDS
-from truestep.policy.load import load_policy
+from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
 from truestep.policy.save import save_policy
 

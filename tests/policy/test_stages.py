@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tiny import KINDS, make_model
-from truestep.policy import attention
-from truestep.policy.load import load_policy
-from truestep.policy.pieces import pieces_of
+from truestep.policy.cuts.pieces import pieces_of
+from truestep.policy.cuts.stages import CutError, Stages, cut_by_cost, keep_own, stages_of
+from truestep.policy.loading.load import load_policy
+from truestep.policy.loading.probe import Probe, _batch, probe_stages
+from truestep.policy.model import attention
 from truestep.policy.policy import packed_hidden, stage_hidden
-from truestep.policy.probe import Probe, _batch, probe_stages
-from truestep.policy.stages import CutError, Stages, cut_by_cost, keep_own, stages_of
 from truestep.ranks.pipeline import Pipeline
 
 CPU = torch.device("cpu")

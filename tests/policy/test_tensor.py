@@ -15,10 +15,10 @@ from transformers import AutoConfig
 from documents import make_documents, pack_all
 from ranks.cases import on_ranks
 from tiny import make_model
-from truestep.policy.load import load_policy
+from truestep.policy.cuts.tensor import tensor_plan
+from truestep.policy.loading.load import load_policy
+from truestep.policy.loading.probe import ModelError
 from truestep.policy.policy import Policy
-from truestep.policy.probe import ModelError
-from truestep.policy.tensor import tensor_plan
 from truestep.ranks.exchange import gather_same, gather_tokens, sum_to_own_tokens
 from truestep.ranks.group import Layout, RankError, Ranks, join
 

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from documents import same_bits
 from tiny import KINDS, make_model
-from truestep.policy.load import ModelError, load_policy
+from truestep.policy.loading.load import ModelError, load_policy
 from truestep.policy.save import save_policy
-from truestep.policy.unread import Unread, read_into, unread_files
+from truestep.policy.weights.unread import Unread, read_into, unread_files
 
 Made = Callable[[str], Path]
 

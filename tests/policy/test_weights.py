@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 from documents import make_documents, pack_all, same_bits
 from tiny import make_model
 from truestep.head.logits import HeadSettings
-from truestep.policy import attention
-from truestep.policy.load import load_policy
+from truestep.policy.loading.load import load_policy
+from truestep.policy.model import attention
 from truestep.policy.policy import ModelFacts, Policy
 from truestep.policy.save import save_policy
-from truestep.policy.weights import Weights
+from truestep.policy.weights.whole import Weights
 
 Made = Callable[[str], Path]
 MICRO_BATCHES = [make_documents([5, 9, 2], 0), make_documents([20], 1), make_documents([1, 7], 2)]

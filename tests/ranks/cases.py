@@ -17,7 +17,7 @@ from rich.console import Console
 from scoring import loaded_once
 from truestep.assemble import join_ranks
 from truestep.config.schema import Config
-from truestep.policy import compiled
+from truestep.policy.model import compiled
 from truestep.ranks.launch import run_ranks
 from truestep.ranks.watch import Watch
 from truestep.score import score

@@ -16,7 +16,7 @@ from scoring import check_against_oracle, write_records
 from small_runs import read_lines, sort_prompts, without_times, word_model, write_lines, write_rollouts
 from tiny import VOCABULARY, make_model, make_records, set_old_logprobs
 from truestep.errors import TruestepError
-from truestep.policy.load import load_policy
+from truestep.policy.loading.load import load_policy
 from truestep.ranks.group import Ranks
 
 

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from documents import same_bits
 from ranks.cases import on_ranks
 from tiny import KINDS, make_model
-from truestep.policy.load import load_policy
+from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
-from truestep.policy.unread import Unread
+from truestep.policy.weights.unread import Unread
 from truestep.ranks.group import Layout, Ranks, join
 
 MEGABYTE = 2**20

@@ -18,8 +18,8 @@ from tiny import KINDS, VOCABULARY, make_model
 from truestep.head.logits import HeadSettings
 from truestep.losses.objective import Denominator, Objective
 from truestep.losses.policy import CrossEntropy
-from truestep.policy import attention
-from truestep.policy.load import load_policy
+from truestep.policy.loading.load import load_policy
+from truestep.policy.model import attention
 from truestep.policy.policy import Policy
 from truestep.sampler.decode import Completion, DecodeOptions, Request, decode
 from truestep.step.plan import make_plan

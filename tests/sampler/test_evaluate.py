@@ -11,7 +11,7 @@ import pytest
 
 from small_runs import digit_reward, failing_reward, sort_prompts, word_model, write_lines
 from truestep.environments.prompts import load_prompts
-from truestep.policy.load import load_policy
+from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
 from truestep.sampler.decode import DecodeOptions, Request, decode
 from truestep.sampler.evaluate import Evaluator

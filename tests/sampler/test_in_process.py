@@ -32,7 +32,7 @@ from truestep.head.logits import HeadSettings
 from truestep.losses.objective import Denominator, Objective
 from truestep.losses.policy import Grpo, clip_bounds
 from truestep.metrics.types import values
-from truestep.policy.load import load_policy
+from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
 from truestep.rollouts.source import SourceError
 from truestep.sampler.decode import DecodeOptions

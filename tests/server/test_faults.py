@@ -19,7 +19,7 @@ from server.proxy import Answer, Proxy, is_group
 from server.runs import completion, label_versions, recorded, server_config, write_prompts
 from small_runs import read_lines
 from truestep.environments.rewards import RewardError
-from truestep.policy.load import load_policy
+from truestep.policy.loading.load import load_policy
 from truestep.rollouts.source import SourceError
 from truestep.sampler.server import sync
 from truestep.sampler.server.client import Client

@@ -13,7 +13,7 @@ from server.models import make_model
 from server.runs import server_config
 from server.vllm_server import NAME
 from truestep.parity.run import parity
-from truestep.policy.load import load_policy
+from truestep.policy.loading.load import load_policy
 from truestep.sampler.server.client import Client
 from truestep.sampler.server.sync import WeightsDirectory, load, pause, resume
 

@@ -22,7 +22,7 @@ from server.runs import label_versions, recorded, score, server_config
 from server.vllm_server import NAME, VllmServer
 from small_runs import tokenised_model
 from truestep.head.logits import HeadSettings
-from truestep.policy.load import load_policy
+from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
 from truestep.policy.save import save_policy
 from truestep.sampler.server import sync

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from documents import make_documents, pack_all
-from truestep.policy.context import Context, heads_needed
+from truestep.policy.model.context import Context, heads_needed
 from truestep.step.dealing import Deal
 
 RANKS = st.integers(2, 5)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from truestep.policy.weights import Weights
+from truestep.policy.weights.whole import Weights
 from truestep.step.optimizer import LearningRate, make_adamw, optimizer_tensors, restore_optimizer, update
 from truestep.step.run import gradient_norm
 

@@ -11,11 +11,11 @@ from truestep import assemble
 from truestep.head import logits, passes
 from truestep.losses.objective import Denominator
 from truestep.metrics.types import Max, Mean, Metric, Min
-from truestep.policy import weights
-from truestep.policy.context import Context
-from truestep.policy.pieces import Piece, pieces_of
-from truestep.policy.shards import ShardedWeights
-from truestep.policy.weights import Turn
+from truestep.policy.cuts.pieces import Piece, pieces_of
+from truestep.policy.model.context import Context
+from truestep.policy.weights import whole as weights
+from truestep.policy.weights.sharded import ShardedWeights
+from truestep.policy.weights.whole import Turn
 from truestep.ranks.group import Ranks
 from truestep.step import run
 from truestep.step.passes import Passes

@@ -15,11 +15,11 @@ import torch
 
 from truestep.head.logits import HeadSettings
 from truestep.head.vocab_parallel import VocabularyShard
-from truestep.policy import attention
-from truestep.policy.context import Context
-from truestep.policy.pieces import Piece
-from truestep.policy.stages import Stages
-from truestep.policy.weights import Weights
+from truestep.policy.cuts.pieces import Piece
+from truestep.policy.cuts.stages import Stages
+from truestep.policy.model import attention
+from truestep.policy.model.context import Context
+from truestep.policy.weights.whole import Weights
 from truestep.ranks.exchange import gather_same
 from truestep.ranks.pipeline import Pipeline
 from truestep.types import PackedBatch

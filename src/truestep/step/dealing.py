@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from truestep.policy.context import Context
+from truestep.policy.model.context import Context
 from truestep.types import PackedBatch, RowStatistics
 
 

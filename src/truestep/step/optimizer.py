@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from truestep.policy.weights import Weights
+from truestep.policy.weights.whole import Weights
 
 
 @dataclass(frozen=True)

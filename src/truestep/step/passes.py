@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from truestep.policy.policy import Policy
-from truestep.policy.weights import Turn
+from truestep.policy.weights.whole import Turn
 from truestep.ranks.group import Ranks
 from truestep.ranks.pipeline import wire
 from truestep.step.dealing import Dealt

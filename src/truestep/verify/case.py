@@ -14,11 +14,11 @@ import numpy as np
 from truestep import assemble
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
-from truestep.policy.context import ContextError, check_heads
-from truestep.policy.load import load_policy
-from truestep.policy.probe import ModelError
-from truestep.policy.stages import CutError
-from truestep.policy.tensor import tensor_plan
+from truestep.policy.cuts.stages import CutError
+from truestep.policy.cuts.tensor import tensor_plan
+from truestep.policy.loading.load import load_policy
+from truestep.policy.loading.probe import ModelError
+from truestep.policy.model.context import ContextError, check_heads
 from truestep.ranks.group import Ranks
 from truestep.verify.layouts import Layout
 from truestep.verify.oracle import Record

@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from tiny import make_model
-from truestep.policy import attention, probe
-from truestep.policy.load import ModelError, load_policy
-from truestep.policy.sample import sampled
-from truestep.policy.unread import Unread, unread_files
+from truestep.policy.loading import probe
+from truestep.policy.loading.borrowed import sampled
+from truestep.policy.loading.load import ModelError, load_policy
+from truestep.policy.model import attention
+from truestep.policy.weights.unread import Unread, unread_files
 
 CPU = torch.device("cpu")
 LAYERS = 24

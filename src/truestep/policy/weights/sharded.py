@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from truestep.policy.pieces import Piece, pieces_of
-from truestep.policy.unread import read_all, replace_parameters
-from truestep.policy.weights import Turn, Weights
+from truestep.policy.cuts.pieces import Piece, pieces_of
+from truestep.policy.weights.unread import read_all, replace_parameters
+from truestep.policy.weights.whole import Turn, Weights
 from truestep.ranks.exchange import all_gather, reduce_scatter
 from truestep.ranks.group import Ranks
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from truestep.errors import TruestepError
-from truestep.policy.pieces import Piece
+from truestep.policy.cuts.pieces import Piece
 from truestep.ranks.pipeline import Pipeline
 
 

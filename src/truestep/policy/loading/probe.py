@@ -18,9 +18,9 @@ import torch
 
 from truestep.errors import TruestepError
 from truestep.head.logits import HeadSettings, scaled_logits
-from truestep.policy.context import Context
+from truestep.policy.cuts.stages import CutError, Stages, stages_of
+from truestep.policy.model.context import Context
 from truestep.policy.policy import packed_hidden, plain_attention, stage_hidden
-from truestep.policy.stages import CutError, Stages, stages_of
 from truestep.ranks.exchange import gather_same
 from truestep.ranks.group import Ranks
 from truestep.ranks.pipeline import Pipeline

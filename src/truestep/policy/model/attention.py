@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from truestep.policy.context import Context
+from truestep.policy.model.context import Context
 
 NAME = "truestep_packed"
 _SCORES_BYTES = 256 * 2**20  # explicit score matrices that exist at a time

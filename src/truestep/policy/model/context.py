@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from truestep.errors import TruestepError
-from truestep.policy.repeat import repeat
+from truestep.policy.model.repeat import repeat
 from truestep.ranks.exchange import transfer
 from truestep.ranks.group import Ranks
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from truestep.policy.pieces import Piece, pieces_of, sum_parts
+from truestep.policy.cuts.pieces import Piece, pieces_of, sum_parts
 from truestep.ranks.group import ALONE, Ranks, in_buckets
 
 

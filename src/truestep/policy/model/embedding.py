@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from truestep.policy.repeat import repeat
+from truestep.policy.model.repeat import repeat
 
 
 def every_token_counts(model: Any) -> None:

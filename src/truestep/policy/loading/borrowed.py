@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from truestep.policy.stages import layers_of
-from truestep.policy.unread import read_parameters
+from truestep.policy.cuts.stages import layers_of
+from truestep.policy.weights.unread import read_parameters
 
 
 @contextmanager

@@ -11,13 +11,11 @@ import torch
 from safetensors import SafetensorError
 
 from truestep.head.logits import HeadSettings
-from truestep.policy import attention
-from truestep.policy.compiled import compile_layers
-from truestep.policy.context import Context, check_heads
-from truestep.policy.embedding import accumulate_in_float32, every_token_counts
-from truestep.policy.pieces import Piece, pieces_of
-from truestep.policy.policy import ModelFacts, Policy
-from truestep.policy.probe import (
+from truestep.policy.cuts.pieces import Piece, pieces_of
+from truestep.policy.cuts.stages import Stages, check_layers, keep_own, layers_of
+from truestep.policy.cuts.tensor import cut_model, tensor_plan
+from truestep.policy.loading.borrowed import sampled
+from truestep.policy.loading.probe import (
     ModelError,
     Probe,
     probe_context,
@@ -26,13 +24,15 @@ from truestep.policy.probe import (
     probe_half_precision,
     probe_stages,
 )
-from truestep.policy.sample import sampled
+from truestep.policy.model import attention
+from truestep.policy.model.compiled import compile_layers
+from truestep.policy.model.context import Context, check_heads
+from truestep.policy.model.embedding import accumulate_in_float32, every_token_counts
+from truestep.policy.policy import ModelFacts, Policy
 from truestep.policy.save import read_companions, saved_buffers
-from truestep.policy.shards import ShardedWeights
-from truestep.policy.stages import Stages, check_layers, keep_own, layers_of
-from truestep.policy.tensor import cut_model, tensor_plan
-from truestep.policy.unread import place_buffers, read_parameters, unread_files
-from truestep.policy.weights import Weights
+from truestep.policy.weights.sharded import ShardedWeights
+from truestep.policy.weights.unread import place_buffers, read_parameters, unread_files
+from truestep.policy.weights.whole import Weights
 from truestep.ranks.group import ALONE, Ranks
 from truestep.ranks.pipeline import Pipeline
 

@@ -1,0 +1,1 @@
+"""Which rank has which part of the model."""

@@ -1,0 +1,1 @@
+"""From a Hugging Face directory to a model that was probed."""

@@ -1,0 +1,1 @@
+"""The weights of a rank: whole, sharded, or not read yet."""
