@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from truestep.config.schema import Config
 from truestep.config.sections import ServerSampler
+from truestep.custom import check_options, load_custom
 from truestep.environments.prompts import load_prompts
 from truestep.environments.reward_pool import RewardPool
 from truestep.policy.policy import Policy
 from truestep.rollouts.source import SourceError
 from truestep.sampler.groups import check_lengths
 from truestep.sampler.in_process import stop_ids
-
-try:
-    import httpx  # noqa: F401
-except ImportError as error:
-    raise SourceError("sampler.type: server needs `pip install 'truestep[server]'`") from error
-
-from truestep.sampler.server.client import Client
-from truestep.sampler.server.engine import Pace
+from truestep.sampler.server.ahead import Pace
 from truestep.sampler.server.making import SamplingOptions
-from truestep.sampler.server.source import ServerSource
+from truestep.sampler.server.protocol import InferenceServer
+from truestep.sampler.server.source import ServerSource, ThreadedRewards
 from truestep.sampler.server.sync import WeightsDirectory
 
 # A probe's mean over likely tokens. In float32 two engines differ by rounding alone; bfloat16 keeps three digits.
@@ -38,13 +34,13 @@ def make_server_source(config: Config, policy: Policy) -> ServerSource:
     )
     prompts = load_prompts(sampler.prompts, policy.tokenizer, policy.vocabulary_size)
     check_lengths(prompts, sampler.max_new_tokens, data.tokens_per_microbatch)
-    key = _api_key(sampler.api_key_env)
     return ServerSource(
         policy=policy,
         prompts=prompts,
-        make_clients=lambda: [Client(url, sampler.model, key, sampler.request_timeout) for url in sampler.urls],
-        rewards=RewardPool(sampler.reward, sampler.reward_workers, sampler.reward_timeout),
-        reward_workers=sampler.reward_workers,
+        make_servers=server_maker(sampler),
+        rewards=ThreadedRewards(
+            RewardPool(sampler.reward, sampler.reward_workers, sampler.reward_timeout), sampler.reward_workers
+        ),
         sampling=SamplingOptions(
             group_size=data.group_size,
             seed=config.seed,
@@ -66,8 +62,25 @@ def make_server_source(config: Config, policy: Policy) -> ServerSource:
         advantage_rule=data.advantages,
         pause=sampler.pause,
         tolerance=sampler.tolerance or _TOLERANCE[config.model.dtype],
-        timeout=sampler.request_timeout,
     )
+
+
+def server_maker(sampler: ServerSampler) -> Callable[[], list[InferenceServer]]:
+    """Check what the options say of the servers. What is returned connects to them, inside the loop that asks them."""
+    server_class, key = _server_class(sampler.protocol), _api_key(sampler.api_key_env)
+    shared = {"model": sampler.model, "api_key": key, "timeout": sampler.request_timeout}
+    servers = [check_options("sampler.protocol", server_class, {"url": url, **shared}) for url in sampler.urls]
+    return lambda: [server_class(**options) for options in servers]
+
+
+def _server_class(protocol: str) -> Callable[..., InferenceServer]:
+    if protocol != "vllm":
+        return load_custom("sampler.protocol", protocol)
+    try:
+        from truestep.sampler.server.vllm import Vllm  # its HTTP client is an extra
+    except ImportError as error:
+        raise SourceError("sampler.type: server needs `pip install 'truestep[server]'`") from error
+    return Vllm
 
 
 def _api_key(variable: str | None) -> str | None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
 from itertools import cycle, islice
 
 import numpy as np
 
+from truestep.assemble_server import server_maker
 from truestep.config.schema import Config
 from truestep.config.sections import InProcessSampler, ServerSampler
 from truestep.environments.prompts import Prompt, load_prompts
 from truestep.policy.policy import Policy
 from truestep.sampler.decode import DecodeOptions, Request, decode
 from truestep.sampler.in_process import stop_ids
+from truestep.sampler.server.answer import complete
+from truestep.sampler.server.protocol import Asked
 from truestep.types import Rollout
 
 
@@ -40,11 +42,7 @@ def _in_process(config: Config, sampler: InProcessSampler, policy: Policy, promp
 
 
 async def _of_servers(sampler: ServerSampler, policy: Policy, prompts: Sequence[Prompt]) -> list[Rollout]:
-    from truestep.sampler.server.answer import Asked
-    from truestep.sampler.server.client import Client  # an extra
-
-    key = os.environ.get(sampler.api_key_env) if sampler.api_key_env else None
-    clients = [Client(url, sampler.model, key, sampler.request_timeout) for url in sampler.urls]
+    servers = server_maker(sampler)()
 
     async def one(number: int, prompt: Prompt) -> Rollout | None:
         asked = Asked(
@@ -55,7 +53,7 @@ async def _of_servers(sampler: ServerSampler, policy: Policy, prompts: Sequence[
             stop_ids(policy),
             policy.vocabulary_size,
         )
-        (choice,) = await clients[number % len(clients)].complete(asked, 0)
+        (choice,) = await complete(servers[number % len(servers)], asked, 0)
         if choice.aborted:
             return None
         return _rollout(number, prompt, choice.token_ids, choice.logprobs, sampler.temperature)
@@ -63,7 +61,7 @@ async def _of_servers(sampler: ServerSampler, policy: Policy, prompts: Sequence[
     try:
         made = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
     finally:
-        await asyncio.gather(*(client.close() for client in clients))
+        await asyncio.gather(*(server.close() for server in servers))
     return [rollout for rollout in made if rollout is not None]
 
 
