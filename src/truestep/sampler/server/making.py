@@ -135,12 +135,16 @@ class GroupMaker:
         ended = [(name, choice) for name, choice in named if not choice.aborted]
         self.counts["aborted"] += len(named) - len(ended)
         problems: list[str] = []
-        rewards = await asyncio.gather(*(self._rated(group, name, choice, problems) for name, choice in ended))
+        try:
+            async with asyncio.TaskGroup() as tasks:  # one that ends the run ends the others
+                ratings = [tasks.create_task(self._rated(group, name, choice, problems)) for name, choice in ended]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
         if not answer.void:
             group.members += [
                 Member(self._rollout(name, group.prompt, choice, reward, answer.server.url), answer)
-                for (name, choice), reward in zip(ended, rewards, strict=True)
-                if reward is not None
+                for (name, choice), rating in zip(ended, ratings, strict=True)
+                if (reward := rating.result()) is not None
             ]
         self._progress()
         return problems

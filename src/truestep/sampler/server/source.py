@@ -215,7 +215,7 @@ class ServerSource:
             if self._pushed is not None:
                 self._pushed.exception(_CLOSE_SECONDS)
         except TimeoutError:
-            pass
+            self._pushed.cancel()
         finally:
             self._loop.run(self._ahead.close())
             self._loop.close()
