@@ -45,7 +45,7 @@ class Trouble:
 
     async def swap(self, server: FakeServer) -> None:
         """Somebody loads other weights between two requests of ours."""
-        if not server.paused and not server.running and not server.busy:
+        if not server.running and server.calls[-1:] in (["complete"], ["stream"]):
             server.weights = STARTED_WITH
 
     async def refuse(self, server: FakeServer) -> None:

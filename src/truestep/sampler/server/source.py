@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -213,9 +214,9 @@ class ServerSource:
         self._closed = True
         try:
             if self._pushed is not None:
-                self._pushed.exception(_CLOSE_SECONDS)
-        except TimeoutError:
-            self._pushed.cancel()
+                with contextlib.suppress(TimeoutError):
+                    self._pushed.exception(_CLOSE_SECONDS)
+                self._pushed.cancel()
         finally:
             self._loop.run(self._ahead.close())
             self._loop.close()
