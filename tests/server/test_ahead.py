@@ -243,6 +243,18 @@ def test_a_run_that_is_asked_to_stop_stops_waiting() -> None:
     run.close(finished=False)
 
 
+def test_an_error_that_looks_like_waiting_ends_the_waiting() -> None:
+    run = Run([FakeServer()])
+
+    async def collect(*asked: Any) -> Any:
+        raise TimeoutError("of somebody's own")
+
+    run.ahead.collect = collect  # type: ignore[method-assign]
+    with pytest.raises(TimeoutError, match="own"):
+        run.step()
+    run.close()
+
+
 def test_documents_that_are_there_are_taken_whoever_asks_to_stop() -> None:
     run = Run([FakeServer()], busy=20.0)
     run.source.asked_to_stop = lambda: True

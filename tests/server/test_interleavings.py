@@ -18,6 +18,9 @@ from truestep.sampler.server.errors import BadAnswerError, UnreachableError
 from truestep.sampler.server.protocol import Choice
 
 
+_MOST = 30  # troubles in the life of a trainer; servers that are never well would train nothing
+
+
 class Trouble:
     """What befalls servers, at random times. A server that scores otherwise than the trainer is another matter."""
 
@@ -27,7 +30,7 @@ class Trouble:
 
     async def happen(self) -> None:
         kinds = (self.crash, self.leave, self.swap, self.refuse, self.hang, self.lie, self.abort, self.stand_still)
-        while True:
+        for _ in range(_MOST):
             await asyncio.sleep(self._draw.expovariate(1 / self._often))
             server, kind = self._draw.choice(self._servers), self._draw.choice(kinds)
             if server.up:
@@ -73,7 +76,7 @@ def rewards(seed: int) -> FakeRewards:
     return FakeRewards(lambda text: "no such answer" if draw.random() < 0.03 else None)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10**6),
     servers=st.integers(1, 3),
@@ -119,14 +122,15 @@ def test_whatever_happens_what_is_trained_on_holds(
     second.seen = first.seen
     troubled = second.thread.submit(trouble.happen())
     second.run(4)
+    left_open = set(second.source.state()["open"])
     troubled.cancel()
     second.close()
 
     names = [document.id for step in first.steps + second.steps for document in step]
     groups = [number for numbers in first.group_numbers + second.group_numbers for number in numbers]
     assert len(set(groups)) == len(groups) == len(names) / GROUP, "each group once, over both processes"
-    rejected = {int(str(record.group_id)) for run in (first, second) for record in run.source.drain_rejected()}
-    assert set(range(max(groups))) - set(groups) - rejected <= set(second.source.state()["open"])
+    rejected = {int(str(record.group_id)) for run in (first, second) for record in run.ahead.drain_rejected()}
+    assert set(range(max(groups))) - set(groups) - rejected <= left_open
     if ahead == 0:
         for numbers in first.group_numbers + second.group_numbers:
             assert numbers == sorted(numbers)

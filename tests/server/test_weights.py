@@ -1,0 +1,108 @@
+"""What is written for servers, what is probed, and the threads beside the trainer: each alone, with a real small policy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from server.fake import FakeServer, expected, make_prompts
+from server.virtual import run
+from truestep.environments.reward_pool import RewardPool
+from truestep.policy.loading.load import load_policy
+from truestep.sampler.server.errors import BadAnswerError
+from truestep.sampler.server.probe import expect, make_probes, measure
+from truestep.sampler.server.source import LoopThread, ThreadedRewards
+from truestep.sampler.server.sync import WeightsDirectory
+
+Models = Callable[[str], Path]
+
+
+def test_the_newest_weights_and_those_before_stay(tiny_model: Models, tmp_path: Path) -> None:
+    policy, shared = load_policy(tiny_model("llama")), tmp_path / "shared"
+    (shared / ".truestep-weights-1.partial").mkdir(parents=True)
+    directory = WeightsDirectory(shared)
+    written = []
+    for version in (8, 16, 4):  # the last after a start that went back
+        written.append(directory.write(policy, version, torch.float32))
+        os.utime(written[-1], ns=(len(written), len(written)))
+    assert set(shared.iterdir()) == set(written[1:])
+    assert len({path.name for path in written}) == 3 and written[2].is_absolute()
+    directory.clear()
+    assert not shared.exists()
+
+
+def test_what_others_put_beside_weights_stays(tiny_model: Models, tmp_path: Path) -> None:
+    directory = WeightsDirectory(tmp_path / "shared")
+    directory.write(load_policy(tiny_model("llama")), 0, torch.float32)
+    (tmp_path / "shared" / "notes.txt").write_text("mine")
+    directory.clear()
+    assert [path.name for path in (tmp_path / "shared").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("parted", [False, True])
+def test_a_tied_head_has_a_file_of_its_own(
+    parted: bool, tiny_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = load_policy(tiny_model("qwen3_tied"))
+    if parted:
+        save: Any = policy.model.save_pretrained
+        monkeypatch.setattr(policy.model, "save_pretrained", lambda *a, **rest: save(*a, max_shard_size="20KB", **rest))
+    path = WeightsDirectory(tmp_path).write(policy, 0, torch.bfloat16)
+    head = load_file(path / "model-lm-head.safetensors")["lm_head.weight"]
+    assert head.dtype == torch.bfloat16 and torch.equal(head, policy.head_weight.detach().bfloat16())
+    index = path / "model.safetensors.index.json"
+    assert index.is_file() == parted
+    if parted:
+        assert json.loads(index.read_text())["weight_map"]["lm_head.weight"] == "model-lm-head.safetensors"
+
+
+def test_probes_are_scored_by_the_policy(tiny_model: Models) -> None:
+    policy = load_policy(tiny_model("llama"))
+    probes = make_probes(make_prompts(), 0, 150)
+    assert [len(probe) for probe in probes] == [136, 150, 150]
+    known = expect(policy, probes, 8)
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(tiny_model("llama"), dtype=torch.float32)
+        logits = model(torch.tensor([probes[1]])).logits[0, -1]
+    np.testing.assert_allclose(known.logprobs[1], (logits / 0.7).log_softmax(-1), atol=1e-5)
+    np.testing.assert_allclose(known.raw[1], logits.log_softmax(-1), atol=1e-5)
+
+
+@pytest.mark.parametrize("answer", [{}, {1000: -1.0}, {-1: -1.0}, {3: float("nan")}])
+def test_a_probe_that_is_answered_with_nonsense_shows_nothing(answer: dict[int, float]) -> None:
+    class Nonsense(FakeServer):
+        async def next_token(self, *asked: Any, **options: Any) -> dict[int, float]:
+            return answer
+
+    with pytest.raises(BadAnswerError, match="log-probs that are none, or of tokens that do not exist"):
+        run(measure(Nonsense(), expected(0, 0)))
+
+
+def test_rewards_are_waited_for_in_threads_beside_the_loop() -> None:
+    loop = LoopThread()
+    rewards = ThreadedRewards(RewardPool("server.rewards:word_reward", 1, 30.0), 1)
+
+    async def name() -> str:
+        return threading.current_thread().name
+
+    prompt = make_prompts()[0]
+
+    async def rate() -> list[float]:
+        return await asyncio.gather(rewards.rate(prompt, "a b"), rewards.rate(prompt, "a a"))
+
+    try:
+        assert loop.run(name()) == "sampler" and loop.run(rate()) == [0.2, 0.1]
+    finally:
+        loop.close()
+        rewards.close()
