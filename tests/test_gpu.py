@@ -17,7 +17,6 @@ from truestep.policy.loading.load import load_policy
 from truestep.policy.model import attention
 from truestep.rollouts.packing import pack
 from truestep.rollouts.record import Needs, parse_record
-from truestep.step.plan import make_plan
 from truestep.types import Coefficients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -81,8 +80,8 @@ def test_the_fused_attention_is_used_and_keeps_documents_apart(
         )
         for length in (3, 40, 1, 17)
     ]
-    together = policy.hidden(pack(make_plan(documents, [[0, 1, 2, 3]], 0), range(4)))
-    alone = [policy.hidden(pack(make_plan([document], [[0]], 0), [0])) for document in documents]
+    together = policy.hidden(pack(documents).tokens)
+    alone = [policy.hidden(pack([document]).tokens) for document in documents]
     assert calls
     relative = (together - torch.cat(alone)).float().norm() / torch.cat(alone).float().norm()
     assert relative < 1e-2

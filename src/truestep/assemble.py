@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import torch
 
 from truestep.config.schema import Config
 from truestep.config.sections import (
-    CispoLoss,
-    CrossEntropyLoss,
     DirectorySource,
-    GrpoLoss,
-    GspoLoss,
     RedisSource,
-    ReinforceLoss,
 )
+from truestep.custom import load_custom
 from truestep.head.logits import HeadSettings
+from truestep.losses.label_losses import make_label_loss
 from truestep.losses.objective import Denominator, Objective
-from truestep.losses.policy import Cispo, CrossEntropy, Grpo, Gspo, PolicyLoss, Reinforce, clip_bounds
 from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
 from truestep.ranks.group import Layout, Ranks, join
@@ -64,26 +59,12 @@ def make_policy(config: Config, ranks: Ranks, path: str | None = None) -> Policy
 def make_objective(config: Config) -> Objective:
     loss = config.loss
     return Objective(
-        policy=_policy_loss(loss),
+        label_loss=make_label_loss(loss),
         denominator=Denominator(loss.normalize_by, loss.max_labels),
         entropy_bonus=loss.entropy_bonus,
         z_loss=loss.z_loss,
         deepspeed_divisor=loss.gradient_divisor == "deepspeed",
     )
-
-
-def _policy_loss(loss: GrpoLoss | GspoLoss | ReinforceLoss | CispoLoss | CrossEntropyLoss) -> PolicyLoss:
-    match loss:
-        case GrpoLoss():
-            return Grpo(clip_bounds(loss.epsilon_low, loss.epsilon_high), loss.dual_clip)
-        case GspoLoss():
-            return Gspo(clip_bounds(loss.epsilon_low, loss.epsilon_high), loss.dual_clip)
-        case CispoLoss():
-            return Cispo(clip_bounds(loss.epsilon_low, loss.epsilon_high))
-        case ReinforceLoss():
-            return Reinforce(math.inf if loss.ratio_cap is None else loss.ratio_cap)
-        case CrossEntropyLoss():
-            return CrossEntropy()
 
 
 def make_runner(config: Config, policy: Policy) -> StepRunner:
@@ -93,6 +74,9 @@ def make_runner(config: Config, policy: Policy) -> StepRunner:
         config.loss.metrics,
         config.data.pad_to_multiple,
         config.schedule.breadth_first_micro_batches,
+        custom_metrics={
+            name: load_custom("logging.custom_metrics", name) for name in config.logging.custom_metrics or ()
+        },
     )
 
 
@@ -121,7 +105,7 @@ def make_learning_rate(config: Config) -> LearningRate:
 
 
 def _needs(config: Config) -> Needs:
-    supervised = config.loss.type == "cross_entropy"
+    supervised = config.loss.supervised
     return Needs(logprobs=not supervised, advantages=not supervised, advantage_rule=config.data.advantages)
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from truestep.config.describe import list_options
 from truestep.config.load import ConfigError, dump_config, load_config
+from truestep.config.losses import GspoLoss, ReinforceLoss
 from truestep.config.schema import Config
-from truestep.config.sections import GspoLoss, ReinforceLoss
 
 MODEL = "model: {path: m}\n"
 

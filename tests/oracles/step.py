@@ -7,9 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from oracles.transformer import Transformer
-from truestep.verify import oracle
-from truestep.verify.oracle import *  # noqa: F403
-from truestep.verify.oracle import OracleResult, Record
+from truestep.verify.oracle import step as oracle
+from truestep.verify.oracle.losses import *  # noqa: F403
+from truestep.verify.oracle.metrics import *  # noqa: F403
+from truestep.verify.oracle.records import *  # noqa: F403
+from truestep.verify.oracle.records import Record
+from truestep.verify.oracle.step import *  # noqa: F403
+from truestep.verify.oracle.step import OracleResult
+from truestep.verify.oracle.values import *  # noqa: F403
 
 
 def oracle_step(

@@ -43,7 +43,7 @@ def graphs() -> int:
 
 def results(policy: Policy, documents: list[Any]) -> list[torch.Tensor]:
     policy.weights.zero_gradients()
-    hidden = policy.hidden(pack_all(documents))
+    hidden = policy.hidden(pack_all(documents).tokens)
     (hidden.float() * torch.linspace(-1, 1, hidden.shape[1], device=hidden.device)).sum().backward()
     return [hidden.detach().float(), *(gradient.float().clone() for gradient in policy.weights.gradients.values())]
 
@@ -64,7 +64,7 @@ def test_values_and_gradients_are_those_of_plain_layers(kind: str, recompute: bo
         assert off(results(policy, documents), results(plain, documents)) < 1e-5
     assert graphs() == made, "nothing is compiled anew for other documents"
     with torch.no_grad():
-        policy.hidden(pack_all(DOCUMENTS))
+        policy.hidden(pack_all(DOCUMENTS).tokens)
     assert graphs() == made
 
 

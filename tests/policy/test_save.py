@@ -43,7 +43,7 @@ def test_save_and_load_keep_every_bit(kind: str, dtype: str, tiny_model: Made, t
     assert set(again.weights.master) == set(policy.weights.master)
     for name, master in policy.weights.master.items():
         assert same_bits(again.weights.master[name], master), name
-    batch = pack_all(make_documents([9, 3, 20]))
+    batch = pack_all(make_documents([9, 3, 20])).tokens
     assert same_bits(again.hidden(batch), policy.hidden(batch))
     assert again.head == policy.head
 
@@ -128,7 +128,7 @@ def test_the_source_may_be_gone(tiny_model: Made, tmp_path: Path) -> None:
 
 def test_saving_changes_nothing(tiny_model: Made, tmp_path: Path) -> None:
     policy = trained(tiny_model("gemma2"), "bfloat16")
-    batch = pack_all(make_documents([9, 3, 20]))
+    batch = pack_all(make_documents([9, 3, 20])).tokens
     before = policy.hidden(batch).detach()
     save_policy(policy, tmp_path / "saved", torch.float16)
     assert same_bits(policy.hidden(batch), before)

@@ -128,7 +128,7 @@ EMBEDDING = "model.embed_tokens.weight"
 def gradient_of_a_repeated_token(policy: Policy, token: int) -> torch.Tensor:
     """720 times it, in one micro-batch."""
     documents = [replace(document, input_ids=document.input_ids * 0 + token) for document in make_documents([9] * 80)]
-    policy.hidden(pack_all(documents)).sum().backward()
+    policy.hidden(pack_all(documents).tokens).sum().backward()
     policy.weights.reduce()
     gradient = policy.weights.collect_gradients().get(EMBEDDING)
     return torch.empty(0) if gradient is None else gradient[token].clone()

@@ -25,7 +25,7 @@ MICRO_BATCHES = [make_documents([5, 9, 2], 0), make_documents([20], 1), make_doc
 
 
 def backward(policy: Policy, number: int) -> None:
-    hidden = policy.hidden(pack_all(MICRO_BATCHES[number]))
+    hidden = policy.hidden(pack_all(MICRO_BATCHES[number]).tokens)
     weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(number))
     (hidden.float() * weights).sum().backward()
 
@@ -108,7 +108,7 @@ def test_publish_rounds_once(tiny_model: Made) -> None:
     torch.testing.assert_close(master.double(), expected, rtol=1e-4, atol=0)
     assert same_bits(computed, master.bfloat16())
     assert (computed != before).float().mean() > 0.9
-    assert policy.hidden(pack_all(MICRO_BATCHES[0])).dtype == torch.bfloat16
+    assert policy.hidden(pack_all(MICRO_BATCHES[0]).tokens).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -141,7 +141,9 @@ def test_a_repeated_token_keeps_its_gradient_in_bfloat16(tiny_model: Made) -> No
 
     def gradient(dtype: str, together: bool) -> torch.Tensor:
         policy = load_policy(directory, dtype=dtype, device="cpu")
-        for batch in [pack_all(documents)] if together else [pack_all([document]) for document in documents]:
+        for batch in (
+            [pack_all(documents).tokens] if together else [pack_all([document]).tokens for document in documents]
+        ):
             policy.hidden(batch).sum().backward()
         return policy.weights.gradients["model.embed_tokens.weight"][3].clone()
 
@@ -155,5 +157,5 @@ def test_the_padding_tokens_row_has_a_gradient_where_the_token_is_real(dtype: st
     policy = load_policy(tiny_model("llama"), dtype=dtype, device="cpu")
     padding = policy.model.config.pad_token_id
     documents = [replace(document, input_ids=document.input_ids * 0 + padding) for document in make_documents([5])]
-    policy.hidden(pack_all(documents)).sum().backward()
+    policy.hidden(pack_all(documents).tokens).sum().backward()
     assert policy.weights.gradients["model.embed_tokens.weight"][padding].norm() > 0

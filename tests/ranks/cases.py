@@ -102,16 +102,18 @@ def score_padded(runs: list[tuple[dict[str, Any], str, int | None]]) -> None:
 
         def pack(*arguments: Any, poison: int | None = poison) -> PackedBatch:
             batch = honest(*arguments)
-            end = int(batch.segments[batch.num_documents])
-            assert end < len(batch.input_ids)
+            tokens = batch.tokens
+            end = int(tokens.segments[tokens.num_documents])
+            assert end < len(tokens)
             if poison is None:
                 return batch
-            padding = torch.arange(len(batch.input_ids)) >= end
-            return dataclasses.replace(
-                batch,
-                input_ids=batch.input_ids.masked_fill(padding, poison),
-                position_ids=batch.position_ids.masked_fill(padding, poison),
+            padding = torch.arange(len(tokens)) >= end
+            poisoned = dataclasses.replace(
+                tokens,
+                input_ids=tokens.input_ids.masked_fill(padding, poison),
+                position_ids=tokens.position_ids.masked_fill(padding, poison),
             )
+            return dataclasses.replace(batch, tokens=poisoned)
 
         run.pack = pack
         score(Config.model_validate(config), Path(output), gradients=True)

@@ -40,13 +40,15 @@ def test_poisoned_padding_changes_no_bit(
         def pack(*arguments: object) -> PackedBatch:
             nonlocal padded_tokens
             batch = honest(*arguments)  # type: ignore[arg-type]
-            end = int(batch.segments[batch.num_documents])
-            padded_tokens += len(batch.input_ids) - end
+            tokens = batch.tokens
+            end = int(tokens.segments[tokens.num_documents])
+            padded_tokens += len(tokens) - end
             if poison is None:
                 return batch
-            input_ids, position_ids = batch.input_ids.clone(), batch.position_ids.clone()
+            input_ids, position_ids = tokens.input_ids.clone(), tokens.position_ids.clone()
             input_ids[end:], position_ids[end:] = poison, poison
-            return dataclasses.replace(batch, input_ids=input_ids, position_ids=position_ids)
+            poisoned = dataclasses.replace(tokens, input_ids=input_ids, position_ids=position_ids)
+            return dataclasses.replace(batch, tokens=poisoned)
 
         monkeypatch.setattr(run, "pack", pack)
         accumulated = runner.accumulate(plan)

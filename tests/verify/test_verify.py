@@ -24,7 +24,8 @@ from truestep.config.load import load_config
 from truestep.errors import TruestepError
 from truestep.verify.case import make_case
 from truestep.verify.layouts import layouts_for
-from truestep.verify.oracle import label_values, read_document
+from truestep.verify.oracle.records import read_document
+from truestep.verify.oracle.values import label_values
 from truestep.verify.reference import Reference
 from truestep.verify.report import complaints
 from truestep.verify.run import Verdict, verify
@@ -51,7 +52,7 @@ def test_the_reference_is_float64_to_its_last_digits(kind: str, tiny_model: Call
 
 def test_the_oracle_shares_nothing_with_what_it_judges() -> None:
     code = (
-        "import sys, truestep.verify.oracle, truestep.verify.reference;"
+        "import sys, truestep.verify.oracle.step, truestep.verify.reference;"
         "rooms = {name.split('.')[1] for name in sys.modules if name.startswith('truestep.')};"
         "sys.exit(str(rooms - {'verify'}) if rooms - {'verify'} else 0)"
     )

@@ -21,7 +21,7 @@ from truestep.policy.loading.probe import ModelError
 from truestep.policy.model.context import ContextError, check_heads
 from truestep.ranks.group import Ranks
 from truestep.verify.layouts import Layout
-from truestep.verify.oracle import Record
+from truestep.verify.oracle.records import Record
 from truestep.verify.reduced import record_of, redraw_logprobs, reduce_model, reduce_record
 
 STEPS = 2
@@ -68,8 +68,8 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
     loss = config.loss.model_dump() | {"metrics": "full"}
     if not full:
         records = [reduce_record(record, _MOST_TOKENS) for record in records]
-    if loss["type"] != "cross_entropy" and not full:
-        redraw_logprobs(model, records, loss, seed)
+    if not config.loss.supervised and not full:
+        redraw_logprobs(model, records, assemble.make_objective(config).label_loss, seed)
     longest = max(len(record["input_ids"]) for record in records)
     budget = config.data.tokens_per_microbatch if full else 3 * longest
     per_step = -(-len(records) // STEPS)
@@ -93,7 +93,7 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
         | {"schedule": "constant", "warmup_steps": 0}
         | {"minimum_learning_rate": 0.0},
         "checkpoint": {"every": 0, "keep": 1},
-        "logging": {"console": False},
+        "logging": {"console": False, "custom_metrics": config.logging.custom_metrics},
         "seed": seed,
     }
     repeats = config.schedule.updates_per_batch

@@ -1,4 +1,4 @@
-"""How far what a layout wrote is from the float64 reference, as SPEC §0 defines relative.
+"""How far what a layout wrote is from the float64 reference, relative as docs/contract.md defines it.
 
 A scalar's difference is over the same sum of absolute terms; a tensor's is ‖Δ‖ / max(‖g‖, 1e-6 · global norm);
 log-probs and entropies are absolute; counts are equal.
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from truestep.verify.oracle import OracleResult, Record, oracle_step
+from truestep.verify.oracle.records import Record
+from truestep.verify.oracle.step import OracleResult, oracle_step
 from truestep.verify.reference import Reference
 
-# Of the layout by their nature, or counted elsewhere; a percentile of a histogram is no sum of terms, and is compared
-# with the one process's.
+# These are of the layout by their nature, or counted elsewhere.
 _NOT_COMPARED = ("num_micro_batches", "data_wait_time")
 
 
@@ -36,9 +36,18 @@ class Difference:
 class Comparer:
     """Holds one layout after another against the reference; where weights are the same it is computed once."""
 
-    def __init__(self, model: Path, steps: Sequence[Sequence[Record]], loss: dict[str, Any], optimizer: dict[str, Any]):
+    def __init__(
+        self,
+        model: Path,
+        steps: Sequence[Sequence[Record]],
+        loss: dict[str, Any],
+        optimizer: dict[str, Any],
+        custom_metrics: bool = False,
+    ):
         self._model, self._steps, self._loss, self._optimizer = model, steps, loss, optimizer
+        self._custom_metrics = custom_metrics
         self._known: dict[str, OracleResult] = {}
+        self._first: dict[tuple[int, str], float] = {}  # by step and name: the first layout's unknown metrics
 
     def differences(self, output: Path, steps: Sequence[Sequence[Record]] | None = None) -> Iterator[Difference]:
         moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -56,10 +65,22 @@ class Comparer:
             oracle = self._reference(weights, records, seen)
             for kind, name, value in _of_step(written, gradients, oracle):
                 yield Difference(number, kind, name, value)
+            for name, value in self._unknown(written["metrics"], oracle, number):
+                yield Difference(number, "metric", name, value)
             after = load_file(output / str(number + 1) / "weights.safetensors")
             for name, value in _update(weights, gradients, after, written, moments, self._optimizer, number):
                 yield Difference(number, "update", name, value)
             seen += len(records)
+
+    def _unknown(self, metrics: dict[str, Any], oracle: OracleResult, step: int) -> Iterator[tuple[str, float]]:
+        """A user's own metrics have no reference: each must be what the first layout, of one process, gave."""
+        unknown = _unknown_metrics(metrics, oracle)
+        for name in unknown if self._custom_metrics else ():
+            first = self._first.setdefault((step, name), metrics[name])
+            yield name, abs(metrics[name] - first) / max(abs(first), 1e-6)
+        missing = {name for at, name in self._first if at == step} - set(metrics)
+        for name in [*missing, *(() if self._custom_metrics else unknown)]:
+            yield f"{name} ({'missing' if name in missing else 'the reference has none'})", math.inf
 
     def total_gradient_error(self, output: Path) -> float:
         """Of the first step's whole gradient, relative."""
@@ -86,16 +107,19 @@ def _other_documents(trained: Sequence[str], wanted: Sequence[str]) -> str:
     return f"trained on {len(trained)} for {len(wanted)}: more often {extra[:3]}, never {missing[:3]}"
 
 
+def _unknown_metrics(metrics: dict[str, Any], oracle: OracleResult) -> list[str]:
+    """The metrics that measured something and that the oracle does not know."""
+    passed_over = {*_NOT_COMPARED, "policy_loss", "entropy_bonus", "z_loss", *oracle.metrics}
+    # A percentile of a histogram is no sum of terms.
+    return [n for n, v in metrics.items() if v and n not in passed_over and not n.startswith("log_ratio_p")]
+
+
 def _of_step(
     written: dict[str, Any], gradients: Mapping[str, torch.Tensor], oracle: OracleResult
 ) -> Iterator[tuple[str, str, float]]:
     metrics = written["metrics"]
     for name, value in metrics.items():
-        if name in _NOT_COMPARED or name.startswith("log_ratio_p"):
-            continue
-        if name not in oracle.metrics:
-            if value and name not in ("policy_loss", "entropy_bonus", "z_loss"):
-                yield "metric", f"{name} (the reference has none)", math.inf
+        if name in _NOT_COMPARED or name not in oracle.metrics:
             continue
         expected, scale = oracle.metrics[name]
         error = 0.0 if value == expected else abs(value - expected) / max(scale, 1e-30)
