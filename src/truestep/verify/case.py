@@ -69,7 +69,7 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
     if not full:
         records = [reduce_record(record, _MOST_TOKENS) for record in records]
     if loss["type"] != "cross_entropy" and not full:
-        redraw_logprobs(model, records, loss, seed)
+        redraw_logprobs(model, records, loss, seed, config.model.trust_remote_code)
     longest = max(len(record["input_ids"]) for record in records)
     budget = config.data.tokens_per_microbatch if full else 3 * longest
     per_step = -(-len(records) // STEPS)

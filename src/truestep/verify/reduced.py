@@ -107,10 +107,12 @@ def reduce_record(record: Record, most: int) -> Record:
     return short
 
 
-def redraw_logprobs(model: Path, records: Sequence[Record], loss: dict[str, Any], seed: int) -> None:
+def redraw_logprobs(
+    model: Path, records: Sequence[Record], loss: dict[str, Any], seed: int, trust_remote_code: bool
+) -> None:
     """In place. For a loss of whole documents a document's mean is moved; else every label has its own noise."""
     draw = random.Random(seed)
-    new = oracle_logprobs(Reference(model), list(records))
+    new = oracle_logprobs(Reference(model, None, trust_remote_code), list(records))
     bounds = _log_bounds(loss)
     document_level = loss["type"] == "gspo"
     for number, (record, values) in enumerate(zip(records, new, strict=True)):

@@ -77,7 +77,13 @@ def verify(
         if config.model.dtype == "bfloat16" and plant is None:
             layouts += in_half_precision(case.longest, most_ranks)
         layouts = [layout for layout in layouts if permits(case, layout)]
-        comparer = Comparer(case.model, case.steps(case.records), case.options["loss"], case.options["optimizer"])
+        comparer = Comparer(
+            case.model,
+            case.steps(case.records),
+            case.options["loss"],
+            case.options["optimizer"],
+            config.model.trust_remote_code,
+        )
         court = _Court(case, comparer, plant)
         verdicts: list[Verdict] = []
         for batch in _batches(layouts, alone=full):
