@@ -141,8 +141,13 @@ def test_options_are_given_in_the_file_and_on_the_command_line(tmp_path: Path) -
     file.write_text(text, encoding="utf-8")
     given = load_config(file, ["--optimizer.options.decay", "1e-2", "--optimizer.learning_rate", "1e-3"])
     assert given.optimizer.model_dump() == {
-        **{"type": "custom", "function": "doors.own_optimizer:make", "options": {"momentum": 0.25, "decay": 0.01}},
-        **{"learning_rate": 1e-3, "schedule": "constant", "warmup_steps": 0, "minimum_learning_rate": 0.0},
+        "type": "custom",
+        "function": "doors.own_optimizer:make",
+        "options": {"momentum": 0.25, "decay": 0.01},
+        "learning_rate": 1e-3,
+        "schedule": "constant",
+        "warmup_steps": 0,
+        "minimum_learning_rate": 0.0,
         "gradient_clip": 1.0,
     }
     with pytest.raises(ConfigError, match=r"optimizer.beta1 is not an option of optimizer.type: custom"):
