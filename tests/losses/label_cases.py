@@ -83,7 +83,7 @@ def make_case(
 
 
 def policy_loss(loss: dict[str, Any]) -> PolicyLoss:
-    """From the options of the oracle, whose defaults are SPEC's."""
+    """From the options of the oracle, whose defaults are those of docs/contract.md, section 6."""
     options = complete_loss_config(loss)
     clipped = options["epsilon_low"] is not None
     bounds = clip_bounds(options["epsilon_low"], options["epsilon_high"]) if clipped else (math.nan, math.nan)

@@ -37,7 +37,7 @@ def effective_sample_size(total: float, squares: float) -> float | None:
 
 
 def measure(labels: Labels, objective: Objective, facts: DocumentFacts, level: str) -> dict[str, Metric]:
-    """Every metric of SPEC §5 that the data at hand allows."""
+    """Measure every metric of docs/contract.md, section 9, that the data at hand allows."""
     everyone = torch.ones_like(facts.has_logprobs)
     metrics: dict[str, Metric] = {"new_logprobs": _document_mean(labels, labels.logprobs, everyone)}
     terms = objective.terms(labels)

@@ -1,4 +1,4 @@
-"""How far what a layout wrote is from the float64 reference, as docs/contract.md, section 2 defines relative.
+"""How far what a layout wrote is from the float64 reference, as docs/contract.md, section 2, defines relative.
 
 A scalar's difference is over the same sum of absolute terms; a tensor's is ‖Δ‖ / max(‖g‖, 1e-6 · global norm);
 log-probs and entropies are absolute; counts are equal.

@@ -1,4 +1,4 @@
-"""One optimizer step's loss, metrics and gradients in float64, as SPEC.md sections 1 to 5 define them.
+"""One optimizer step's loss, metrics and gradients in float64, as docs/contract.md, sections 3 to 9, define them.
 
 It shares nothing with the code that trains. No packing, no chunks, no ranks: a loop over documents and a loop over
 their labels. Every label has one loss term
@@ -7,7 +7,7 @@ and one weight; the loss is the sum of weight * term. The gradient is autograd's
 Symbols: D documents of the step (those without labels too), N labels of the step, N_d labels of document d,
 T tokens of a document, V vocabulary. rho is the ratio of one label, R_d gspo's ratio of a document.
 
-Where SPEC.md is silent, this file decides; each such place says "Decision".
+Where docs/contract.md is silent, this file decides; each such place says "Decision".
 """
 
 import math
@@ -79,7 +79,7 @@ def oracle_step(
     *,
     documents_seen_before_step: int = 0,
 ) -> OracleResult:
-    """All of `records` as one step. `config` is the nested dictionary of the YAML file (SPEC section 6)."""
+    """All of `records` as one step. `config` has the sections of the YAML file (docs/contract.md, section 10)."""
     loss_config = complete_loss_config(config["loss"])
     documents = read_documents(records, config.get("data", {}))
     values = [label_values(model, document) for document in documents]
@@ -120,7 +120,7 @@ def oracle_logprobs(model: Model, records: list[Record], default_temperature: fl
     return result
 
 
-# --- Records (SPEC section 1) ---
+# --- Records (docs/contract.md, section 3) ---
 
 
 def read_documents(records: list[Record], data_config: dict[str, Any]) -> list[Document]:
@@ -212,7 +212,7 @@ def advantage_from_rewards(reward: float, rewards: list[float], kind: str) -> fl
     raise ValueError(f"data.advantages: {kind}")
 
 
-# --- Log-probabilities (SPEC section 2) ---
+# --- Log-probabilities (docs/contract.md, section 5) ---
 
 
 def label_values(model: Model, document: Document) -> list[LabelValues]:
@@ -230,7 +230,7 @@ def label_values(model: Model, document: Document) -> list[LabelValues]:
     return result
 
 
-# --- Losses (SPEC section 3) ---
+# --- Losses (docs/contract.md, sections 6 and 7) ---
 
 
 def complete_loss_config(options: dict[str, Any]) -> dict[str, Any]:
@@ -375,7 +375,7 @@ def differentiate(total: Tensor, parameters: dict[str, Tensor]) -> dict[str, Ten
     return dict(zip(parameters, gradients, strict=True))
 
 
-# --- Metrics (SPEC section 5) ---
+# --- Metrics (docs/contract.md, section 9) ---
 
 
 def step_metrics(
