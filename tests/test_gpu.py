@@ -43,7 +43,7 @@ def test_float32_on_the_gpu_equals_the_oracle(
 def test_bfloat16_is_as_near_float64_packed_as_alone(
     kind: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """SPEC §0: in bfloat16 a layout's error against float64 is at most 1.5 × that of documents run one by one."""
+    """In bfloat16 a layout's error is at most 1.5 × that of documents run one by one: docs/contract.md, section 2."""
     model = tiny_model(kind)
     records = records_for(model, "grpo", max_length=60)
     file = write_records(tmp_path / "rollouts.jsonl", records)

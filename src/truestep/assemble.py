@@ -8,6 +8,7 @@ import torch
 
 from truestep.config.schema import Config
 from truestep.config.sections import (
+    CustomOptimizer,
     DirectorySource,
     RedisSource,
 )
@@ -17,6 +18,7 @@ from truestep.losses.label_losses import make_label_loss
 from truestep.losses.objective import Denominator, Objective
 from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
+from truestep.policy.weights.whole import Weights
 from truestep.ranks.group import Layout, Ranks, join
 from truestep.rollouts.files import Documents, expand_paths, load_documents
 from truestep.rollouts.record import Needs
@@ -26,7 +28,7 @@ from truestep.rollouts.stream.directory import DirectoryTransport
 from truestep.rollouts.stream.intake import Checks
 from truestep.rollouts.stream.source import StreamSource
 from truestep.rollouts.stream.transport import Transport
-from truestep.step.optimizer import LearningRate
+from truestep.step.optimizer import LearningRate, load_optimizer, make_adamw, make_custom_optimizer
 from truestep.step.plan import StepRule
 from truestep.step.run import StepRunner
 
@@ -101,6 +103,18 @@ def make_learning_rate(config: Config) -> LearningRate:
         optimizer.warmup_steps,
         optimizer.minimum_learning_rate,
         config.schedule.steps,
+    )
+
+
+def make_optimizer(config: Config, weights: Weights) -> torch.optim.Optimizer:
+    optimizer = config.optimizer
+    if isinstance(optimizer, CustomOptimizer):
+        return make_custom_optimizer(load_optimizer(optimizer.function, optimizer.options), weights)
+    return make_adamw(
+        weights,
+        betas=(optimizer.beta1, optimizer.beta2),
+        epsilon=optimizer.epsilon,
+        weight_decay=optimizer.weight_decay,
     )
 
 

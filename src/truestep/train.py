@@ -34,7 +34,7 @@ from truestep.sampler.decode import DecodeOptions
 from truestep.sampler.evaluate import Evaluator
 from truestep.sampler.in_process import InProcessSource, stop_ids
 from truestep.step.ahead import PlansAhead
-from truestep.step.optimizer import make_adamw, restore_optimizer
+from truestep.step.optimizer import restore_optimizer
 from truestep.step.queue import PlanQueue
 from truestep.trainer import Trainer, TrainingError
 from truestep.types import Rejected
@@ -83,12 +83,7 @@ def make_trainer(
         updates_per_batch=config.schedule.updates_per_batch,
         drop_last=config.schedule.last_step == "drop",
     )
-    optimizer = make_adamw(
-        policy.weights,
-        betas=(config.optimizer.beta1, config.optimizer.beta2),
-        epsilon=config.optimizer.epsilon,
-        weight_decay=config.optimizer.weight_decay,
-    )
+    optimizer = assemble.make_optimizer(config, policy.weights)
     evaluator = _make_evaluator(config, policy)
     step, rejected_lines = 0, 0
     seed_random(config.seed)

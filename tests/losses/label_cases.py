@@ -82,7 +82,7 @@ def make_case(
 
 
 def label_loss(loss: dict[str, Any]) -> LabelLoss:
-    """The loss of the oracle's options, whose defaults are the contract's."""
+    """The loss of the oracle's options, whose defaults are those of docs/contract.md, section 6."""
     options = complete_loss_config(loss)
     epsilons = options["epsilon_low"], options["epsilon_high"]
     match options["type"]:

@@ -28,7 +28,7 @@ EPSILONS = [(0.2, 0.2), (0.2, 0.28), (3e-4, 4e-4), (0.1, 0.7), (0.0, 0.0), (1.0,
 
 
 def formula(loss: dict[str, Any], case: Case, logprobs: torch.Tensor) -> torch.Tensor:  # [T] -> [T]
-    """SPEC §3 in torch, differentiable in `logprobs`."""
+    """The losses of docs/contract.md, section 6, in torch, differentiable in `logprobs`."""
     options = complete_loss_config(loss)
     ratio, advantages = (logprobs - case.old_logprobs).exp(), case.advantages
     if options["type"] == "cross_entropy":

@@ -24,7 +24,7 @@ def oracle_step(
     *,
     documents_seen_before_step: int = 0,
 ) -> OracleResult:
-    """All of `records` as one step. `config` is the nested dictionary of the YAML file (SPEC section 6)."""
+    """All of `records` as one step. `config` has the sections of the YAML file (docs/contract.md, section 10)."""
     model = Transformer(model_directory)
     return oracle.oracle_step(model, records, config, documents_seen_before_step=documents_seen_before_step)
 

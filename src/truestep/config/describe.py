@@ -194,6 +194,8 @@ def _type_texts(annotation: Any, metadata: Iterable[Any] = ()) -> Iterator[str]:
         yield "mapping"
     elif get_origin(annotation) is list:
         yield f"list of {' or '.join(_type_texts(arguments[0]))}"
+    elif get_origin(annotation) is dict:
+        yield "options by name"
     elif annotation in (int, float):
         bounds = " and ".join(_bounds(metadata))
         yield f"{annotation.__name__} {bounds}".rstrip()

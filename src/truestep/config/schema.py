@@ -15,6 +15,7 @@ from truestep.config.sections import (
     EvaluationConfig,
     LoggingConfig,
     ModelConfig,
+    OptimizerConfig,
     ParallelConfig,
     SamplerConfig,
     ScheduleConfig,
@@ -36,7 +37,7 @@ class Config(Section):
     """What a step is."""
     parallel: ParallelConfig = ParallelConfig()
     """How a step is split over processes."""
-    optimizer: AdamWConfig = AdamWConfig()
+    optimizer: OptimizerConfig = AdamWConfig()
     """How weights are updated."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Where the run lives and what survives."""

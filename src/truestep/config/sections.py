@@ -229,9 +229,7 @@ class ParallelConfig(Section):
     begins and ends, for that many times the activations to pass on, and more of them to keep."""
 
 
-class AdamWConfig(Section):
-    type: Literal["adamw"] = "adamw"
-    """Adam with decoupled weight decay; norms and biases are never decayed."""
+class OptimizerBase(Section):
     learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
     """The peak, reached after warm-up."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
@@ -240,6 +238,13 @@ class AdamWConfig(Section):
     """The learning rate rises linearly over these steps: learning_rate / warmup_steps at the first."""
     minimum_learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Where cosine and linear end."""
+    gradient_clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 1.0
+    """The gradient's norm is clipped at this; null: never."""
+
+
+class AdamWConfig(OptimizerBase):
+    type: Literal["adamw"] = "adamw"
+    """Adam with decoupled weight decay; norms and biases are never decayed."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay of the gradient's running mean."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
@@ -248,8 +253,25 @@ class AdamWConfig(Section):
     """Added to the denominator of the update."""
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """On matrices only."""
-    gradient_clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 1.0
-    """The gradient's norm is clipped at this; null: never."""
+
+
+class CustomOptimizer(OptimizerBase):
+    type: Literal["custom"]
+    """An optimizer of your own."""
+    function: str
+    """package.module:function, called as function(groups, **options) -> torch.optim.Optimizer. `groups` has the float32
+    weights by name, in `matrices` and `vectors`."""
+    options: dict[str, Any] | None = None
+    """The function's keyword-only parameters, checked against its signature."""
+
+
+def _optimizer_type(value: Any) -> Any:
+    return value.get("type", "adamw") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+OptimizerConfig = Annotated[
+    Annotated[AdamWConfig, Tag("adamw")] | Annotated[CustomOptimizer, Tag("custom")], Discriminator(_optimizer_type)
+]
 
 
 class CheckpointConfig(Section):

@@ -69,7 +69,8 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
     if not full:
         records = [reduce_record(record, _MOST_TOKENS) for record in records]
     if not config.loss.supervised and not full:
-        redraw_logprobs(model, records, assemble.make_objective(config).label_loss, seed)
+        label_loss = assemble.make_objective(config).label_loss
+        redraw_logprobs(model, records, label_loss, seed, config.model.trust_remote_code)
     longest = max(len(record["input_ids"]) for record in records)
     budget = config.data.tokens_per_microbatch if full else 3 * longest
     per_step = -(-len(records) // STEPS)

@@ -109,13 +109,15 @@ def reduce_record(record: Record, most: int) -> Record:
     return short
 
 
-def redraw_logprobs(model: Path, records: Sequence[Record], loss: LabelLoss, seed: int) -> None:
+def redraw_logprobs(
+    model: Path, records: Sequence[Record], loss: LabelLoss, seed: int, trust_remote_code: bool
+) -> None:
     """Draw the records' log-probs anew, in place.
 
     For a loss of whole documents a document's mean is moved; else every label has its own noise.
     """
     draw = random.Random(seed)
-    new = oracle_logprobs(Reference(model), list(records))
+    new = oracle_logprobs(Reference(model, None, trust_remote_code), list(records))
     bounds = [] if loss.bounds is None else [math.log(bound) if bound > 0 else -3.0 for bound in loss.bounds]
     for number, (record, values) in enumerate(zip(records, new, strict=True)):
         shifts = [_away(draw, bounds) for _ in values]

@@ -84,6 +84,7 @@ def verify(
             case.steps(case.records),
             oracle_loss(config),
             case.options["optimizer"],
+            config.model.trust_remote_code,
             custom_metrics=bool(config.logging.custom_metrics),
         )
         court = _Court(case, comparer, plant)

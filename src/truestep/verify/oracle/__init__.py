@@ -1,4 +1,4 @@
-"""One optimizer step's loss, metrics and gradients in float64, as docs/contract.md defines them.
+"""One optimizer step's loss, metrics and gradients in float64, as docs/contract.md, sections 3 to 9, define them.
 
 It shares nothing with the code that trains. No packing, no chunks, no ranks: a loop over documents and a loop over
 their labels. Every label has one loss term and one weight; the loss is the sum of weight * term. The gradient is

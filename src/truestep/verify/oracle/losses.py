@@ -1,4 +1,4 @@
-"""The loss term of every label, and its weight: docs/contract.md, section 3."""
+"""The loss term of every label, and its weight: docs/contract.md, sections 6 and 7."""
 
 from typing import Any, Protocol
 

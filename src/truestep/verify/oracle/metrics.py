@@ -1,4 +1,4 @@
-"""The metrics of a step: docs/contract.md, section 5."""
+"""The metrics of a step: docs/contract.md, section 9."""
 
 import math
 from collections.abc import Callable

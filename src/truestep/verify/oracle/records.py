@@ -1,4 +1,4 @@
-"""Rollout records, reduced to what a step needs: docs/contract.md, section 1."""
+"""Rollout records, reduced to what a step needs: docs/contract.md, section 3."""
 
 import math
 from dataclasses import dataclass

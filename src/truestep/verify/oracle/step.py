@@ -30,7 +30,7 @@ def oracle_step(
     *,
     documents_seen_before_step: int = 0,
 ) -> OracleResult:
-    """All of `records` as one step. `config` is the nested dictionary of the YAML file (docs/configuration.md)."""
+    """All of `records` as one step. `config` has the sections of the YAML file (docs/contract.md, section 10)."""
     loss_config = complete_loss_config(config["loss"])
     documents = read_documents(records, config.get("data", {}))
     values = [label_values(model, document) for document in documents]

@@ -1,4 +1,4 @@
-"""What a float64 model says of each label: docs/contract.md, section 2."""
+"""What a float64 model says of each label: docs/contract.md, section 5."""
 
 from dataclasses import dataclass
 from typing import Protocol
