@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from truestep import assemble
+from truestep.assemble import step as assemble_step
 from truestep.head import logits, passes
 from truestep.losses.objective import Denominator
 from truestep.metrics.types import Max, Mean, Metric, Min
@@ -133,8 +133,8 @@ def labels_shifted_by_one() -> None:
 
 
 def clip_sides_swapped() -> None:
-    honest = assemble.clip_bounds
-    assemble.clip_bounds = lambda low, high: honest(high, low)
+    honest = assemble_step.clip_bounds
+    assemble_step.clip_bounds = lambda low, high: honest(high, low)
 
 
 def counted_on_every_rank() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from truestep import assemble
+from truestep.assemble.sources import read_documents
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.policy.cuts.stages import CutError
@@ -132,7 +132,7 @@ def _can_be_cut(
 
 def _of_user(config: Config, documents: int) -> list[Record]:
     vocabulary = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8")).get("vocab_size")
-    rollouts = assemble.read_documents(config, vocabulary or 2**31).rollouts[:documents]
+    rollouts = read_documents(config, vocabulary or 2**31).rollouts[:documents]
     if not rollouts:
         raise VerifyError(f"data.path: no record of {config.data.path} can be trained on")
     return [record_of(rollout) for rollout in rollouts]
