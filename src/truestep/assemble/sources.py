@@ -57,6 +57,8 @@ def check_inputs(config: Config, ranks: Ranks) -> None:
             find_prompts(section.prompts)
             if section.reward is not None:
                 load_reward(section.reward)
+    if sampler is not None and ranks.first:
+        check_sampler(sampler)
 
 
 def make_source(config: Config, policy: Policy, ranks: Ranks) -> Source:
@@ -155,6 +157,13 @@ def _make_stream_source(config: Config, vocabulary_size: int, ranks: Ranks) -> S
 # ---- samplers
 
 
+def check_sampler(sampler: SamplerConfig) -> None:
+    """Refuse servers that cannot be asked from here: without the extra, or without their key."""
+    if isinstance(sampler, ServerSampler):
+        _check_http()
+        _api_key(sampler.api_key_env)
+
+
 def read_prompts(sampler: SamplerConfig, policy: Policy) -> list[Prompt]:
     return load_prompts(sampler.prompts, policy.tokenizer, policy.vocabulary_size)
 
@@ -182,7 +191,6 @@ def _make_in_process_source(config: Config, sampler: InProcessSampler, policy: P
 
 def make_servers(sampler: ServerSampler) -> list[Client]:
     """Make a client for each server, with the key that the environment holds for them."""
-    _check_http()
     from truestep.sampler.server.client import Client
 
     key = _api_key(sampler.api_key_env)
@@ -206,7 +214,6 @@ def _api_key(variable: str | None) -> str | None:
 
 
 def _make_server_source(config: Config, sampler: ServerSampler, policy: Policy) -> Source:
-    _check_http()
     from truestep.sampler.server.engine import Pace
     from truestep.sampler.server.making import SamplingOptions
     from truestep.sampler.server.source import ServerSource
