@@ -219,7 +219,7 @@ class Trainer:
 
     @contextmanager
     def _stop_between_steps(self) -> Iterator[None]:
-        """The first interrupt or termination ends the run after the step in hand; a second ends it at once."""
+        """Let the first interrupt or termination end the run after the step in hand; a second ends it at once."""
 
         def ask(number: int, frame: object) -> None:
             self.ask_to_stop(number)

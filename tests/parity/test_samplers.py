@@ -53,3 +53,6 @@ def test_a_server_that_is_down_is_a_message(model: Path, tmp_path: Path) -> None
     said = complaint("parity", str(config), "--output", str(tmp_path / "out"))
     assert said.startswith("error: sampler.urls: http://127.0.0.1:")
     assert "gave no completion: /v1/completions: ConnectError" in said
+    said = complaint("train", str(config))
+    assert said.startswith("error: sampler.urls: http://127.0.0.1:")
+    assert "does not answer as a vLLM server does: /health: ConnectError" in said

@@ -160,7 +160,10 @@ def _make_stream_source(config: Config, vocabulary_size: int, ranks: Ranks) -> S
 def check_sampler(sampler: SamplerConfig) -> None:
     """Refuse servers that cannot be asked from here: without the extra, or without their key."""
     if isinstance(sampler, ServerSampler):
-        _check_http()
+        try:
+            import httpx  # noqa: F401  (an extra)
+        except ImportError as error:
+            raise SourceError("sampler.type: server needs `pip install 'truestep[server]'`") from error
         _api_key(sampler.api_key_env)
 
 
@@ -195,13 +198,6 @@ def make_servers(sampler: ServerSampler) -> list[Client]:
 
     key = _api_key(sampler.api_key_env)
     return [Client(url, sampler.model, key, sampler.request_timeout) for url in sampler.urls]
-
-
-def _check_http() -> None:
-    try:
-        import httpx  # noqa: F401  (an extra)
-    except ImportError as error:
-        raise SourceError("sampler.type: server needs `pip install 'truestep[server]'`") from error
 
 
 def _api_key(variable: str | None) -> str | None:

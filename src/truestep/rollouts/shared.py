@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from truestep.ranks.group import Ranks
 from truestep.rollouts.source import PeekableSource, Source, never
@@ -17,7 +17,7 @@ class SharedSource:
     plans_ahead = False
 
     def __init__(self, source: Source | None, ranks: Ranks):
-        """`source` is None on every rank but the first."""
+        """Share `source`, which is None on every rank but the first."""
         self._source, self._ranks = source, ranks
         self._asked_to_stop: Callable[[], bool] = never
 
@@ -62,20 +62,13 @@ class SharedSource:
 
 
 class SharedPeekableSource(SharedSource):
-    """A shared source that can be looked at. What was looked at last, and not yet taken, is told to the ranks once."""
+    """A shared source that can be looked at."""
 
-    def __init__(self, source: PeekableSource | None, ranks: Ranks):
-        super().__init__(source, ranks)
-        self._peekable = source
-        self._seen: Sequence[Rollout] = ()
+    _seen: Sequence[Rollout] = ()  # what was looked at last, and not yet taken: told to the other ranks once
 
     def peek(self, count: int) -> Sequence[Rollout]:
-        self._seen = self._ranks.share(lambda: self._peek_on_first(count))
+        self._seen = self._ranks.share(lambda: cast(PeekableSource, self._of_first).peek(count))
         return self._seen
-
-    def _peek_on_first(self, count: int) -> Sequence[Rollout]:
-        assert self._peekable is not None
-        return self._peekable.peek(count)
 
     def take(self, count: int, documents_seen: int) -> Sequence[Rollout]:
         seen, self._seen = self._seen, ()

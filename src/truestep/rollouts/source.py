@@ -42,7 +42,7 @@ def refuse_other_kind(option: str, kind: str, state: dict[str, Any]) -> None:
 
 
 def other_source(option: str, before: str, now: str) -> SourceError:
-    """The error of a checkpoint whose documents came from elsewhere."""
+    """Word the refusal of a checkpoint whose documents came from elsewhere."""
     return SourceError(
         f"{option}: this run's checkpoint was made from {before}, not from {now}; give it the same, or another "
         "checkpoint.directory"
@@ -57,8 +57,8 @@ class Source(Protocol):
     asked_to_stop: Callable[[], bool]  # a source that waits for others looks at this and raises `Interrupted`
 
     def take(self, count: int, documents_seen: int) -> Sequence[Rollout]:
-        """Take them: they are never given again. `documents_seen` by the policy up to now is the version of documents
-        that are made for this call."""
+        """Take the next documents, which are never given again. What is made for this call is of the version
+        `documents_seen`: so many documents the policy has seen up to now."""
         ...
 
     def state(self) -> dict[str, Any]: ...
@@ -70,15 +70,15 @@ class Source(Protocol):
         ...
 
     def updated(self, documents_seen: int) -> None:
-        """The policy has new weights, having seen so many documents."""
+        """Take note that the policy has new weights, having seen so many documents."""
         ...
 
     def checkpointed(self, checkpoint: Path, step: int, documents_seen: int) -> None:
-        """A checkpoint is complete: what `state` gave for it survives any kill from now on."""
+        """Take note that a checkpoint is complete: what `state` gave for it survives any kill from now on."""
         ...
 
     def close(self, finished: bool) -> None:
-        """The run has ended, or stopped early where not `finished`."""
+        """Take note that the run has ended, or stopped early where not `finished`."""
         ...
 
 

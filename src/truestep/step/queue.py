@@ -30,7 +30,7 @@ class PlanQueue:
             make_plan = plan_exactly if self._rule.exact else plan_packed
             plan = make_plan(self._documents, self._rule, self.documents_seen)
         else:
-            fresh = self._exact() if self._rule.exact else self._packed()
+            fresh = self._next_exact() if self._rule.exact else self._next_packed()
             if fresh is None:
                 return None
             plan = fresh
@@ -39,7 +39,7 @@ class PlanQueue:
         self.documents_seen = plan.documents_seen_after
         return plan
 
-    def _exact(self) -> StepPlan | None:
+    def _next_exact(self) -> StepPlan | None:
         wanted = self._rule.docs_per_step
         if isinstance(self._source, PeekableSource):
             waiting = self._source.peek(wanted)
@@ -50,7 +50,7 @@ class PlanQueue:
             raise SourceError("the source has no end and made no document for this step: all were rejected")
         return plan_exactly(documents, self._rule, self.documents_seen)
 
-    def _packed(self) -> StepPlan | None:
+    def _next_packed(self) -> StepPlan | None:
         source, wanted = self._source, self._rule.docs_per_step + 1
         assert isinstance(source, PeekableSource), "the configuration has a sampler make exact steps"
         while True:

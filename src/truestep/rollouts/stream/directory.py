@@ -148,7 +148,7 @@ def _continues(file: BinaryIO, size: int, read: _Read) -> bool:
 
 
 def _end_last_line(path: Path) -> None:
-    """A power cut may have left half a line, which the next one would be glued to."""
+    """End a half line, which a power cut may have left and the next one would be glued to."""
     if not path.is_file() or not path.stat().st_size:
         return
     with path.open("rb+") as file:
