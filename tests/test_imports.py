@@ -16,7 +16,7 @@ FLOORS = (
     ("cli",),
     ("demo", "verify", "parity"),
     ("train", "score", "export"),
-    ("trainer", "assemble", "assemble_server"),
+    ("trainer", "assemble", "run_notes"),
     ("checkpoint",),
     ("run_directory",),
     ("sampler",),

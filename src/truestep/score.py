@@ -13,15 +13,9 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from truestep.assemble import (
-    join_ranks,
-    make_deterministic,
-    make_policy,
-    make_rule,
-    make_runner,
-    own_part,
-    read_documents,
-)
+from truestep.assemble.policy import join_ranks, make_deterministic, make_policy
+from truestep.assemble.sources import own_part, read_documents
+from truestep.assemble.step import make_rule, make_runner
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.files import finite_or_null, write_json_lines, write_whole

@@ -85,6 +85,10 @@ class StepPlan:
         if len(self.micro_batches) % self.ranks:
             raise ValueError("a plan gives every rank the same number of micro-batches")
 
+    @property
+    def documents_seen_after(self) -> int:
+        return self.documents_seen + self.totals.num_documents
+
     def of_rank(self, rank: int) -> tuple[tuple[int, ...], ...]:
         return self.micro_batches[rank :: self.ranks]
 

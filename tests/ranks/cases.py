@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from scoring import loaded_once
-from truestep.assemble import join_ranks
+from truestep.assemble.policy import join_ranks
 from truestep.config.schema import Config
 from truestep.policy.model import compiled
 from truestep.ranks.launch import run_ranks

@@ -11,7 +11,9 @@ import torch
 
 from scoring import write_records
 from step.test_score_oracle import config_for, records_for
-from truestep import assemble
+from truestep.assemble.policy import make_policy
+from truestep.assemble.sources import read_documents
+from truestep.assemble.step import make_rule, make_runner
 from truestep.config.schema import Config
 from truestep.metrics.types import values
 from truestep.ranks.group import ALONE
@@ -29,10 +31,10 @@ def test_poisoned_padding_changes_no_bit(
     file = write_records(tmp_path / "rollouts.jsonl", records_for(model, loss))
     options = config_for(model, file, {"type": loss}, tokens_per_microbatch=80, pad_to_multiple=80)
     config = Config.model_validate(options)
-    policy = assemble.make_policy(config, ALONE)
-    documents = assemble.read_documents(config, policy.vocabulary_size).rollouts
-    plan = plan_exactly(documents, assemble.make_rule(config, policy), documents_seen=0)
-    runner = assemble.make_runner(config, policy)
+    policy = make_policy(config, ALONE)
+    documents = read_documents(config, policy.vocabulary_size).rollouts
+    plan = plan_exactly(documents, make_rule(config, policy), documents_seen=0)
+    runner = make_runner(config, policy)
     padded_tokens = 0
     honest = run.pack
 

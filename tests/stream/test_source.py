@@ -149,7 +149,7 @@ def test_a_run_that_stopped_early_is_not_finished(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_other_documents(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="data.source: this run's checkpoint was made from other documents"):
+    with pytest.raises(SourceError, match="data.source: this run's checkpoint was made from rollout files"):
         make_source(DirectoryTransport(tmp_path)).restore({"position": 3, "fingerprint": "f"})
 
 

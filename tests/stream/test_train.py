@@ -212,7 +212,10 @@ def test_a_checkpoint_of_files_is_none_of_a_stream(model: Path, tmp_path: Path) 
     write_rollouts(tmp_path / "rollouts.jsonl", 5)
     run(file_config(model, tmp_path / "rollouts.jsonl", tmp_path / "run"))
     (tmp_path / "sent").mkdir()
-    with pytest.raises(SourceError, match="made from other documents"):
+    with pytest.raises(
+        SourceError,
+        match="data.source: .* made from rollout files that every rank reads, not from documents that are sent",
+    ):
         run(directory_config(model, tmp_path / "sent", tmp_path / "run"))
 
 
@@ -220,7 +223,7 @@ def test_a_checkpoint_of_a_stream_is_none_of_files(model: Path, tmp_path: Path) 
     put(tmp_path / "sent", "a.jsonl", tiny_records(5))
     run(directory_config(model, tmp_path / "sent", tmp_path / "run", schedule={"steps": 1}))
     write_rollouts(tmp_path / "rollouts.jsonl", 5)
-    with pytest.raises(SourceError, match="data.path: .* made from documents of another source"):
+    with pytest.raises(SourceError, match="data.path: .* made from documents that are sent, not from rollout files"):
         run(file_config(model, tmp_path / "rollouts.jsonl", tmp_path / "run"))
 
 

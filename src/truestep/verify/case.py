@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from truestep import assemble
+from truestep.assemble.sources import read_documents
+from truestep.assemble.step import make_objective
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.policy.cuts.stages import CutError
@@ -69,7 +70,7 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
     if not full:
         records = [reduce_record(record, _MOST_TOKENS) for record in records]
     if not config.loss.supervised and not full:
-        label_loss = assemble.make_objective(config).label_loss
+        label_loss = make_objective(config).label_loss
         redraw_logprobs(model, records, label_loss, seed, config.model.trust_remote_code)
     longest = max(len(record["input_ids"]) for record in records)
     budget = config.data.tokens_per_microbatch if full else 3 * longest
@@ -133,7 +134,7 @@ def _can_be_cut(
 
 def _of_user(config: Config, documents: int) -> list[Record]:
     vocabulary = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8")).get("vocab_size")
-    rollouts = assemble.read_documents(config, vocabulary or 2**31).rollouts[:documents]
+    rollouts = read_documents(config, vocabulary or 2**31).rollouts[:documents]
     if not rollouts:
         raise VerifyError(f"data.path: no record of {config.data.path} can be trained on")
     return [record_of(rollout) for rollout in rollouts]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from truestep import assemble
+from truestep.assemble.step import make_objective
 from truestep.config.schema import Config
 from truestep.ranks.group import RankError, world_size
 from truestep.ranks.launch import run_ranks
@@ -102,7 +102,7 @@ def oracle_loss(config: Config) -> dict[str, Any]:
     if (function := loss.pop("function", None)) is None:
         return loss
     del loss["options"]
-    return loss | {"type": function, "custom": CustomOracle(assemble.make_objective(config).label_loss)}
+    return loss | {"type": function, "custom": CustomOracle(make_objective(config).label_loss)}
 
 
 def _batches(layouts: Sequence[Layout], alone: bool) -> list[list[Layout]]:

@@ -14,8 +14,8 @@ import torch
 from truestep.environments.prompts import Prompt
 from truestep.environments.reward_pool import RewardPool
 from truestep.policy.policy import Policy
-from truestep.rollouts.source import Interrupted, SourceError, never
-from truestep.sampler.groups import fingerprint, with_advantages
+from truestep.rollouts.source import Interrupted, never
+from truestep.sampler.groups import fingerprint, refuse_other_groups, with_advantages
 from truestep.sampler.server.check import check_server
 from truestep.sampler.server.client import Client
 from truestep.sampler.server.engine import Engine, Pace
@@ -51,7 +51,7 @@ class Loop:
 
 
 class ServerSource:
-    finite = False
+    plans_ahead = False
 
     def __init__(
         self,
@@ -114,9 +114,6 @@ class ServerSource:
 
     # ---- Source
 
-    def peek(self, count: int) -> Sequence[Rollout]:
-        raise NotImplementedError("documents that are sampled for a step cannot be looked at before it")
-
     def take(self, count: int, documents_seen: int) -> list[Rollout]:
         """Exactly `count` documents, in whole groups."""
         size = self._sampling.group_size
@@ -165,15 +162,7 @@ class ServerSource:
         return fingerprint(self._prompts, self._sampling.seed, self._sampling.group_size)
 
     def restore(self, state: dict[str, Any]) -> None:
-        if "groups" not in state:
-            raise SourceError(
-                "sampler: this run's checkpoint was made from the files of data.path; give another checkpoint.directory"
-            )
-        if state["fingerprint"] != self._fingerprint():
-            raise SourceError(
-                "sampler.prompts, data.group_size or seed is not what this run was started with, so its groups would "
-                "be others; give it the same, or another checkpoint.directory"
-            )
+        refuse_other_groups(state, self._fingerprint())
         self._engine.next_number = state["groups"]
         self._engine.again.extend(state.get("open", ()))  # an in_process sampler leaves nothing open
 
