@@ -19,7 +19,7 @@ from truestep.environments.prompts import find_prompts, load_prompts
 from truestep.environments.rewards import load_reward
 from truestep.files import read_json_lines, write_whole
 from truestep.metrics.sinks import ConsoleSink, JsonLines, Sink, TensorBoardSink, WandbSink
-from truestep.policy.loading.probe import ModelError
+from truestep.policy.errors import ModelError
 from truestep.policy.policy import Policy
 from truestep.randomness import seed_random
 from truestep.ranks.group import ALONE, Ranks

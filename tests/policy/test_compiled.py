@@ -17,8 +17,8 @@ from documents import make_documents, pack_all
 from oracles.step import oracle_step
 from scoring import check_against_oracle, run_score, write_records
 from step.test_score_oracle import config_for, records_for
+from truestep.policy.errors import ModelError
 from truestep.policy.loading.load import load_policy
-from truestep.policy.loading.probe import ModelError
 from truestep.policy.model import compiled
 from truestep.policy.policy import Policy
 

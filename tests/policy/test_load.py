@@ -15,8 +15,9 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from documents import make_documents, pack_all, same_bits
 from tiny import KINDS, make_model
+from truestep.policy.errors import ModelError
 from truestep.policy.loading import load
-from truestep.policy.loading.load import ModelError, load_policy
+from truestep.policy.loading.load import load_policy
 from truestep.policy.model import attention
 from truestep.policy.policy import Policy
 

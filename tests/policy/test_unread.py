@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from documents import same_bits
 from tiny import KINDS, make_model
-from truestep.policy.loading.load import ModelError, load_policy
+from truestep.policy.errors import ModelError
+from truestep.policy.loading.load import load_policy
 from truestep.policy.save import save_policy
 from truestep.policy.weights.unread import Unread, read_into, unread_files
 

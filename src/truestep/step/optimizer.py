@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from truestep.policy.weights.whole import Weights
+from truestep.policy.weights.protocol import Weights
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,6 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, weights: Weights) -> dic
 def restore_optimizer(optimizer: torch.optim.Optimizer, weights: Weights, tensors: dict[str, torch.Tensor]) -> None:
     for name, master in weights.master.items():
         state = {kind: tensors[f"{name}.{kind}"] for kind in _MOMENTS if f"{name}.{kind}" in tensors}
-        moments = {kind: weights.mine(name, value).to(master.device, copy=True) for kind, value in state.items()}
+        moments = {kind: weights.part_of(name, value).to(master.device, copy=True) for kind, value in state.items()}
         # A number on the host, where AdamW keeps it.
         optimizer.state[master] = moments | ({"step": tensors[f"{name}.step"].clone()} if moments else {})

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from truestep.policy.loading.probe import ModelError
+from truestep.policy.errors import ModelError
 from truestep.types import Rollout
 from truestep.verify.oracle import Record, oracle_logprobs
 from truestep.verify.reference import Reference

@@ -11,12 +11,13 @@ import torch
 from safetensors import SafetensorError
 
 from truestep.head.logits import HeadSettings
+from truestep.policy.cuts.layers import layers_of
 from truestep.policy.cuts.pieces import Piece, pieces_of
-from truestep.policy.cuts.stages import Stages, check_layers, keep_own, layers_of
+from truestep.policy.cuts.stages import Stages, check_layers, keep_own
 from truestep.policy.cuts.tensor import cut_model, tensor_plan
-from truestep.policy.loading.borrowed import sampled
+from truestep.policy.errors import ModelError
+from truestep.policy.loading.borrowed import borrowed_weights
 from truestep.policy.loading.probe import (
-    ModelError,
     Probe,
     probe_context,
     probe_cut,
@@ -30,9 +31,10 @@ from truestep.policy.model.context import Context, check_heads
 from truestep.policy.model.embedding import accumulate_in_float32, every_token_counts
 from truestep.policy.policy import ModelFacts, Policy
 from truestep.policy.save import read_companions, saved_buffers
+from truestep.policy.weights.protocol import Weights
 from truestep.policy.weights.sharded import ShardedWeights
 from truestep.policy.weights.unread import place_buffers, read_parameters, unread_files
-from truestep.policy.weights.whole import Weights
+from truestep.policy.weights.whole import WholeWeights
 from truestep.ranks.group import ALONE, Ranks
 from truestep.ranks.pipeline import Pipeline
 
@@ -71,7 +73,7 @@ def load_policy(
             raise ModelError(f"{type(model).__name__} does not support model.activation_checkpointing")
         _enable_activation_checkpointing(model)
     compute = getattr(torch, dtype)
-    with sampled(model, place):
+    with borrowed_weights(model, place):
         probe, stages = _probe(model, settings, place, compute, longest_document, ranks, pipeline)
     if compiled:
         layers = layers_of(model)[1]
@@ -96,7 +98,7 @@ def load_policy(
         )
     else:
         read_parameters(model, place)
-        weights = Weights(model, compute, ranks, pieces)
+        weights = WholeWeights(model, compute, ranks, pieces)
     _check_numbers(directory, weights)
     return Policy(model, directory, settings, weights, facts, tokenizer, read_companions(directory), stages, buffers)
 
@@ -125,7 +127,7 @@ def _cut(model: Any, probe: Probe, stages: Stages | None, place: torch.device, r
     pieces = pieces_of(model)
     if ranks.tensor > 1:
         pieces = cut_model(model, tensor_plan(model.config, ranks.tensor), ranks, pieces, place)
-        with sampled(model, place):
+        with borrowed_weights(model, place):
             probe_cut(model, probe, place, ranks)
     return pieces if stages is None else keep_own(model, stages, ranks.stage, pieces)
 
