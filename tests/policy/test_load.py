@@ -19,6 +19,7 @@ from truestep.policy.errors import ModelError
 from truestep.policy.loading import load
 from truestep.policy.loading.load import load_policy
 from truestep.policy.model import attention
+from truestep.policy.model.training import no_noise
 from truestep.policy.policy import Policy
 
 Made = Callable[[str], Path]
@@ -334,5 +335,5 @@ def test_jitter_is_switched_off_with_activation_checkpointing(tmp_path: Path) ->
     directory = make_model(tmp_path / "model", "llama")
     policy = load_policy(directory, device="cpu", activation_checkpointing=True)
     policy.model.model.layers[0].mlp.router_jitter_noise = 0.3
-    load._no_noise(policy.model)
+    no_noise(policy.model)
     assert policy.model.model.layers[0].mlp.router_jitter_noise == 0.0

@@ -204,6 +204,13 @@ def test_values_that_are_no_numbers_are_refused(
         load_policy(rewritten(tiny_model("llama"), tmp_path / "spoilt", spoil), device="cpu")
 
 
+def test_transformers_is_given_tensors_that_are_not_read(tiny_model: Made) -> None:
+    with unread_files():
+        model = AutoModelForCausalLM.from_pretrained(tiny_model("llama"), dtype=torch.float32)
+    read = [name for name, parameter in model.named_parameters() if not isinstance(parameter.data, Unread)]
+    assert not read, "transformers asks no `modeling_utils.safe_open` for tensors: each rank would load a whole model"
+
+
 def test_nothing_is_left_of_how_files_are_read(tiny_model: Made) -> None:
     from transformers import modeling_utils
 
