@@ -19,7 +19,7 @@ from truestep.config.load import dump_config
 from truestep.config.schema import Config
 from truestep.files import write_whole
 from truestep.metrics.sinks import Sink
-from truestep.policy.loading.probe import ModelError
+from truestep.policy.errors import ModelError
 from truestep.policy.policy import Policy
 from truestep.randomness import seed_random
 from truestep.ranks.group import ALONE, Ranks

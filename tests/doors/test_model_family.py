@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from doors import own_model
 from small_runs import file_config, quiet_trainer, read_lines, write_rollouts
-from truestep.policy.loading.probe import ModelError
+from truestep.policy.errors import ModelError
 from truestep.score import score
 from truestep.verify.report import complaints
 from truestep.verify.run import verify

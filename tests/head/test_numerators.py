@@ -21,7 +21,7 @@ from step.test_score_oracle import LOSSES, OPTIONS, config_for, records_for
 from truestep.head import passes
 from truestep.head.chunked import HeadResult, HeadRows, forward, forward_backward
 from truestep.head.logits import HeadSettings
-from truestep.head.numerators import SLACK, NumeratorPasses
+from truestep.head.numerators import SLACK
 from truestep.types import Coefficients
 
 pytest.importorskip("triton")
@@ -47,6 +47,8 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are inter
 
 
 def run(rows: HeadRows, coefficients: Coefficients) -> tuple[HeadResult, torch.Tensor]:
+    from truestep.head.numerator_passes import NumeratorPasses
+
     assert isinstance(rows.passes, NumeratorPasses)
     buffer = torch.zeros_like(rows.weight, dtype=torch.float32)
     return forward_backward(rows, lambda chunk, _: coefficients[chunk], weight_gradient=buffer), buffer

@@ -17,8 +17,8 @@ from documents import make_documents, pack_all
 from oracles.step import oracle_step
 from scoring import check_against_oracle, run_score, write_records
 from step.test_score_oracle import config_for, records_for
+from truestep.policy.errors import ModelError
 from truestep.policy.loading.load import load_policy
-from truestep.policy.loading.probe import ModelError
 from truestep.policy.model import compiled
 from truestep.policy.policy import Policy
 
@@ -66,6 +66,23 @@ def test_values_and_gradients_are_those_of_plain_layers(kind: str, recompute: bo
     with torch.no_grad():
         policy.hidden(pack_all(DOCUMENTS).tokens)
     assert graphs() == made
+
+
+def test_recomputation_is_around_what_is_compiled(tiny_model: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, recomputed = compiled.checkpoint, []
+
+    def told(layer: Any, *arguments: Any, **options: Any) -> Any:
+        recomputed.append(layer)
+        return honest(layer, *arguments, **options)
+
+    monkeypatch.setattr(compiled, "checkpoint", told)
+    policy = load_policy(tiny_model("llama"), activation_checkpointing=True, compiled=True)
+    results(policy, DOCUMENTS)
+    assert len(recomputed) == policy.model.config.num_hidden_layers, "once a layer, and not by transformers as well"
+    policy.model.eval()
+    results(policy, DOCUMENTS)
+    assert len(recomputed) == policy.model.config.num_hidden_layers
+    assert not any(getattr(layer, "gradient_checkpointing", False) for layer in policy.model.model.layers)
 
 
 def test_layers_share_what_is_compiled(tmp_path: Path) -> None:

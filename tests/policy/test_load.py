@@ -15,9 +15,11 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from documents import make_documents, pack_all, same_bits
 from tiny import KINDS, make_model
+from truestep.policy.errors import ModelError
 from truestep.policy.loading import load
-from truestep.policy.loading.load import ModelError, load_policy
+from truestep.policy.loading.load import load_policy
 from truestep.policy.model import attention
+from truestep.policy.model.training import no_noise
 from truestep.policy.policy import Policy
 
 Made = Callable[[str], Path]
@@ -333,5 +335,5 @@ def test_jitter_is_switched_off_with_activation_checkpointing(tmp_path: Path) ->
     directory = make_model(tmp_path / "model", "llama")
     policy = load_policy(directory, device="cpu", activation_checkpointing=True)
     policy.model.model.layers[0].mlp.router_jitter_noise = 0.3
-    load._no_noise(policy.model)
+    no_noise(policy.model)
     assert policy.model.model.layers[0].mlp.router_jitter_noise == 0.0

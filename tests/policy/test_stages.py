@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tiny import KINDS, make_model
 from truestep.policy.cuts.pieces import pieces_of
-from truestep.policy.cuts.stages import CutError, Stages, cut_by_cost, keep_own, stages_of
+from truestep.policy.cuts.stages import Stages, cut_by_cost, keep_own, stages_of
+from truestep.policy.errors import CutError
 from truestep.policy.loading.load import load_policy
 from truestep.policy.loading.probe import Probe, _tokens, probe_stages
 from truestep.policy.model import attention

@@ -18,7 +18,7 @@ from truestep.policy.loading.load import load_policy
 from truestep.policy.model import attention
 from truestep.policy.policy import ModelFacts, Policy
 from truestep.policy.save import save_policy
-from truestep.policy.weights.whole import Weights
+from truestep.policy.weights.whole import WholeWeights
 
 Made = Callable[[str], Path]
 MICRO_BATCHES = [make_documents([5, 9, 2], 0), make_documents([20], 1), make_documents([1, 7], 2)]
@@ -119,7 +119,7 @@ def test_a_frozen_parameter(frozen: str, dtype: torch.dtype, tiny_model: Made, t
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention.NAME)
     parameter = dict(model.named_parameters())[frozen]
     parameter.requires_grad_(False)
-    policy = Policy(model, path, HeadSettings(), Weights(model, dtype), ModelFacts.of(model, torch.device("cpu")))
+    policy = Policy(model, path, HeadSettings(), WholeWeights(model, dtype), ModelFacts.of(model, torch.device("cpu")))
     assert frozen not in policy.weights.master
     assert policy.weights.gradient_of(parameter) is None
     assert parameter.dtype == dtype

@@ -12,7 +12,7 @@ from documents import make_documents
 from ranks.cases import train_and_do
 from ranks.test_train_over_ranks import config
 from small_runs import read_lines, write_rollouts
-from truestep.ranks.group import Layout, RankError, Ranks, join
+from truestep.ranks.group import RankError, RankLayout, Ranks, join
 from truestep.ranks.launch import run_ranks, start_ranks
 from truestep.ranks.watch import ENDED_BY_ANOTHER, Seen, verdict
 from truestep.rollouts.source import FileSource
@@ -97,7 +97,7 @@ def test_one_rank_ends_all(
 
 
 def _disagree() -> None:
-    ranks = join(Layout(), device="cpu", stall_timeout=30)
+    ranks = join(RankLayout(), device="cpu", stall_timeout=30)
     documents = make_documents([3, 4, 5, 6] if ranks.rank == 2 else [5, 6, 7, 8])
     queue = PlanQueue(FileSource(documents), StepRule(2, False, 1, 1, 40, 3))
     PlansAhead(queue, ranks, overlap=False).next()

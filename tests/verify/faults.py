@@ -14,8 +14,8 @@ from truestep.metrics.types import Max, Mean, Metric, Min
 from truestep.policy.cuts.pieces import Piece, pieces_of
 from truestep.policy.model.context import Context
 from truestep.policy.weights import whole as weights
+from truestep.policy.weights.protocol import StagePass
 from truestep.policy.weights.sharded import ShardedWeights
-from truestep.policy.weights.whole import Turn
 from truestep.ranks.group import Ranks
 from truestep.step import run
 from truestep.step.dealing import MicroBatch
@@ -72,9 +72,9 @@ def last_micro_batch_only() -> None:
     honest, place = StepRunner._head, [0, 0]
     told = ShardedWeights.before_forward
 
-    def remember(self: ShardedWeights, turn: Turn) -> None:
-        place[:] = [turn.number, turn.of]
-        told(self, turn)
+    def remember(self: ShardedWeights, coming: StagePass) -> None:
+        place[:] = [coming.number, coming.of]
+        told(self, coming)
 
     def only_last(self: Any, *arguments: Any) -> Any:
         statistics, gradient = honest(self, *arguments)

@@ -8,12 +8,14 @@ from truestep.config.schema import Config
 from truestep.head.logits import HeadSettings
 from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
-from truestep.ranks.group import Layout, Ranks, join
+from truestep.ranks.group import RankLayout, Ranks, join
 
 
 def join_ranks(config: Config) -> Ranks:
     parallel = config.parallel
-    layout = Layout(parallel.data_shard, parallel.data_replicate, parallel.context, parallel.tensor, parallel.pipeline)
+    layout = RankLayout(
+        parallel.data_shard, parallel.data_replicate, parallel.context, parallel.tensor, parallel.pipeline
+    )
     return join(layout, device=config.model.device, stall_timeout=config.schedule.stall_timeout)
 
 

@@ -11,7 +11,7 @@ from truestep.losses.label_losses import make_label_loss
 from truestep.losses.measure import Measure
 from truestep.losses.objective import Denominator, Objective
 from truestep.policy.policy import Policy
-from truestep.policy.weights.whole import Weights
+from truestep.policy.weights.protocol import Weights
 from truestep.rollouts.source import Source
 from truestep.step.optimizer import LearningRate, load_optimizer, make_adamw, make_custom_optimizer
 from truestep.step.plan import StepRule

@@ -19,7 +19,7 @@ import numpy as np
 from truestep.assemble.policy import make_policy
 from truestep.config.schema import Config
 from truestep.parity.scores import retokenised, score, score_after_stale_prompt, shifted
-from truestep.policy.loading.probe import ModelError
+from truestep.policy.errors import ModelError
 from truestep.policy.policy import Policy
 from truestep.ranks.group import ALONE
 from truestep.types import Rollout

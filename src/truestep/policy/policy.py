@@ -19,7 +19,7 @@ from truestep.policy.cuts.pieces import Piece
 from truestep.policy.cuts.stages import Stages
 from truestep.policy.model import attention
 from truestep.policy.model.context import Context
-from truestep.policy.weights.whole import Weights
+from truestep.policy.weights.protocol import Weights
 from truestep.ranks.exchange import gather_same
 from truestep.ranks.pipeline import Pipeline
 from truestep.types import PackedTokens

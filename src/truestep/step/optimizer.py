@@ -11,7 +11,7 @@ import torch
 
 from truestep.custom import check_options, load_custom
 from truestep.errors import TruestepError
-from truestep.policy.weights.whole import Weights
+from truestep.policy.weights.protocol import Weights
 
 # The float32 weights by name, under `matrices` and `vectors`. A rank that has a part of a weight has that part here.
 Groups = dict[str, dict[str, torch.nn.Parameter]]
@@ -177,7 +177,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, weights: Weights, tensor
         if kind.endswith(_PYTHON):
             state[kind.removesuffix(_PYTHON)] = value.item()
         elif value.shape == weights.pieces[name].shape:
-            state[kind] = weights.mine(name, value).to(master.device, copy=True)
+            state[kind] = weights.part_of(name, value).to(master.device, copy=True)
         else:  # a number on the host, where AdamW keeps it
             state[kind] = value.clone()
     for name, state in restored.items():

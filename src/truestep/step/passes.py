@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from truestep.policy.policy import Policy
-from truestep.policy.weights.whole import Turn
+from truestep.policy.weights.protocol import StagePass
 from truestep.ranks.group import Ranks
 from truestep.ranks.pipeline import wire
 from truestep.step.dealing import MicroBatch
@@ -110,9 +110,9 @@ class Passes:
         tokens = len(self._packed(taken.micro_batch).tokens) // (ranks.context * ranks.tensor)
         return torch.empty(tokens, stages.width, dtype=policy.weights.dtype, device=policy.device)
 
-    def _turn(self, made: Pass) -> Turn:
+    def _turn(self, made: Pass) -> StagePass:
         stages = self._policy.stages
-        return Turn(
+        return StagePass(
             layers=slice(None) if stages is None else slice(stages.cut[made.stage].start, stages.cut[made.stage].stop),
             begins=made.stage == 0,
             ends=made.stage == self._pipeline.last,

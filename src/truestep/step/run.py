@@ -18,7 +18,7 @@ from truestep.losses.measure import Measure, StepFacts, measure_labels
 from truestep.losses.objective import Objective
 from truestep.metrics.types import Metric, Sum, merge, on_host, values
 from truestep.policy.policy import Policy
-from truestep.policy.weights.whole import Weights
+from truestep.policy.weights.protocol import Weights
 from truestep.ranks.group import Ranks
 from truestep.rollouts.packing import pack
 from truestep.step.dealing import Deal, MicroBatch

@@ -15,11 +15,10 @@ from truestep.assemble.sources import read_documents
 from truestep.assemble.step import make_objective
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
-from truestep.policy.cuts.stages import CutError
 from truestep.policy.cuts.tensor import tensor_plan
+from truestep.policy.errors import ContextError, CutError, ModelError
 from truestep.policy.loading.load import load_policy
-from truestep.policy.loading.probe import ModelError
-from truestep.policy.model.context import ContextError, check_heads
+from truestep.policy.model.context import check_heads
 from truestep.ranks.group import Ranks
 from truestep.verify.layouts import Layout
 from truestep.verify.oracle.records import Record

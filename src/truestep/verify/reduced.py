@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from truestep.losses.label_losses import LabelLoss
-from truestep.policy.loading.probe import ModelError
+from truestep.policy.errors import ModelError
 from truestep.types import Rollout
 from truestep.verify.oracle.records import Record
 from truestep.verify.oracle.step import oracle_logprobs

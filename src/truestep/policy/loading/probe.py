@@ -1,4 +1,4 @@
-"""Whether this trainer would train the model at hand rightly, measured on all of its code (`sample`). A model that
+"""Whether this trainer would train the model at hand rightly, measured on all of its code (`borrowed`). A model that
 fails is refused.
 
 In float32, packed documents must give what transformers' own attention gives for each alone, and the head must give the
@@ -18,7 +18,8 @@ import torch
 
 from truestep.errors import TruestepError
 from truestep.head.logits import HeadSettings, scaled_logits
-from truestep.policy.cuts.stages import CutError, Stages, stages_of
+from truestep.policy.cuts.stages import Stages, stages_of
+from truestep.policy.errors import CutError, ModelError
 from truestep.policy.model.context import Context
 from truestep.policy.policy import packed_hidden, plain_attention, stage_hidden
 from truestep.ranks.exchange import gather_same
@@ -30,10 +31,6 @@ from truestep.types import PackedTokens
 FLOAT32_TOLERANCE = 1e-4
 # Packed and alone are two roundings of one value: neither may be much the worse.
 HALF_PRECISION_FACTOR = 1.5
-
-
-class ModelError(TruestepError):
-    """A model that cannot be trained, with the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
