@@ -14,9 +14,9 @@ import time
 from collections.abc import Sequence
 
 from truestep.environments.prompts import Prompt
-from truestep.sampler.server.client import Client
 from truestep.sampler.server.fleet import Fleet
 from truestep.sampler.server.making import Group, GroupMaker, SamplingOptions
+from truestep.sampler.server.vllm import Vllm
 
 VOCABULARY = 1000
 
@@ -49,12 +49,12 @@ async def measure(group: int, tokens: int, seconds: float) -> tuple[int, float]:
     """Completions made, and the seconds that they took."""
     answers = {"group": answer(group, tokens)}
     server = await asyncio.start_server(lambda r, w: serve(r, w, answers), "127.0.0.1", 0)
-    client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m", None, 60)
-    fleet = Fleet([client], pause="wait", tolerance=1, timeout=60, on_void=lambda: None, on_fatal=print)
+    client = Vllm(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m", None, 60)
+    fleet = Fleet([client], pause="wait", tolerance=1, on_void=lambda: None, on_fatal=print)
     (only,) = fleet.servers
     only.version, only.is_open = 0, True
     options = SamplingOptions(group, 0, 1.0, tokens, frozenset({0}), VOCABULARY, False)
-    maker = GroupMaker(fleet, options, lambda prompt, text: 1.0, read, 1)
+    maker = GroupMaker(fleet, options, rate, read)
     prompt = Prompt("a", "a", {}, tuple(range(5, 133)))
     made, start = 0, time.perf_counter()
 
@@ -66,10 +66,13 @@ async def measure(group: int, tokens: int, seconds: float) -> tuple[int, float]:
 
     await asyncio.gather(*(keep_making() for _ in range(32)))
     elapsed = time.perf_counter() - start
-    maker.close()
     await client.close()
     server.close()
     return made, elapsed
+
+
+async def rate(prompt: Prompt, text: str) -> float:
+    return 1.0
 
 
 def read(tokens: Sequence[int]) -> str:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from truestep.sampler.server.answer import Asked, read_choices
+from truestep.sampler.server import vllm
+from truestep.sampler.server.answer import check_choices
 from truestep.sampler.server.errors import BadAnswerError
+from truestep.sampler.server.protocol import Asked, Choice
 
 ASKED = Asked(prompt=(5, 6), n=2, temperature=1.0, max_new_tokens=3, stop_ids=frozenset({0, 1}), vocabulary_size=10)
 GOOD: dict[str, Any] = {
@@ -31,6 +33,10 @@ GOOD: dict[str, Any] = {
         },
     ]
 }
+
+
+def read_choices(answer: Any, asked: Asked, versions: dict[int, list[int]] | int) -> list[Choice]:
+    return check_choices(vllm.read_choices(answer, asked), asked, versions)
 
 
 def test_a_good_answer_is_read_in_the_order_of_its_indices() -> None:

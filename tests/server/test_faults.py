@@ -22,7 +22,6 @@ from truestep.environments.rewards import RewardError
 from truestep.policy.loading.load import load_policy
 from truestep.rollouts.source import SourceError
 from truestep.sampler.server import sync
-from truestep.sampler.server.client import Client
 from truestep.sampler.server.errors import ServerError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]  # the first test waits for the servers to start
@@ -179,19 +178,12 @@ def test_weights_that_change_behind_our_back_are_noticed_before_their_documents_
     """What a quick restart does: the server answers as ever, with the weights that it was started with."""
     started_with = sync.WeightsDirectory(tmp_path / "started").write(load_policy(servers.model), 0, torch.float32)
 
-    async def restart() -> None:
-        client = Client(servers.first.url, "policy", None, 60)
-        await sync.pause(client, "abort", 60)
-        await sync.load(client, started_with, 60)
-        await sync.resume(client, 60)
-        await client.close()
-
     done: list[int] = []
 
     async def spoil(path: str, asked: Any, answer: Answer) -> Answer:
         if is_group(path, asked) and len(done) < 2 and len(proxy.requests) > 60 * (len(done) + 1):
             done.append(len(proxy.requests))
-            await restart()
+            await asyncio.to_thread(servers.first.give, started_with)
         return answer
 
     with Proxy(servers.first.url, spoil) as proxy:
@@ -200,7 +192,7 @@ def test_weights_that_change_behind_our_back_are_noticed_before_their_documents_
         run.trainer.run()
     assert len(done) == 2
     assert run.worst_gap() < 1e-4
-    assert run.trainer.source._engine.counts()["void"] > 0
+    assert run.trainer.source._ahead.counts()["void"] > 0
 
 
 def test_a_server_killed_and_restarted_is_given_its_weights_and_training_goes_on(
@@ -241,9 +233,9 @@ def test_what_comes_too_late_is_dropped_and_counted(servers: Servers, tmp_path: 
         config = config.model_copy(update={"sampler": config.sampler.model_copy(update={"pause": "keep"})})
         run = recorded(config)
         # Streams are not spoiled: the late group is one plain answer.
-        fleet: Any = run.trainer.source._engine.fleet
+        fleet: Any = run.trainer.source._ahead.fleet
         for server in fleet.servers:
-            server.client.stream = lambda asked, version, client=server.client: client.complete(asked, version())
+            server.remote.stream = lambda asked, came, remote=server.remote: remote.complete(asked)
         run.trainer.run()
     late = [line for line in read_lines(tmp_path / "run" / "rejected.jsonl") if "too stale" in line["reason"]]
     assert late and len(late) % 4 == 0

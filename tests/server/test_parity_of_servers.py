@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,10 @@ import torch
 from server.conftest import Servers
 from server.models import make_model
 from server.runs import server_config
-from server.vllm_server import NAME
+from server.vllm_server import give_weights
 from truestep.parity.run import parity
 from truestep.policy.loading.load import load_policy
-from truestep.sampler.server.client import Client
-from truestep.sampler.server.sync import WeightsDirectory, load, pause, resume
+from truestep.sampler.server.sync import WeightsDirectory
 
 pytestmark = pytest.mark.vllm
 
@@ -23,15 +21,7 @@ pytestmark = pytest.mark.vllm
 def serve(url: str, model: Path, directory: Path) -> None:
     """Other tests have left their weights in the server."""
 
-    async def send() -> None:
-        client = Client(url, NAME, None, 60)
-        written = WeightsDirectory(directory).write(load_policy(model, device="cpu"), 0, torch.float32)
-        await pause(client, "wait", 60)
-        await load(client, written, 60)
-        await resume(client, 60)
-        await client.close()
-
-    asyncio.run(send())
+    give_weights(url, WeightsDirectory(directory).write(load_policy(model, device="cpu"), 0, torch.float32))
 
 
 def test_a_server_that_is_right(servers: Servers, tmp_path: Path) -> None:

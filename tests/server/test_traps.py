@@ -26,9 +26,9 @@ from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
 from truestep.policy.save import save_policy
 from truestep.sampler.server import sync
-from truestep.sampler.server.client import Client
 from truestep.sampler.server.errors import ServerError
 from truestep.sampler.server.probe import expect, measure
+from truestep.sampler.server.vllm import Vllm
 from truestep.types import Rollout
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]  # the first test waits for the servers to start
@@ -57,26 +57,15 @@ def reload_weights(server: VllmServer, path: Path) -> None:
     assert server.post("/collective_rpc", body).status_code == 200
 
 
-def load_properly(server: VllmServer, path: Path) -> None:
-    async def load() -> None:
-        client = Client(server.url, NAME, None, 60)
-        await sync.pause(client, "abort", 60)
-        await sync.load(client, path, 60)
-        await sync.resume(client, 60)
-        await client.close()
-
-    asyncio.run(load())
-
-
 def gap(url: str, policy: Policy, *prompts: tuple[int, ...]) -> float:
     """How far a server's next tokens are from the policy's, in nats."""
 
     async def ask() -> float:
-        client = Client(url, NAME, None, 60)
+        server = Vllm(url, NAME, None, 60)
         try:
-            return (await measure(client, expect(policy, prompts, 0), 60)).expected
+            return (await measure(server, expect(policy, prompts, 0))).expected
         finally:
-            await client.close()
+            await server.close()
 
     return asyncio.run(ask())
 
@@ -105,14 +94,14 @@ def gaps(policy: Policy, rollout: Rollout) -> np.ndarray:
 def test_without_a_reset_the_cache_of_the_old_weights_answers_for_the_new(
     servers: Servers, old: Policy, new: Policy, weights: dict[str, Path]
 ) -> None:
-    load_properly(servers.first, weights["old"])
+    servers.first.give(weights["old"])
     assert gap(servers.first.url, old, LONG, SHORT) < 1e-3
     servers.first.post("/pause?mode=wait&clear_cache=false")
     reload_weights(servers.first, weights["new"])
     servers.first.post("/resume")
     assert gap(servers.first.url, new, SHORT) < 1e-3, "a short prompt hides it"
     assert gap(servers.first.url, new, LONG) > 0.1
-    load_properly(servers.first, weights["new"])
+    servers.first.give(weights["new"])
     assert gap(servers.first.url, new, LONG, SHORT) < 1e-3
 
 
@@ -154,7 +143,7 @@ def test_a_cache_that_outlives_its_weights_ends_the_run_before_anything_is_train
 
 def test_raw_logprobs_ignore_the_temperature_and_are_named(servers: Servers, tmp_path: Path) -> None:
     started_with = load_policy(servers.model, head=HeadSettings(fp32=True))
-    load_properly(servers.raw, sync.WeightsDirectory(tmp_path / "weights").write(started_with, 0, torch.float32))
+    servers.raw.give(sync.WeightsDirectory(tmp_path / "weights").write(started_with, 0, torch.float32))
     rollout = sample(servers.raw, SHORT, 8, temperature=0.7, top_k=0)
     assert gaps(started_with, rollout).max() > 0.05, "the unguarded way"
     (tmp_path / "model").symlink_to(servers.model)
@@ -185,7 +174,7 @@ def test_a_reload_without_a_pause_gives_text_of_neither_model(
     servers: Servers, old: Policy, new: Policy, weights: dict[str, Path]
 ) -> None:
     for wait in (0.6, 1.2, 2.4):  # until it has begun: how soon that is depends on what else the machine does
-        load_properly(servers.first, weights["old"])
+        servers.first.give(weights["old"])
         rollout = sample_across_a_reload(servers.first, weights["new"], wait)
         if gaps(old, rollout)[:5].max() < 1e-3:
             break
@@ -207,17 +196,17 @@ def test_kept_completions_are_of_two_policies_and_say_where(servers: Servers, tm
     run = recorded(config)
     source, policy = run.trainer.source, run.trainer.policy
     updated = source.updated
-    (server,) = source._engine.fleet.servers
-    stream, came = server.client.stream, [0]
+    (server,) = source._ahead.fleet.servers
+    stream, came = server.remote.stream, [0]
 
-    def counted(asked: Any, version: Callable[[], int]) -> Any:
-        def of_token() -> int:
-            came[0] += 1
-            return version()
+    def counted(asked: Any, arrived: Callable[[int, int], None]) -> Any:
+        def count(index: int, tokens: int) -> None:
+            came[0] += tokens
+            arrived(index, tokens)
 
-        return stream(asked, of_token)
+        return stream(asked, count)
 
-    server.client.stream = counted
+    server.remote.stream = counted
 
     def with_completions_under_way(seen: int) -> None:
         """Each time, other weights still as soon as completions have some tokens of the last ones."""
@@ -256,9 +245,9 @@ def test_the_checksum_does_not_follow_the_weights(
         answer = servers.first.post("/weight_checker", {"action": "checksum"})
         return answer.json()["checksums"] if answer.status_code == 200 else {}
 
-    load_properly(servers.first, weights["old"])
+    servers.first.give(weights["old"])
     before, near = checksums(), gap(servers.first.url, old, LONG)
-    load_properly(servers.first, weights["new"])
+    servers.first.give(weights["new"])
     changed = {name for name, digest in checksums().items() if before.get(name) != digest}
     layers = {name for name in before if "proj" in name}
     assert not layers & changed, "packed for the CPU, the layers' weights are where no checksum looks"
@@ -269,10 +258,10 @@ def test_a_tied_head_needs_an_entry_of_its_own(
     servers: Servers, new: Policy, weights: dict[str, Path], tmp_path: Path
 ) -> None:
     """The engine for CPUs goes on with the head that it was started with."""
-    load_properly(servers.first, weights["old"])
-    load_properly(servers.first, _saved(new, tmp_path / "plain"))
+    servers.first.give(weights["old"])
+    servers.first.give(_saved(new, tmp_path / "plain"))
     assert gap(servers.first.url, new, SHORT) > 0.1, "the unguarded way"
-    load_properly(servers.first, weights["new"])
+    servers.first.give(weights["new"])
     assert gap(servers.first.url, new, SHORT) < 1e-3
 
 
@@ -281,7 +270,7 @@ def test_a_tied_head_needs_an_entry_of_its_own(
 
 def test_the_models_own_sampling_defaults_stay_out(servers: Servers, old: Policy, weights: dict[str, Path]) -> None:
     """generation_config.json says top_k: 3, and a plain request is cut to 3 tokens, whose log-probs say so."""
-    load_properly(servers.first, weights["old"])
+    servers.first.give(weights["old"])
     plain = sample(servers.first, SHORT, 32, temperature=1.0)
     assert gaps(old, plain).max() > 0.05, "the unguarded way"
     assert json.loads((weights["old"] / "generation_config.json").read_text()).get("top_k") is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -12,6 +13,8 @@ import time
 from pathlib import Path
 
 import httpx
+
+from truestep.sampler.server.vllm import Vllm
 
 NAME = "policy"
 _READY_SECONDS = 280.0
@@ -118,5 +121,22 @@ class VllmServer:
             return False
         return True
 
+    def give(self, weights: Path) -> None:
+        """As the trainer does. Completions under way are thrown away."""
+        give_weights(self.url, weights)
+
     def post(self, path: str, body: object = None) -> httpx.Response:
         return httpx.post(f"{self.url}{path}", json=body, timeout=60)
+
+
+def give_weights(url: str, weights: Path) -> None:
+    async def give() -> None:
+        server = Vllm(url, NAME, None, 60)
+        try:
+            await server.pause("abort")
+            await server.load(weights)
+            await server.resume()
+        finally:
+            await server.close()
+
+    asyncio.run(give())

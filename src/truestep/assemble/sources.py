@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from truestep.config.schema import Config
 from truestep.config.sections import DirectorySource, InProcessSampler, RedisSource, SamplerConfig, ServerSampler
+from truestep.custom import check_options, load_custom
 from truestep.environments.prompts import Prompt, find_prompts, load_prompts
 from truestep.environments.reward_pool import RewardPool
 from truestep.environments.rewards import load_reward
@@ -28,9 +28,11 @@ from truestep.rollouts.stream.transport import Transport
 from truestep.sampler.decode import DecodeOptions
 from truestep.sampler.groups import check_lengths
 from truestep.sampler.in_process import InProcessSource, stop_ids
-
-if TYPE_CHECKING:
-    from truestep.sampler.server.client import Client
+from truestep.sampler.server.ahead import Pace
+from truestep.sampler.server.making import SamplingOptions
+from truestep.sampler.server.protocol import InferenceServer
+from truestep.sampler.server.source import ServerSource, ThreadedRewards
+from truestep.sampler.server.sync import WeightsDirectory
 
 # A probe's mean over likely tokens. In float32 two engines differ by rounding alone; bfloat16 keeps three digits.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
@@ -183,14 +185,22 @@ def _make_in_process_source(config: Config, sampler: InProcessSampler, policy: P
     )
 
 
-def server_maker(sampler: ServerSampler) -> Callable[[], list[Client]]:
+def server_maker(sampler: ServerSampler) -> Callable[[], list[InferenceServer]]:
     """Check what the options say of the servers. What is returned connects to them, inside the loop that asks them."""
+    server_class, key = _server_class(sampler.protocol), _api_key(sampler.api_key_env)
+    shared = {"model": sampler.model, "api_key": key, "timeout": sampler.request_timeout}
+    servers = [check_options("sampler.protocol", server_class, {"url": url, **shared}) for url in sampler.urls]
+    return lambda: [server_class(**options) for options in servers]
+
+
+def _server_class(protocol: str) -> Callable[..., InferenceServer]:
+    if protocol != "vllm":
+        return load_custom("sampler.protocol", protocol)
     try:
-        from truestep.sampler.server.client import Client  # its HTTP client is an extra
+        from truestep.sampler.server.vllm import Vllm  # its HTTP client is an extra
     except ImportError as error:
         raise SourceError("sampler.type: server needs `pip install 'truestep[server]'`") from error
-    key = _api_key(sampler.api_key_env)
-    return lambda: [Client(url, sampler.model, key, sampler.request_timeout) for url in sampler.urls]
+    return Vllm
 
 
 def _api_key(variable: str | None) -> str | None:
@@ -203,11 +213,6 @@ def _api_key(variable: str | None) -> str | None:
 
 
 def _make_server_source(config: Config, sampler: ServerSampler, policy: Policy) -> Source:
-    from truestep.sampler.server.engine import Pace
-    from truestep.sampler.server.making import SamplingOptions
-    from truestep.sampler.server.source import ServerSource
-    from truestep.sampler.server.sync import WeightsDirectory
-
     data, schedule = config.data, config.schedule
     assert data.group_size is not None and config.checkpoint.directory is not None
     prompts = read_prompts(sampler, policy)
@@ -215,9 +220,10 @@ def _make_server_source(config: Config, sampler: ServerSampler, policy: Policy) 
     return ServerSource(
         policy=policy,
         prompts=prompts,
-        make_clients=server_maker(sampler),
-        rewards=RewardPool(sampler.reward, sampler.reward_workers, sampler.reward_timeout),
-        reward_workers=sampler.reward_workers,
+        make_servers=server_maker(sampler),
+        rewards=ThreadedRewards(
+            RewardPool(sampler.reward, sampler.reward_workers, sampler.reward_timeout), sampler.reward_workers
+        ),
         sampling=SamplingOptions(
             group_size=data.group_size,
             seed=config.seed,
@@ -239,5 +245,4 @@ def _make_server_source(config: Config, sampler: ServerSampler, policy: Policy) 
         advantage_rule=data.advantages,
         pause=sampler.pause,
         tolerance=sampler.tolerance or _TOLERANCE[config.model.dtype],
-        timeout=sampler.request_timeout,
     )

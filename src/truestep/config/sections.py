@@ -125,9 +125,12 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 class ServerSampler(SamplerBase):
     type: Literal["server"]
-    """vLLM servers sample; after each update they are given the new weights."""
+    """Inference servers sample; after each update they are given the new weights."""
+    protocol: str = "vllm"
+    """vllm, or package.module:Class, a class of yours that implements
+    truestep.sampler.server.protocol.InferenceServer: another kind of server."""
     urls: Annotated[list[str], Field(min_length=1)]
-    """Of the servers, such as http://host:8000. Requests go to the one that has least to do."""
+    """The servers, such as http://host:8000. Requests go to the one that has least to do."""
     model: str
     """The name that the servers serve the model under (--served-model-name)."""
     api_key_env: str | None = None

@@ -14,6 +14,9 @@ from truestep.policy.policy import Policy
 from truestep.sampler.decode import Request, decode
 from truestep.sampler.groups import to_rollout
 from truestep.sampler.in_process import stop_ids
+from truestep.sampler.server.answer import complete
+from truestep.sampler.server.errors import BadAnswerError, ServerError, UnreachableError
+from truestep.sampler.server.protocol import Asked
 from truestep.types import Rollout
 
 
@@ -37,25 +40,22 @@ def _sample_in_process(
 
 
 async def _ask_servers(sampler: ServerSampler, policy: Policy, prompts: Sequence[Prompt]) -> list[Rollout]:
-    clients = server_maker(sampler)()
-    from truestep.sampler.server.answer import Asked
-    from truestep.sampler.server.errors import BadAnswerError, ServerError, UnreachableError
-
+    servers = server_maker(sampler)()
     ends = stop_ids(policy)
 
     async def ask(number: int, prompt: Prompt) -> Rollout | None:
-        client = clients[number % len(clients)]
+        server = servers[number % len(servers)]
         asked = Asked(prompt.input_ids, 1, sampler.temperature, sampler.max_new_tokens, ends, policy.vocabulary_size)
         try:
-            (choice,) = await client.complete(asked, 0)
+            (choice,) = await complete(server, asked, 0)
         except (UnreachableError, BadAnswerError) as error:
-            raise ServerError(f"sampler.urls: {client.url} gave no completion: {error}") from error
+            raise ServerError(f"sampler.urls: {server.url} gave no completion: {error}") from error
         return None if choice.aborted else _rollout(number, prompt, choice.token_ids, choice.logprobs, sampler)
 
     try:
         rollouts = await asyncio.gather(*(ask(number, prompt) for number, prompt in enumerate(prompts)))
     finally:
-        await asyncio.gather(*(client.close() for client in clients))
+        await asyncio.gather(*(server.close() for server in servers))
     return [rollout for rollout in rollouts if rollout is not None]
 
 

@@ -1,7 +1,8 @@
-"""Rollouts from vLLM servers: requests, weight sync, and the checks that keep a bad or stale token out of a step.
+"""Rollouts from inference servers: requests, new weights, and the checks that keep a bad or stale token out of a step.
 
-client    one server over HTTP           answer    what must hold before an answer may become documents
-check     what a server says of itself    probe     fixed prompts that both sides score
-sync      new weights into a server       fleet     all servers: load, versions, loss and recovery
-groups    whole groups with rewards       source    the trainer's side
+protocol  what the trainer needs of a server      vllm      a server that speaks vLLM's language
+check     what a server says of itself            answer    what must hold before an answer may become documents
+probe     fixed prompts that both sides score     sync      new weights on a disk that servers see
+fleet     all servers: load, versions, recovery   making    whole groups with rewards
+ahead     groups made ahead of the trainer        source    the trainer's side
 """

@@ -12,12 +12,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from truestep.sampler.server import sync
-from truestep.sampler.server.answer import Asked, Choice
+from truestep.sampler.server import answer
 from truestep.sampler.server.check import explain_raw
-from truestep.sampler.server.client import Client
 from truestep.sampler.server.errors import BadAnswerError, ServerError, UnreachableError, VoidedError, WeightsError
 from truestep.sampler.server.probe import Expected, measure
+from truestep.sampler.server.protocol import Asked, Choice, InferenceServer
 
 _FIRST_DELAY, _LONGEST_DELAY = 0.1, 5.0  # seconds between attempts to reach a lost server
 _PATIENCE = 3  # attempts after which its unconfirmed answers are given up for others to make
@@ -26,7 +25,7 @@ _REMEMBERED = 4  # versions that a server may still have
 
 @dataclass(frozen=True)
 class Published:
-    """Weights on the disk, and what the trainer says with them."""
+    """Weights on the disk, and how the trainer scores the probes with them."""
 
     path: Path
     expected: Expected
@@ -38,7 +37,9 @@ class Published:
 
 @dataclass(eq=False)
 class Server:
-    client: Client
+    """A server and what the trainer knows of it."""
+
+    remote: InferenceServer
     version: int | None = None  # of the weights that it was given last
     is_open: bool = False  # to requests
     epoch: int = 0  # counts what makes the version of completions that are under way unknowable
@@ -46,18 +47,20 @@ class Server:
     served: int = 0
     confirmed: int = 0  # answers up to this serial number were made by the weights that they say
     voids: int = 0  # times that those behind it turned out to be of unknown weights
-    lost_since: float | None = None
+    lost_at: float | None = None  # on the loop's clock; None: it is not lost
     trouble: str = ""  # the last one
     attempts: int = 0
     control: asyncio.Lock = field(default_factory=asyncio.Lock)  # one sync, probe or recovery at a time
 
     @property
     def url(self) -> str:
-        return self.client.url
+        return self.remote.url
 
 
 @dataclass(frozen=True)
 class Answer:
+    """A group's completions, and where they stand in their server's history."""
+
     server: Server
     serial: int
     voids: int  # of the server when it came
@@ -87,19 +90,20 @@ class Signal:
 
 
 class Fleet:
+    """All servers: asks them, gives them weights, and brings back those that are lost."""
+
     def __init__(
         self,
-        clients: Sequence[Client],
+        servers: Sequence[InferenceServer],
         *,
         pause: str,
         tolerance: float,
-        timeout: float,
         on_void: Callable[[], None],
         on_fatal: Callable[[Exception], None],
     ):
-        self.servers = [Server(client) for client in clients]
+        self.servers = [Server(remote) for remote in servers]
         self.version: int | None = None  # that every reachable server has
-        self._pause, self._tolerance, self._timeout = pause, tolerance, timeout
+        self._pause, self._tolerance = pause, tolerance
         self._on_void, self._on_fatal = on_void, on_fatal
         self._published: dict[int, Published] = {}
         self._current: Published | None = None
@@ -110,6 +114,7 @@ class Fleet:
     # ---- completions
 
     async def ask(self, asked: Asked) -> Answer:
+        """Ask the server that has least to do."""
         server = await self._pick()
         version, epoch = server.version, server.epoch
         assert version is not None, "a server is opened with its first weights"
@@ -117,9 +122,9 @@ class Fleet:
         server.served += asked.n
         try:
             if self._pause == "keep":
-                choices = await server.client.stream(asked, lambda: server.version or 0)
+                choices = await answer.stream(server.remote, asked, lambda: server.version or 0)
             else:
-                choices = await server.client.complete(asked, version)
+                choices = await answer.complete(server.remote, asked, version)
         except UnreachableError as error:
             self._lose(server, error)
             raise
@@ -132,7 +137,7 @@ class Fleet:
         return Answer(server, self._serial, server.voids, choices)
 
     async def _pick(self) -> Server:
-        """The one that has least to do, and of equals the one that did least so far."""
+        """Wait for an open server: the one that has least to do, and among equals the one that did least so far."""
         while not (ready := [server for server in self.servers if server.is_open]):
             await self._changed.wait()
         return min(ready, key=lambda server: (server.in_flight, server.served))
@@ -140,6 +145,7 @@ class Fleet:
     # ---- weights
 
     async def publish(self, published: Published) -> None:
+        """Give new weights to every server that is not lost."""
         self._current = published
         self._published[published.version] = published
         for old in list(self._published)[:-_REMEMBERED]:
@@ -150,7 +156,7 @@ class Fleet:
 
     async def _update(self, server: Server, published: Published) -> None:
         async with server.control:
-            if server.lost_since is not None:
+            if server.lost_at is not None:
                 return  # whoever brings it back gives it the current weights
             try:
                 self._close(server)
@@ -164,21 +170,20 @@ class Fleet:
                 self._lose(server, error)
 
     async def _load(self, server: Server, published: Published) -> None:
-        client = server.client
-        await sync.pause(client, self._pause, self._timeout)
+        await server.remote.pause(self._pause)
         try:
-            await sync.load(client, published.path, self._timeout)
+            await server.remote.load(published.path)
             if self._pause != "keep":
                 server.epoch += 1  # what still comes was under way while the weights changed
             server.version = published.version
         finally:
-            await asyncio.shield(sync.resume(client, self._timeout))
+            await asyncio.shield(server.remote.resume())
         await self._verify(server, published)
         self._open(server)
 
     async def _verify(self, server: Server, published: Published) -> None:
-        gap = await measure(server.client, published.expected, self._timeout)
-        if raw := explain_raw(server.url, gap):
+        gap = await measure(server.remote, published.expected)
+        if raw := explain_raw(server.remote, gap):
             raise WeightsError(raw)
         if gap.expected > self._tolerance:
             raise WeightsError(await self._explain(server, published, gap.expected))
@@ -189,35 +194,37 @@ class Fleet:
             f"{max(map(len, published.expected.prompts))} tokens {gap:.2g} nats away from the trainer (at most "
             f"{self._tolerance:g}, sampler.tolerance)"
         )
-        fresh = await measure(server.client, published.expected, self._timeout, past_the_cache=True)
+        advice = server.remote.advice
+        fresh = await measure(server.remote, published.expected, past_the_cache=True)
         if fresh.expected <= self._tolerance:
-            return f"{said}: its prefix cache is that of older weights, although /reset_prefix_cache was called"
+            return f"{said}: its prefix cache is that of older weights, {advice.emptied_cache}"
         for other in self._published.values():
             older = other.version != published.version
-            if older and (await measure(server.client, other.expected, self._timeout)).expected <= self._tolerance:
-                return f"{said}: it still serves those of version {other.version}, although reload_weights was called"
+            if older and (await measure(server.remote, other.expected)).expected <= self._tolerance:
+                return f"{said}: it still serves those of version {other.version}, {advice.loaded}"
         return (
             f"{said}: does it compute as the trainer does (--dtype and model.dtype, the precision of the LM head, rope "
             "settings, quantisation)?"
         )
 
     async def _has_its_weights(self, server: Server) -> bool:
-        """A probe; what was answered before it is confirmed if it is right."""
+        """Probe a server; what it answered before the probe is confirmed if the probe is right."""
         mark, published = self._serial, self._published.get(-1 if server.version is None else server.version)
         if published is None:  # none yet, or so old that the trainer has forgotten them
             return False
-        gap = await measure(server.client, published.expected, self._timeout)
+        gap = await measure(server.remote, published.expected)
         if gap.expected > self._tolerance:
             return False
         server.confirmed = max(server.confirmed, mark)
         return True
 
     async def confirm(self, servers: Collection[Server]) -> None:
+        """Find out whether servers still have the weights that they were given."""
         await asyncio.gather(*map(self._confirm, servers))
 
     async def _confirm(self, server: Server) -> None:
         async with server.control:
-            if server.lost_since is not None:
+            if server.lost_at is not None:
                 return
             try:
                 if await self._has_its_weights(server):
@@ -231,14 +238,14 @@ class Fleet:
             await self._changed.wait()
 
     def _open(self, server: Server) -> None:
-        server.is_open, server.lost_since, server.attempts = True, None, 0
+        server.is_open, server.lost_at, server.attempts = True, None, 0
         self._changed.set()
 
     def _close(self, server: Server) -> None:
         server.is_open = False
 
     def _void(self, server: Server) -> None:
-        """Nobody knows which weights made what is not confirmed."""
+        """Give up what is not confirmed: nobody knows which weights made it."""
         server.epoch += 1
         server.voids += 1
         self._on_void()
@@ -247,8 +254,8 @@ class Fleet:
 
     def _lose(self, server: Server, error: Exception) -> None:
         server.trouble = str(error)
-        if server.lost_since is None:
-            server.lost_since = time.time()
+        if server.lost_at is None:
+            server.lost_at = asyncio.get_running_loop().time()
             self._close(server)
             task = asyncio.get_running_loop().create_task(self._recover(server))
             self._recoveries.add(task)
@@ -276,10 +283,10 @@ class Fleet:
             delay = min(2 * delay, _LONGEST_DELAY)
 
     async def _bring_back(self, server: Server) -> None:
-        """A server that answers again may be another process, which serves the weights that it was started with."""
+        """Open a server that answers again. It may be another process, with the weights that it was started with."""
         assert self._current is not None
-        await server.client.get("/health", timeout=10)
-        await sync.resume(server.client, self._timeout)  # a sync that was cut short left it standing still
+        await server.remote.describe()
+        await server.remote.resume()  # a sync that was cut short left it standing still
         if not await self._has_its_weights(server):
             self._void(server)
             await self._load(server, self._current)
@@ -288,20 +295,21 @@ class Fleet:
         self._open(server)
 
     def report(self) -> str:
-        """What each server is doing, for whoever waited in vain."""
+        """Say what each server is doing, for whoever waited in vain."""
         return "; ".join(map(_state, self.servers))
 
     async def close(self) -> None:
+        """End attempts to bring servers back, and let go of them."""
         for task in list(self._recoveries):
             task.cancel()
         await asyncio.gather(*self._recoveries, return_exceptions=True)
-        await asyncio.gather(*(server.client.close() for server in self.servers))
+        await asyncio.gather(*(server.remote.close() for server in self.servers))
 
 
 def _state(server: Server) -> str:
-    if server.lost_since is not None:
-        since = time.strftime("%H:%M:%S", time.localtime(server.lost_since))
-        seconds = time.time() - server.lost_since
+    if server.lost_at is not None:
+        seconds = asyncio.get_running_loop().time() - server.lost_at
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
         return f"{server.url} is lost since {since} ({seconds:.0f} s, {server.attempts} attempts): {server.trouble}"
     trouble = f"; its last trouble: {server.trouble}" if server.trouble else ""
     state = "open" if server.is_open else "being given weights"

@@ -1,12 +1,11 @@
-"""One group: completions of a prompt asked for, rated, and made again where one of them cannot be used."""
+"""Make a group: ask for completions of a prompt, have them rated, and make again what cannot be used."""
 
 from __future__ import annotations
 
 import asyncio
-import time
+import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,9 +13,9 @@ import numpy as np
 from truestep.environments.prompts import Prompt
 from truestep.environments.rewards import RewardError
 from truestep.sampler.groups import TRIES
-from truestep.sampler.server.answer import Asked, Choice
 from truestep.sampler.server.errors import BadAnswerError, UnreachableError, VoidedError
 from truestep.sampler.server.fleet import Answer, Fleet, Server
+from truestep.sampler.server.protocol import Asked, Choice
 from truestep.types import Rejected, Rollout
 
 _RETRY_SECONDS = 0.05  # before the next server is asked; the one that failed is closed until it is back
@@ -24,6 +23,8 @@ _RETRY_SECONDS = 0.05  # before the next server is asked; the one that failed is
 
 @dataclass(frozen=True)
 class SamplingOptions:
+    """Options of every request and group."""
+
     group_size: int
     seed: int
     temperature: float
@@ -35,12 +36,16 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class Member:
+    """A rated completion and the answer that it came in."""
+
     rollout: Rollout
     answer: Answer
 
 
 @dataclass(eq=False)
 class Group:
+    """Completions of one prompt, as many as there are so far."""
+
     number: int
     prompt: Prompt
     members: list[Member] = field(default_factory=list)
@@ -49,7 +54,7 @@ class Group:
 
     @property
     def version(self) -> int:
-        """The oldest of any of its tokens."""
+        """The version of its oldest token."""
         return min(_oldest(member.rollout) for member in self.members)
 
     @property
@@ -63,29 +68,27 @@ def _oldest(rollout: Rollout) -> int:
 
 
 class GroupMaker:
+    """Makes groups, many at a time."""
+
     def __init__(
         self,
         fleet: Fleet,
         options: SamplingOptions,
-        rate: Callable[[Prompt, str], float],
+        rate: Callable[[Prompt, str], Awaitable[float]],
         read: Callable[[Sequence[int]], str],
-        workers: int,
     ):
         self._fleet, self._options = fleet, options
         self._rate, self._read = rate, read
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="rewards")
         self.counts: Counter[str] = Counter()
         self.rejected: deque[Rejected] = deque()
-        self.last_arrival = time.monotonic()
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.last_arrival = -math.inf  # on the loop's clock
 
     def reject(self, group: Group, name: str, reason: str) -> None:
+        """Note a completion that is not trained on."""
         self.rejected.append(Rejected(group.prompt.id, group.number, reason, name, str(group.number)))
 
     async def make(self, group: Group) -> str | None:
-        """Until it is whole. The last reason, where it had to be given up."""
+        """Ask and rate until a group is whole. Return the last reason where it had to be given up."""
         failures, reason = 0, ""
         while (missing := self._options.group_size - len(group.members)) > 0:
             if failures == TRIES:
@@ -126,29 +129,32 @@ class GroupMaker:
         )
 
     async def _add(self, group: Group, answer: Answer, first: int) -> list[str]:
-        """Why completions could not be rated. An aborted one is no failure: it is asked for again."""
+        """Add what could be rated; return why the rest could not. An aborted completion is asked for again."""
         self._progress()
-        whole = [(f"{group.number}-{first + at}", choice) for at, choice in enumerate(answer.choices)]
-        whole = [(name, choice) for name, choice in whole if not choice.aborted]
-        self.counts["aborted"] += len(answer.choices) - len(whole)
+        named = [(f"{group.number}-{first + at}", choice) for at, choice in enumerate(answer.choices)]
+        ended = [(name, choice) for name, choice in named if not choice.aborted]
+        self.counts["aborted"] += len(named) - len(ended)
         problems: list[str] = []
-        rewards = await asyncio.gather(*(self._rated(group, *named, problems) for named in whole))
+        try:
+            async with asyncio.TaskGroup() as tasks:  # one that ends the run ends the others
+                ratings = [tasks.create_task(self._rated(group, name, choice, problems)) for name, choice in ended]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
         if not answer.void:
             group.members += [
                 Member(self._rollout(name, group.prompt, choice, reward, answer.server.url), answer)
-                for (name, choice), reward in zip(whole, rewards, strict=True)
-                if reward is not None
+                for (name, choice), rating in zip(ended, ratings, strict=True)
+                if (reward := rating.result()) is not None
             ]
         self._progress()
         return problems
 
     def _progress(self) -> None:
-        self.last_arrival = time.monotonic()
+        self.last_arrival = asyncio.get_running_loop().time()
 
     async def _rated(self, group: Group, name: str, choice: Choice, problems: list[str]) -> float | None:
-        loop, text = asyncio.get_running_loop(), self._read(choice.token_ids)
         try:
-            return await loop.run_in_executor(self._threads, self._rate, group.prompt, text)
+            return await self._rate(group.prompt, self._read(choice.token_ids))
         except RewardError as error:
             if self._options.stop_at_rejected:
                 raise RewardError(

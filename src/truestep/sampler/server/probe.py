@@ -1,4 +1,4 @@
-"""Fixed prompts that both sides score: whether a server has the trainer's weights, and scores them as the trainer does.
+"""Probes: fixed prompts that show whether a server has the trainer's weights and scores them as the trainer does.
 
 A prompt is longer than a block of the engine's prefix cache wherever the model permits, because a shorter one is
 computed anew each time and cannot show a cache of old weights. It is the same prompt each time, so that a cache that
@@ -10,10 +10,8 @@ Dimensions: P prompts, V vocabulary.
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +20,8 @@ from truestep.environments.prompts import Prompt
 from truestep.head.logits import scaled_logits
 from truestep.policy.policy import Policy
 from truestep.rollouts.packing import pack
-from truestep.sampler.server.client import UNBENT, Client
 from truestep.sampler.server.errors import BadAnswerError
+from truestep.sampler.server.protocol import InferenceServer
 from truestep.types import Rollout
 
 TEMPERATURE = 0.7  # at 1 a server that ignores it could not be told from one that does not
@@ -35,7 +33,7 @@ _COUNTS = math.log(0.01)  # log-probs of unlikely tokens carry more rounding tha
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """What the trainer says of the probes with one version of the weights."""
+    """The trainer's log-probs of the probes' next tokens, with one version of the weights."""
 
     version: int
     prompts: tuple[tuple[int, ...], ...]
@@ -45,14 +43,14 @@ class Expected:
 
 @dataclass(frozen=True)
 class Gap:
-    """How far a server is from each explanation, in nats: the mean over likely tokens, of the worst probe."""
+    """The distance of a server from each explanation, in nats: the mean over likely tokens, for the worst probe."""
 
     expected: float
     raw: float
 
 
 def make_probes(prompts: Sequence[Prompt], seed: int, longest: int) -> tuple[tuple[int, ...], ...]:
-    """Tokens of the run's own prompts, shuffled: text that the model knows and does not know by heart."""
+    """Shuffle tokens of the run's own prompts: text that the model knows and does not know by heart."""
     known = np.array(sorted({token for prompt in prompts[:256] for token in prompt.input_ids}), dtype=np.int64)
     generator = np.random.default_rng([seed, _STREAM])
     return tuple(tuple(generator.choice(known, max(1, min(length, longest))).tolist()) for length in _LENGTHS)
@@ -60,7 +58,7 @@ def make_probes(prompts: Sequence[Prompt], seed: int, longest: int) -> tuple[tup
 
 @torch.no_grad()
 def expect(policy: Policy, prompts: tuple[tuple[int, ...], ...], version: int) -> Expected:
-    """From the forward pass that training uses."""
+    """Score the probes by the forward pass that training uses."""
     documents = [_document(number, prompt) for number, prompt in enumerate(prompts)]
     batch = pack(documents).to(policy.device)
     hidden = policy.hidden(batch.tokens).index_select(0, batch.labels.rows)
@@ -75,42 +73,27 @@ def expect(policy: Policy, prompts: tuple[tuple[int, ...], ...], version: int) -
 
 
 def _document(number: int, prompt: tuple[int, ...]) -> Rollout:
-    """One label, behind the prompt: its row is that of the next token. Which token stands there does not matter."""
+    """Put one label behind the prompt: its row is that of the next token. Which token stands there does not matter."""
     ids = np.array([*prompt, prompt[-1]], dtype=np.int64)
     return Rollout(id=str(number), input_ids=ids, loss_mask=np.arange(len(ids)) == len(prompt))
 
 
-async def measure(client: Client, expected: Expected, timeout: float, *, past_the_cache: bool = False) -> Gap:
-    salt = {"cache_salt": secrets.token_hex(8)} if past_the_cache else {}
+async def measure(server: InferenceServer, expected: Expected, *, past_the_cache: bool = False) -> Gap:
+    """Ask a server for the next token of each probe, and compare."""
+    vocabulary_size = expected.logprobs.shape[1]
     gaps = []
     for number, prompt in enumerate(expected.prompts):
-        body = {
-            "model": client.model,
-            "prompt": list(prompt),
-            "max_tokens": 1,
-            "temperature": TEMPERATURE,
-            **UNBENT,
-            "logprobs": min(_TOKENS, expected.logprobs.shape[1]),
-            "return_tokens_as_token_ids": True,
-        }
-        given = _next_token(await client.post("/v1/completions", body | salt, timeout), expected.logprobs.shape[1])
-        gaps.append([_gap(given, known) for known in (expected.logprobs[number], expected.raw[number])])
+        count = min(_TOKENS, vocabulary_size)
+        answer = await server.next_token(prompt, TEMPERATURE, count, past_the_cache=past_the_cache)
+        if not answer or any(not 0 <= token < vocabulary_size or math.isnan(value) for token, value in answer.items()):
+            raise BadAnswerError("a probe was answered with log-probs that are none, or of tokens that do not exist")
+        gaps.append([_gap(answer, known) for known in (expected.logprobs[number], expected.raw[number])])
     worst = np.array(gaps).max(axis=0)
     return Gap(float(worst[0]), float(worst[1]))
 
 
-def _next_token(answer: Any, vocabulary_size: int) -> dict[int, float]:
-    try:
-        (said,) = answer["choices"][0]["logprobs"]["top_logprobs"]
-        given = {int(name.removeprefix("token_id:")): float(value) for name, value in said.items()}
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise BadAnswerError("a probe was answered without the log-probs of its next token") from error
-    if not given or any(not 0 <= token < vocabulary_size or math.isnan(value) for token, value in given.items()):
-        raise BadAnswerError("a probe was answered with log-probs that are none, or of tokens that do not exist")
-    return given
-
-
-def _gap(given: dict[int, float], known: np.ndarray) -> float:
-    likeliest = max(given, key=lambda token: float(known[token]))
-    counted = [token for token in given if known[token] >= _COUNTS or token == likeliest]
-    return float(np.mean([abs(given[token] - float(known[token])) for token in counted]))
+def _gap(answer: dict[int, float], known: np.ndarray) -> float:
+    """Average over the likely tokens of an answer, and over the likeliest where none of them is likely."""
+    likeliest = max(answer, key=lambda token: float(known[token]))
+    counted = [token for token in answer if known[token] >= _COUNTS or token == likeliest]
+    return float(np.mean([abs(answer[token] - float(known[token])) for token in counted]))

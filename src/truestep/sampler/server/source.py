@@ -1,13 +1,14 @@
-"""Rollouts from vLLM servers: the trainer's side. The policy is touched by the trainer's own thread and by no other."""
+"""Rollouts from inference servers: the trainer's side. Only the trainer's own thread touches the policy."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -16,12 +17,12 @@ from truestep.environments.reward_pool import RewardPool
 from truestep.policy.policy import Policy
 from truestep.rollouts.source import Interrupted, never
 from truestep.sampler.groups import fingerprint, refuse_other_groups, with_advantages
+from truestep.sampler.server.ahead import LookAhead, Pace
 from truestep.sampler.server.check import check_server
-from truestep.sampler.server.client import Client
-from truestep.sampler.server.engine import Engine, Pace
 from truestep.sampler.server.fleet import Fleet, Published
 from truestep.sampler.server.making import SamplingOptions
 from truestep.sampler.server.probe import expect, make_probes
+from truestep.sampler.server.protocol import InferenceServer
 from truestep.sampler.server.sync import WeightsDirectory
 from truestep.types import Rejected, Rollout
 
@@ -30,7 +31,17 @@ _LOOK_SECONDS = 0.5  # between looks whether the run was asked to stop
 _CLOSE_SECONDS = 30.0  # for a sync under way: a server that is left standing still serves nobody
 
 
-class Loop:
+class Loop(Protocol):
+    """An event loop beside the trainer's thread. Tests have one with a clock of their own."""
+
+    def submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]: ...
+
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T: ...
+
+    def close(self) -> None: ...
+
+
+class LoopThread:
     """An event loop in a thread of its own."""
 
     def __init__(self) -> None:
@@ -50,7 +61,31 @@ class Loop:
         self._loop.close()
 
 
+class Rewards(Protocol):
+    """What rates completions beside everything else."""
+
+    async def rate(self, prompt: Prompt, text: str) -> float: ...
+
+    def close(self) -> None: ...
+
+
+class ThreadedRewards:
+    """A pool of reward processes, each waited for by a thread."""
+
+    def __init__(self, pool: RewardPool, workers: int):
+        self._pool, self._threads = pool, ThreadPoolExecutor(workers, thread_name_prefix="rewards")
+
+    async def rate(self, prompt: Prompt, text: str) -> float:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._pool.rate, prompt, text)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._pool.close()
+
+
 class ServerSource:
+    """A source whose documents come from inference servers, which get the policy's new weights after each update."""
+
     plans_ahead = False
 
     def __init__(
@@ -58,9 +93,8 @@ class ServerSource:
         *,
         policy: Policy,
         prompts: Sequence[Prompt],
-        make_clients: Callable[[], Sequence[Client]],
-        rewards: RewardPool,
-        reward_workers: int,
+        make_servers: Callable[[], Sequence[InferenceServer]],
+        rewards: Rewards,
         sampling: SamplingOptions,
         pace: Pace,
         weights: WeightsDirectory,
@@ -68,46 +102,39 @@ class ServerSource:
         advantage_rule: str,
         pause: str,
         tolerance: float,
-        timeout: float,
+        loop: Loop | None = None,
     ):
         self._policy, self._prompts, self._rewards = policy, prompts, rewards
         self._sampling, self._weights, self._weights_dtype = sampling, weights, weights_dtype
         self._advantage_rule = advantage_rule
-        self._loop = Loop()
+        self._loop = loop or LoopThread()
         self._pushed: Future[None] | None = None
         self._closed = False
         self.asked_to_stop: Callable[[], bool] = never
         try:
-            clients, longest = self._loop.run(self._connect(make_clients))
+            servers, longest = self._loop.run(self._connect(make_servers))
             self._probes = make_probes(prompts, sampling.seed, longest - 1)
 
             def make_fleet(on_void: Callable[[], None], on_fatal: Callable[[Exception], None]) -> Fleet:
-                return Fleet(
-                    clients,
-                    pause=pause,
-                    tolerance=tolerance,
-                    timeout=timeout,
-                    on_void=on_void,
-                    on_fatal=on_fatal,
-                )
+                return Fleet(servers, pause=pause, tolerance=tolerance, on_void=on_void, on_fatal=on_fatal)
 
-            self._engine = Engine(make_fleet, prompts, sampling, pace, rewards.rate, self._read, reward_workers)
+            self._ahead = LookAhead(make_fleet, prompts, sampling, pace, rewards.rate, self._read)
         except BaseException:
             self._loop.close()
             raise
 
-    async def _connect(self, make_clients: Callable[[], Sequence[Client]]) -> tuple[Sequence[Client], int]:
-        """Servers that are there and serve this model; the longest text that all of them take."""
+    async def _connect(
+        self, make_servers: Callable[[], Sequence[InferenceServer]]
+    ) -> tuple[Sequence[InferenceServer], int]:
+        """Find servers that serve this model, and the longest text that all of them take."""
         needed = max(len(prompt.input_ids) for prompt in self._prompts) + self._sampling.max_new_tokens
-        clients = make_clients()
+        servers, size = make_servers(), self._sampling.vocabulary_size
         try:
-            lengths = [
-                await check_server(client, self._prompts, self._sampling.vocabulary_size, needed) for client in clients
-            ]
+            lengths = [await check_server(server, self._prompts, size, needed) for server in servers]
         except BaseException:
-            await asyncio.gather(*(client.close() for client in clients))
+            await asyncio.gather(*(server.close() for server in servers))
             raise
-        return clients, min(lengths)
+        return servers, min(lengths)
 
     def _read(self, tokens: Sequence[int]) -> str:
         return self._policy.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -115,13 +142,13 @@ class ServerSource:
     # ---- Source
 
     def take(self, count: int, documents_seen: int) -> list[Rollout]:
-        """Exactly `count` documents, in whole groups."""
+        """Take exactly `count` documents, in whole groups."""
         size = self._sampling.group_size
         if count % size:
             raise ValueError(f"{count} documents are no whole number of groups of {size}")
         if self._pushed is None:
             self._push(documents_seen)
-        groups = self._wait_for(self._loop.submit(self._engine.collect(count // size, documents_seen)))
+        groups = self._wait_for(self._loop.submit(self._ahead.collect(count // size, documents_seen)))
         return [
             rollout
             for group in groups
@@ -145,16 +172,16 @@ class ServerSource:
             self._push(documents_seen)
 
     def _push(self, version: int) -> None:
-        """New weights to every server, beside whatever the trainer does next."""
+        """Send new weights to every server, beside whatever the trainer does next."""
         if self._pushed is not None:
             self._pushed.result()
         path = self._weights.write(self._policy, version, self._weights_dtype)
         published = Published(path, expect(self._policy, self._probes, version))
-        self._pushed = self._loop.submit(self._engine.publish(published))
+        self._pushed = self._loop.submit(self._ahead.publish(published))
 
     def state(self) -> dict[str, Any]:
         async def look() -> dict[str, Any]:
-            return self._engine.state()
+            return self._ahead.state()
 
         return self._loop.run(look()) | {"fingerprint": self._fingerprint()}
 
@@ -163,11 +190,10 @@ class ServerSource:
 
     def restore(self, state: dict[str, Any]) -> None:
         refuse_other_groups(state, self._fingerprint())
-        self._engine.next_number = state["groups"]
-        self._engine.again.extend(state.get("open", ()))  # an in_process sampler leaves nothing open
+        self._ahead.restore(state)
 
     def drain_rejected(self) -> list[Rejected]:
-        return self._engine.drain_rejected()
+        return self._ahead.drain_rejected()
 
     def checkpointed(self, checkpoint: Path, step: int, documents_seen: int) -> None: ...
 
@@ -177,11 +203,11 @@ class ServerSource:
         self._closed = True
         try:
             if self._pushed is not None:
-                self._pushed.exception(_CLOSE_SECONDS)
-        except TimeoutError:
-            pass
+                with contextlib.suppress(TimeoutError):
+                    self._pushed.exception(_CLOSE_SECONDS)
+                self._pushed.cancel()
         finally:
-            self._loop.run(self._engine.close())
+            self._loop.run(self._ahead.close())
             self._loop.close()
             self._rewards.close()
             if finished:

@@ -1,4 +1,4 @@
-"""Groups of completions, made ahead of the trainer as far as staleness permits. Runs in an event loop of its own.
+"""Make groups of completions ahead of the trainer, as far as staleness permits.
 
 A group is started only if it could still be trained on: with nothing going wrong, the step that reaches it comes
 `open documents / docs_per_step` steps after the next. With `max_staleness` 0 that is exactly the next step's documents,
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,7 @@ _LOOK_SECONDS = 0.25  # a server that comes back says nothing to those who wait 
 
 @dataclass(frozen=True)
 class Pace:
-    """How far ahead of the trainer."""
+    """How far ahead of the trainer groups are made."""
 
     docs_per_step: int
     documents_per_take: int  # that the policy will have seen more of at the next take
@@ -36,34 +35,36 @@ class Pace:
     stall_timeout: float
 
 
-class Engine:
+class LookAhead:
+    """A queue of groups under way and ready. All of it runs in one event loop; only its constructor may run outside."""
+
     def __init__(
         self,
         make_fleet: Callable[[Callable[[], None], Callable[[Exception], None]], Fleet],
         prompts: Sequence[Prompt],
         sampling: SamplingOptions,
         pace: Pace,
-        rate: Callable[[Prompt, str], float],
+        rate: Callable[[Prompt, str], Awaitable[float]],
         read: Callable[[Sequence[int]], str],
-        workers: int,
     ):
         self.fleet = make_fleet(self._void, self._fail)
-        self.maker = GroupMaker(self.fleet, sampling, rate, read, workers)
+        self.maker = GroupMaker(self.fleet, sampling, rate, read)
         self._prompts, self._sampling, self._pace = prompts, sampling, pace
-        self.next_number = 0
-        self.again: deque[int] = deque()  # started before and not taken: they come first
+        self._next_number = 0
+        self._again: deque[int] = deque()  # started before and not taken: they come first
         self._open: dict[int, Group] = {}  # started and not taken
         self._ready: list[Group] = []  # whole, in the order that they became so
         self._tasks: dict[int, asyncio.Task[str | None]] = {}
         self._seen = 0  # documents, at the next take
         self._failures: list[str] = []  # why groups were given up, in a row
         self._fatal: Exception | None = None
-        self._waits_since = time.monotonic()
+        self._waits_since = 0.0  # on the loop's clock
         self._changed = Signal()
 
     # ---- asked by the trainer
 
     async def publish(self, published: Published) -> None:
+        """Give new weights to the servers, and start what they permit."""
         self._seen = max(self._seen, published.version)
         try:
             await self.fleet.publish(published)
@@ -72,8 +73,8 @@ class Engine:
             self._fail(error)
 
     async def collect(self, wanted: int, documents_seen: int) -> list[Group]:
-        """So many whole groups, none of them too stale, each made by weights that are known."""
-        self._seen, self._waits_since = documents_seen, time.monotonic()
+        """Wait for so many whole groups, none of them too stale, each made by weights that are known."""
+        self._seen, self._waits_since = documents_seen, asyncio.get_running_loop().time()
         while True:
             if self._fatal is not None:
                 raise self._fatal
@@ -83,7 +84,7 @@ class Engine:
             unconfirmed = {server for group in chosen for server in group.unconfirmed}
             if len(chosen) == wanted and not unconfirmed:
                 return self._hand_over(chosen)
-            reachable = {server for server in unconfirmed if server.lost_since is None}
+            reachable = {server for server in unconfirmed if server.lost_at is None}
             if len(chosen) == wanted and reachable:
                 await self.fleet.confirm(reachable)
             else:
@@ -98,7 +99,7 @@ class Engine:
         return sorted(chosen, key=lambda group: group.number)
 
     async def _wait(self) -> None:
-        quiet = time.monotonic() - max(self._waits_since, self.maker.last_arrival)
+        quiet = asyncio.get_running_loop().time() - max(self._waits_since, self.maker.last_arrival)
         if quiet >= self._pace.stall_timeout:
             raise SourceError(
                 f"sampler: no completion for {quiet:.0f} s (schedule.stall_timeout: {self._pace.stall_timeout:g}): "
@@ -108,9 +109,15 @@ class Engine:
             await asyncio.wait_for(self._changed.wait(), _LOOK_SECONDS)
 
     def state(self) -> dict[str, Any]:
-        return {"groups": self.next_number, "open": sorted({*self._open, *self.again})}
+        return {"groups": self._next_number, "open": sorted({*self._open, *self._again})}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken: what was open then is made first."""
+        self._next_number = state["groups"]
+        self._again.extend(state.get("open", ()))  # an in_process sampler leaves nothing open
 
     def counts(self) -> Counter[str]:
+        """Completions that were not used, by why."""
         return self.maker.counts
 
     def drain_rejected(self) -> list[Rejected]:
@@ -122,7 +129,6 @@ class Engine:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         await self.fleet.close()
-        self.maker.close()
 
     # ---- which groups are under way
 
@@ -136,10 +142,10 @@ class Engine:
             self._start(Group(number, prompt_of(number, self._prompts, self._sampling.seed)))
 
     def _next(self) -> int:
-        if self.again:
-            return self.again.popleft()
-        self.next_number += 1
-        return self.next_number - 1
+        if self._again:
+            return self._again.popleft()
+        self._next_number += 1
+        return self._next_number - 1
 
     def _start(self, group: Group) -> None:
         self._open[group.number] = group
@@ -175,7 +181,8 @@ class Engine:
         )
 
     def _drop_stale(self) -> None:
-        """Never trained on; the prompt gets another chance, or what takes long to say would never be learned."""
+        """Drop groups that are too stale. A prompt gets another chance, or what takes long to say would never be
+        learned."""
         for group in list(self._ready):
             staleness = self._seen - group.version
             if staleness <= self._pace.max_staleness:
@@ -195,7 +202,7 @@ class Engine:
                 del self._open[group.number]
 
     def _void(self) -> None:
-        """What a lost server made since the last probe may come from other weights: it is made anew."""
+        """Make anew what a lost server made since its last probe: it may come from other weights."""
         for group in self._open.values():
             kept = [member for member in group.members if not member.answer.void]
             self.maker.counts["void"] += len(group.members) - len(kept)

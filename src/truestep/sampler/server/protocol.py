@@ -1,0 +1,110 @@
+"""What the trainer needs of an inference server, in the trainer's own values. Nothing here knows how they travel.
+
+A class that implements `InferenceServer` is all that another kind of server takes: name it in `sampler.protocol`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from truestep.sampler.server.errors import ServerError
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request: `n` completions of a prompt."""
+
+    prompt: tuple[int, ...]
+    n: int
+    temperature: float
+    max_new_tokens: int
+    stop_ids: frozenset[int]
+    vocabulary_size: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One completion. An aborted one has no tokens: it is to be sampled again."""
+
+    token_ids: list[int]  # the stop token included
+    logprobs: list[float]  # of each, given those before it, at the temperature that was asked for
+    stopped: bool  # by a stop token, and not by the length
+    aborted: bool = False
+    versions: list[int] = field(default_factory=list)  # weights that made each token; the trainer fills them in
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a server says of itself. None: it does not say."""
+
+    names: tuple[str, ...] | None = None  # of the models that it serves
+    longest_text: int | None = None  # tokens of a prompt and its completion
+    vocabulary_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do about a server of this kind, for the end of a message that says what is wrong with it."""
+
+    kind: str = "an inference server"
+    longer_texts: str = "let it serve longer texts"
+    processed_logprobs: str = "Let it report log-probs behind the temperature"
+    emptied_cache: str = "although it was told to empty it"
+    loaded: str = "although it was told to load the new ones"
+
+
+class InferenceServer(Protocol):
+    """One server, made with its `url`, `model`, `api_key` and `timeout` by keyword.
+
+    Each call ends within `timeout` seconds, and fails in one of three ways. UnreachableError: no answer, so that the
+    same call may succeed later. BadAnswerError: an answer that nobody can read. ServerError: the server refuses, and
+    would refuse again.
+    """
+
+    url: str  # its name in messages and documents
+    model: str  # the name that it serves the model under
+    advice: Advice = Advice()
+
+    async def describe(self) -> Description:
+        """Say what is served. It answers even while paused, or a server that hangs would never be found out."""
+        ...
+
+    async def tokenize(self, text: str) -> list[int] | None:
+        """Make tokens of a text; None where the server has no tokenizer."""
+        return None
+
+    async def complete(self, asked: Asked) -> list[Choice]:
+        """Sample completions: exactly `asked.n`, at the temperature alone, whatever defaults the model comes with."""
+        ...
+
+    async def stream(self, asked: Asked, came: Callable[[int, int], None]) -> list[Choice]:
+        """Do as `complete`, and call `came(index, tokens)` when tokens of a choice come. For `sampler.pause: keep`."""
+        raise ServerError(f"sampler.pause: keep needs a server that streams, which {self.advice.kind} does not")
+
+    async def next_token(
+        self, prompt: tuple[int, ...], temperature: float, count: int, *, past_the_cache: bool = False
+    ) -> dict[int, float]:
+        """Give the log-probs of the likeliest `count` tokens behind a prompt. `past_the_cache`: computed anew.
+
+        A prompt with a token that the model does not know is refused by a ServerError.
+        """
+        ...
+
+    async def pause(self, mode: str) -> None:
+        """Stand still before new weights. `mode` as in `sampler.pause`: completions under way end first (wait), stand
+        still too (keep) or end as aborted (abort)."""
+        ...
+
+    async def load(self, weights: Path) -> None:
+        """Load a Hugging Face directory into the paused server, and forget all that the old weights computed."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on after a pause. A server that was not paused does nothing."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of connections."""

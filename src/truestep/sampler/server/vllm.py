@@ -1,0 +1,258 @@
+"""A vLLM server: all that the trainer knows of vLLM's paths, bodies, status codes and oddities."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from truestep.sampler.server.errors import BadAnswerError, ServerError, UnreachableError
+from truestep.sampler.server.protocol import Advice, Asked, Choice, Description, InferenceServer
+
+_CONNECT_SECONDS = 10.0
+_QUICK_SECONDS = 30.0  # for an answer that takes no computing
+_BUSY = (408, 425, 429)  # statuses below 500 that a later request may not meet again
+
+# The distribution as it is, whatever defaults a server takes from the model.
+_UNBENT: dict[str, Any] = {
+    "ignore_eos": True,  # the trainer's own list of what ends a text is the one that counts
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+
+
+class Vllm(InferenceServer):
+    advice = Advice(
+        kind="a vLLM server",
+        longer_texts="start it with --max-model-len {tokens} or more",
+        processed_logprobs="Start the server with --logprobs-mode processed_logprobs",
+        emptied_cache="although /reset_prefix_cache was called",
+        loaded="although reload_weights was called",
+    )
+
+    def __init__(self, url: str, model: str, api_key: str | None, timeout: float):
+        self.url, self.model, self._timeout = url.rstrip("/").removesuffix("/v1"), model, timeout
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(timeout, connect=min(_CONNECT_SECONDS, timeout)),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        )
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def describe(self) -> Description:
+        await self._get("/health", _QUICK_SECONDS)
+        models = await self._get("/v1/models", _QUICK_SECONDS)
+        entries = models.get("data", []) if isinstance(models, dict) else []
+        named = {str(entry.get("id")): entry for entry in entries if isinstance(entry, dict)}
+        return Description(tuple(named), named.get(self.model, {}).get("max_model_len"))
+
+    async def tokenize(self, text: str) -> list[int] | None:
+        answer = await self._post("/tokenize", {"model": self.model, "prompt": text}, _QUICK_SECONDS)
+        return answer.get("tokens") if isinstance(answer, dict) else None
+
+    # ---- completions
+
+    async def complete(self, asked: Asked) -> list[Choice]:
+        return read_choices(await self._post("/v1/completions", self._body(asked)), asked)
+
+    async def stream(self, asked: Asked, came: Callable[[int, int], None]) -> list[Choice]:
+        choices: dict[int, dict[str, Any]] = {}
+
+        def take(event: dict[str, Any]) -> None:
+            for piece in event.get("choices") or ():
+                index = piece.get("index")
+                choice = choices.setdefault(
+                    index, {"index": index, "token_ids": [], "logprobs": {"token_logprobs": []}}
+                )
+                tokens = piece.get("token_ids") or []
+                choice["token_ids"] += tokens
+                choice["logprobs"]["token_logprobs"] += (piece.get("logprobs") or {}).get("token_logprobs") or []
+                for name in ("finish_reason", "prompt_token_ids"):
+                    choice[name] = piece.get(name) or choice.get(name)
+                came(index, len(tokens))
+
+        await self._events("/v1/completions", self._body(asked) | {"stream": True}, take)
+        return read_choices({"choices": list(choices.values())}, asked)
+
+    def _body(self, asked: Asked) -> dict[str, Any]:
+        """No seed: vLLM's engine for CPUs dies of a seeded request whose prompt it reads in two parts."""
+        return {
+            "model": self.model,
+            "prompt": list(asked.prompt),
+            "n": asked.n,
+            "temperature": asked.temperature,
+            "max_tokens": asked.max_new_tokens,
+            "stop_token_ids": sorted(asked.stop_ids),
+            **_UNBENT,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+
+    async def next_token(
+        self, prompt: tuple[int, ...], temperature: float, count: int, *, past_the_cache: bool = False
+    ) -> dict[int, float]:
+        body = {
+            "model": self.model,
+            "prompt": list(prompt),
+            "max_tokens": 1,
+            "temperature": temperature,
+            **_UNBENT,
+            "logprobs": count,
+            "return_tokens_as_token_ids": True,
+        }
+        salt = {"cache_salt": secrets.token_hex(8)} if past_the_cache else {}
+        answer = await self._post("/v1/completions", body | salt)
+        try:
+            (logprobs,) = answer["choices"][0]["logprobs"]["top_logprobs"]
+            return {int(name.removeprefix("token_id:")): float(value) for name, value in logprobs.items()}
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise BadAnswerError("a probe was answered without the log-probs of its next token") from error
+
+    # ---- weights
+
+    async def pause(self, mode: str) -> None:
+        await self._post(f"/pause?mode={mode}")
+
+    async def load(self, weights: Path) -> None:
+        try:
+            await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}})
+        except UnreachableError as error:
+            await self._blame(weights, error)
+        # Also what running completions have computed so far: they go on with the new weights' own view of their
+        # beginning.
+        answer = await self._post("/reset_prefix_cache?reset_running_requests=true")
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise UnreachableError(
+                "/reset_prefix_cache did not succeed: something still holds the cache of the old weights"
+            )
+
+    async def _blame(self, weights: Path, error: UnreachableError) -> None:
+        """Raise `error`, or a ServerError where the server lives on: it would refuse the same weights again."""
+        try:
+            await self._get("/health", timeout=5)
+        except (UnreachableError, ServerError):
+            raise error from None
+        if "answered 500" not in str(error):
+            raise error
+        raise ServerError(
+            f"sampler.urls: {self.url} could not load the weights in {weights}: {error}. Is that directory on a disk "
+            "that the server sees (sampler.weights_directory), and is the served model of the trainer's architecture?"
+        ) from error
+
+    async def resume(self) -> None:
+        await self._post("/resume")
+
+    # ---- over the wire
+
+    async def _get(self, path: str, timeout: float | None = None) -> Any:
+        return await self._json("GET", path, None, timeout or self._timeout)
+
+    async def _post(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
+        return await self._json("POST", path, body, timeout or self._timeout)
+
+    async def _json(self, method: str, path: str, body: Any, timeout: float) -> Any:
+        try:
+            async with asyncio.timeout(timeout):  # for the whole answer, not from byte to byte
+                response = await self._http.request(method, path, json=body)
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise UnreachableError(f"{path} gave no answer within {timeout:g} s") from error
+        except (httpx.TransportError, httpx.DecodingError) as error:
+            raise UnreachableError(f"{path}: {_named(error)}") from error
+        self._check_status(path, response.status_code, response.text)
+        try:
+            return response.json() if response.content else None
+        except ValueError as error:
+            raise BadAnswerError(f"{path} answered what is not JSON") from error
+
+    async def _events(self, path: str, body: Any, take: Callable[[dict[str, Any]], None]) -> None:
+        """Take server-sent events up to the one that says it is the last: a stream that only ends was cut short."""
+        try:
+            async with asyncio.timeout(self._timeout), self._http.stream("POST", path, json=body) as response:
+                if response.status_code != 200:
+                    self._check_status(path, response.status_code, (await response.aread()).decode(errors="replace"))
+                async for line in response.aiter_lines():
+                    if line == "data: [DONE]":
+                        return
+                    if line.startswith("data: "):
+                        take(_event(line.removeprefix("data: ")))
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise UnreachableError(f"{path} gave no whole answer within {self._timeout:g} s") from error
+        except (httpx.TransportError, httpx.DecodingError) as error:
+            raise UnreachableError(f"{path}: {_named(error)}") from error
+        raise UnreachableError(f"{path}: the stream ended before its end")
+
+    def _check_status(self, path: str, status: int, text: str) -> None:
+        if status < 400:
+            return
+        said = f"{path} answered {status}: {text[:300]}"
+        if status >= 500 or status in _BUSY:
+            raise UnreachableError(said)
+        hint = {
+            401: "; set sampler.api_key_env to the variable that holds its key",
+            404: "; is sampler.model the served name, and was the server started with VLLM_SERVER_DEV_MODE=1?",
+        }.get(status, "")
+        raise ServerError(f"sampler.urls: {self.url}{said}{hint}")
+
+
+def _event(text: str) -> dict[str, Any]:
+    try:
+        event = json.loads(text)
+    except ValueError as error:
+        raise BadAnswerError("an event of the stream is not JSON") from error
+    if not isinstance(event, dict) or "error" in event:
+        raise BadAnswerError(f"the stream says {text[:300]}")
+    return event
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+# ---- an answer's JSON
+
+
+def read_choices(answer: Any, asked: Asked) -> list[Choice]:
+    """Read completions in the order of their indices. What their tokens are worth is for `answer.check_choices`."""
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+        raise BadAnswerError("the answer has no list of choices")
+    indices = sorted(_index(choice) for choice in choices)
+    if indices != list(range(asked.n)):
+        raise BadAnswerError(f"asked for {asked.n} completions, got those of index {indices}")
+    return [_read(choice, asked) for choice in sorted(choices, key=_index)]
+
+
+def _index(choice: dict[str, Any]) -> int:
+    index = choice.get("index")
+    if type(index) is not int:
+        raise BadAnswerError(f"a completion's index is {index!r}")
+    return index
+
+
+def _read(choice: dict[str, Any], asked: Asked) -> Choice:
+    echoed = choice.get("prompt_token_ids")
+    if echoed is not None and echoed != list(asked.prompt):
+        raise BadAnswerError("the completion is of another prompt: prompt_token_ids are not those that were sent")
+    reason = choice.get("finish_reason")
+    if reason == "abort":
+        return Choice([], [], stopped=False, aborted=True)
+    if reason not in ("stop", "length"):
+        raise BadAnswerError(f"finish_reason is {reason!r}, neither stop nor length: the completion is not whole")
+    tokens = choice.get("token_ids")
+    if not isinstance(tokens, list) or not tokens:
+        raise BadAnswerError("a completion without token_ids: the server must obey return_token_ids (vLLM >= 0.10.2)")
+    logprobs = choice.get("logprobs")
+    values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
+    return Choice(tokens, values if isinstance(values, list) else [], stopped=reason == "stop")

@@ -1,0 +1,147 @@
+"""A server source with servers in memory on a virtual clock, and the proof of what it gave."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from server.fake import (
+    STARTED_WITH,
+    VOCABULARY,
+    FakeRewards,
+    FakeServer,
+    completion_of,
+    expected,
+    labels,
+    make_prompts,
+    read,
+    weights_of,
+)
+from server.virtual import VirtualThread
+from truestep.sampler.server import source as server_source
+from truestep.sampler.server.ahead import Pace
+from truestep.sampler.server.making import SamplingOptions
+from truestep.sampler.server.source import ServerSource
+from truestep.types import Rollout
+
+GROUP, STEP = 2, 4  # documents
+
+
+@dataclass
+class FakeWeights:
+    """In the place of `WeightsDirectory`: what is written gets the next number."""
+
+    versions: dict[int, int] = field(default_factory=dict)  # by number
+    cleared: bool = False
+
+    def write(self, policy: Any, version: int, dtype: torch.dtype) -> Path:
+        number = len(self.versions)
+        self.versions[number] = version
+        policy.number = number
+        return Path(str(number))
+
+    def clear(self) -> None:
+        self.cleared = True
+
+
+@dataclass
+class Run:
+    """A trainer that only counts: it takes documents, is busy for a while, and has new weights."""
+
+    servers: Sequence[FakeServer]
+    pause: str = "wait"
+    max_staleness: int = 0
+    concurrency: int = 8
+    stall_timeout: float = 1000.0
+    rewards: FakeRewards = field(default_factory=FakeRewards)
+    stop_at_rejected: bool = False
+    busy: float = 1.0
+    weights: FakeWeights = field(default_factory=FakeWeights)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.thread = VirtualThread()
+        self.seen = 0
+        self.steps: list[list[Rollout]] = []
+        self.first_number = len(self.weights.versions)
+        self._policy: Any = SimpleNamespace(
+            tokenizer=SimpleNamespace(decode=lambda tokens, skip_special_tokens: read(tokens))
+        )
+        with self._patched():
+            self.source = ServerSource(
+                policy=self._policy,
+                prompts=make_prompts(),
+                make_servers=lambda: self.servers,
+                rewards=self.rewards,
+                sampling=SamplingOptions(GROUP, self.seed, 0.8, 6, frozenset({0}), VOCABULARY, self.stop_at_rejected),
+                pace=Pace(STEP, STEP, self.max_staleness, self.concurrency, self.stall_timeout),
+                weights=self.weights,  # type: ignore[arg-type]
+                weights_dtype=torch.float32,
+                advantage_rule="group_mean",
+                pause=self.pause,
+                tolerance=0.01,
+                loop=self.thread,
+            )
+        self.ahead = self.source._ahead
+
+    def _patched(self) -> Any:
+        """The policy's log-probs are those of the number that its weights were written under."""
+        return mock.patch.object(
+            server_source, "expect", lambda policy, probes, version: expected(policy.number, version)
+        )
+
+    def step(self) -> list[Rollout]:
+        with self._patched():
+            documents = self.source.take(STEP, self.seen)
+            self.check(documents)
+            self.steps.append(documents)
+            self.thread.advance(self.busy)
+            self.seen += STEP
+            self.source.updated(self.seen)
+        return documents
+
+    def run(self, steps: int) -> Run:
+        for _ in range(steps):
+            self.step()
+        return self
+
+    def close(self, finished: bool = True) -> None:
+        self.source.close(finished)
+
+    def check(self, documents: Sequence[Rollout]) -> None:
+        """Whatever happened to the servers, this holds of every document that is trained on."""
+        assert len(documents) == STEP
+        groups: dict[str, list[Rollout]] = defaultdict(list)
+        for document in documents:
+            groups[str(document.group_id)].append(document)
+            versions = labels(document, document.model_version).tolist()
+            made_by = weights_of(document)
+            assert versions == [self.weights.versions[number] for number in made_by], "each token's true version"
+            assert min(made_by) >= self.first_number, "of this trainer's weights, not of one before it"
+            assert all(0 <= self.seen - version <= self.max_staleness for version in versions)
+            assert len(set(versions)) == 1 or self.pause == "keep"
+            self._check_probed(document, made_by)
+        assert {len(members) for members in groups.values()} == {GROUP}, "groups are whole"
+        for number, members in groups.items():
+            assert {document.id.split("-")[0] for document in members} == {number}
+            assert abs(sum(float(member.advantages[-1]) for member in members if member.advantages is not None)) < 1e-4
+        names = [document.id for step in [*self.steps, documents] for document in step]
+        assert len(set(names)) == len(names), "no document twice"
+
+    def _check_probed(self, document: Rollout, made_by: Sequence[int]) -> None:
+        """A right probe began after the completion had ended."""
+        number = completion_of(document)
+        (server,) = [server for server in self.servers if server.url == document.metadata["server"]]
+        ended = server.sampled[number].ended
+        assert any(began > ended and made_by[-1] <= weights != STARTED_WITH for began, weights in server.probes)
+
+    @property
+    def group_numbers(self) -> list[list[int]]:
+        return [list(dict.fromkeys(int(str(document.group_id)) for document in step)) for step in self.steps]
