@@ -112,11 +112,11 @@ def test_a_signal_ends_the_command_with_its_exit_code_and_a_checkpoint(
     command = [sys.executable, "-W", "ignore", "-m", "truestep", "train", str(tmp_path / "run.yaml")]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=os.environ)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while not (tmp_path / "run" / "metrics.jsonl").is_file() and time.monotonic() < deadline:
             time.sleep(0.1)
         process.send_signal(kind)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=200)
     finally:
         process.kill()
     assert process.returncode == 128 + kind, errors

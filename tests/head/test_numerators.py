@@ -182,7 +182,7 @@ def test_score_equals_the_oracle(loss: str, tiny_model: Callable[[str], Path], t
 
 def test_the_product_compiles_for_a_hopper_gpu_without_one() -> None:
     worker = Path(__file__).parent / "compile_product.py"
-    done = subprocess.run([sys.executable, str(worker)], capture_output=True, text=True, check=False, timeout=200)
+    done = subprocess.run([sys.executable, str(worker)], capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == "compiled"
 

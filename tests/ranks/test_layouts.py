@@ -83,7 +83,7 @@ def check_losses(size: int, kind: str, layouts: Sequence[Layout], tiny_model: Mo
             output = directory / f"{name}-{number}"
             runs.append((options(model, rollouts, loss, layout), str(output)))
             cases.append((oracle, output))
-    on_ranks(size, score_all, runs, timeout=250.0)
+    on_ranks(size, score_all, runs)
     for oracle, output in cases:
         scored = read(output)
         if "clipped_ratio_fraction" in scored.step:

@@ -187,7 +187,7 @@ def test_a_stage_that_is_lost_ends_the_run_by_name(what: str, expected: str, tmp
     )
     processes, folder, store = start_ranks(3, train_and_do, (given, 1, "computing step 2", what))
     for process in (processes[0], processes[2]):
-        process.join(timeout=60)
+        process.join(timeout=200)
     processes[1].kill()
     processes[1].join()
     assert all(process.exitcode for process in processes), [process.exitcode for process in processes]

@@ -162,7 +162,7 @@ def test_many_runs_of_random_shape(tiny_model: Model, tmp_path: Path) -> None:
         runs[size].append(given)
         expected[run] = names
     for size, configs in runs.items():
-        on_ranks(size, train_all, configs, timeout=240)
+        on_ranks(size, train_all, configs)
         for given in configs:
             run, wanted = Path(given["checkpoint"]["directory"]), given["schedule"]["docs_per_step"]
             ledger = read_lines(run / "ledger.jsonl")

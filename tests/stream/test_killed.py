@@ -103,7 +103,7 @@ def _train(config: dict[str, Any], file: Path, kills: list[tuple[str, float]], s
             if over:
                 break
         sender.end()
-        driver.wait(60)
+        driver.wait(200)
     finally:
         driver.kill()
         reader.join()
