@@ -157,10 +157,8 @@ def test_a_run_that_waits_ends_at_the_first_signal(model: Path, tmp_path: Path) 
     trainer = quiet_trainer(config)
     # Once the only step that can be made is made, and the run waits for the documents of the next.
     updated = trainer.source.updated
-    trainer.source.updated = lambda seen: (
-        updated(seen),
-        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start(),
-    )  # type: ignore
+    stop = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
+    trainer.source.updated = lambda seen: (updated(seen), stop.start())  # type: ignore
     assert "stopped by a signal after step 1" in trainer.run()
     assert trainer.stopped_by == signal.SIGTERM
     put(tmp_path / "sent", "b.jsonl", records[8:])

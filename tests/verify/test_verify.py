@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,16 +70,13 @@ def check_proof(output: Path) -> None:
     assert (output / "verify.svg").read_text(encoding="utf-8").startswith("<svg")
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("name", ["grpo"])
 def test_an_example_passes_under_every_layout_as_a_user_types_it(name: str, examples: Path, tmp_path: Path) -> None:
-    """A loss of labels; the next test has the loss of whole documents."""
-    started = time.perf_counter()
+    """A loss of labels; the next test has the loss of whole documents. How long it takes: benchmarks/verify.py."""
     command = [sys.executable, "-m", "truestep", "verify", f"examples/{name}.yaml", "--output", "out"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "within 1e-05 of float64" in done.stdout
-    assert time.perf_counter() - started < 120
     check_proof(tmp_path / "out")
 
 
