@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import pytest
 import yaml
 
 from small_runs import read_lines
@@ -152,6 +153,7 @@ def _kills(generator: random.Random, **counts: int) -> list[tuple[str, float]]:
     return kills
 
 
+@pytest.mark.long
 @needs_redis
 def test_twenty_kills_on_redis(redis_server: RedisServer, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     config = {
@@ -186,6 +188,7 @@ class _ToDirectory:
         (self._directory / "END").touch()
 
 
+@pytest.mark.long
 def test_kills_on_a_watched_directory(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     (tmp_path / "sent").mkdir()
     config = {
