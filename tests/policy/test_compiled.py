@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 from documents import make_documents, pack_all
 from oracles.step import oracle_step
 from scoring import check_against_oracle, run_score, write_records
+from selection import long_except
 from step.test_score_oracle import config_for, records_for
 from truestep.policy.errors import ModelError
 from truestep.policy.loading.load import load_policy
@@ -52,7 +53,9 @@ def off(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
     return max(float((a - b).norm() / b.norm().clamp(min=1e-6)) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize(("kind", "recompute"), [("llama", True), ("gemma2", False), ("qwen3_tied", False)])
+@pytest.mark.parametrize(
+    ("kind", "recompute"), long_except([("llama", True), ("gemma2", False), ("qwen3_tied", False)], ("llama", True))
+)
 def test_values_and_gradients_are_those_of_plain_layers(kind: str, recompute: bool, tiny_model: Made) -> None:
     plain = load_policy(tiny_model(kind), activation_checkpointing=recompute)
     policy = load_policy(tiny_model(kind), activation_checkpointing=recompute, compiled=True)
@@ -85,6 +88,7 @@ def test_recomputation_is_around_what_is_compiled(tiny_model: Made, monkeypatch:
     assert not any(getattr(layer, "gradient_checkpointing", False) for layer in policy.model.model.layers)
 
 
+@pytest.mark.long
 def test_layers_share_what_is_compiled(tmp_path: Path) -> None:
     from tiny import make_model
 

@@ -27,7 +27,7 @@ from truestep.types import PackedBatch
 TESTS = str(Path(__file__).parents[1])
 
 
-def on_ranks(size: int, target: Callable[..., None], *arguments: Any, timeout: float = 120.0) -> None:
+def on_ranks(size: int, target: Callable[..., None], *arguments: Any, timeout: float = 280.0) -> None:
     run_ranks(size, target, arguments, timeout=timeout)
 
 
@@ -85,7 +85,7 @@ def train_and_do(config: dict[str, Any], rank: int, phase: str, what: str) -> No
             elif what == "raise":
                 raise ZeroDivisionError("planted")
             elif what == "stall":
-                time.sleep(120)
+                time.sleep(1000)
             else:
                 raise AssertionError(what)
 

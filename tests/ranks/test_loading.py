@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from documents import same_bits
 from ranks.cases import on_ranks
+from selection import long_except
 from tiny import KINDS, make_model
 from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
@@ -69,14 +70,17 @@ def check_parts(models: list[str], parallel: dict[str, int]) -> None:
 
 @pytest.mark.parametrize(
     ("size", "parallel"),
-    [
-        (2, {}),
-        (2, {"tensor": 2}),
-        (2, {"pipeline": 2}),
-        (2, {"context": 2}),
+    long_except(
+        [
+            (2, {}),
+            (2, {"tensor": 2}),
+            (2, {"pipeline": 2}),
+            (2, {"context": 2}),
+            (4, {"tensor": 2, "pipeline": 2}),
+            (4, {"tensor": 2}),
+        ],
         (4, {"tensor": 2, "pipeline": 2}),
-        (4, {"tensor": 2}),
-    ],
+    ),
     ids=["data", "tensor", "pipeline", "context", "tensor x pipeline", "data x tensor"],
 )
 def test_every_rank_has_its_part_of_the_file(size: int, parallel: dict[str, int], tmp_path: Path) -> None:
@@ -149,7 +153,10 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int, int]:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells a process's peak")
 @pytest.mark.parametrize(
     ("size", "parallel"),
-    [(1, {}), (2, {}), (2, {"tensor": 2}), (2, {"pipeline": 2}), (2, {"context": 2}), (4, {"tensor": 2})],
+    long_except(
+        [(1, {}), (2, {}), (2, {"tensor": 2}), (2, {"pipeline": 2}), (2, {"context": 2}), (4, {"tensor": 2})],
+        (2, {}),
+    ),
     ids=["one", "data", "tensor", "pipeline", "context", "data x tensor"],
 )
 def test_a_rank_never_holds_more_than_its_part_and_a_layer(
