@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 CONTRACT = (ROOT / "docs" / "contract.md").read_text(encoding="utf-8")
 NAMED = set(re.findall(r"`([^`]+)`", CONTRACT))
 SECTIONS = {int(number): title for number, title in re.findall(r"^## (\d+)\. (.+)$", CONTRACT, flags=re.MULTILINE)}
-CITATION = re.compile(r"docs/contract\.md(?:,?\s+#?\s*sections?\s+(\d+)(?:\s+(?:to|and)\s+(\d+))?)?")
+CITATION = re.compile(r"contract\.md\)?,\s+(?:#\s+)?sections?\s+(\d+)(?:\s+(?:to|and)\s+(\d+))?")
 
 
 def section(title: str) -> str:
@@ -79,4 +79,5 @@ def test_nothing_cites_what_is_not_in_the_repository() -> None:
 
 def test_a_citation_is_read_as_it_is_written() -> None:
     assert cited("as docs/contract.md, sections 3 to 9, say; docs/contract.md, section 12") == [3, 9, 12]
+    assert cited("[contract.md](contract.md), section 2; docs/contract.md,\n# section 5") == [2, 5]
     assert cited("docs/contract.md") == []

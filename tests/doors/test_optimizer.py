@@ -90,16 +90,16 @@ def test_a_run_that_goes_on_is_bitwise_the_uninterrupted_one(tiny_model: Model, 
     assert kept["model.norm.weight.updates:number"] == 4
 
 
-def test_sharded_it_makes_the_same_updates_and_its_state_moves_between_layouts(
-    tiny_model: Model, tmp_path: Path
+@pytest.mark.parametrize("parallel", [{}, {"tensor": 2}, {"pipeline": 2}], ids=["shards", "tensor", "pipeline"])
+def test_over_two_ranks_it_makes_the_same_updates_and_its_state_moves_to_one(
+    parallel: dict[str, int], tiny_model: Model, tmp_path: Path
 ) -> None:
-    """Two steps over two shards and the other two in one process, against all four in one."""
+    """Two steps over two ranks and two more in one process, against all four in one."""
     model = tiny_model("qwen3_tied")
-    for name, sizes in (("moved", (2, 1)), ("still", (1,))):
-        for number, size in enumerate(sizes, start=1):
-            steps = 2 if number < len(sizes) else 4
-            given = config(model, tmp_path / name, schedule={"steps": steps}, checkpoint={"every": 2})
-            on_ranks(size, train_all, [given.model_dump()])
+    for name, size, steps in (("moved", 2, 2), ("moved", 1, 4), ("still", 1, 4)):
+        sections = {"schedule": {"steps": steps}, "parallel": parallel if size > 1 else {}}
+        given = config(model, tmp_path / name, checkpoint={"every": 2}, **sections)
+        on_ranks(size, train_all, [given.model_dump()])
     assert read_lines(tmp_path / "moved" / "ledger.jsonl") == read_lines(tmp_path / "still" / "ledger.jsonl")
     for file in ("model.safetensors", "truestep/optimizer.safetensors"):
         moved, still = (load_file(latest(tmp_path / name) / file) for name in ("moved", "still"))
