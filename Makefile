@@ -13,28 +13,29 @@ TEST_ENVIRONMENT := TRUESTEP_REDIS=$(REDIS_SERVER) OMP_NUM_THREADS=1 HF_HUB_OFFL
 VLLM := $(HOME)/.cache/truestep/vllm-$(shell cksum < requirements-vllm.txt | cut -d' ' -f1)
 VLLM_PYTHON := $(VLLM)/bin/python
 
-.PHONY: demo test suite test-long redis vllm check format docs clean
+.PHONY: demo test suite test-long suite-long suite-vllm redis vllm check format docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/truestep demo
 
-SERVER_TESTS := $(TEST_ENVIRONMENT) TRUESTEP_VLLM=$(VLLM_PYTHON) $(BIN)/python -m pytest -m vllm
-
-# The engine takes every core there is: its tests run one after another, behind the rest; so do tests of how long
-# something takes.
+# What a newcomer runs: everything important once, in a few minutes on two cores. tests/README.md says what is where.
 test: $(VENV)/.installed-dev $(REDIS_SERVER)
-	$(MAKE) --jobs=3 check suite vllm
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m alone
-	$(SERVER_TESTS) || { \
-		echo 'once more, what failed: engines, trainer and tests share the cores, and some tests race the engine'; \
-		$(SERVER_TESTS) --last-failed --last-failed-no-failures none; }
+	$(MAKE) --jobs=2 check suite
 
 suite: $(VENV)/.installed-dev $(REDIS_SERVER)
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not vllm and not long and not alone'
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not long and not vllm'
 
-# Products of parallelism over eight ranks, and every example of `verify` under every layout, of eight ranks too.
-test-long: $(VENV)/.installed-dev
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m long
+# All of the rest. Where vLLM has to be installed, that happens beside the tests that do not need it.
+test-long: $(VENV)/.installed-dev $(REDIS_SERVER)
+	$(MAKE) --jobs=2 suite-long vllm
+	$(MAKE) suite-vllm
+
+suite-long: $(VENV)/.installed-dev $(REDIS_SERVER)
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'long and not vllm'
+
+# A real vLLM takes every core there is: its tests run one after another, behind the rest.
+suite-vllm: $(VENV)/.installed-dev $(VLLM)/.installed
+	$(TEST_ENVIRONMENT) TRUESTEP_VLLM=$(VLLM_PYTHON) $(BIN)/python -m pytest -m vllm
 
 redis: $(REDIS_SERVER)
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from truestep.assemble import join_ranks
+from truestep.assemble.policy import join_ranks
 from truestep.config.schema import Config
 from truestep.ranks.group import Ranks
 from truestep.step.ahead import Planned

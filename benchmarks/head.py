@@ -25,10 +25,10 @@ from torch.nn import functional
 from truestep.head import passes
 from truestep.head.chunked import HeadRows, forward_backward
 from truestep.head.logits import HeadSettings
+from truestep.losses.label_losses import CrossEntropy, Grpo, Gspo, LabelLoss
 from truestep.losses.labels import Labels
 from truestep.losses.objective import Denominator, Objective
-from truestep.losses.policy import CrossEntropy, Grpo, Gspo, PolicyLoss, clip_bounds
-from truestep.types import Coefficients, RowStatistics, StepTotals
+from truestep.types import Coefficients, PackedLabels, RowStatistics, StepTotals
 
 SHAPES = ("16384x4096x151936", "32768x1024x151936", "8192x8192x128256", "16384x4096x151936/50")
 DOCUMENT = 1000  # labels
@@ -95,33 +95,41 @@ def reference(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.cat(logprobs), torch.cat(hidden_gradient).float(), weight_gradient.float()
 
 
-def ours(case: Case, policy: PolicyLoss, entropy_bonus: float = 0.0, **settings: object) -> Outcome:
+def pack_case(case: Case, document: torch.Tensor, counts: torch.Tensor) -> PackedLabels:
+    """The labels of a case, [T] each, in documents of `counts` labels."""
+    return PackedLabels(
+        rows=document,
+        ids=case.labels,
+        document=document,
+        temperature=torch.ones(len(case.labels), device="cuda"),
+        old_logprobs=case.old_logprobs,
+        advantages=case.advantages,
+        model_version=document,
+        num_labels=counts,
+        reward=torch.zeros(len(counts), device="cuda"),
+        has={},
+    )
+
+
+def ours(case: Case, label_loss: LabelLoss, entropy_bonus: float = 0.0, **settings: object) -> Outcome:
     tokens = len(case.labels)
     counts = torch.full((-(-tokens // DOCUMENT),), DOCUMENT, device="cuda")
     counts[-1] = tokens - DOCUMENT * (len(counts) - 1)
     document = torch.arange(tokens, device="cuda") // DOCUMENT
-    objective = Objective(policy, Denominator("labels"), entropy_bonus=entropy_bonus)
+    objective = Objective(label_loss, Denominator("labels"), entropy_bonus=entropy_bonus)
     totals = StepTotals(len(counts), tokens, tokens)
     weight = torch.full((tokens,), 1 / tokens, device="cuda")
+    packed = pack_case(case, document, counts)
 
     def loss(rows: slice, seen: RowStatistics) -> Coefficients:
-        labels = Labels(
-            seen.logprobs,
-            seen.entropy,
-            seen.logsumexp,
-            case.old_logprobs[rows],
-            case.advantages[rows],
-            document[rows],
-            weight[rows],
-            counts,
-        )
+        labels = Labels.of(packed[rows], seen, weight[rows])
         return objective.coefficients(labels, totals)
 
     head = HeadRows(
         case.hidden,
         case.weight,
-        case.labels,
-        torch.ones(tokens, device="cuda"),
+        packed.ids,
+        packed.temperature,
         HeadSettings(fp32=True, **settings),  # type: ignore[arg-type]
     )
     buffer = torch.zeros_like(case.weight, dtype=torch.float32)
@@ -185,12 +193,11 @@ def with_plain_products(case: Case) -> Outcome:
 
 
 def heads(quick: bool) -> dict[str, Callable[[Case], Outcome]]:
-    bounds = clip_bounds(0.2, 0.2)
     found: dict[str, Callable[[Case], Outcome]] = {
         "truestep": lambda case: ours(case, CrossEntropy()),
-        "truestep, grpo": lambda case: ours(case, Grpo(bounds)),
-        "truestep, gspo": lambda case: ours(case, Gspo(bounds)),
-        "truestep, grpo, entropy bonus": lambda case: ours(case, Grpo(bounds), entropy_bonus=0.01),
+        "truestep, grpo": lambda case: ours(case, Grpo(0.2, 0.2)),
+        "truestep, gspo": lambda case: ours(case, Gspo(0.2, 0.2)),
+        "truestep, grpo, entropy bonus": lambda case: ours(case, Grpo(0.2, 0.2), entropy_bonus=0.01),
         "truestep, split": lambda case: ours(case, CrossEntropy(), split_gradient=True),
     }
     for rows in (1280, 4000, 8192, 16384):

@@ -16,13 +16,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from head import Case, make_case, once
+from head import Case, make_case, once, pack_case
 from truestep.head.chunked import HeadResult, HeadRows, forward_backward
 from truestep.head.logits import HeadSettings
 from truestep.head.vocab_parallel import VocabularyShard
+from truestep.losses.label_losses import Grpo
 from truestep.losses.labels import Labels
 from truestep.losses.objective import Denominator, Objective
-from truestep.losses.policy import Grpo, clip_bounds
 from truestep.types import Coefficients, RowStatistics, StepTotals
 
 
@@ -30,27 +30,18 @@ def run(
     case: Case, weight: torch.Tensor, shard: VocabularyShard | None, entropy_bonus: float
 ) -> tuple[HeadResult, torch.Tensor]:
     tokens = len(case.labels)
-    objective = Objective(Grpo(clip_bounds(0.2, 0.2)), Denominator("labels"), entropy_bonus=entropy_bonus)
+    objective = Objective(Grpo(0.2, 0.2), Denominator("labels"), entropy_bonus=entropy_bonus)
     totals = StepTotals(1, tokens, tokens)
     document = torch.zeros(tokens, dtype=torch.int64, device="cuda")
     weights = torch.full((tokens,), 1 / tokens, device="cuda")
-    counts = torch.tensor([tokens], device="cuda")
+    packed = pack_case(case, document, torch.tensor([tokens], device="cuda"))
 
     def loss(rows: slice, seen: RowStatistics) -> Coefficients:
-        labels = Labels(
-            seen.logprobs,
-            seen.entropy,
-            seen.logsumexp,
-            case.old_logprobs[rows],
-            case.advantages[rows],
-            document[rows],
-            weights[rows],
-            counts,
-        )
+        labels = Labels.of(packed[rows], seen, weights[rows])
         return objective.coefficients(labels, totals)
 
-    ones = torch.ones(tokens, device="cuda")
-    head = HeadRows(case.hidden, weight, case.labels, ones, HeadSettings(fp32=True, chunk_size=8192), shard)
+    settings = HeadSettings(fp32=True, chunk_size=8192)
+    head = HeadRows(case.hidden, weight, packed.ids, packed.temperature, settings, shard)
     buffer = torch.zeros_like(weight, dtype=torch.float32)
     return forward_backward(head, loss, weight_gradient=buffer), buffer
 

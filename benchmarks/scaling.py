@@ -24,8 +24,8 @@ import transformers
 from qwen import write_model
 
 from truestep.head.logits import HeadSettings
+from truestep.losses.label_losses import Grpo
 from truestep.losses.objective import Denominator, Objective
-from truestep.losses.policy import Grpo, clip_bounds
 from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
 from truestep.ranks.group import Layout, Ranks, join
@@ -129,7 +129,7 @@ def main() -> None:
     room = given.tokens + given.length
     rule = StepRule(len(documents), False, 1, given.breadth_first, room, ranks.data, even)
     plan = plan_exactly(documents, rule, 0)
-    objective = Objective(Grpo(clip_bounds(0.2, 0.2)), Denominator("labels"))
+    objective = Objective(Grpo(0.2, 0.2), Denominator("labels"))
     runner = StepRunner(policy, objective, breadth_first=given.breadth_first)
     optimizer = make_adamw(policy.weights, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
 

@@ -21,8 +21,8 @@ import transformers
 from qwen import write_model
 
 from truestep.head.logits import HeadSettings
+from truestep.losses.label_losses import Grpo
 from truestep.losses.objective import Denominator, Objective
-from truestep.losses.policy import Grpo, clip_bounds
 from truestep.policy.loading.load import load_policy
 from truestep.step.optimizer import make_adamw, update
 from truestep.step.plan import StepRule, plan_exactly
@@ -108,7 +108,7 @@ def main() -> None:
     parameters = sum(parameter.numel() for parameter in policy.model.parameters())
     documents = make_documents(given)
     plan = plan_exactly(documents, StepRule(len(documents), False, 1, 1, given.tokens), 0)
-    objective = Objective(Grpo(clip_bounds(0.2, 0.2)), Denominator("labels"))
+    objective = Objective(Grpo(0.2, 0.2), Denominator("labels"))
     runner = StepRunner(policy, objective)
     optimizer = make_adamw(policy.weights, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
 

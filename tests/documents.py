@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from truestep.rollouts.packing import pack
-from truestep.step.plan import make_plan
 from truestep.types import PackedBatch, Rollout
 
 ARRAYS = ("input_ids", "loss_mask", "logprobs", "advantages", "model_version")
@@ -45,8 +44,7 @@ def make_documents(lengths: Sequence[int], seed: int = 0) -> tuple[Rollout, ...]
 
 def pack_all(documents: Sequence[Rollout], pad_to_multiple: int = 1) -> PackedBatch:
     """All of them as one micro-batch."""
-    indices = list(range(len(documents)))
-    return pack(make_plan(documents, [indices], 0), indices, pad_to_multiple)
+    return pack(documents, pad_to_multiple)
 
 
 def same_document(left: Rollout, right: Rollout) -> bool:

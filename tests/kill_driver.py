@@ -1,28 +1,35 @@
 """Trains by `truestep train` in child processes and kills each with SIGKILL, then lets one finish.
 
-    python kill_driver.py CONFIG.yaml '[["seconds", 0.4], ["event", 17], ...]'
+    with Driver(Path("config.yaml"), [("seconds", 0.4), ("event", 17), ...]) as driver:
+        driver.wait()
 
 `seconds` kills after that time; `event` kills inside the child, just before its so-many-th opening, renaming or removal
 of a file in the run's directory, so that a kill lies between any two changes to it; `command` kills just before
 the so-many-th command is sent to a Redis server, and `answer` when it was carried out and its answer not yet read.
-Each kill is said on the standard output when it has happened. Children are forked from a process
-that has only imported: starting Python and torch ten times over would take a minute.
+Each kill is said in a file beside the configuration when it has happened. The driver is forked from a process that has
+imported all it needs, and forks its children: starting Python and torch ten times over would take a minute.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 
 import torch
 
 import truestep.train  # noqa: F401  (imported before the fork, and not in each child)
 from truestep.cli import main
+from truestep.ranks.forks import fork_context
+
+Kill = tuple[str, float]
 
 _EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir")
 
@@ -63,7 +70,7 @@ def _kill_at_command(number: int, moment: str) -> None:
     setattr(Connection, method, counted)
 
 
-def _train(config: str, directory: str, kill: tuple[str, float] | None) -> int:
+def _train(config: str, directory: str, kill: Kill | None) -> int:
     """The exit status of a child that trains, as `waitpid` gives it."""
     child = os.fork()
     if child:
@@ -84,14 +91,45 @@ def _train(config: str, directory: str, kill: tuple[str, float] | None) -> int:
     os._exit(0)
 
 
-if __name__ == "__main__":
+def _drive(config: str, kills: list[Kill], said: str) -> None:
+    os.setsid()  # so that all can be ended together
     torch.set_num_threads(1)
-    config, kills = sys.argv[1], json.loads(sys.argv[2])
-    run_directory = str(Path(config).with_suffix(""))
+    directory = str(Path(config).with_suffix(""))
     killed = []
-    for kill in kills:
-        status = _train(config, run_directory, tuple(kill))
-        killed.append(os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL)
-        print("killed" if killed[-1] else "ended", flush=True)
-    final = os.waitstatus_to_exitcode(_train(config, run_directory, None))
-    print(json.dumps({"killed": killed, "final": final}))
+    with open(said, "w", encoding="utf-8", buffering=1) as file:
+        for kill in kills:
+            status = _train(config, directory, kill)
+            killed.append(os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL)
+            print("killed" if killed[-1] else "ended", file=file)
+        final = os.waitstatus_to_exitcode(_train(config, directory, None))
+        print(json.dumps({"killed": killed, "final": final}), file=file)
+
+
+class Driver:
+    """Nothing that it started is left when the context ends."""
+
+    def __init__(self, config: Path, kills: Sequence[Kill]):
+        self._said = config.with_suffix(".kills")
+        self.log = config.with_suffix(".log")
+        self.process = fork_context().Process(target=_drive, args=(str(config), list(kills), str(self._said)))
+
+    def __enter__(self) -> Driver:
+        self.process.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
+        self.process.kill()
+        self.process.join()
+
+    def said(self) -> list[str]:
+        """A line for each kill that has happened, and at the end what became of them."""
+        return self._said.read_text(encoding="utf-8").splitlines() if self._said.exists() else []
+
+    def wait(self, seconds: float = 500) -> dict[str, object]:
+        """Whether each kill met a process that ran, and the exit code of the last start, which was let be."""
+        self.process.join(seconds)
+        last_words = self.log.read_text(encoding="utf-8")[-2000:] if self.log.exists() else ""
+        assert self.process.exitcode == 0, (self.process.exitcode, self.said(), last_words)
+        return json.loads(self.said()[-1])

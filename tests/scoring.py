@@ -66,7 +66,7 @@ def loaded_once() -> Iterator[None]:
 
 
 def differences(scored: Scored, oracle: OracleResult) -> Iterator[tuple[str, float]]:
-    """Every quantity's difference, relative as SPEC §0 says."""
+    """Every quantity's difference, relative as docs/contract.md, section 2, says."""
     logged = {name for name in scored.step if name not in (*NOT_IN_ORACLE, *BESIDE_METRICS)}
     expected = set(oracle.metrics) - ({"policy_loss"} if "policy_loss" not in logged else set())
     if not scored.step["num_labels"]:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from tiny import VOCABULARY, make_model, make_records
+from truestep.cli import main
 from truestep.config.schema import Config
 from truestep.demo import model as demo_model
 from truestep.environments import sorting
+from truestep.ranks.forks import fork_context
 from truestep.train import make_trainer
 from truestep.trainer import Trainer
 
@@ -95,6 +100,21 @@ def sampled_config(model: Path, prompts: Path, run: Path, **sections: Any) -> Co
 
 def quiet_trainer(config: Config) -> Trainer:
     return make_trainer(config, Console(file=io.StringIO()))
+
+
+def type_command(arguments: Sequence[str], console: Path) -> BaseProcess:
+    """Start `truestep` with these arguments in a process of its own, forked from one that has imported all of it."""
+    process = fork_context().Process(target=_command, args=(list(arguments), str(console)))
+    process.start()
+    return process
+
+
+def _command(arguments: list[str], console: str) -> None:
+    written = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
+    torch.set_num_threads(1)
+    main(arguments, prog_name="truestep")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

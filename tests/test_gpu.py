@@ -17,7 +17,6 @@ from truestep.policy.loading.load import load_policy
 from truestep.policy.model import attention
 from truestep.rollouts.packing import pack
 from truestep.rollouts.record import Needs, parse_record
-from truestep.step.plan import make_plan
 from truestep.types import Coefficients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -44,7 +43,7 @@ def test_float32_on_the_gpu_equals_the_oracle(
 def test_bfloat16_is_as_near_float64_packed_as_alone(
     kind: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """SPEC §0: in bfloat16 a layout's error against float64 is at most 1.5 × that of documents run one by one."""
+    """In bfloat16 a layout's error is at most 1.5 × that of documents run one by one: docs/contract.md, section 2."""
     model = tiny_model(kind)
     records = records_for(model, "grpo", max_length=60)
     file = write_records(tmp_path / "rollouts.jsonl", records)
@@ -81,8 +80,8 @@ def test_the_fused_attention_is_used_and_keeps_documents_apart(
         )
         for length in (3, 40, 1, 17)
     ]
-    together = policy.hidden(pack(make_plan(documents, [[0, 1, 2, 3]], 0), range(4)))
-    alone = [policy.hidden(pack(make_plan([document], [[0]], 0), [0])) for document in documents]
+    together = policy.hidden(pack(documents).tokens)
+    alone = [policy.hidden(pack([document]).tokens) for document in documents]
     assert calls
     relative = (together - torch.cat(alone)).float().norm() / torch.cat(alone).float().norm()
     assert relative < 1e-2

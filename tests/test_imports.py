@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import truestep
@@ -16,7 +17,7 @@ FLOORS = (
     ("cli",),
     ("demo", "verify", "parity"),
     ("train", "score", "export"),
-    ("trainer", "assemble", "assemble_server"),
+    ("trainer", "assemble", "run_notes"),
     ("checkpoint",),
     ("run_directory",),
     ("sampler",),
@@ -52,6 +53,37 @@ def imported_rooms(source: str) -> set[str]:
     return rooms
 
 
+def imported_modules(source: str, modules: Collection[str]) -> set[str]:
+    """Collect the modules that a source imports, also inside functions and for its types alone."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= inner & set(modules) or {node.module or ""}
+    return found & set(modules)
+
+
+def circles(sources: Mapping[str, str]) -> list[set[str]]:
+    """Find the sets of modules that import each other, directly or through others."""
+    reached = {module: imported_modules(source, sources) for module, source in sources.items()}
+    for middle in sources:
+        for module, others in reached.items():
+            if middle in others:
+                reached[module] = others | reached[middle]
+    found: list[set[str]] = []
+    for module in sources:
+        circle = {other for other in reached[module] if module in reached[other]}
+        if circle and circle not in found:
+            found.append(circle)
+    return found
+
+
+def module_of(path: Path) -> str:
+    return ".".join(("truestep", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+
+
 def wrong_imports(room: str, source: str) -> list[str]:
     return sorted(other for other in imported_rooms(source) if other != room and FLOOR[other] <= FLOOR[room])
 
@@ -63,6 +95,26 @@ def test_no_import_runs_back_up() -> None:
         if (found := wrong_imports(room_of(path), path.read_text(encoding="utf-8")))
     }
     assert not wrong
+
+
+def test_no_modules_import_each_other() -> None:
+    assert not circles({module_of(path): path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py")})
+
+
+def test_a_circle_of_imports_is_caught() -> None:
+    chain = {
+        "truestep.a.first": "from truestep.a.second import work\n",
+        "truestep.a.second": "def late():\n    from truestep.a import third\n",
+        "truestep.a.third": "",
+        "truestep.a": "",
+    }
+    assert not circles(chain)
+    for back in (
+        "def late():\n    import truestep.a.first\n",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from truestep.a import first\n",
+    ):
+        found = circles(chain | {"truestep.a.third": back})
+        assert found == [{"truestep.a.first", "truestep.a.second", "truestep.a.third"}]
 
 
 def test_every_room_has_a_floor() -> None:

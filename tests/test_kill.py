@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,17 +11,17 @@ from typing import Any
 import pytest
 import yaml
 
+from kill_driver import Driver, Kill
 from tiny import make_records
 from truestep.demo.model import make_model
 from truestep.environments import sorting
 
-_DRIVER = Path(__file__).parent / "kill_driver.py"
 _TIMES = ("tokens_per_second", "data_wait_time", "step_time", "seconds")
 
 
-def _file_config(directory: Path, model: Path) -> dict[str, Any]:
+def _file_config(directory: Path, model: Path, documents: int = 203) -> dict[str, Any]:
     rollouts = directory / "rollouts.jsonl"
-    records = [*make_records(1, documents=203), {"id": "bad", "input_ids": []}]
+    records = [*make_records(1, documents=documents), {"id": "bad", "input_ids": []}]
     rollouts.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return {
         "model": {"path": str(model), "dtype": "float32"},
@@ -51,24 +49,15 @@ def _sampled_config(directory: Path) -> dict[str, Any]:
     }
 
 
-def _start(directory: Path, name: str, config: dict[str, Any], kills: list[tuple[str, float]]) -> Path:
+def _start(directory: Path, name: str, config: dict[str, Any], kills: list[Kill]) -> Path:
     """The run's directory, after all kills and a last start that was let be."""
     file = directory / f"{name}.yaml"
     run = directory / name
     checkpoint = config["checkpoint"] | {"directory": str(run)}
     file.write_text(yaml.safe_dump(config | {"checkpoint": checkpoint, "deterministic": True}), encoding="utf-8")
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", str(_DRIVER), str(file), json.dumps(kills)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        timeout=280,
-        check=False,
-    )
-    log = file.with_suffix(".log")
-    assert ended.returncode == 0, ended.stderr
-    outcome = json.loads(ended.stdout.splitlines()[-1])
-    assert outcome["final"] == 0, log.read_text(encoding="utf-8")[-2000:]
+    with Driver(file, kills) as driver:
+        outcome = driver.wait()
+    assert outcome["final"] == 0, driver.log.read_text(encoding="utf-8")[-2000:]
     # A kill may come after the end of a run; ten must not.
     assert sum(outcome["killed"]) >= min(len(kills), 10), outcome
     return run
@@ -100,6 +89,16 @@ def _compare(whole: Path, killed: Path) -> None:
         assert found[name] == expected[name], f"{name} differs from the run that was never killed"
 
 
+def test_kills_between_changes_to_the_runs_files_change_nothing(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A few of those that follow, and a shorter run, for `make test`."""
+    config = _file_config(tmp_path, tiny_model("qwen3_tied"), documents=43)
+    whole = _start(tmp_path, "whole", config, [])
+    _compare(whole, _start(tmp_path, "killed", config, [("event", 11), ("event", 26), ("event", 43)]))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["files", "sampled"])
 def test_a_killed_run_ends_bitwise_like_one_that_was_not(
     kind: str, tiny_model: Callable[[str], Path], tmp_path: Path

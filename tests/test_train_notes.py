@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +15,16 @@ import pytest
 import yaml
 from rich.console import Console
 
-from small_runs import file_config, read_lines, sampled_config, sort_prompts, word_model, write_lines, write_rollouts
+from small_runs import (
+    file_config,
+    read_lines,
+    sampled_config,
+    sort_prompts,
+    type_command,
+    word_model,
+    write_lines,
+    write_rollouts,
+)
 from truestep.config.load import dump_config
 from truestep.config.schema import Config
 from truestep.demo import model as demo_model
@@ -109,17 +116,17 @@ def test_a_signal_ends_the_command_with_its_exit_code_and_a_checkpoint(
     endless = config.model_copy(update={"data": config.data.model_copy(update={"epochs": 10_000})})
     (tmp_path / "run.yaml").write_text(dump_config(endless))
     assert yaml.safe_load((tmp_path / "run.yaml").read_text())["data"]["epochs"] == 10_000
-    command = [sys.executable, "-W", "ignore", "-m", "truestep", "train", str(tmp_path / "run.yaml")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=os.environ)
+    process = type_command(["train", str(tmp_path / "run.yaml")], tmp_path / "console")
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while not (tmp_path / "run" / "metrics.jsonl").is_file() and time.monotonic() < deadline:
             time.sleep(0.1)
-        process.send_signal(kind)
-        _, errors = process.communicate(timeout=60)
+        os.kill(process.pid or 0, kind)
+        process.join(200)
     finally:
         process.kill()
-    assert process.returncode == 128 + kind, errors
+        process.join()
+    assert process.exitcode == 128 + kind, (tmp_path / "console").read_text(encoding="utf-8")
     steps = [line["step"] for line in read_lines(tmp_path / "run" / "ledger.jsonl")]
     assert (tmp_path / "run/checkpoints" / f"step-{steps[-1]:08d}").is_dir()
 

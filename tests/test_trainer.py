@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 import os
@@ -35,7 +36,8 @@ from tiny import label_positions
 from truestep.config.schema import Config
 from truestep.metrics.sinks import Sink
 from truestep.train import train
-from truestep.trainer import Trainer, TrainingError
+from truestep.trainer import Hooks, Trainer, TrainingError
+from truestep.types import StepPlan
 
 ALWAYS = {
     "num_rejected",
@@ -407,3 +409,21 @@ def test_trainer_is_made_of_what_the_config_says(tiny_model: Model, tmp_path: Pa
     trainer.run()
     assert not (tmp_path / "run/metrics.jsonl").exists()
     assert (tmp_path / "run/ledger.jsonl").exists()
+
+
+def test_hooks_change_plans_see_gradients_and_leave_no_checkpoint(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    write_rollouts(tmp_path / "r.jsonl", 12)
+    config = file_config(tiny_model("llama"), tmp_path / "r.jsonl", tmp_path / "run", checkpoint={"every": 1})
+    trainer, changed, seen = quiet_trainer(config), [], []
+
+    def reverse(plan: StepPlan) -> StepPlan:
+        changed.append(dataclasses.replace(plan, micro_batches=tuple(reversed(plan.micro_batches))))
+        return changed[-1]
+
+    trainer.hooks = Hooks(saves=False, change_plan=reverse, on_gradient=lambda plan, _, norm: seen.append((plan, norm)))
+    assert trainer.run() == "the data ended after step 3"
+    assert [plan for plan, _ in seen] == changed and len(changed) == 3
+    assert [norm for _, norm in seen] == [line["grad_norm"] for line in read_lines(tmp_path / "run/metrics.jsonl")]
+    assert not (tmp_path / "run" / "checkpoints").exists()

@@ -1,7 +1,7 @@
 """Tiny real Hugging Face models and varied rollout records for the tests.
 
 Nothing here knows the trainer: a model is a directory that transformers wrote, a record is a plain dict as
-one line of a rollout file would be (SPEC section 1).
+one line of a rollout file would be (docs/contract.md, section 3).
 
 Lengths: T tokens of a document, N_d labels of a document (positions whose mask is 1, never position 0).
 """
@@ -100,7 +100,7 @@ def make_records(
     versions: bool = True,
     with_logprobs: bool = True,
 ) -> list[Record]:
-    """Valid rollout records of every shape that SPEC section 1 allows.
+    """Valid rollout records of every shape that docs/contract.md, section 3, allows.
 
     Of every six documents: one with a plain prompt, one with several label spans, one without any label, one with
     a single label, one of `max_length` tokens, one whose every token but the first is a label. The other traits

@@ -83,7 +83,7 @@ class RunDirectory:
                 "documents": [document.id for document in plan.documents],
                 "num_documents": plan.totals.num_documents,
                 "num_labels": plan.totals.num_labels,
-                "documents_seen": plan.documents_seen + plan.totals.num_documents,
+                "documents_seen": plan.documents_seen_after,
             },
         )
 

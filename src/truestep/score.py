@@ -13,15 +13,9 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from truestep.assemble import (
-    join_ranks,
-    make_deterministic,
-    make_policy,
-    make_rule,
-    make_runner,
-    own_part,
-    read_documents,
-)
+from truestep.assemble.policy import join_ranks, make_deterministic, make_policy
+from truestep.assemble.sources import own_part, read_documents
+from truestep.assemble.step import make_rule, make_runner
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.files import finite_or_null, write_json_lines, write_whole
@@ -70,9 +64,10 @@ def _score(config: Config, output: Path, gradients: bool, ranks: Ranks, watch: W
     runner = dataclasses.replace(make_runner(config, policy), keep_scores=True)
     watch.phase("computing the step")
     accumulated = runner.accumulate(plan, backward=gradients)
+    whole = runner.objective.whole_documents
     result = Score(
         _step_line(accumulated, plan, policy, gradients, len(rejected)),
-        [_document_line(rollout, said, config) for rollout, said in _pairs(plan, accumulated)],
+        [_document_line(rollout, said, whole) for rollout, said in _pairs(plan, accumulated)],
     )
     watch.phase("writing the scores")
     tensors = policy.weights.collect_gradients() if gradients else None
@@ -119,21 +114,21 @@ def _step_line(
     return line
 
 
-def _document_line(rollout: Rollout, said: DocumentScore, config: Config) -> dict[str, Any]:
+def _document_line(rollout: Rollout, said: DocumentScore, whole_documents: bool) -> dict[str, Any]:
     return {
         "id": rollout.id,
         "logprobs": said.logprobs.tolist(),
         "entropy": said.entropy.tolist(),
-        "ratio": _ratios(rollout, said, whole_document=config.loss.type == "gspo"),
+        "ratio": _ratios(rollout, said, whole_documents),
         **({"metadata": dict(rollout.metadata)} if rollout.metadata else {}),
     }
 
 
-def _ratios(rollout: Rollout, said: DocumentScore, whole_document: bool) -> list[float]:
-    """Per label; for gspo the document's R_d at each. Empty where the record has no sampler log-probs."""
+def _ratios(rollout: Rollout, said: DocumentScore, whole_documents: bool) -> list[float]:
+    """The ratio of each label, as the loss looks at it: its own, or its document's. Empty without old log-probs."""
     if rollout.logprobs is None or not len(said.logprobs):
         return []
     log_ratio = said.logprobs.astype(np.float64) - rollout.logprobs[rollout.loss_mask]
-    if whole_document:
+    if whole_documents:
         log_ratio = np.full_like(log_ratio, log_ratio.mean())
     return np.exp(log_ratio).tolist()

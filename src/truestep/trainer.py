@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,8 +32,30 @@ class TrainingError(TruestepError):
     """The run cannot go on, and why."""
 
 
+@dataclass(frozen=True)
+class Hooks:
+    """What a caller may see and change of a run besides its options, as `verify` and benchmarks do."""
+
+    saves: bool = True  # False: the run leaves no checkpoint
+    change_plan: Callable[[StepPlan], StepPlan] | None = None  # of each step, before it is computed
+    on_gradient: Callable[[StepPlan, Accumulated, float], None] | None = None  # of each step, before it is clipped
+
+
+@dataclass
+class RunState:
+    """Where a run stands: all that its steps change, besides the weights and the optimizer."""
+
+    step: int = 0  # done so far
+    documents_seen: int = 0
+    last_evaluated: int | None = None  # after which step
+    planned: Planned | None = None  # of the step that was made last
+    stopped_by: int | None = None  # the signal that asked
+
+
 @dataclass
 class Trainer:
+    """The parts of a run, and the loop over its steps."""
+
     policy: Policy
     source: Source
     plans: PlansAhead
@@ -50,15 +72,23 @@ class Trainer:
     steps: int | None = None
     evaluator: Evaluator | None = None
     evaluate_every: int = 0
-    step: int = 0  # done so far
-    stopped_by: int | None = None  # the signal that asked
-    last_evaluated: int | None = None  # after which step
-    documents_seen: int = 0
-    on_gradient: Callable[[StepPlan, Accumulated, float], None] | None = None  # of each step, before it is clipped
-    _planned: Planned | None = None  # of the step that was made last
+    state: RunState = field(default_factory=RunState)
+    hooks: Hooks = Hooks()
+
+    @property
+    def step(self) -> int:
+        return self.state.step
+
+    @property
+    def stopped_by(self) -> int | None:
+        return self.state.stopped_by
+
+    def ask_to_stop(self, number: int) -> None:
+        """End the run after the step in hand, as the signal of that number does."""
+        self.state.stopped_by = number
 
     def run(self) -> str:
-        """Until the steps or the data end, or a signal asks to stop; the last word on how it ended."""
+        """Train until the steps or the data end, or a signal asks to stop; say how it ended."""
         finished = False
         try:
             ended, finished = self._run()
@@ -72,19 +102,19 @@ class Trainer:
     def _run(self) -> tuple[str, bool]:
         self.source.asked_to_stop = lambda: self.stopped_by is not None
         with self._stop_between_steps():
-            if self.last_evaluated is None:
+            if self.state.last_evaluated is None:
                 self._evaluate()
             ended = self._steps()
-        if ended is not None and self.last_evaluated != self.step:
+        if ended is not None and self.state.last_evaluated != self.step:
             self._evaluate()
         self._save()
         if ended is not None:
-            self.stopped_by = None  # it came too late to stop anything
+            self.state.stopped_by = None  # it came too late to stop anything
         stopped = f"stopped by a signal after step {self.step}; the same command goes on from here"
         return ended or stopped, ended is not None
 
     def _steps(self) -> str | None:
-        """How the run ended; None where a signal asked to stop before that."""
+        """Make the steps and say how they ended; None where a signal asked to stop before that."""
         while self.steps is None or self.step < self.steps:
             self.watch.phase(f"agreeing whether to make step {self.step + 1}")
             if self._asked_to_stop():
@@ -94,16 +124,18 @@ class Trainer:
             try:
                 planned = self.plans.next()
             except Interrupted:
-                self._planned = self.plans.snapshot()  # what was read meanwhile is part of where the run stands
+                self.state.planned = self.plans.snapshot()  # what was read meanwhile is part of where the run stands
                 return None
             finally:  # also where every document was rejected, and the error says to look there
                 rejected = self.source.drain_rejected()
                 self.directory.record_rejected(rejected)
             waited = time.perf_counter() - start
-            self._planned = planned
+            self.state.planned = planned
             if planned.plan is None:
                 return self._end_of_data(planned.dropped)
-            self._train(planned.plan, start, waited, len(rejected))
+            change = self.hooks.change_plan
+            plan = planned.plan if change is None else change(planned.plan)
+            self._train(plan, start, waited, len(rejected))
             if self.evaluate_every and self.step % self.evaluate_every == 0:
                 self._evaluate()
             if self.checkpoint_every and self.step % self.checkpoint_every == 0:
@@ -111,12 +143,12 @@ class Trainer:
         return f"all {self.steps} steps are done"
 
     def _asked_to_stop(self) -> bool:
-        """All ranks end after the same step, whichever of them was asked. What is asked from here on, while they tell
-        each other, is for the next step."""
+        """Agree with all ranks, so that they end after the same step, whichever of them was asked. What is asked from
+        here on, while they tell each other, is for the next step."""
         asked = self.stopped_by
         told = next((number for number in self.ranks.gather(asked) if number is not None), None)
         if told is not None and self.stopped_by is None:
-            self.stopped_by = told
+            self.ask_to_stop(told)
         return told is not None
 
     def _end_of_data(self, dropped: int) -> str:
@@ -136,20 +168,20 @@ class Trainer:
                 f"step {number}: the gradient's norm is {norm} (loss {loss}); nothing was updated, and the last "
                 f"checkpoint is {self.checkpoints.latest() or 'not written yet'}"
             )
-        if self.on_gradient is not None:
-            self.on_gradient(plan, accumulated, norm)
+        if self.hooks.on_gradient is not None:
+            self.hooks.on_gradient(plan, accumulated, norm)
         clip_gradients(gradients, norm, self.gradient_clip)
         rate = self.learning_rate.at(number)
         update(self.optimizer, self.policy.weights, rate)
-        self.step = number
-        self.documents_seen = plan.documents_seen + plan.totals.num_documents
+        self.state.step = number
+        self.state.documents_seen = plan.documents_seen_after
         self.watch.phase(f"ending step {number}")
-        self.source.updated(self.documents_seen)
+        self.source.updated(self.state.documents_seen)
         self.directory.record_step(number, plan)
         line: dict[str, Any] = {"step": number, **accumulated.line()}
         elapsed = time.perf_counter() - start
         line |= {
-            "documents_seen": self.documents_seen,
+            "documents_seen": self.state.documents_seen,
             "num_rejected": num_rejected,
             "grad_norm": norm,
             "learning_rate": rate,
@@ -162,17 +194,19 @@ class Trainer:
     def _evaluate(self) -> None:
         if self.evaluator is None:
             return
-        self.last_evaluated = self.step
+        self.state.last_evaluated = self.step
         self.watch.phase(f"evaluating after step {self.step}")
-        line = self.evaluator.run(self.step, self.documents_seen)
+        line = self.evaluator.run(self.step, self.state.documents_seen)
         self.directory.record_evaluation(line)
         for sink in self.sinks:
             sink.evaluation(line)
 
     def _save(self) -> None:
+        if not self.hooks.saves:
+            return
         self.watch.phase(f"saving after step {self.step}")
         self.directory.sync()
-        planned = self._planned or self.plans.snapshot()
+        planned = self.state.planned or self.plans.snapshot()
         progress = Progress(
             step=self.step,
             queue=planned.state,
@@ -181,14 +215,14 @@ class Trainer:
             optimizer=optimizer_tensors(self.optimizer, self.policy.weights),
         )
         checkpoint = self.checkpoints.save(self.policy, progress)
-        self.source.checkpointed(checkpoint, self.step, self.documents_seen)
+        self.source.checkpointed(checkpoint, self.step, self.state.documents_seen)
 
     @contextmanager
     def _stop_between_steps(self) -> Iterator[None]:
-        """The first interrupt or termination ends the run after the step in hand; a second ends it at once."""
+        """Let the first interrupt or termination end the run after the step in hand; a second ends it at once."""
 
         def ask(number: int, frame: object) -> None:
-            self.stopped_by = number
+            self.ask_to_stop(number)
             for kind, handler in before.items():
                 signal.signal(kind, handler)
 

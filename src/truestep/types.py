@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -41,6 +41,10 @@ class Rollout:
     @property
     def num_labels(self) -> int:
         return int(self.loss_mask.sum())
+
+
+# A rollout's fields that a loss or a metric may need and a record may lack.
+OPTIONAL_FIELDS = ("logprobs", "advantages", "model_version", "reward")
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,10 @@ class StepPlan:
         if len(self.micro_batches) % self.ranks:
             raise ValueError("a plan gives every rank the same number of micro-batches")
 
+    @property
+    def documents_seen_after(self) -> int:
+        return self.documents_seen + self.totals.num_documents
+
     def of_rank(self, rank: int) -> tuple[tuple[int, ...], ...]:
         return self.micro_batches[rank :: self.ranks]
 
@@ -100,38 +108,78 @@ class StepPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class PackedBatch:
-    """Documents of one micro-batch laid end to end. Padding comes last, is a segment of its own and no document."""
+class PackedTokens:
+    """Documents laid end to end, as the model reads them. Padding comes last, as a segment that is no document."""
 
     input_ids: torch.Tensor  # [S] int64
     position_ids: torch.Tensor  # [S] int64, from 0 in each document
     # [D + 1] int32, or [D + 2] with padding: cumulative lengths, from 0 to S. On the host, which lays out attention.
     segments: torch.Tensor
-    # Per label. The hidden state that predicts the token at position t is that of t - 1: shifted here, once, before
-    # anything is cut.
-    label_rows: torch.Tensor  # [T] int64, index into S of the predicting position
-    label_ids: torch.Tensor  # [T] int64
-    label_document: torch.Tensor  # [T] int64, index into D
-    temperature: torch.Tensor  # [T] float32
-    old_logprobs: torch.Tensor  # [T] float32; 0 where the document has none
-    advantages: torch.Tensor  # [T] float32; 0 where the document has none
-    model_version: torch.Tensor  # [T] int64; 0 where the document has none
+    num_documents: int  # D
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def to(self, device: torch.device) -> PackedTokens:
+        input_ids, position_ids = (ids.to(device, non_blocking=True) for ids in (self.input_ids, self.position_ids))
+        return replace(self, input_ids=input_ids, position_ids=position_ids)
+
+
+def per_label(rollout_field: str | None = None, dtype: type = np.int64) -> Mapping[str, Any]:
+    """Mark a tensor [T]. With `rollout_field`, it is packed from that field of the rollouts; 0 where one has none."""
+    return {"per_label": True, "rollout_field": rollout_field, "dtype": dtype}
+
+
+@dataclass(frozen=True, eq=False)
+class PackedLabels:
+    """What is known of a micro-batch's T labels, in order, and of its D documents. Every field is listed here alone.
+
+    The hidden state that predicts the token at position t is that of t - 1: `rows` is shifted, once, before anything
+    is cut. Example: documents `[5, 6, 7]` and `[8, 9]` whose last token is a label: rows = [1, 3], ids = [7, 9].
+    """
+
+    rows: torch.Tensor = field(metadata=per_label())  # index into S of the predicting position
+    ids: torch.Tensor = field(metadata=per_label("input_ids"))
+    document: torch.Tensor = field(metadata=per_label())  # index into D
+    temperature: torch.Tensor = field(metadata=per_label(dtype=np.float32))
+    old_logprobs: torch.Tensor = field(metadata=per_label("logprobs", np.float32))
+    advantages: torch.Tensor = field(metadata=per_label("advantages", np.float32))
+    model_version: torch.Tensor = field(metadata=per_label("model_version"))
     # Per document.
-    plan_index: torch.Tensor  # [D] int64, index into the plan's documents; on the host
     num_labels: torch.Tensor  # [D] int64
     reward: torch.Tensor  # [D] float32; 0 where the document has none
-    has_logprobs: torch.Tensor  # [D] bool
-    has_advantages: torch.Tensor  # [D] bool
-    has_version: torch.Tensor  # [D] bool
-    has_reward: torch.Tensor  # [D] bool
+    has: Mapping[str, torch.Tensor]  # [D] bool by a rollout's field that may be absent: whether the document has it
 
-    @property
-    def num_documents(self) -> int:
-        return len(self.num_labels)
+    @classmethod
+    def label_fields(cls) -> list[Field[Any]]:
+        """The fields that have a value for each label."""
+        return [item for item in fields(cls) if item.metadata.get("per_label")]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, labels: slice | torch.Tensor) -> Self:
+        """Some of the labels, of the same documents."""
+        return replace(self, **{item.name: getattr(self, item.name)[labels] for item in self.label_fields()})
+
+    def to(self, device: torch.device) -> Self:
+        def moved(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {name: moved(item) for name, item in value.items()}
+            return value.to(device, non_blocking=True)
+
+        return replace(self, **{item.name: moved(getattr(self, item.name)) for item in fields(self)})
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBatch:
+    """One micro-batch: what the model reads, and what is known of the labels."""
+
+    tokens: PackedTokens
+    labels: PackedLabels
 
     def to(self, device: torch.device) -> PackedBatch:
-        names = [item.name for item in fields(self) if item.name not in ("segments", "plan_index")]
-        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
+        return PackedBatch(self.tokens.to(device), self.labels.to(device))
 
 
 @dataclass(frozen=True)

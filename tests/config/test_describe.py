@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 from rich.console import Console
 
-from truestep.config import schema
+from truestep.config import losses, schema
 from truestep.config import sections as section_models
 from truestep.config.describe import (
     Option,
@@ -60,7 +60,7 @@ def test_names_are_unique() -> None:
 def test_no_field_of_the_schema_is_left_out() -> None:
     models = {
         item
-        for item in (schema.Config, *vars(section_models).values())
+        for item in (schema.Config, *vars(section_models).values(), *vars(losses).values())
         if isinstance(item, type) and issubclass(item, BaseModel)
     }
     fields = {name for model in models for name in model.model_fields}
@@ -95,7 +95,7 @@ def test_an_option_is_described_whole(expected: Option) -> None:
     ("name", "type_text", "default"),
     [
         ("model.head.logits_chunk_size", "int >= 1 | auto", "auto"),
-        ("loss.type", "grpo | gspo | reinforce | cispo | cross_entropy", "grpo"),
+        ("loss.type", "grpo | gspo | reinforce | cispo | cross_entropy | custom", "grpo"),
         ("loss.normalize_by", "labels | documents | document_means | constant", "labels (gspo: document_means)"),
         ("loss.epsilon_low", "float >= 0", "0.2 (gspo: 0.0003, cispo: 1.0)"),
         ("data.path", "text | list of text | null", "null"),
@@ -112,13 +112,20 @@ def test_types_and_defaults(name: str, type_text: str, default: str) -> None:
 
 
 def test_a_field_redeclared_without_a_docstring_means_what_its_parent_says() -> None:
-    assert section_models.GspoLoss.model_fields["epsilon_low"].description is None  # or this test tests nothing
+    assert losses.GspoLoss.model_fields["epsilon_low"].description is None  # or this test tests nothing
     assert options()["loss.epsilon_low"].meaning == "The ratio is clipped at 1 - epsilon_low from below."
 
 
 def test_each_loss_has_its_own_meaning() -> None:
     lines = options()["loss.type"].meaning.splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["grpo", "gspo", "reinforce", "cispo", "cross_entropy"]
+    assert [line.partition(":")[0] for line in lines] == [
+        "grpo",
+        "gspo",
+        "reinforce",
+        "cispo",
+        "cross_entropy",
+        "custom",
+    ]
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -197,9 +204,9 @@ OPTION_ERRORS = [
     # values
     (
         "loss:\n  type: gsop",
-        "3: loss.type must be grpo, gspo, reinforce, cispo or cross_entropy, not 'gsop'; did you mean gspo?",
+        "3: loss.type must be grpo, gspo, reinforce, cispo, cross_entropy or custom, not 'gsop'; did you mean gspo?",
     ),
-    ("loss: {type: [a]}", "2: loss.type must be grpo, gspo, reinforce, cispo or cross_entropy, not ['a']"),
+    ("loss: {type: [a]}", "2: loss.type must be grpo, gspo, reinforce, cispo, cross_entropy or custom, not ['a']"),
     ("loss: gspo", "2: loss must be a section of options, not 'gspo'"),
     ("loss: {type: gspo, dual_clip: 1}", "2: loss.dual_clip must be float > 1 or null, not 1"),
     ("logging: {wandb: no}", "2: logging.wandb must be a section of options or null, not false"),

@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 
 from truestep.config.describe import list_options
 from truestep.config.load import ConfigError, dump_config, load_config
+from truestep.config.losses import GspoLoss, ReinforceLoss
 from truestep.config.schema import Config
-from truestep.config.sections import GspoLoss, ReinforceLoss
 
 MODEL = "model: {path: m}\n"
 
-# SPEC section 6, less what cannot load: parallel.reshard_after_forward is not in the schema, and data.path cannot
-# stand beside a sampler.
-SPEC_EXAMPLE = """\
+# Every section but data.source, as a user would write it.
+EXAMPLE = """\
 model:
   path: models/qwen3-1.7b            # a HF directory
   dtype: bfloat16                    # of the compute; weights and optimizer state stay float32
@@ -63,8 +62,8 @@ def message(text: str, *overrides: str) -> str:
 # What loads
 
 
-def test_the_example_of_the_spec_loads() -> None:
-    config = load(SPEC_EXAMPLE)
+def test_an_example_of_every_section_loads() -> None:
+    config = load(EXAMPLE)
     assert isinstance(config.loss, GspoLoss)
     assert config.loss.epsilon_low == 0.003
     assert config.sampler is not None
@@ -143,8 +142,8 @@ def test_quotes_and_null_still_mean_what_they_mean_in_yaml() -> None:
 
 
 def test_whole_sections_can_be_replaced_or_removed() -> None:
-    assert load(SPEC_EXAMPLE, "--evaluation", "null").evaluation is None
-    config = load(SPEC_EXAMPLE, "--sampler", "null", "--evaluation", "null", "--data.path", "a")
+    assert load(EXAMPLE, "--evaluation", "null").evaluation is None
+    config = load(EXAMPLE, "--sampler", "null", "--evaluation", "null", "--data.path", "a")
     assert config.sampler is None
     config = load(MODEL + "loss: {type: gspo, dual_clip: 3}", "--loss", "{type: reinforce, ratio_cap: 2}")
     assert config.loss == ReinforceLoss(type="reinforce", ratio_cap=2.0)
@@ -252,7 +251,7 @@ def test_a_dumped_config_loads_back(loss: str) -> None:
 
 
 def test_the_example_survives_a_round_trip_and_other_yaml_readers() -> None:
-    config = load(SPEC_EXAMPLE)
+    config = load(EXAMPLE)
     assert load(dump_config(config)) == config
     assert yaml.safe_load(dump_config(config)) == config.model_dump()
 

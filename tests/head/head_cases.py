@@ -60,7 +60,7 @@ def make_coefficients(labels: int, *, seed: int = 1, with_b: bool = True, like: 
 
 
 def logits_of(rows: HeadRows, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # [T, V]
-    """SPEC §2 as it is written."""
+    """The formulas of docs/contract.md, section 5, as they are written."""
     z = torch.einsum("th,vh->tv", hidden, weight)
     if rows.settings.softcap is not None:
         z = rows.settings.softcap * torch.tanh(z / rows.settings.softcap)

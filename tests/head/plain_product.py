@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
-
 import pytest
 import torch
 
@@ -42,11 +39,9 @@ def multiply(
 def serve(patch: pytest.MonkeyPatch) -> None:
     """The head's numerators, made by this product, for whatever comes: of a CPU in float32, so that they are exact."""
     from truestep.head import numerator_kernels as kernels
+    from truestep.head import numerator_passes
 
-    stand_in = types.ModuleType("truestep.head.product")
-    stand_in.multiply = multiply  # type: ignore[attr-defined]
-    patch.setitem(sys.modules, "truestep.head.product", stand_in)
-    patch.setattr("truestep.head.product", stand_in, raising=False)
+    patch.setattr(numerator_passes.product, "multiply", multiply)
     patch.setattr(kernels, "PART", PART)
     patch.setattr(passes, "_fits_the_product", lambda *_: True)
     patch.setattr(passes, "_product_serves", lambda _: True)

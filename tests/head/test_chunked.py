@@ -25,7 +25,7 @@ from head.head_cases import (
 from truestep.head import chunked, passes
 from truestep.head.chunked import HeadResult, HeadRows, SharedDocuments, forward, forward_backward
 from truestep.head.logits import HeadSettings
-from truestep.head.reference import reference_statistics
+from truestep.head.plain import plain_statistics
 from truestep.types import Coefficients, RowStatistics
 
 
@@ -79,7 +79,7 @@ def test_both_gradients_equal_autograd(
         rows = make_rows(labels, vocabulary, dtype=dtype, equal_temperatures=equal, settings=settings)
         coefficients = make_coefficients(labels, with_b=with_b, like=rows.hidden)
         wanted = expected(rows, coefficients)
-        reference = reference_statistics(rows.hidden, rows.weight, rows.label_ids, rows.temperature, settings)
+        reference = plain_statistics(rows.hidden, rows.weight, rows.label_ids, rows.temperature, settings)
         assert largest_difference(reference.logprobs, wanted.logprobs) < tolerance
         for chunk, whole in itertools.product((1, 7, 16, 99, None), (False, True)):
             cut = with_settings(rows, chunk_size=chunk)

@@ -156,7 +156,7 @@ def test_the_automatic_chunk_size_is_logged_once(caplog: pytest.LogCaptureFixtur
     ]
 
 
-# SPEC §2's precision, given the same bfloat16 hidden states and weight.
+# The precision of docs/contract.md, section 5, given the same bfloat16 hidden states and weight.
 
 
 @pytest.mark.parametrize("device", DEVICES)

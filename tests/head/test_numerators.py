@@ -17,11 +17,12 @@ from head import plain_product
 from head.head_cases import Expected, expected, largest_difference, make_coefficients, make_rows, relative
 from oracles.step import oracle_step
 from scoring import check_against_oracle, run_score, write_records
+from selection import long_except
 from step.test_score_oracle import LOSSES, OPTIONS, config_for, records_for
 from truestep.head import passes
 from truestep.head.chunked import HeadResult, HeadRows, forward, forward_backward
 from truestep.head.logits import HeadSettings
-from truestep.head.numerators import SLACK, NumeratorPasses
+from truestep.head.numerators import SLACK
 from truestep.types import Coefficients
 
 pytest.importorskip("triton")
@@ -47,6 +48,8 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are inter
 
 
 def run(rows: HeadRows, coefficients: Coefficients) -> tuple[HeadResult, torch.Tensor]:
+    from truestep.head.numerator_passes import NumeratorPasses
+
     assert isinstance(rows.passes, NumeratorPasses)
     buffer = torch.zeros_like(rows.weight, dtype=torch.float32)
     return forward_backward(rows, lambda chunk, _: coefficients[chunk], weight_gradient=buffer), buffer
@@ -167,7 +170,7 @@ def test_labels_of_many_rows_are_summed_in_float32_whatever_their_order() -> Non
 
 @on_cpu
 @pytest.mark.usefixtures("plain")
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", long_except(LOSSES, "gspo"))
 def test_score_equals_the_oracle(loss: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     model = tiny_model("qwen3_tied")
     records = records_for(model, loss)
@@ -180,9 +183,10 @@ def test_score_equals_the_oracle(loss: str, tiny_model: Callable[[str], Path], t
         check_against_oracle(out, oracle_step(model, records, config))
 
 
+@pytest.mark.long
 def test_the_product_compiles_for_a_hopper_gpu_without_one() -> None:
     worker = Path(__file__).parent / "compile_product.py"
-    done = subprocess.run([sys.executable, str(worker)], capture_output=True, text=True, check=False, timeout=200)
+    done = subprocess.run([sys.executable, str(worker)], capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == "compiled"
 

@@ -5,7 +5,6 @@ Dimensions: T labels, D documents, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,10 +12,10 @@ from typing import Any
 import torch
 
 from oracles.step import Document, LabelValues, complete_loss_config
+from truestep.losses.label_losses import Cispo, CrossEntropy, Grpo, Gspo, LabelLoss, Reinforce
 from truestep.losses.labels import Labels
 from truestep.losses.objective import Denominator, Objective
-from truestep.losses.policy import Cispo, CrossEntropy, Grpo, Gspo, PolicyLoss, Reinforce, clip_bounds
-from truestep.types import StepTotals
+from truestep.types import OPTIONAL_FIELDS, StepTotals
 
 DENOMINATORS: tuple[dict[str, Any], ...] = (
     {"normalize_by": "labels"},
@@ -82,20 +81,19 @@ def make_case(
     return Case(tuple(counts), logits, label_ids, logprobs - shift[document] - own, advantages)
 
 
-def policy_loss(loss: dict[str, Any]) -> PolicyLoss:
-    """From the options of the oracle, whose defaults are SPEC's."""
+def label_loss(loss: dict[str, Any]) -> LabelLoss:
+    """The loss of the oracle's options, whose defaults are those of docs/contract.md, section 6."""
     options = complete_loss_config(loss)
-    clipped = options["epsilon_low"] is not None
-    bounds = clip_bounds(options["epsilon_low"], options["epsilon_high"]) if clipped else (math.nan, math.nan)
+    epsilons = options["epsilon_low"], options["epsilon_high"]
     match options["type"]:
         case "grpo":
-            return Grpo(bounds, options["dual_clip"])
+            return Grpo(*epsilons, options["dual_clip"])
         case "gspo":
-            return Gspo(bounds, options["dual_clip"])
+            return Gspo(*epsilons, options["dual_clip"])
         case "reinforce":
-            return Reinforce(math.inf if options["ratio_cap"] is None else options["ratio_cap"])
+            return Reinforce(options["ratio_cap"])
         case "cispo":
-            return Cispo(bounds)
+            return Cispo(*epsilons)
         case _:
             return CrossEntropy()
 
@@ -103,7 +101,7 @@ def policy_loss(loss: dict[str, Any]) -> PolicyLoss:
 def make_objective(loss: dict[str, Any]) -> Objective:
     options = complete_loss_config(loss)
     return Objective(
-        policy_loss(loss),
+        label_loss(loss),
         Denominator(options["normalize_by"], options["max_labels"]),
         entropy_bonus=options["entropy_bonus"],
         z_loss=options["z_loss"],
@@ -111,11 +109,21 @@ def make_objective(loss: dict[str, Any]) -> Objective:
     )
 
 
+def labels_of(**known: Any) -> Labels:
+    """Labels of which only some fields matter: what is not given is 0, and every document has every field."""
+    count, documents = len(known["document"]), len(known["num_labels"])
+    dtype = known["logprobs"].dtype
+    per_label = {item.name: torch.zeros(count, dtype=dtype) for item in Labels.label_fields()}
+    integers = {name: torch.zeros(count, dtype=torch.int64) for name in ("rows", "ids", "model_version")}
+    has = {name: torch.ones(documents, dtype=torch.bool) for name in OPTIONAL_FIELDS}
+    return Labels(**per_label | integers | {"reward": torch.zeros(documents, dtype=dtype), "has": has} | known)
+
+
 def make_labels(case: Case, denominator: Denominator, dtype: torch.dtype = torch.float64) -> Labels:
     """As `step.run` builds them of one micro-batch with every document of the step."""
     log_p = torch.log_softmax(case.logits, -1)
     num_labels = torch.tensor(case.counts)
-    return Labels(
+    return labels_of(
         logprobs=log_p[torch.arange(len(log_p)), case.label_ids].to(dtype),
         entropy=-(log_p.exp() * log_p).sum(-1).to(dtype),
         logsumexp=case.logits.logsumexp(-1).to(dtype),
@@ -132,7 +140,7 @@ def plain_labels(**vectors: Sequence[float]) -> Labels:
     length = len(next(iter(vectors.values())))
     names = ("logprobs", "entropy", "logsumexp", "old_logprobs", "advantages", "weight")
     values = {name: torch.tensor(vectors.get(name, [float(name == "weight")] * length)) for name in names}
-    return Labels(**values, document=torch.zeros(length, dtype=torch.int64), num_labels=torch.tensor([length]))
+    return labels_of(**values, document=torch.zeros(length, dtype=torch.int64), num_labels=torch.tensor([length]))
 
 
 def oracle_inputs(case: Case, logits: torch.Tensor) -> tuple[list[Document], list[list[LabelValues]]]:

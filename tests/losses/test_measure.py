@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from losses.label_cases import LOSSES, Case, loss_name, make_case, make_labels, make_objective, oracle_inputs, without
 from oracles.step import Document, complete_loss_config, loss_terms, step_metrics
 from truestep.losses.labels import Labels
-from truestep.losses.measure import LOG_RATIO_EDGES, LOG_RATIO_PERCENTILES, DocumentFacts, measure
+from truestep.losses.measure import LOG_RATIO_EDGES, LOG_RATIO_PERCENTILES, StepFacts, measure_labels
 from truestep.losses.objective import Objective
 from truestep.metrics.types import Metric, merge, values
 
@@ -26,10 +26,34 @@ SEEN = 1000  # documents, before the step
 Flags = tuple[bool, ...]
 
 
-def make_facts(case: Case, flags: list[Flags], seed: int = 0) -> DocumentFacts:
+@dataclass(frozen=True)
+class Facts:
+    """What a test says of documents beside their labels."""
+
+    reward: torch.Tensor  # [D]
+    model_version: torch.Tensor  # [T]
+    documents_seen: int
+    has_logprobs: torch.Tensor  # [D] bool
+    has_advantages: torch.Tensor
+    has_version: torch.Tensor
+    has_reward: torch.Tensor
+
+
+def measure(labels: Labels, objective: Objective, facts: Facts, level: str) -> dict[str, Metric]:
+    has = {
+        "logprobs": facts.has_logprobs,
+        "advantages": facts.has_advantages,
+        "model_version": facts.has_version,
+        "reward": facts.has_reward,
+    }
+    labels = replace(labels, reward=facts.reward, model_version=facts.model_version, has=has)
+    return measure_labels(labels, StepFacts(objective, facts.documents_seen), level)
+
+
+def make_facts(case: Case, flags: list[Flags], seed: int = 0) -> Facts:
     generator = torch.Generator().manual_seed(seed)
     present = torch.tensor(flags, dtype=torch.bool).reshape(-1, 4).unbind(1)
-    return DocumentFacts(
+    return Facts(
         reward=torch.randn(len(case.counts), generator=generator, dtype=torch.float64),
         model_version=torch.randint(900, SEEN, (sum(case.counts),), generator=generator),
         documents_seen=SEEN,
@@ -40,7 +64,7 @@ def make_facts(case: Case, flags: list[Flags], seed: int = 0) -> DocumentFacts:
     )
 
 
-def clear_absent(labels: Labels, facts: DocumentFacts, absent: float = 0.0) -> Labels:
+def clear_absent(labels: Labels, facts: Facts, absent: float = 0.0) -> Labels:
     """As packing does: `absent` stands where a document has no input."""
     keep_logprobs, keep_advantages = facts.has_logprobs[labels.document], facts.has_advantages[labels.document]
     return replace(
@@ -50,7 +74,7 @@ def clear_absent(labels: Labels, facts: DocumentFacts, absent: float = 0.0) -> L
     )
 
 
-def oracle_documents(documents: list[Document], facts: DocumentFacts, flags: list[Flags]) -> list[Document]:
+def oracle_documents(documents: list[Document], facts: Facts, flags: list[Flags]) -> list[Document]:
     result, start = [], 0
     for index, (document, has) in enumerate(zip(documents, flags, strict=True)):
         count = len(document.positions)
@@ -132,7 +156,7 @@ def test_log_ratio_percentiles(kind: str) -> None:
     case = make_case((2000, 0, 3000, 40), vocabulary=3) if kind == "grpo" else make_case((2,) * 3000, vocabulary=3)
     objective = make_objective({"type": kind})
     labels = make_labels(case, objective.denominator)
-    log_ratios = objective.policy.ratio(labels).log().numpy()
+    log_ratios = objective.label_loss.log_ratio(labels).numpy()
     facts = make_facts(case, [(True,) * 4] * len(case.counts))
     metrics = values(measure(labels, objective, facts, "full"))
     for percentile in LOG_RATIO_PERCENTILES:
@@ -170,16 +194,14 @@ def test_a_ratio_beyond_float32_fails_nothing() -> None:
 # Splitting a step's documents over micro-batches.
 
 
-def micro_batch(case: Case, objective: Objective, facts: DocumentFacts, chosen: list[int]) -> dict[str, Metric]:
+def micro_batch(case: Case, objective: Objective, facts: Facts, chosen: list[int]) -> dict[str, Metric]:
     """The metrics of some of the documents, numbered anew as packing numbers them; the totals are the step's."""
     whole = make_labels(case, objective.denominator)
     number = {document: place for place, document in enumerate(chosen)}
     rows = torch.cat([torch.nonzero(case.document == document)[:, 0] for document in chosen] + [torch.empty(0).long()])
     document = torch.tensor([number[int(index)] for index in case.document[rows]], dtype=torch.int64)
-    per_label = ("logprobs", "entropy", "logsumexp", "old_logprobs", "advantages", "weight")
-    cut = {name: getattr(whole, name)[rows] for name in per_label}
     documents = torch.tensor(chosen, dtype=torch.int64)
-    labels = replace(whole, **cut, document=document, num_labels=whole.num_labels[documents])
+    labels = replace(whole[rows], document=document, num_labels=whole.num_labels[documents])
     names = ("reward", "has_logprobs", "has_advantages", "has_version", "has_reward")
     per_document = {name: getattr(facts, name)[documents] for name in names}
     part = replace(facts, model_version=facts.model_version[rows], **per_document)

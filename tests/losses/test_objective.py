@@ -22,8 +22,8 @@ from losses.label_cases import (
 from oracles.step import complete_loss_config, loss_terms, sum_terms
 from truestep.head.chunked import HeadRows, forward_backward
 from truestep.head.logits import HeadSettings
+from truestep.losses.label_losses import CrossEntropy
 from truestep.losses.objective import Denominator, Objective
-from truestep.losses.policy import CrossEntropy
 from truestep.types import Coefficients, RowStatistics, StepTotals
 
 EXTRAS: tuple[dict[str, Any], ...] = (

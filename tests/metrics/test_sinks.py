@@ -102,7 +102,7 @@ def test_wandb_offline_writes_below_the_run(tmp_path: Path, monkeypatch: pytest.
     sink.close()
     (directory,) = (run / "wandb").glob("offline-run-*")
     (log,) = directory.glob("*.wandb")
-    deadline = time.monotonic() + 20  # wandb's own process writes the last of it
+    deadline = time.monotonic() + 120  # wandb's own process writes the last of it
     while b"evaluation/greedy_reward" not in log.read_bytes() and time.monotonic() < deadline:
         time.sleep(0.05)
     content = log.read_bytes()

@@ -1,1 +1,1 @@
-"""Slow, plain float64 statements of what SPEC.md says, written without looking at the trainer."""
+"""Slow, plain float64 statements of what docs/contract.md says, written without looking at the trainer."""

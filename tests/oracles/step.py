@@ -7,9 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from oracles.transformer import Transformer
-from truestep.verify import oracle
-from truestep.verify.oracle import *  # noqa: F403
-from truestep.verify.oracle import OracleResult, Record
+from truestep.verify.oracle import step as oracle
+from truestep.verify.oracle.losses import *  # noqa: F403
+from truestep.verify.oracle.metrics import *  # noqa: F403
+from truestep.verify.oracle.records import *  # noqa: F403
+from truestep.verify.oracle.records import Record
+from truestep.verify.oracle.step import *  # noqa: F403
+from truestep.verify.oracle.step import OracleResult
+from truestep.verify.oracle.values import *  # noqa: F403
 
 
 def oracle_step(
@@ -19,7 +24,7 @@ def oracle_step(
     *,
     documents_seen_before_step: int = 0,
 ) -> OracleResult:
-    """All of `records` as one step. `config` is the nested dictionary of the YAML file (SPEC section 6)."""
+    """All of `records` as one step. `config` has the sections of the YAML file (docs/contract.md, section 10)."""
     model = Transformer(model_directory)
     return oracle.oracle_step(model, records, config, documents_seen_before_step=documents_seen_before_step)
 

@@ -43,7 +43,7 @@ class Transformer:
         self.head_dimension: int = self.config.get("head_dim") or self.config["hidden_size"] // self.num_heads
 
     def logits(self, input_ids: list[int], temperature: float = 1.0) -> Tensor:
-        """SPEC section 2's z = softcap(h W^T) * logits_scale / temperature, [T, V]."""
+        """z = softcap(h W^T) * logits_scale / temperature of docs/contract.md, section 5, [T, V]."""
         head = self.parameters["model.embed_tokens.weight" if self.tied else "lm_head.weight"]
         z = self.hidden_states(input_ids) @ head.T
         cap = self.config.get("final_logit_softcapping")

@@ -19,7 +19,7 @@ from truestep.policy.loading.load import load_policy
 from truestep.policy.model import attention
 from truestep.policy.model.attention import make_layout, packed_attention
 from truestep.policy.policy import Policy
-from truestep.types import PackedBatch, Rollout
+from truestep.types import PackedTokens, Rollout
 
 # Lengths 1 and long; within a bucket and across buckets; twice the same; longer than every sliding window.
 LENGTHS = (7, 1, 40, 2, 17, 1, 3, 18, 40, 5, 64, 33, 1, 16, 22)
@@ -38,7 +38,7 @@ def direction(tokens: int) -> torch.Tensor:
 
 
 def hidden_and_gradients(
-    policy: Policy, batch: PackedBatch, tokens: int
+    policy: Policy, batch: PackedTokens, tokens: int
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     policy.weights.zero_gradients()
     hidden = policy.hidden(batch)[:tokens]
@@ -70,14 +70,14 @@ def test_packed_equals_the_float64_oracle(policy: Policy, pad_to_multiple: int) 
     oracle = Transformer(policy.path)
     tokens = sum(document.num_tokens for document in documents)
     with torch.no_grad():
-        ours = policy.hidden(pack_all(documents, pad_to_multiple))[:tokens]
+        ours = policy.hidden(pack_all(documents, pad_to_multiple).tokens)[:tokens]
         expected = torch.cat([oracle.hidden_states(document.input_ids.tolist()) for document in documents])
     torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_packed_equals_each_document_alone(policy: Policy) -> None:
     tokens = sum(LENGTHS)
-    hidden, gradients = hidden_and_gradients(policy, pack_all(DOCUMENTS), tokens)
+    hidden, gradients = hidden_and_gradients(policy, pack_all(DOCUMENTS).tokens, tokens)
     expected_hidden, expected = alone(policy, DOCUMENTS)
     torch.testing.assert_close(hidden, expected_hidden, rtol=1e-5, atol=1e-5)
     for name, gradient in gradients.items():
@@ -87,7 +87,7 @@ def test_packed_equals_each_document_alone(policy: Policy) -> None:
         assert (gradient - expected[name]).norm() <= 1e-5 * scale, name
 
 
-def poison(batch: PackedBatch, tokens: int, ids: Sequence[int], positions: Sequence[int]) -> PackedBatch:
+def poison(batch: PackedTokens, tokens: int, ids: Sequence[int], positions: Sequence[int]) -> PackedTokens:
     def after(values: torch.Tensor, pattern: Sequence[int]) -> torch.Tensor:
         padding = len(values) - tokens
         return torch.cat([values[:tokens], torch.tensor(np.resize(pattern, padding), dtype=torch.int64)])
@@ -101,7 +101,7 @@ def poison(batch: PackedBatch, tokens: int, ids: Sequence[int], positions: Seque
 def test_nothing_in_the_padding_changes_a_bit(policy: Policy, ids: tuple[int, ...]) -> None:
     documents = DOCUMENTS[:6]
     tokens = sum(document.num_tokens for document in documents)
-    batch = pack_all(documents, 97)
+    batch = pack_all(documents, 97).tokens
     assert len(batch.input_ids) > tokens + 20
     hidden, gradients = hidden_and_gradients(policy, batch, tokens)
     poisoned = poison(batch, tokens, ids, (10**9, 0, -5, 123456))
@@ -110,7 +110,7 @@ def test_nothing_in_the_padding_changes_a_bit(policy: Policy, ids: tuple[int, ..
     for name, gradient in gradients.items():
         assert same_bits(gradient, poisoned_gradients[name]), name
     # And the padding itself is nothing beyond rounding.
-    bare_hidden, bare = hidden_and_gradients(policy, pack_all(documents), tokens)
+    bare_hidden, bare = hidden_and_gradients(policy, pack_all(documents).tokens, tokens)
     torch.testing.assert_close(hidden, bare_hidden, rtol=1e-5, atol=1e-5)
     for name, gradient in gradients.items():
         assert (gradient - bare[name]).norm() <= 1e-5 * bare[name].norm(), name
@@ -118,7 +118,7 @@ def test_nothing_in_the_padding_changes_a_bit(policy: Policy, ids: tuple[int, ..
 
 def test_a_document_is_seen_by_itself_alone(policy: Policy) -> None:
     """Every other document's hidden states keep every bit when one is replaced by other tokens."""
-    batch = pack_all(DOCUMENTS, 64)
+    batch = pack_all(DOCUMENTS, 64).tokens
     starts = batch.segments.tolist()
     with torch.no_grad():
         before = policy.hidden(batch)
@@ -135,7 +135,7 @@ def test_a_document_is_seen_by_itself_alone(policy: Policy) -> None:
 
 
 def test_causal_within_a_document(policy: Policy) -> None:
-    batch = pack_all(DOCUMENTS[:3])
+    batch = pack_all(DOCUMENTS[:3]).tokens
     last = int(batch.segments[3]) - 1
     input_ids = batch.input_ids.clone()
     input_ids[last] = (input_ids[last] + 1) % 61

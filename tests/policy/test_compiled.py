@@ -16,9 +16,10 @@ from torch._dynamo.utils import counters
 from documents import make_documents, pack_all
 from oracles.step import oracle_step
 from scoring import check_against_oracle, run_score, write_records
+from selection import long_except
 from step.test_score_oracle import config_for, records_for
+from truestep.policy.errors import ModelError
 from truestep.policy.loading.load import load_policy
-from truestep.policy.loading.probe import ModelError
 from truestep.policy.model import compiled
 from truestep.policy.policy import Policy
 
@@ -43,7 +44,7 @@ def graphs() -> int:
 
 def results(policy: Policy, documents: list[Any]) -> list[torch.Tensor]:
     policy.weights.zero_gradients()
-    hidden = policy.hidden(pack_all(documents))
+    hidden = policy.hidden(pack_all(documents).tokens)
     (hidden.float() * torch.linspace(-1, 1, hidden.shape[1], device=hidden.device)).sum().backward()
     return [hidden.detach().float(), *(gradient.float().clone() for gradient in policy.weights.gradients.values())]
 
@@ -52,7 +53,9 @@ def off(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
     return max(float((a - b).norm() / b.norm().clamp(min=1e-6)) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize(("kind", "recompute"), [("llama", True), ("gemma2", False), ("qwen3_tied", False)])
+@pytest.mark.parametrize(
+    ("kind", "recompute"), long_except([("llama", True), ("gemma2", False), ("qwen3_tied", False)], ("llama", True))
+)
 def test_values_and_gradients_are_those_of_plain_layers(kind: str, recompute: bool, tiny_model: Made) -> None:
     plain = load_policy(tiny_model(kind), activation_checkpointing=recompute)
     policy = load_policy(tiny_model(kind), activation_checkpointing=recompute, compiled=True)
@@ -64,10 +67,28 @@ def test_values_and_gradients_are_those_of_plain_layers(kind: str, recompute: bo
         assert off(results(policy, documents), results(plain, documents)) < 1e-5
     assert graphs() == made, "nothing is compiled anew for other documents"
     with torch.no_grad():
-        policy.hidden(pack_all(DOCUMENTS))
+        policy.hidden(pack_all(DOCUMENTS).tokens)
     assert graphs() == made
 
 
+def test_recomputation_is_around_what_is_compiled(tiny_model: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, recomputed = compiled.checkpoint, []
+
+    def told(layer: Any, *arguments: Any, **options: Any) -> Any:
+        recomputed.append(layer)
+        return honest(layer, *arguments, **options)
+
+    monkeypatch.setattr(compiled, "checkpoint", told)
+    policy = load_policy(tiny_model("llama"), activation_checkpointing=True, compiled=True)
+    results(policy, DOCUMENTS)
+    assert len(recomputed) == policy.model.config.num_hidden_layers, "once a layer, and not by transformers as well"
+    policy.model.eval()
+    results(policy, DOCUMENTS)
+    assert len(recomputed) == policy.model.config.num_hidden_layers
+    assert not any(getattr(layer, "gradient_checkpointing", False) for layer in policy.model.model.layers)
+
+
+@pytest.mark.long
 def test_layers_share_what_is_compiled(tmp_path: Path) -> None:
     from tiny import make_model
 

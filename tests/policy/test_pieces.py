@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from truestep.policy.cuts.pieces import Piece, pieces_of, sum_parts
-from truestep.policy.weights.whole import Weights
-from truestep.ranks.group import Layout, Ranks, join, leave
+from truestep.policy.weights.whole import WholeWeights
+from truestep.ranks.group import RankLayout, Ranks, join, leave
 from truestep.ranks.launch import run_ranks
 from truestep.step.optimizer import make_adamw, optimizer_tensors, restore_optimizer, update
 from truestep.step.run import gradient_norm
@@ -44,7 +44,7 @@ def _whole(scale: float = 1.0) -> dict[str, torch.Tensor]:
 
 
 def _check_pieces() -> None:
-    ranks = join(Layout(tensor=2, pipeline=2), device="cpu", stall_timeout=30)
+    ranks = join(RankLayout(tensor=2, pipeline=2), device="cpu", stall_timeout=30)
     shapes = {name: torch.Size(shape) for name, shape in SHAPES.items()}
     pieces = {
         "embedding": Piece(shapes["embedding"], cut=0, stages=(0, 1)),
@@ -56,7 +56,7 @@ def _check_pieces() -> None:
     model = torch.nn.ParameterDict(
         {name: pieces[name].slice(whole[name], ranks).clone() for name in pieces if ranks.stage in pieces[name].stages}
     )
-    weights = Weights(model, torch.float32, ranks, pieces)
+    weights = WholeWeights(model, torch.float32, ranks, pieces)
     kept = {name: value.clone() for name, value in weights.collect().items()}
     for name, gradient in weights.gradients.items():
         # What other ranks have a part of is split between them; the rest is here, whole.

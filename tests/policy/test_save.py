@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from documents import make_documents, pack_all, same_bits
+from selection import long_except
 from small_runs import word_model
 from tiny import KINDS
 from truestep.policy.loading.load import load_policy
@@ -34,7 +35,7 @@ def trained(path: Path, dtype: str = "float32") -> Policy:
     return policy
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", long_except(KINDS, "qwen3_tied", "gemma2"))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_save_and_load_keep_every_bit(kind: str, dtype: str, tiny_model: Made, tmp_path: Path) -> None:
     policy = trained(tiny_model(kind), dtype)
@@ -43,7 +44,7 @@ def test_save_and_load_keep_every_bit(kind: str, dtype: str, tiny_model: Made, t
     assert set(again.weights.master) == set(policy.weights.master)
     for name, master in policy.weights.master.items():
         assert same_bits(again.weights.master[name], master), name
-    batch = pack_all(make_documents([9, 3, 20]))
+    batch = pack_all(make_documents([9, 3, 20])).tokens
     assert same_bits(again.hidden(batch), policy.hidden(batch))
     assert again.head == policy.head
 
@@ -64,7 +65,7 @@ def test_transformers_loads_it_and_computes_the_same(kind: str, tiny_model: Made
     assert default.config._attn_implementation != "truestep_packed", "this trainer's attention is not in the config"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", long_except(KINDS, "qwen3_tied", "gemma2"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_file_and_its_config(kind: str, dtype: torch.dtype, tiny_model: Made, tmp_path: Path) -> None:
     source = tiny_model(kind)
@@ -128,7 +129,7 @@ def test_the_source_may_be_gone(tiny_model: Made, tmp_path: Path) -> None:
 
 def test_saving_changes_nothing(tiny_model: Made, tmp_path: Path) -> None:
     policy = trained(tiny_model("gemma2"), "bfloat16")
-    batch = pack_all(make_documents([9, 3, 20]))
+    batch = pack_all(make_documents([9, 3, 20])).tokens
     before = policy.hidden(batch).detach()
     save_policy(policy, tmp_path / "saved", torch.float16)
     assert same_bits(policy.hidden(batch), before)

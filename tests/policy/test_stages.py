@@ -15,9 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tiny import KINDS, make_model
 from truestep.policy.cuts.pieces import pieces_of
-from truestep.policy.cuts.stages import CutError, Stages, cut_by_cost, keep_own, stages_of
+from truestep.policy.cuts.stages import Stages, cut_by_cost, keep_own, stages_of
+from truestep.policy.errors import CutError
 from truestep.policy.loading.load import load_policy
-from truestep.policy.loading.probe import Probe, _batch, probe_stages
+from truestep.policy.loading.probe import Probe, _tokens, probe_stages
 from truestep.policy.model import attention
 from truestep.policy.policy import packed_hidden, stage_hidden
 from truestep.ranks.pipeline import Pipeline
@@ -69,7 +70,7 @@ def whole_model(directory: Path, kind: str, layers: int = 4) -> Any:
 
 
 def documents(model: Any) -> Any:
-    return _batch(Probe.documents_for(model, 64))
+    return _tokens(Probe.documents_for(model, 64))
 
 
 def staged(model: Any, pipeline: Pipeline) -> Stages:

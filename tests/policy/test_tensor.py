@@ -16,11 +16,11 @@ from documents import make_documents, pack_all
 from ranks.cases import on_ranks
 from tiny import make_model
 from truestep.policy.cuts.tensor import tensor_plan
+from truestep.policy.errors import ModelError
 from truestep.policy.loading.load import load_policy
-from truestep.policy.loading.probe import ModelError
 from truestep.policy.policy import Policy
 from truestep.ranks.exchange import gather_same, gather_tokens, sum_to_own_tokens
-from truestep.ranks.group import Layout, RankError, Ranks, join
+from truestep.ranks.group import RankError, RankLayout, Ranks, join
 
 
 def settings(kind: str, **traits: Any) -> Any:
@@ -68,7 +68,7 @@ def cut_by_another_plan(model: str, forgotten: tuple[str, ...]) -> None:
 
     plan = LlamaConfig.base_model_tp_plan
     LlamaConfig.base_model_tp_plan = {name: style for name, style in plan.items() if not name.endswith(forgotten)}
-    load_policy(model, device="cpu", ranks=join(Layout(tensor=2), device="cpu", stall_timeout=20))
+    load_policy(model, device="cpu", ranks=join(RankLayout(tensor=2), device="cpu", stall_timeout=20))
 
 
 @pytest.mark.parametrize(
@@ -128,14 +128,14 @@ EMBEDDING = "model.embed_tokens.weight"
 def gradient_of_a_repeated_token(policy: Policy, token: int) -> torch.Tensor:
     """720 times it, in one micro-batch."""
     documents = [replace(document, input_ids=document.input_ids * 0 + token) for document in make_documents([9] * 80)]
-    policy.hidden(pack_all(documents)).sum().backward()
+    policy.hidden(pack_all(documents).tokens).sum().backward()
     policy.weights.reduce()
     gradient = policy.weights.collect_gradients().get(EMBEDDING)
     return torch.empty(0) if gradient is None else gradient[token].clone()
 
 
 def repeat_tokens(model: str, tokens: list[int], output: str) -> None:
-    ranks = join(Layout(tensor=4), device="cpu", stall_timeout=20)
+    ranks = join(RankLayout(tensor=4), device="cpu", stall_timeout=20)
     found = {}
     for token in tokens:
         for dtype in ("float32", "bfloat16"):

@@ -18,14 +18,14 @@ from truestep.policy.loading.load import load_policy
 from truestep.policy.model import attention
 from truestep.policy.policy import ModelFacts, Policy
 from truestep.policy.save import save_policy
-from truestep.policy.weights.whole import Weights
+from truestep.policy.weights.whole import WholeWeights
 
 Made = Callable[[str], Path]
 MICRO_BATCHES = [make_documents([5, 9, 2], 0), make_documents([20], 1), make_documents([1, 7], 2)]
 
 
 def backward(policy: Policy, number: int) -> None:
-    hidden = policy.hidden(pack_all(MICRO_BATCHES[number]))
+    hidden = policy.hidden(pack_all(MICRO_BATCHES[number]).tokens)
     weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(number))
     (hidden.float() * weights).sum().backward()
 
@@ -108,7 +108,7 @@ def test_publish_rounds_once(tiny_model: Made) -> None:
     torch.testing.assert_close(master.double(), expected, rtol=1e-4, atol=0)
     assert same_bits(computed, master.bfloat16())
     assert (computed != before).float().mean() > 0.9
-    assert policy.hidden(pack_all(MICRO_BATCHES[0])).dtype == torch.bfloat16
+    assert policy.hidden(pack_all(MICRO_BATCHES[0]).tokens).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -119,7 +119,7 @@ def test_a_frozen_parameter(frozen: str, dtype: torch.dtype, tiny_model: Made, t
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention.NAME)
     parameter = dict(model.named_parameters())[frozen]
     parameter.requires_grad_(False)
-    policy = Policy(model, path, HeadSettings(), Weights(model, dtype), ModelFacts.of(model, torch.device("cpu")))
+    policy = Policy(model, path, HeadSettings(), WholeWeights(model, dtype), ModelFacts.of(model, torch.device("cpu")))
     assert frozen not in policy.weights.master
     assert policy.weights.gradient_of(parameter) is None
     assert parameter.dtype == dtype
@@ -141,7 +141,9 @@ def test_a_repeated_token_keeps_its_gradient_in_bfloat16(tiny_model: Made) -> No
 
     def gradient(dtype: str, together: bool) -> torch.Tensor:
         policy = load_policy(directory, dtype=dtype, device="cpu")
-        for batch in [pack_all(documents)] if together else [pack_all([document]) for document in documents]:
+        for batch in (
+            [pack_all(documents).tokens] if together else [pack_all([document]).tokens for document in documents]
+        ):
             policy.hidden(batch).sum().backward()
         return policy.weights.gradients["model.embed_tokens.weight"][3].clone()
 
@@ -155,5 +157,5 @@ def test_the_padding_tokens_row_has_a_gradient_where_the_token_is_real(dtype: st
     policy = load_policy(tiny_model("llama"), dtype=dtype, device="cpu")
     padding = policy.model.config.pad_token_id
     documents = [replace(document, input_ids=document.input_ids * 0 + padding) for document in make_documents([5])]
-    policy.hidden(pack_all(documents)).sum().backward()
+    policy.hidden(pack_all(documents).tokens).sum().backward()
     assert policy.weights.gradients["model.embed_tokens.weight"][padding].norm() > 0

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from scoring import loaded_once
-from truestep.assemble import join_ranks
+from truestep.assemble.policy import join_ranks
 from truestep.config.schema import Config
 from truestep.policy.model import compiled
 from truestep.ranks.launch import run_ranks
@@ -27,7 +27,7 @@ from truestep.types import PackedBatch
 TESTS = str(Path(__file__).parents[1])
 
 
-def on_ranks(size: int, target: Callable[..., None], *arguments: Any, timeout: float = 120.0) -> None:
+def on_ranks(size: int, target: Callable[..., None], *arguments: Any, timeout: float = 280.0) -> None:
     run_ranks(size, target, arguments, timeout=timeout)
 
 
@@ -85,7 +85,7 @@ def train_and_do(config: dict[str, Any], rank: int, phase: str, what: str) -> No
             elif what == "raise":
                 raise ZeroDivisionError("planted")
             elif what == "stall":
-                time.sleep(120)
+                time.sleep(1000)
             else:
                 raise AssertionError(what)
 
@@ -102,16 +102,18 @@ def score_padded(runs: list[tuple[dict[str, Any], str, int | None]]) -> None:
 
         def pack(*arguments: Any, poison: int | None = poison) -> PackedBatch:
             batch = honest(*arguments)
-            end = int(batch.segments[batch.num_documents])
-            assert end < len(batch.input_ids)
+            tokens = batch.tokens
+            end = int(tokens.segments[tokens.num_documents])
+            assert end < len(tokens)
             if poison is None:
                 return batch
-            padding = torch.arange(len(batch.input_ids)) >= end
-            return dataclasses.replace(
-                batch,
-                input_ids=batch.input_ids.masked_fill(padding, poison),
-                position_ids=batch.position_ids.masked_fill(padding, poison),
+            padding = torch.arange(len(tokens)) >= end
+            poisoned = dataclasses.replace(
+                tokens,
+                input_ids=tokens.input_ids.masked_fill(padding, poison),
+                position_ids=tokens.position_ids.masked_fill(padding, poison),
             )
+            return dataclasses.replace(batch, tokens=poisoned)
 
         run.pack = pack
         score(Config.model_validate(config), Path(output), gradients=True)

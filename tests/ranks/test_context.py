@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ranks.cases import on_ranks, refuse_to_mix_tokens, score_all, score_padded,
 from ranks.test_layouts import Layout, Model, check_losses, gradient_error, loss_of, make_case, options, read
 from ranks.test_train_over_ranks import check_same_run, config
 from scoring import check_against_oracle, write_records
+from selection import long_except
 from small_runs import read_lines, sort_prompts, without_times, word_model, write_lines, write_rollouts
 from tiny import VOCABULARY, make_model, make_records, set_old_logprobs
 from truestep.errors import TruestepError
@@ -20,13 +22,13 @@ from truestep.policy.loading.load import load_policy
 from truestep.ranks.group import Ranks
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize(("kind", "size"), long_except(itertools.product(["llama", "gemma2"], [2, 4]), ("gemma2", 2)))
 def test_every_loss_is_the_oracles(kind: str, size: int, tiny_model: Model, tmp_path: Path) -> None:
     """Documents of up to 24 tokens over runs of 10 to 20: most lie on two ranks, some on three."""
     check_losses(size, kind, [({"context": size}, 1, 40)], tiny_model, tmp_path)
 
 
+@pytest.mark.long
 def test_with_data_ranks_beside(tiny_model: Model, tmp_path: Path) -> None:
     """Sharded, replicated, breadth-first, reduced each time, padded, and in chunks of few rows."""
     layouts: list[Layout] = [
@@ -49,6 +51,7 @@ def test_with_data_ranks_beside(tiny_model: Model, tmp_path: Path) -> None:
         check_against_oracle(read(output), oracle)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "heads"),
     [
@@ -77,6 +80,7 @@ def long_document(model: Path, tokens: int, labels: int) -> dict[str, Any]:
     return record
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["gemma2"])
 def test_one_document_over_four_ranks_and_anything_in_the_padding(kind: str, tiny_model: Model, tmp_path: Path) -> None:
     """35 labels, on every rank; 6 on the first of four, the others holding padding alone; and one, at the end."""
@@ -101,7 +105,7 @@ def test_one_document_over_four_ranks_and_anything_in_the_padding(kind: str, tin
             assert all(torch.equal(poisoned.gradients[name], gradient) for name, gradient in clean.gradients.items())
 
 
-@pytest.mark.parametrize("loss", ["grpo", "gspo"])
+@pytest.mark.parametrize("loss", long_except(["grpo", "gspo"], "gspo"))
 def test_more_ranks_than_labels(loss: str, tiny_model: Model, tmp_path: Path) -> None:
     """Two labels in all, on one of two data ranks or both; and a step of no label at all."""
     model = tiny_model("llama")
@@ -159,6 +163,7 @@ def test_a_run_moves_between_layouts(tiny_model: Model, tmp_path: Path) -> None:
     check_same_run(moved, still)
 
 
+@pytest.mark.long
 def test_parts_belong_to_data_ranks(tiny_model: Model, tmp_path: Path) -> None:
     """Two parts over four ranks, two of which share each; the run is that of two ranks, also over a restart."""
     for rank, size in enumerate((5, 20)):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from truestep.ranks.group import ALONE, Layout, RankError, Ranks, join, leave
+from truestep.ranks.group import ALONE, RankError, RankLayout, Ranks, join, leave
 from truestep.ranks.launch import run_ranks
 
 SIZES = st.integers(1, 3)
@@ -35,27 +35,31 @@ def test_one_process_is_every_place_at_once() -> None:
 @pytest.mark.parametrize(
     ("layout", "size", "shards"),
     [
-        (Layout(), 4, 4),
-        (Layout(context=2), 4, 4),
-        (Layout(data_shard=1, context=4), 4, 4),
-        (Layout(tensor=2, pipeline=2), 4, 1),
-        (Layout(data_replicate=2, context=2, tensor=2), 8, 2),
+        (RankLayout(), 4, 4),
+        (RankLayout(context=2), 4, 4),
+        (RankLayout(data_shard=1, context=4), 4, 4),
+        (RankLayout(tensor=2, pipeline=2), 4, 1),
+        (RankLayout(data_replicate=2, context=2, tensor=2), 8, 2),
     ],
 )
-def test_weights_are_spread_over_data_and_context_ranks(layout: Layout, size: int, shards: int) -> None:
+def test_weights_are_spread_over_data_and_context_ranks(layout: RankLayout, size: int, shards: int) -> None:
     assert layout.shards(size) == shards
 
 
 @pytest.mark.parametrize(
     ("layout", "size", "message"),
     [
-        (Layout(context=3), 4, "parallel.context: 3 does not divide the 4 ranks"),
-        (Layout(tensor=2, pipeline=3), 4, "parallel.tensor: 2 x parallel.pipeline: 3 make a multiple of 6, which does"),
-        (Layout(data_shard=2, tensor=2), 8, "parallel.data_shard: 2 x parallel.tensor: 2 make 4 ranks and 8 were"),
-        (Layout(data_shard=1), 2, "parallel.data_shard: 1 make 1 ranks and 2 were started"),
+        (RankLayout(context=3), 4, "parallel.context: 3 does not divide the 4 ranks"),
+        (
+            RankLayout(tensor=2, pipeline=3),
+            4,
+            "parallel.tensor: 2 x parallel.pipeline: 3 make a multiple of 6, which does",
+        ),
+        (RankLayout(data_shard=2, tensor=2), 8, "parallel.data_shard: 2 x parallel.tensor: 2 make 4 ranks and 8 were"),
+        (RankLayout(data_shard=1), 2, "parallel.data_shard: 1 make 1 ranks and 2 were started"),
     ],
 )
-def test_a_layout_that_does_not_make_up_the_ranks_is_refused(layout: Layout, size: int, message: str) -> None:
+def test_a_layout_that_does_not_make_up_the_ranks_is_refused(layout: RankLayout, size: int, message: str) -> None:
     with pytest.raises(RankError, match=message):
         layout.shards(size)
 
@@ -63,17 +67,19 @@ def test_a_layout_that_does_not_make_up_the_ranks_is_refused(layout: Layout, siz
 @pytest.mark.parametrize(
     ("layout", "fellows"),
     [
-        (Layout(context=2, tensor=2), {0: {"shard": [0, 2], "context": [0, 2], "tensor": [0, 1]}}),
-        (Layout(context=2), {0: {"shard": [0, 1, 2, 3], "context": [0, 1]}, 3: {"context": [2, 3]}}),
-        (Layout(pipeline=4), {1: {"pipeline": [0, 1, 2, 3], "ends": None}, 3: {"ends": [0, 3]}}),
-        (Layout(data_replicate=2, pipeline=2), {3: {"replicate": [2, 3], "ends": [1, 3], "shard": None}}),
+        (RankLayout(context=2, tensor=2), {0: {"shard": [0, 2], "context": [0, 2], "tensor": [0, 1]}}),
+        (RankLayout(context=2), {0: {"shard": [0, 1, 2, 3], "context": [0, 1]}, 3: {"context": [2, 3]}}),
+        (RankLayout(pipeline=4), {1: {"pipeline": [0, 1, 2, 3], "ends": None}, 3: {"ends": [0, 3]}}),
+        (RankLayout(data_replicate=2, pipeline=2), {3: {"replicate": [2, 3], "ends": [1, 3], "shard": None}}),
     ],
 )
-def test_fellows_are_those_of_one_dimension(layout: Layout, fellows: dict[int, dict[str, list[int] | None]]) -> None:
+def test_fellows_are_those_of_one_dimension(
+    layout: RankLayout, fellows: dict[int, dict[str, list[int] | None]]
+) -> None:
     run_ranks(4, _check_fellows, (layout, fellows))
 
 
-def _check_fellows(layout: Layout, fellows: dict[int, dict[str, list[int] | None]]) -> None:
+def _check_fellows(layout: RankLayout, fellows: dict[int, dict[str, list[int] | None]]) -> None:
     ranks = join(layout, device="cpu", stall_timeout=30)
     for dimension, expected in fellows.get(ranks.rank, {}).items():
         group = ranks.group(dimension)

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from oracles.step import LOSS_TYPES, oracle_logprobs, oracle_step
 from ranks.cases import on_ranks, score_all, score_compiled
 from scoring import Scored, check_against_oracle, write_records
+from selection import long_except
 from tiny import make_records, set_old_logprobs
-from truestep.verify.oracle import OracleResult
+from truestep.verify.oracle.step import OracleResult
 
 Model = Callable[[str], Path]
 
@@ -83,7 +84,7 @@ def check_losses(size: int, kind: str, layouts: Sequence[Layout], tiny_model: Mo
             output = directory / f"{name}-{number}"
             runs.append((options(model, rollouts, loss, layout), str(output)))
             cases.append((oracle, output))
-    on_ranks(size, score_all, runs, timeout=250.0)
+    on_ranks(size, score_all, runs)
     for oracle, output in cases:
         scored = read(output)
         if "clipped_ratio_fraction" in scored.step:
@@ -121,7 +122,7 @@ def test_more_ranks_than_documents(tiny_model: Model, tmp_path: Path) -> None:
     assert all(not gradient.any() for gradient in none.gradients.values())
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_tied"])
+@pytest.mark.parametrize("kind", long_except(["llama", "qwen3_tied"], "qwen3_tied"))
 def test_recomputed_activations_and_half_precision(kind: str, tiny_model: Model, tmp_path: Path) -> None:
     """In bfloat16 a layout's error against float64 is at most 1.5 times the one process's."""
     loss = {"type": "grpo", "metrics": "full"}
@@ -136,6 +137,7 @@ def test_recomputed_activations_and_half_precision(kind: str, tiny_model: Model,
     assert 1e-4 < gradient_error(tmp_path / "half", oracle) <= 1.5 * gradient_error(tmp_path / "one", oracle)
 
 
+@pytest.mark.long
 def test_compiled_layers(tiny_model: Model, tmp_path: Path) -> None:
     """Sharded and recomputed, and in stages. Ranks of a context meet in attention, outside what is compiled."""
     loss = {"type": "grpo", "metrics": "full"}

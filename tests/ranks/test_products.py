@@ -26,6 +26,7 @@ OF_EIGHT: list[Layout] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["llama"])
 def test_every_loss_under_every_product_of_four_ranks(kind: str, tiny_model: Model, tmp_path: Path) -> None:
     check_losses(4, kind, OF_FOUR, tiny_model, tmp_path)

@@ -28,7 +28,7 @@ def assigned(items, rule="group_mean", group_size=None):
 
 
 def oracle(rewards, rule):
-    """By the words of SPEC 1, one at a time."""
+    """By the words of docs/contract.md, section 4, one at a time."""
     count = len(rewards)
     if count == 1:
         return [0.0]

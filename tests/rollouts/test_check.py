@@ -4,7 +4,8 @@ import json
 import pytest
 from rich.console import Console
 
-from truestep.rollouts.check import Rewards, Spread, check_files, reason_kind, render
+from truestep.rollouts.check import Rewards, Spread, check_files, render
+from truestep.rollouts.rejects import reason_kind
 
 
 def text_of(summary, width=80):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from documents import make_document, make_documents, pack_all
 from truestep.rollouts.packing import first_fit_decreasing, pack, split_to_multiple
 from truestep.step.plan import make_plan
-from truestep.types import PackedBatch, Rollout
+from truestep.types import OPTIONAL_FIELDS, PackedLabels, PackedTokens, Rollout
 
 BUDGET = 24
 LENGTHS = st.lists(st.integers(1, BUDGET), max_size=30)
@@ -101,7 +101,10 @@ def test_the_largest_is_halved_near_its_middle() -> None:
 
 def _by_hand(documents: list[Rollout], padding: int) -> dict[str, list]:
     """Everything that `pack` makes, one token at a time."""
-    made: dict[str, list] = {item.name: [] for item in dataclasses.fields(PackedBatch)}
+    made: dict[str, list] = {item.name: [] for item in dataclasses.fields(PackedTokens)}
+    made |= {item.name: [] for item in dataclasses.fields(PackedLabels)}
+    made |= {f"has {name}": [] for name in OPTIONAL_FIELDS}
+    del made["num_documents"], made["has"]
     made["segments"].append(0)
     for number, document in enumerate(documents):
         before = len(made["input_ids"])
@@ -109,9 +112,9 @@ def _by_hand(documents: list[Rollout], padding: int) -> dict[str, list]:
             made["input_ids"].append(int(document.input_ids[position]))
             made["position_ids"].append(position)
             if document.loss_mask[position]:
-                made["label_rows"].append(before + position - 1)
-                made["label_ids"].append(int(document.input_ids[position]))
-                made["label_document"].append(number)
+                made["rows"].append(before + position - 1)
+                made["ids"].append(int(document.input_ids[position]))
+                made["document"].append(number)
                 made["temperature"].append(np.float32(document.temperature))
                 for name, field in (
                     ("old_logprobs", document.logprobs),
@@ -122,10 +125,10 @@ def _by_hand(documents: list[Rollout], padding: int) -> dict[str, list]:
         made["segments"].append(len(made["input_ids"]))
         made["num_labels"].append(sum(map(int, document.loss_mask)))
         made["reward"].append(0.0 if document.reward is None else np.float32(document.reward))
-        made["has_logprobs"].append(document.logprobs is not None)
-        made["has_advantages"].append(document.advantages is not None)
-        made["has_version"].append(document.model_version is not None)
-        made["has_reward"].append(document.reward is not None)
+        made["has logprobs"].append(document.logprobs is not None)
+        made["has advantages"].append(document.advantages is not None)
+        made["has model_version"].append(document.model_version is not None)
+        made["has reward"].append(document.reward is not None)
     made["position_ids"] += range(padding)
     if padding:
         made["segments"].append(len(made["input_ids"]) + padding)
@@ -135,7 +138,7 @@ def _by_hand(documents: list[Rollout], padding: int) -> dict[str, list]:
 DTYPES = {"segments": torch.int32} | dict.fromkeys(
     ("temperature", "old_logprobs", "advantages", "reward"), torch.float32
 )
-DTYPES |= dict.fromkeys(("has_logprobs", "has_advantages", "has_version", "has_reward"), torch.bool)
+DTYPES |= {f"has {name}": torch.bool for name in OPTIONAL_FIELDS}
 
 
 @settings(max_examples=100, deadline=None)
@@ -148,16 +151,16 @@ DTYPES |= dict.fromkeys(("has_logprobs", "has_advantages", "has_version", "has_r
 def test_tensors_against_plain_loops(shapes: list, multiple: int, seed: int, random) -> None:
     documents = [make_document(f"d{at}", length, seed + at, bare=bare) for at, (length, bare) in enumerate(shapes)]
     chosen = random.sample(range(len(documents)), random.randint(0, len(documents)))
-    rest = [index for index in range(len(documents)) if index not in chosen]
-    batch = pack(make_plan(documents, [rest, chosen], 0), chosen, multiple)
+    batch = pack([documents[index] for index in chosen], multiple)
     tokens = sum(documents[index].num_tokens for index in chosen)
     # A micro-batch of no documents is one of padding.
     padding = math.ceil(max(tokens, 1) / multiple) * multiple - tokens
-    expected = _by_hand([documents[index] for index in chosen], padding) | {"plan_index": chosen}
-    assert len(batch.input_ids) == tokens + padding
-    assert batch.num_documents == len(chosen)
+    expected = _by_hand([documents[index] for index in chosen], padding)
+    assert len(batch.tokens) == tokens + padding
+    assert batch.tokens.num_documents == len(chosen)
+    found = vars(batch.tokens) | vars(batch.labels) | {f"has {name}": there for name, there in batch.labels.has.items()}
     for name, values in expected.items():
-        actual = getattr(batch, name)
+        actual = found[name]
         assert actual.dtype == DTYPES.get(name, torch.int64), name
         if name == "input_ids":
             actual = actual[:tokens]
@@ -167,15 +170,19 @@ def test_tensors_against_plain_loops(shapes: list, multiple: int, seed: int, ran
 def test_padding_is_last_and_no_document_has_it() -> None:
     documents = make_documents([5, 3, 6], seed=4)
     bare, padded = pack_all(documents), pack_all(documents, 16)
-    assert bare.segments.tolist() == [0, 5, 8, 14]
-    assert padded.segments.tolist() == [0, 5, 8, 14, 16]
-    assert padded.num_documents == 3
-    for item in dataclasses.fields(PackedBatch):
-        if item.name not in ("input_ids", "position_ids", "segments"):
-            assert torch.equal(getattr(bare, item.name), getattr(padded, item.name)), item.name
-    assert padded.label_rows.max() < 14
-    assert padded.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3, 4, 5, 0, 1]
-    assert pack_all(documents, 7).segments.tolist() == [0, 5, 8, 14], "no padding segment without padding"
+    assert bare.tokens.segments.tolist() == [0, 5, 8, 14]
+    assert padded.tokens.segments.tolist() == [0, 5, 8, 14, 16]
+    assert padded.tokens.num_documents == 3
+    for item in dataclasses.fields(PackedLabels):
+        without, with_padding = getattr(bare.labels, item.name), getattr(padded.labels, item.name)
+        if item.name == "has":
+            assert without.keys() == with_padding.keys()
+            assert all(torch.equal(without[name], with_padding[name]) for name in without)
+        else:
+            assert torch.equal(without, with_padding), item.name
+    assert padded.labels.rows.max() < 14
+    assert padded.tokens.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3, 4, 5, 0, 1]
+    assert pack_all(documents, 7).tokens.segments.tolist() == [0, 5, 8, 14], "no padding segment without padding"
 
 
 def test_labels_at_the_borders() -> None:
@@ -184,11 +191,11 @@ def test_labels_at_the_borders() -> None:
     second = Rollout("b", np.array([20]), np.array([False]))
     third = Rollout("c", np.array([30, 31, 32, 33]), np.array([False, True, False, True]))
     no_completion = Rollout("e", np.array([50, 51]), np.arange(2) >= 2)  # prompt_length is the whole length
-    batch = pack_all([first, second, third, no_completion])
-    assert batch.label_rows.tolist() == [0, 1, 4, 6]
-    assert batch.label_ids.tolist() == [11, 12, 31, 33]
-    assert batch.label_document.tolist() == [0, 0, 2, 2]
-    assert batch.num_labels.tolist() == [2, 0, 2, 0]
+    labels = pack_all([first, second, third, no_completion]).labels
+    assert labels.rows.tolist() == [0, 1, 4, 6]
+    assert labels.ids.tolist() == [11, 12, 31, 33]
+    assert labels.document.tolist() == [0, 0, 2, 2]
+    assert labels.num_labels.tolist() == [2, 0, 2, 0]
 
 
 def test_a_plan_packs_each_of_its_documents_exactly_once() -> None:

@@ -8,10 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from server.fake import DOWN, STARTED_WITH, STOP, Clock, FakeRewards, FakeServer, read
+from server.fake import STARTED_WITH, STOP, Clock, FakeRewards, FakeServer
 from server.sources import GROUP, STEP, FakeWeights, Run
 from server.virtual import run as run_virtually
 from truestep.environments.rewards import RewardError

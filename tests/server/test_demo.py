@@ -75,7 +75,7 @@ class _StopWhenAccurate:
 
     def evaluation(self, line: dict[str, Any]) -> None:
         if line["sampled_reward"] > ENOUGH:
-            self.trainer.stopped_by = signal.SIGTERM
+            self.trainer.ask_to_stop(signal.SIGTERM)
 
 
 def _changed(config: Config, changes: dict[str, Any]) -> Config:

@@ -21,7 +21,7 @@ def deals(lengths: list[int], size: int) -> tuple[list[Deal], torch.Tensor, list
     batch = pack_all(documents, size)
     places = [Context(None, rank, size) for rank in range(size)]  # type: ignore[arg-type]
     counts = [document.num_labels for document in documents]
-    return [Deal.of(batch, place) for place in places], batch.label_rows, counts
+    return [Deal.of(batch, place) for place in places], batch.labels.rows, counts
 
 
 @settings(deadline=None)
@@ -34,7 +34,7 @@ def test_every_label_is_dealt_once_and_evenly_and_its_row_comes_from_where_it_li
     assert [label for deal in dealt for label in everyone[deal.mine]] == everyone
     shares = [deal.mine.stop - deal.mine.start for deal in dealt]
     assert max(shares) - min(shares) <= 1
-    tokens = pack_all(make_documents(lengths, seed=len(lengths)), size).input_ids
+    tokens = pack_all(make_documents(lengths, seed=len(lengths)), size).tokens.input_ids
     for rank, deal in enumerate(dealt):
         run = range(len(tokens))[deal.context.run(len(tokens))] if deal.context else range(0)
         assert deal.first_token == run.start

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from truestep.policy.weights.whole import Weights
+from truestep.policy.weights.protocol import Weights
+from truestep.policy.weights.whole import WholeWeights
 from truestep.step.optimizer import LearningRate, make_adamw, optimizer_tensors, restore_optimizer, update
 from truestep.step.run import gradient_norm
 
@@ -32,7 +33,7 @@ def make_weights(dtype: torch.dtype, seed: int = 0) -> Weights:
         model = Small()
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter)
-        return Weights(model.double() if dtype == torch.float64 else model, dtype)
+        return WholeWeights(model.double() if dtype == torch.float64 else model, dtype)
 
 
 def set_gradients(weights: Weights, step: int) -> dict[str, torch.Tensor]:
@@ -94,7 +95,7 @@ def test_frozen_weights_are_left_alone_and_only_vectors_may_train() -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in VECTORS)
     frozen = model.embedding.weight.detach().clone()
-    weights = Weights(model, torch.float32)
+    weights = WholeWeights(model, torch.float32)
     assert set(weights.master) == VECTORS
     set_gradients(weights, 0)
     update(make_adamw(weights, **OPTIONS), weights, 0.1)
@@ -105,7 +106,7 @@ def test_updates_far_below_bfloat16s_rounding_add_up() -> None:
     """100 steps of 1e-5 at a weight of 1, where bfloat16's next number below is 4e-3 away."""
     model = torch.nn.Linear(2, 2, bias=False)
     torch.nn.init.ones_(model.weight)
-    weights = Weights(model, torch.bfloat16)
+    weights = WholeWeights(model, torch.bfloat16)
     optimizer = make_adamw(weights, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.0)
     for _ in range(100):
         weights.gradients["weight"].fill_(1.0)
@@ -190,7 +191,7 @@ def test_the_norm_of_a_large_gradient_is_exact() -> None:
     """A float32 sum of 3e7 squares, one after another as a CPU adds, is off by more than a thousandth."""
 
     def norm_of(gradient: torch.Tensor) -> float:
-        weights = Weights(torch.nn.ParameterDict({"weight": torch.zeros_like(gradient)}), torch.float32)
+        weights = WholeWeights(torch.nn.ParameterDict({"weight": torch.zeros_like(gradient)}), torch.float32)
         weights.gradients["weight"].copy_(gradient)
         return gradient_norm(weights)
 

@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from scoring import write_records
+from selection import long_except
 from step.test_score_oracle import config_for, records_for
-from truestep import assemble
+from truestep.assemble.policy import make_policy
+from truestep.assemble.sources import read_documents
+from truestep.assemble.step import make_rule, make_runner
 from truestep.config.schema import Config
 from truestep.metrics.types import values
 from truestep.ranks.group import ALONE
@@ -21,7 +24,7 @@ from truestep.types import PackedBatch
 
 
 @pytest.mark.parametrize("loss", ["grpo", "gspo", "reinforce", "cispo", "cross_entropy"])
-@pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("kind", long_except(["qwen3", "gemma2"], "gemma2"))
 def test_poisoned_padding_changes_no_bit(
     kind: str, loss: str, tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -29,10 +32,10 @@ def test_poisoned_padding_changes_no_bit(
     file = write_records(tmp_path / "rollouts.jsonl", records_for(model, loss))
     options = config_for(model, file, {"type": loss}, tokens_per_microbatch=80, pad_to_multiple=80)
     config = Config.model_validate(options)
-    policy = assemble.make_policy(config, ALONE)
-    documents = assemble.read_documents(config, policy.vocabulary_size).rollouts
-    plan = plan_exactly(documents, assemble.make_rule(config, policy), documents_seen=0)
-    runner = assemble.make_runner(config, policy)
+    policy = make_policy(config, ALONE)
+    documents = read_documents(config, policy.vocabulary_size).rollouts
+    plan = plan_exactly(documents, make_rule(config, policy), documents_seen=0)
+    runner = make_runner(config, policy)
     padded_tokens = 0
     honest = run.pack
 
@@ -40,13 +43,15 @@ def test_poisoned_padding_changes_no_bit(
         def pack(*arguments: object) -> PackedBatch:
             nonlocal padded_tokens
             batch = honest(*arguments)  # type: ignore[arg-type]
-            end = int(batch.segments[batch.num_documents])
-            padded_tokens += len(batch.input_ids) - end
+            tokens = batch.tokens
+            end = int(tokens.segments[tokens.num_documents])
+            padded_tokens += len(tokens) - end
             if poison is None:
                 return batch
-            input_ids, position_ids = batch.input_ids.clone(), batch.position_ids.clone()
+            input_ids, position_ids = tokens.input_ids.clone(), tokens.position_ids.clone()
             input_ids[end:], position_ids[end:] = poison, poison
-            return dataclasses.replace(batch, input_ids=input_ids, position_ids=position_ids)
+            poisoned = dataclasses.replace(tokens, input_ids=input_ids, position_ids=position_ids)
+            return dataclasses.replace(batch, tokens=poisoned)
 
         monkeypatch.setattr(run, "pack", pack)
         accumulated = runner.accumulate(plan)

@@ -237,12 +237,8 @@ class Sampling:
     """Makes documents when asked, without end; every `reject_every`-th comes to nothing."""
 
     reject_every: int
-    finite: bool = False
     _made: int = 0
     versions: list[int] = field(default_factory=list)
-
-    def peek(self, count: int) -> Sequence[Rollout]:
-        raise AssertionError("nothing is there before it is sampled")
 
     def take(self, count: int, documents_seen: int) -> Sequence[Rollout]:
         self.versions.append(documents_seen)

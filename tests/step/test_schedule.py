@@ -136,6 +136,7 @@ def test_one_process_takes_a_micro_batch_forward_and_backward_before_the_next() 
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_schedules_are_remembered_and_not_without_bound() -> None:
     make_schedule.cache_clear()
     assert make_schedule(Pipeline(4), 7) is make_schedule(Pipeline(4), 7)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +82,7 @@ def test_a_last_line_without_an_end_is_read_when_all_has_ended(tmp_path: Path, r
 
 def test_a_sender_is_waited_for(tmp_path: Path, reader: DirectoryTransport) -> None:
     threading.Timer(0.2, put, (tmp_path, "a.jsonl", "1\n")).start()
-    start = time.monotonic()
-    assert payloads(reader, seconds=10) == ["1"]
-    assert time.monotonic() - start < 5
+    assert payloads(reader, seconds=1e6) == ["1"]
     assert payloads(reader, seconds=0.1) == []
 
 

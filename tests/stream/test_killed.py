@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import pytest
 import yaml
 
+from kill_driver import Driver
 from small_runs import read_lines
 from stream.redis_server import RedisServer, needs_redis
 from tiny import make_records
 from truestep.files import read_json_lines
 
-_DRIVER = Path(__file__).parents[1] / "kill_driver.py"
 _GROUP = 4
 _AHEAD = 60  # documents that the sampler sends before it waits for the trainer
 Record = dict[str, Any]
@@ -78,38 +76,24 @@ def _train(config: dict[str, Any], file: Path, kills: list[tuple[str, float]], s
         "checkpoint": checkpoint,
     }
     file.write_text(yaml.safe_dump(config | base), encoding="utf-8")
-    driver = subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(_DRIVER), str(file), json.dumps(kills)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=_DRIVER.parent,
-    )
-    assert driver.stdout is not None
-    lines: list[str] = []
-    reader = threading.Thread(target=lambda: lines.extend(driver.stdout or ()))
-    reader.start()
     sent: list[Record] = []
     good = 0
-    try:
+    with Driver(file, kills) as driver:
         for batch in _batches(len(kills)):
             sender.send(batch)
             sent += batch
             good += sum("bad" not in record and "again" not in record for record in batch)
             while (
-                not (over := len(lines) >= len(kills) or driver.poll() is not None) and good - _trained(file) > _AHEAD
+                not (over := len(driver.said()) >= len(kills) or not driver.process.is_alive())
+                and good - _trained(file) > _AHEAD
             ):
                 time.sleep(0.01)
             if over:
                 break
         sender.end()
-        driver.wait(60)
-    finally:
-        driver.kill()
-        reader.join()
-    log = file.with_suffix(".log").read_text(encoding="utf-8")[-2000:]
-    assert driver.returncode == 0, lines
-    assert json.loads(lines[-1]) == {"killed": [True] * len(kills), "final": 0}, log
+        outcome = driver.wait()
+    log = driver.log.read_text(encoding="utf-8")[-2000:]
+    assert outcome == {"killed": [True] * len(kills), "final": 0}, log
     return sent
 
 
@@ -152,6 +136,7 @@ def _kills(generator: random.Random, **counts: int) -> list[tuple[str, float]]:
     return kills
 
 
+@pytest.mark.long
 @needs_redis
 def test_twenty_kills_on_redis(redis_server: RedisServer, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     config = {
@@ -186,6 +171,7 @@ class _ToDirectory:
         (self._directory / "END").touch()
 
 
+@pytest.mark.long
 def test_kills_on_a_watched_directory(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     (tmp_path / "sent").mkdir()
     config = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 from documents import same_document
 from rollouts.rollout_records import NEEDS, record
 from small_runs import read_lines, write_lines
+from stream.clock import Clock
 from stream.redis_server import RedisServer, needs_redis
 from truestep.rollouts.source import SourceError
 from truestep.rollouts.stream.directory import DirectoryTransport
@@ -82,13 +82,12 @@ def test_no_more_is_read_than_is_asked_for(tmp_path: Path, put: Callable[..., No
     assert source.state()["transport"] == {"files": {"1.jsonl": [3, 3 * len(json.dumps(numbered(1, 1)[0]) + "\n")]}}
 
 
-def test_the_error_says_what_was_waited_for(tmp_path: Path, put: Callable[..., None]) -> None:
+def test_the_error_says_what_was_waited_for(tmp_path: Path, put: Callable[..., None], clock: Clock) -> None:
     source = make_source(DirectoryTransport(tmp_path), group_size=2)
     put([record("a", 1.0, "g"), record("b", 2.0, "g"), record("c", 1.0, "h"), record("d", 1.0) | BAD])
-    start = time.monotonic()
     with pytest.raises(SourceError) as caught:
         source.peek(8)
-    assert 0.3 <= time.monotonic() - start < 5
+    assert clock.now == pytest.approx(0.3)
     assert str(caught.value) == (
         f"the directory {tmp_path} gave no document for 0.3 s (schedule.stall_timeout); 2 of the 8 documents that the "
         "step waits for are there; in groups that are not complete: 1 in 1 (data.group_size); rejected meanwhile: 1, "
@@ -98,29 +97,18 @@ def test_the_error_says_what_was_waited_for(tmp_path: Path, put: Callable[..., N
 
 
 def test_a_slow_sender_is_alive_and_one_that_sends_only_bad_records_is_not(
-    tmp_path: Path, put: Callable[..., None]
+    tmp_path: Path, put: Callable[..., None], clock: Clock
 ) -> None:
     source = make_source(DirectoryTransport(tmp_path), stall_timeout=1.0)
-    stop = threading.Event()
-
-    def send(make: Callable[[int], dict[str, Any]]) -> None:
-        number = 0
-        while not stop.wait(0.25):
-            number += 1
-            put([make(number)])
-
-    sender = threading.Thread(target=send, args=(lambda number: numbered(number, number)[0],))
-    sender.start()
+    for number in range(1, 7):
+        clock.at(0.9 * number, put, numbered(number, number))
     assert len(source.peek(6)) == 6
-    stop.set()
-    sender.join()
-    stop.clear()
-    sender = threading.Thread(target=send, args=(lambda number: record(f"bad {number}", 1.0) | BAD,))
-    sender.start()
-    with pytest.raises(SourceError, match="rejected meanwhile"):
+    began = clock.now
+    for number in range(100):
+        clock.at(began + 0.1 + 0.25 * number, put, [record(f"bad {number}", 1.0) | BAD])
+    with pytest.raises(SourceError, match="rejected meanwhile: 4"):
         source.peek(100)
-    stop.set()
-    sender.join()
+    assert clock.now == pytest.approx(began + 1.0)
 
 
 def test_only_a_new_checkpoint_acknowledges(tmp_path: Path, put: Callable[..., None]) -> None:
@@ -149,7 +137,7 @@ def test_a_run_that_stopped_early_is_not_finished(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_other_documents(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="data.source: this run's checkpoint was made from other documents"):
+    with pytest.raises(SourceError, match="data.source: this run's checkpoint was made from rollout files"):
         make_source(DirectoryTransport(tmp_path)).restore({"position": 3, "fingerprint": "f"})
 
 
@@ -178,18 +166,18 @@ def test_a_server_that_comes_back_in_time(redis_server: RedisServer) -> None:
 
 
 @needs_redis
-def test_a_server_that_is_gone_for_good(redis_server: RedisServer) -> None:
+def test_a_server_that_is_gone_for_good(redis_server: RedisServer, clock: Clock) -> None:
     source = over_redis(redis_server, stall_timeout=0.5)
     redis_server.send("s", numbered(1, 2))
     source.peek(2)
     redis_server.kill()
-    start = time.monotonic()
+    clock.now = 0.0
     with pytest.raises(
         SourceError,
         match=r"the stream 's' of redis at 127.0.0.1:\d+ gave no document for 0.5 s .*2 of the 3 documents .* refused",
     ):
         source.peek(3)
-    assert time.monotonic() - start < 5
+    assert clock.now == pytest.approx(0.5)
 
 
 @needs_redis

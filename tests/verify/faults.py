@@ -7,17 +7,18 @@ from typing import Any
 
 import torch
 
-from truestep import assemble
 from truestep.head import logits, passes
+from truestep.losses import label_losses
 from truestep.losses.objective import Denominator
 from truestep.metrics.types import Max, Mean, Metric, Min
 from truestep.policy.cuts.pieces import Piece, pieces_of
 from truestep.policy.model.context import Context
 from truestep.policy.weights import whole as weights
+from truestep.policy.weights.protocol import StagePass
 from truestep.policy.weights.sharded import ShardedWeights
-from truestep.policy.weights.whole import Turn
 from truestep.ranks.group import Ranks
 from truestep.step import run
+from truestep.step.dealing import MicroBatch
 from truestep.step.passes import Passes
 from truestep.step.run import StepRunner
 from truestep.step.schedule import Pass
@@ -71,9 +72,9 @@ def last_micro_batch_only() -> None:
     honest, place = StepRunner._head, [0, 0]
     told = ShardedWeights.before_forward
 
-    def remember(self: ShardedWeights, turn: Turn) -> None:
-        place[:] = [turn.number, turn.of]
-        told(self, turn)
+    def remember(self: ShardedWeights, coming: StagePass) -> None:
+        place[:] = [coming.number, coming.of]
+        told(self, coming)
 
     def only_last(self: Any, *arguments: Any) -> Any:
         statistics, gradient = honest(self, *arguments)
@@ -127,19 +128,20 @@ def labels_shifted_by_one() -> None:
 
     def shifted(*arguments: Any) -> PackedBatch:
         batch = honest(*arguments)
-        return dataclasses.replace(batch, label_rows=batch.label_rows + 1)
+        labels = dataclasses.replace(batch.labels, rows=batch.labels.rows + 1)
+        return dataclasses.replace(batch, labels=labels)
 
     run.pack = shifted
 
 
 def clip_sides_swapped() -> None:
-    honest = assemble.clip_bounds
-    assemble.clip_bounds = lambda low, high: honest(high, low)
+    honest = label_losses.round_bounds
+    label_losses.round_bounds = lambda low, high: honest(high, low)
 
 
 def counted_on_every_rank() -> None:
     """A metric that each rank of a context or tensor group has whole is added up over them."""
-    StepRunner._measures = property(lambda self: True)  # type: ignore[method-assign, assignment]
+    StepRunner.reports_metrics = property(lambda self: True)  # type: ignore[method-assign, assignment]
 
 
 def norms_not_summed_over_tensor_ranks() -> None:
@@ -153,7 +155,7 @@ def ragged_ranks_hang() -> None:
     skipped = set()
 
     def skipping(self: Passes, made: Pass) -> None:
-        if self._packed(made.micro_batch).batch.num_documents:
+        if self._packed(made.micro_batch).tokens.num_documents:
             forward(self, made)
         else:
             skipped.add(made.micro_batch)
@@ -172,15 +174,16 @@ def document_sums_of_one_rank() -> None:
 
 def labels_counted_from_each_ranks_first() -> None:
     """A rank takes its first label for the micro-batch's first: old log-probs, advantages and documents of others."""
-    honest = StepRunner._labels
+    honest = MicroBatch.score
 
-    def local(self: StepRunner, batch: PackedBatch, plan: StepPlan, chunk: Any, statistics: Any) -> Any:
-        first = len(batch.label_ids) // 2 * self._ranks.context_rank
-        if isinstance(chunk, slice) and chunk.start is not None:
-            chunk = slice(chunk.start - first, chunk.stop - first)
-        return honest(self, batch, plan, chunk, statistics)
+    def local(self: MicroBatch, labels: Any, *arguments: Any) -> Any:
+        context = self.deal.context
+        if context is not None and isinstance(labels, slice) and labels.start is not None:
+            first = len(self.labels) // 2 * context.rank
+            labels = slice(labels.start - first, labels.stop - first)
+        return honest(self, labels, *arguments)
 
-    StepRunner._labels = local  # type: ignore[method-assign]
+    MicroBatch.score = local  # type: ignore[method-assign]
 
 
 def tied_gradient_of_one_stage() -> None:

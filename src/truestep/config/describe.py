@@ -190,8 +190,12 @@ def _type_texts(annotation: Any, metadata: Iterable[Any] = ()) -> Iterator[str]:
             yield from _type_texts(member, metadata)
     elif get_origin(annotation) is Literal:
         yield from (show_value(choice) for choice in arguments)
+    elif get_origin(annotation) is dict:
+        yield "mapping"
     elif get_origin(annotation) is list:
         yield f"list of {' or '.join(_type_texts(arguments[0]))}"
+    elif get_origin(annotation) is dict:
+        yield "options by name"
     elif annotation in (int, float):
         bounds = " and ".join(_bounds(metadata))
         yield f"{annotation.__name__} {bounds}".rstrip()

@@ -6,26 +6,26 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from truestep.config.losses import LossConfig, default_loss
+from truestep.config.section import Section
 from truestep.config.sections import (
     AdamWConfig,
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
-    GrpoLoss,
     LoggingConfig,
-    LossConfig,
     ModelConfig,
+    OptimizerConfig,
     ParallelConfig,
     SamplerConfig,
     ScheduleConfig,
-    Section,
 )
 
 
 class Config(Section):
     model: ModelConfig
     """The policy."""
-    loss: LossConfig = GrpoLoss()
+    loss: LossConfig = default_loss()
     """What is minimised; `type` picks the loss."""
     data: DataConfig = DataConfig()
     """Where documents come from and how they are packed."""
@@ -37,7 +37,7 @@ class Config(Section):
     """What a step is."""
     parallel: ParallelConfig = ParallelConfig()
     """How a step is split over processes."""
-    optimizer: AdamWConfig = AdamWConfig()
+    optimizer: OptimizerConfig = AdamWConfig()
     """How weights are updated."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Where the run lives and what survives."""
@@ -74,7 +74,7 @@ def _sent_documents(config: Config) -> str | None:
         return "data.shuffle is for the files of data.path; those of data.source are trained on in the order they come"
     if data.epochs != 1:
         return "data.epochs is for the files of data.path; the documents of data.source come once"
-    if data.group_size is None and data.advantages != "none" and config.loss.type != "cross_entropy":
+    if data.group_size is None and data.advantages != "none" and not config.loss.supervised:
         return (
             f"data.advantages: {data.advantages} needs data.group_size with data.source: how many rollouts make a "
             "group complete (or data.advantages: none, where records carry their own)"
@@ -86,8 +86,8 @@ def _sampled_groups(config: Config) -> str | None:
     if config.sampler is None:
         return None
     group_size, docs_per_step = config.data.group_size, config.schedule.docs_per_step
-    if config.loss.type == "cross_entropy":
-        return "loss.type: cross_entropy learns from given completions: it takes data.path, not a sampler"
+    if config.loss.supervised:
+        return f"loss.type: {config.loss.type} learns from given completions: it takes data.path, not a sampler"
     if group_size is None:
         return "sampler needs data.group_size: how many completions each prompt gets"
     if docs_per_step == 0:

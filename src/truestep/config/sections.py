@@ -7,13 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 
-NormalizeBy = Literal["labels", "documents", "document_means", "constant"]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+from truestep.config.section import Section
 
 
 class HeadConfig(Section):
@@ -45,90 +41,6 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """Run Python code that comes with the model directory."""
 
-
-class LossBase(Section):
-    normalize_by: NormalizeBy = "labels"
-    """The denominator: all labels of the step (labels), its documents (documents), each document's own labels and
-    then the documents (document_means), or documents x max_labels (constant, Dr. GRPO)."""
-    max_labels: Annotated[int, Field(ge=1)] | None = None
-    """The constant of normalize_by: constant, usually the longest completion allowed."""
-    gradient_divisor: Literal["none", "deepspeed"] = "none"
-    """deepspeed divides the gradient, not the reported loss, once more by the step's documents: the implicit
-    1/(accumulation x world) that clip thresholds tuned there expect."""
-    entropy_bonus: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Weight w of the term -w x entropy, with the same denominator as the loss."""
-    z_loss: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Weight of the term logsumexp squared, with the same denominator as the loss."""
-    metrics: Literal["none", "basic", "full"] = "basic"
-    """Which metrics are logged: none leaves only those that every run has, full adds entropy and percentiles of the
-    log-ratio."""
-
-    @model_validator(mode="after")
-    def _constant_needs_its_constant(self) -> LossBase:
-        if (self.normalize_by == "constant") != (self.max_labels is not None):
-            raise ValueError("normalize_by: constant and max_labels go together: set both or neither")
-        return self
-
-
-Epsilon = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-class Clipped(LossBase):
-    epsilon_low: Epsilon = 0.2
-    """The ratio is clipped at 1 - epsilon_low from below."""
-    epsilon_high: Epsilon = 0.2
-    """The ratio is clipped at 1 + epsilon_high from above."""
-
-
-class DualClipped(Clipped):
-    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
-    """c > 1: where the advantage is negative the loss is at most -c x advantage."""
-
-
-class GrpoLoss(DualClipped):
-    type: Literal["grpo"] = "grpo"
-    """Clipped importance ratio per label."""
-
-
-class GspoLoss(DualClipped):
-    type: Literal["gspo"]
-    """Clipped importance ratio per document: the geometric mean over its labels."""
-    normalize_by: NormalizeBy = "document_means"
-    epsilon_low: Epsilon = 3e-4
-    epsilon_high: Epsilon = 4e-4
-
-
-class ReinforceLoss(LossBase):
-    type: Literal["reinforce"]
-    """Truncated importance weight, held constant, times the log-prob."""
-    ratio_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """The importance weight is at most this; null leaves it uncapped."""
-
-
-class CispoLoss(Clipped):
-    type: Literal["cispo"]
-    """Clipped importance weight, held constant, times the log-prob: no label loses its gradient."""
-    epsilon_low: Epsilon = 1.0
-    epsilon_high: Epsilon = 4.0
-
-
-class CrossEntropyLoss(LossBase):
-    type: Literal["cross_entropy"]
-    """Supervised: needs no advantage and no sampler log-probs."""
-
-
-def _loss_type(value: Any) -> Any:
-    return value.get("type", "grpo") if isinstance(value, dict) else getattr(value, "type", None)
-
-
-LossConfig = Annotated[
-    Annotated[GrpoLoss, Tag("grpo")]
-    | Annotated[GspoLoss, Tag("gspo")]
-    | Annotated[ReinforceLoss, Tag("reinforce")]
-    | Annotated[CispoLoss, Tag("cispo")]
-    | Annotated[CrossEntropyLoss, Tag("cross_entropy")],
-    Discriminator(_loss_type),
-]
 
 Temperature = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -320,9 +232,7 @@ class ParallelConfig(Section):
     begins and ends, for that many times the activations to pass on, and more of them to keep."""
 
 
-class AdamWConfig(Section):
-    type: Literal["adamw"] = "adamw"
-    """Adam with decoupled weight decay; norms and biases are never decayed."""
+class OptimizerBase(Section):
     learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
     """The peak, reached after warm-up."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
@@ -331,6 +241,13 @@ class AdamWConfig(Section):
     """The learning rate rises linearly over these steps: learning_rate / warmup_steps at the first."""
     minimum_learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Where cosine and linear end."""
+    gradient_clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 1.0
+    """The gradient's norm is clipped at this; null: never."""
+
+
+class AdamWConfig(OptimizerBase):
+    type: Literal["adamw"] = "adamw"
+    """Adam with decoupled weight decay; norms and biases are never decayed."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay of the gradient's running mean."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
@@ -339,8 +256,25 @@ class AdamWConfig(Section):
     """Added to the denominator of the update."""
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """On matrices only."""
-    gradient_clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 1.0
-    """The gradient's norm is clipped at this; null: never."""
+
+
+class CustomOptimizer(OptimizerBase):
+    type: Literal["custom"]
+    """An optimizer of your own."""
+    function: str
+    """package.module:function, called as function(groups, **options) -> torch.optim.Optimizer. `groups` has the float32
+    weights by name, in `matrices` and `vectors`."""
+    options: dict[str, Any] | None = None
+    """The function's keyword-only parameters, checked against its signature."""
+
+
+def _optimizer_type(value: Any) -> Any:
+    return value.get("type", "adamw") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+OptimizerConfig = Annotated[
+    Annotated[AdamWConfig, Tag("adamw")] | Annotated[CustomOptimizer, Tag("custom")], Discriminator(_optimizer_type)
+]
 
 
 class CheckpointConfig(Section):
@@ -370,3 +304,6 @@ class LoggingConfig(Section):
     """Weights & Biases (extra: wandb)."""
     tensorboard: str | None = None
     """A directory for TensorBoard's event files (extra: tensorboard)."""
+    custom_metrics: list[str] | None = None
+    """Metrics of your own, each as package.module:function: from the labels of a micro-batch and facts of the step to
+    metrics by name, whose types say how they are reduced."""

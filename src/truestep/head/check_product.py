@@ -1,4 +1,7 @@
-"""Whether the product gives what it is to give, here: its language is young, and a compiler's error would be silent."""
+"""A self-test: compare the Gluon product with torch on this machine.
+
+Its language is young, and a compiler's error would be silent.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ _TOLERANCE = 1e-4
 
 
 def wrong(device: torch.device) -> str | None:
+    """Say what the product gets wrong on this device; None where all is right."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(_ROWS, _HIDDEN, generator=generator).to(device, torch.bfloat16)
     weight = torch.randn(_VOCABULARY, _HIDDEN, generator=generator).to(device, torch.bfloat16)

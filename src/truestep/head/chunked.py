@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from truestep.head.logits import HeadSettings, Rows, wide
-from truestep.head.passes import Gradient, Passes, passes_for
+from truestep.head.passes import Gradient, HeadPasses, passes_for
 from truestep.head.vocab_parallel import ShardedPasses, VocabularyShard
 from truestep.types import Coefficients, RowStatistics
 
@@ -42,7 +42,7 @@ class HeadRows(Rows):
     shard: VocabularyShard | None = None  # where `weight` is a slice of the vocabulary's rows
 
     @property
-    def passes(self) -> Passes:
+    def passes(self) -> HeadPasses:
         local = passes_for(self.settings, self.hidden, self.weight)
         return local if self.shard is None else ShardedPasses(local, self.shard)
 

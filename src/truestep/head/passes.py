@@ -25,7 +25,6 @@ from truestep.head.logits import (
     scale_,
     wide,
 )
-from truestep.head.numerators import NumeratorPasses
 from truestep.types import Coefficients, RowStatistics
 
 log = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ class Gradient(Protocol):
     def add_of_weight_(self, buffer: torch.Tensor, hidden: torch.Tensor) -> None: ...
 
 
-class Passes(Protocol):
+class HeadPasses(Protocol):
     @property
     def bytes_per_logit(self) -> int:
         """While a chunk's loss is found."""
@@ -108,10 +107,12 @@ class FusedPasses:
         return LogitsGradient(high, low)
 
 
-def passes_for(settings: HeadSettings, hidden: torch.Tensor, weight: torch.Tensor) -> Passes:
+def passes_for(settings: HeadSettings, hidden: torch.Tensor, weight: torch.Tensor) -> HeadPasses:
     if not settings.kernels or hidden.dtype == torch.float64 or not _kernels_run(hidden.device.type):
         return TorchPasses(settings)
     if _fits_the_product(settings, hidden, weight) and _product_serves(hidden.device):
+        from truestep.head.numerator_passes import NumeratorPasses
+
         return NumeratorPasses(settings)
     return FusedPasses(settings)
 

@@ -87,19 +87,7 @@ def _sum(left, right):
 
 
 @gluon.jit
-def _multiply_and_weigh(
-    group,
-    mine,
-    staging,
-    weights,
-    ready,
-    empty,
-    values,
-    given,
-    found,
-    sizes,
-    KEEP: gl.constexpr,
-):
+def _multiply_and_weigh(group, mine, staging, weights, ready, empty, values, given, found, sizes, KEEP: gl.constexpr):
     factor_pointer, reference_pointer, label_pointer, holds_label_pointer = given
     shift_pointer, total_pointer, weighted_pointer, label_y_pointer = found
     row_count, vocabulary, row_tiles, vocabulary_tiles, steps = sizes

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from truestep.head.logits import Rows
-from truestep.head.passes import Gradient, Passes
+from truestep.head.passes import Gradient, HeadPasses
 from truestep.types import Coefficients, RowStatistics
 
 
@@ -44,7 +44,7 @@ class VocabularyShard:
 
 @dataclass(frozen=True)
 class ShardedPasses:
-    local: Passes
+    local: HeadPasses
     shard: VocabularyShard
 
     @property

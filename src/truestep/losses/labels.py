@@ -1,4 +1,4 @@
-"""What a loss is given: per-label vectors of one micro-batch, and how to sum over its documents.
+"""What a loss and a metric are given: the labels of one micro-batch, and how to sum over its documents.
 
 Dimensions: T labels, D documents of the micro-batch.
 """
@@ -6,9 +6,11 @@ Dimensions: T labels, D documents of the micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields
 
 import torch
+
+from truestep.types import PackedLabels, RowStatistics, per_label
 
 # Sums a [D] vector over the ranks that hold other labels of the same documents; on one rank, the identity.
 DocumentReducer = Callable[[torch.Tensor], torch.Tensor]
@@ -18,21 +20,41 @@ def no_reduction(sums: torch.Tensor) -> torch.Tensor:
     return sums
 
 
-@dataclass(frozen=True)
-class Labels:
-    logprobs: torch.Tensor  # [T] of the policy being trained
-    entropy: torch.Tensor  # [T]
-    logsumexp: torch.Tensor  # [T]
-    old_logprobs: torch.Tensor  # [T]
-    advantages: torch.Tensor  # [T]
-    document: torch.Tensor  # [T] index into D
-    weight: torch.Tensor  # [T] one over the step's denominator: the only place where anything is divided
-    num_labels: torch.Tensor  # [D] over the whole document
+@dataclass(frozen=True, eq=False)
+class Labels(PackedLabels):
+    """Labels with what the policy says of them. Example: `labels.logprobs - labels.old_logprobs` is [T]."""
+
+    logprobs: torch.Tensor = field(metadata=per_label())  # of the policy being trained
+    entropy: torch.Tensor = field(metadata=per_label())
+    logsumexp: torch.Tensor = field(metadata=per_label())
+    weight: torch.Tensor = field(
+        metadata=per_label()
+    )  # one over the step's denominator: the only place where anything is divided
     reduce_documents: DocumentReducer = no_reduction
 
-    def __getitem__(self, rows: slice) -> Labels:
-        cut = {name: getattr(self, name)[rows] for name in _PER_LABEL}
-        return replace(self, **cut)
+    @staticmethod
+    def of(
+        packed: PackedLabels,
+        statistics: RowStatistics,
+        weight: torch.Tensor,  # [T]
+        reduce_documents: DocumentReducer = no_reduction,
+    ) -> Labels:
+        return Labels(
+            **{item.name: getattr(packed, item.name) for item in fields(PackedLabels)},
+            logprobs=statistics.logprobs,
+            entropy=statistics.entropy,
+            logsumexp=statistics.logsumexp,
+            weight=weight.to(statistics.logprobs.dtype),
+            reduce_documents=reduce_documents,
+        )
+
+    @property
+    def log_ratio(self) -> torch.Tensor:  # [T]
+        return self.logprobs - self.old_logprobs
+
+    def has_label(self, name: str) -> torch.Tensor:  # [T] bool
+        """Tell of each label whether its document has a field that a record may lack."""
+        return self.has[name][self.document]
 
     def document_sums(self, values: torch.Tensor) -> torch.Tensor:  # [T] -> [D]
         # float64: a document of 100,000 labels must not lose digits to the order in which they were added.
@@ -42,6 +64,3 @@ class Labels:
     def document_means(self, values: torch.Tensor) -> torch.Tensor:  # [T] -> [T], each label its document's mean
         means = self.document_sums(values) / self.num_labels.clamp(min=1)
         return means.to(values.dtype)[self.document]
-
-
-_PER_LABEL = ("logprobs", "entropy", "logsumexp", "old_logprobs", "advantages", "document", "weight")

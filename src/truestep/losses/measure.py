@@ -1,10 +1,12 @@
 """The metrics of a micro-batch, as sums and counts. Nothing here affects a gradient.
 
-T: labels, D: documents of the micro-batch.
+A measure is a function from `Labels` and `StepFacts` to metrics by name; `BUILT_IN` lists ours with their levels, and
+users add their own by import path. T: labels, D: documents of the micro-batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,113 +20,156 @@ _MAGNITUDES = torch.logspace(-7, 1.5, 256, dtype=torch.float64)
 LOG_RATIO_EDGES = torch.cat([-_MAGNITUDES.flip(0), _MAGNITUDES])
 LOG_RATIO_PERCENTILES = (1, 5, 50, 95, 99)
 
+LEVELS = ("none", "basic", "full")  # each has the metrics of those before it
+
 
 @dataclass(frozen=True)
-class DocumentFacts:
-    """What a metric needs of documents beside their labels. A document may lack any of it."""
+class StepFacts:
+    """What is known of the whole step beside its labels."""
 
-    reward: torch.Tensor  # [D]
-    model_version: torch.Tensor  # [T]
+    objective: Objective
     documents_seen: int  # before this step
-    has_logprobs: torch.Tensor  # [D] bool
-    has_advantages: torch.Tensor  # [D] bool
-    has_version: torch.Tensor  # [D] bool
-    has_reward: torch.Tensor  # [D] bool
 
 
-def effective_sample_size(total: float, squares: float) -> float | None:
-    return total * total / squares if squares else None
+Measure = Callable[[Labels, StepFacts], Mapping[str, Metric]]
 
 
-def measure(labels: Labels, objective: Objective, facts: DocumentFacts, level: str) -> dict[str, Metric]:
-    """Every metric of SPEC §5 that the data at hand allows."""
-    everyone = torch.ones_like(facts.has_logprobs)
-    metrics: dict[str, Metric] = {"new_logprobs": _document_mean(labels, labels.logprobs, everyone)}
-    terms = objective.terms(labels)
-    metrics["loss"] = Sum(torch.stack([term.sum() for term in terms.values()]).sum())
-    if len(terms) > 1:
-        metrics |= {name: Sum(term.sum()) for name, term in terms.items()}
-    if level in ("basic", "full"):
-        metrics |= _ratio_family(labels, objective, facts.has_logprobs, percentiles=level == "full")
-        metrics |= _advantages(labels, facts.has_advantages)
-        metrics |= _rewards(facts)
-        metrics |= _staleness(labels, facts)
-    if level == "full":
-        metrics["entropy"] = _document_mean(labels, labels.entropy, everyone)
+def measure_labels(
+    labels: Labels, step: StepFacts, level: str, custom: Mapping[str, Measure] | None = None
+) -> dict[str, Metric]:
+    """Measure all metrics of a level that the data at hand allows, and a user's own."""
+    wanted = LEVELS[: LEVELS.index(level) + 1]
+    metrics: dict[str, Metric] = {}
+    for at, measure in BUILT_IN:
+        if at in wanted:
+            metrics |= measure(labels, step)
+    for name, measure in (custom or {}).items():
+        measured = measure(labels, step)
+        if known := sorted(set(measured) & set(metrics)):
+            raise ValueError(f"{name} gives {', '.join(known)}, which is the name of another metric")
+        metrics |= measured
     return metrics
 
 
-def _document_mean(labels: Labels, values: torch.Tensor, present: torch.Tensor) -> Mean:
-    """Over the documents that have labels and the input: the mean of the document's mean over its labels."""
-    counted = present & (labels.num_labels > 0)
+def document_mean(labels: Labels, values: torch.Tensor, present: torch.Tensor | None = None) -> Mean:
+    """The mean, over the documents that have labels and are `present` [D], of the document's mean over its labels."""
+    counted = labels.num_labels > 0
+    if present is not None:
+        counted = counted & present
     means = labels.document_sums(values) / labels.num_labels.clamp(min=1)
     return Mean(torch.where(counted, means, 0).sum(), counted.sum())
+
+
+def extremes(name: str, values: torch.Tensor) -> dict[str, Metric]:
+    """The largest and the smallest value, as `max_NAME` and `min_NAME`."""
+    return {f"max_{name}": Max(_largest(values)), f"min_{name}": Min(-_largest(-values))}
 
 
 def _largest(values: torch.Tensor) -> torch.Tensor:
     return values.max().double() if len(values) else torch.tensor(-torch.inf, dtype=torch.float64)
 
 
-def _ratio_family(labels: Labels, objective: Objective, present: torch.Tensor, percentiles: bool) -> dict[str, Metric]:
-    label_present = present[labels.document]
-    ratio = torch.where(label_present, objective.policy.ratio(labels), 1)
-    # Not the logarithm of the ratio, which may be 0 or infinite; and expm1 in float64 keeps the digits of a divergence
-    # far smaller than the ratio's own rounding.
+def effective_sample_size(total: float, squares: float) -> float | None:
+    return total * total / squares if squares else None
+
+
+def _loss(labels: Labels, step: StepFacts) -> dict[str, Metric]:
+    terms = step.objective.terms(labels)
+    metrics: dict[str, Metric] = {"loss": Sum(torch.stack([term.sum() for term in terms.values()]).sum())}
+    if len(terms) > 1:
+        metrics |= {name: Sum(term.sum()) for name, term in terms.items()}
+    return metrics
+
+
+def _new_logprobs(labels: Labels, step: StepFacts) -> dict[str, Metric]:
+    return {"new_logprobs": document_mean(labels, labels.logprobs)}
+
+
+def _log_ratio(labels: Labels, step: StepFacts) -> torch.Tensor:  # [T] float64
+    """The log-ratio that the loss looks at; 0 where the document has no old log-probs.
+
+    Not the logarithm of the ratio, which may be 0 or infinite; and expm1 in float64 keeps the digits of a divergence
+    far smaller than the ratio's own rounding.
+    """
     log_ratio = labels.logprobs.double() - labels.old_logprobs.double()
-    if objective.whole_documents:
+    if step.objective.whole_documents:
         log_ratio = labels.document_means(log_ratio)
-    log_ratio = torch.where(label_present, log_ratio, 0)
-    # The loss compares a float32 ratio with its bounds, and so does the clipped fraction; sums need no such rounding.
-    exact_ratio = log_ratio.exp()
-    counted = label_present.double()
-    total, squares = Sum((exact_ratio * counted).sum()), Sum((exact_ratio.square() * counted).sum())
+    return torch.where(labels.has_label("logprobs"), log_ratio, 0)
+
+
+def _ratio(labels: Labels, step: StepFacts) -> dict[str, Metric]:
+    present, label_present = labels.has["logprobs"], labels.has_label("logprobs")
+    log_ratio = _log_ratio(labels, step)
+    ratio, counted = log_ratio.exp(), label_present.double()
+    total, squares = Sum((ratio * counted).sum()), Sum((ratio.square() * counted).sum())
     metrics: dict[str, Metric] = {
-        "old_logprobs": _document_mean(labels, labels.old_logprobs, present),
-        "ratio_new_old": _document_mean(labels, exact_ratio, present),
-        "kl_new_old": _document_mean(labels, log_ratio.expm1() - log_ratio, present),
+        "old_logprobs": document_mean(labels, labels.old_logprobs, present),
+        "ratio_new_old": document_mean(labels, ratio, present),
+        "kl_new_old": document_mean(labels, log_ratio.expm1() - log_ratio, present),
     }
-    if objective.policy.bounds is not None:
-        low, high = objective.policy.bounds
-        below, above = (ratio < low).float(), (ratio > high).float()
-        metrics["clipped_ratio_fraction"] = _document_mean(labels, below + above, present)
-        metrics["clipped_ratio_fraction_low"] = _document_mean(labels, below, present)
-        metrics["clipped_ratio_fraction_high"] = _document_mean(labels, above, present)
     # Sums are logged only where there is something to sum: a run without log-probs has no ratio of 0.
     if bool(label_present.any()):
         metrics |= {"ratio_new_old_sum": total, "ratio_new_old_squared_sum": squares}
         metrics["effective_sample_size"] = Derived((total, squares), effective_sample_size)
-    if percentiles:
-        edges = LOG_RATIO_EDGES.to(log_ratio.device)
-        metrics |= {
-            f"log_ratio_p{percentile}": Histogram.of(log_ratio[label_present], edges, percentile)
-            for percentile in LOG_RATIO_PERCENTILES
-        }
     return metrics
 
 
-def _advantages(labels: Labels, present: torch.Tensor) -> dict[str, Metric]:
-    values = labels.advantages[present[labels.document]]
+def _clipped(labels: Labels, step: StepFacts) -> dict[str, Metric]:
+    """The loss compares a float32 ratio with its bounds, and so does the clipped fraction."""
+    label_loss = step.objective.label_loss
+    if label_loss.bounds is None:
+        return {}
+    low, high = label_loss.bounds
+    present = labels.has["logprobs"]
+    ratio = torch.where(labels.has_label("logprobs"), label_loss.log_ratio(labels).exp(), 1)
+    below, above = (ratio < low).float(), (ratio > high).float()
     return {
-        "advantage": _document_mean(labels, labels.advantages, present),
-        "max_advantage": Max(_largest(values)),
-        "min_advantage": Min(-_largest(-values)),
+        "clipped_ratio_fraction": document_mean(labels, below + above, present),
+        "clipped_ratio_fraction_low": document_mean(labels, below, present),
+        "clipped_ratio_fraction_high": document_mean(labels, above, present),
     }
 
 
-def _rewards(facts: DocumentFacts) -> dict[str, Metric]:
-    values = facts.reward[facts.has_reward].double()
+def _percentiles(labels: Labels, step: StepFacts) -> dict[str, Metric]:
+    present = labels.has_label("logprobs")
+    log_ratio = _log_ratio(labels, step)[present]
+    edges = LOG_RATIO_EDGES.to(log_ratio.device)
     return {
-        "reward": Mean(values.sum(), facts.has_reward.sum()),
-        "max_reward": Max(_largest(values)),
-        "min_reward": Min(-_largest(-values)),
+        f"log_ratio_p{percentile}": Histogram.of(log_ratio, edges, percentile) for percentile in LOG_RATIO_PERCENTILES
     }
 
 
-def _staleness(labels: Labels, facts: DocumentFacts) -> dict[str, Metric]:
-    staleness = (facts.documents_seen - facts.model_version).double()
-    values = staleness[facts.has_version[labels.document]]
-    return {
-        "staleness": _document_mean(labels, staleness, facts.has_version),
-        "max_staleness": Max(_largest(values)),
-        "min_staleness": Min(-_largest(-values)),
-    }
+def _advantages(labels: Labels, step: StepFacts) -> dict[str, Metric]:
+    present = labels.advantages[labels.has_label("advantages")]
+    mean = document_mean(labels, labels.advantages, labels.has["advantages"])
+    return {"advantage": mean, **extremes("advantage", present)}
+
+
+def _rewards(labels: Labels, step: StepFacts) -> dict[str, Metric]:
+    present = labels.has["reward"]
+    values = labels.reward[present].double()
+    return {"reward": Mean(values.sum(), present.sum()), **extremes("reward", values)}
+
+
+def _staleness(labels: Labels, step: StepFacts) -> dict[str, Metric]:
+    staleness = (step.documents_seen - labels.model_version).double()
+    mean = document_mean(labels, staleness, labels.has["model_version"])
+    return {"staleness": mean, **extremes("staleness", staleness[labels.has_label("model_version")])}
+
+
+def _entropy(labels: Labels, step: StepFacts) -> dict[str, Metric]:
+    return {"entropy": document_mean(labels, labels.entropy)}
+
+
+# Each with the first level that logs it, in the order in which a step's line names them.
+BUILT_IN: tuple[tuple[str, Measure], ...] = (
+    ("none", _new_logprobs),
+    ("none", _loss),
+    ("basic", _ratio),
+    ("basic", _clipped),
+    ("full", _percentiles),
+    ("basic", _advantages),
+    ("basic", _rewards),
+    ("basic", _staleness),
+    ("full", _entropy),
+)

@@ -1,4 +1,4 @@
-"""The whole objective: a policy loss, optional terms, and one denominator for all of them.
+"""The whole objective: a loss of labels, optional terms, and one denominator for all of them.
 
 T: labels of a micro-batch; N, D: labels and documents of the whole step.
 """
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from truestep.losses.label_losses import LabelLoss
 from truestep.losses.labels import Labels
-from truestep.losses.policy import PolicyLoss
 from truestep.types import Coefficients, StepTotals
 
 
@@ -41,7 +41,7 @@ class Denominator:
 
 @dataclass(frozen=True)
 class Objective:
-    policy: PolicyLoss
+    label_loss: LabelLoss
     denominator: Denominator
     entropy_bonus: float = 0.0
     z_loss: float = 0.0
@@ -49,14 +49,14 @@ class Objective:
 
     @property
     def whole_documents(self) -> bool:
-        return self.policy.whole_documents
+        return self.label_loss.whole_documents
 
     def coefficients(self, labels: Labels, totals: StepTotals) -> Coefficients:
-        """Of the step's gradient, all denominators included."""
+        """The coefficients of the step's gradient, all denominators included."""
         weight = labels.weight
         if self.deepspeed_divisor:
             weight = weight / max(totals.num_documents, 1)
-        slope = self.policy(labels).slope * weight
+        slope = self.label_loss(labels).slope * weight
         a, b, c = -slope, None, -slope
         if self.entropy_bonus:
             b = self.entropy_bonus * weight
@@ -68,7 +68,7 @@ class Objective:
     def terms(self, labels: Labels) -> dict[str, torch.Tensor]:
         """Each term's contribution per label, [T] in float64; their sum over the step's labels is its loss."""
         weight = labels.weight.double()
-        terms = {"policy_loss": self.policy(labels).loss * weight}
+        terms = {"policy_loss": self.label_loss(labels).loss * weight}
         if self.entropy_bonus:
             terms["entropy_bonus"] = -self.entropy_bonus * labels.entropy * weight
         if self.z_loss:

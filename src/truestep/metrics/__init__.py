@@ -1,1 +1,1 @@
-"""Values that carry their reduction, the sinks they go to, and the report."""
+"""Metrics, whose types carry their reduction, and the sinks that they are logged to."""

@@ -8,10 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Protocol, Self
 
 import torch
+
+
+class Metric(Protocol):
+    """A dataclass of numbers, tensors and tuples of these that knows how two of its kind are reduced to one."""
+
+    def merge(self, other: Any) -> Self: ...
+
+    def value(self) -> float | None:
+        """The number to log; None where nothing was measured."""
+        ...
 
 
 def _float(value: torch.Tensor | float) -> float:
@@ -124,15 +134,11 @@ class Histogram:
         return low + (high - low) * (target - before) / _float(self.counts[index])
 
 
-Metric = Sum | Mean | Max | Min | Derived | Histogram
-M = TypeVar("M", Sum, Mean, Max, Min, Derived, Histogram)
-
-
 def merge(first: Mapping[str, Metric], second: Mapping[str, Metric]) -> dict[str, Metric]:
     """The union of two sets of metrics; what both have is reduced as its type says."""
     merged = dict(first)
     for name, metric in second.items():
-        merged[name] = merged[name].merge(metric) if name in merged else metric  # type: ignore[arg-type]
+        merged[name] = merged[name].merge(metric) if name in merged else metric
     return merged
 
 
@@ -142,12 +148,11 @@ def on_host(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     def moved(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.detach().cpu()
-        return tuple(moved(part) for part in value) if isinstance(value, tuple) else _moved(value)
-
-    def _moved(value: Any) -> Any:
-        if not isinstance(value, Sum | Mean | Max | Min | Derived | Histogram):
-            return value
-        return replace(value, **{item.name: moved(getattr(value, item.name)) for item in fields(value)})
+        if isinstance(value, tuple):
+            return tuple(moved(part) for part in value)
+        if is_dataclass(value) and not isinstance(value, type):
+            return replace(value, **{item.name: moved(getattr(value, item.name)) for item in fields(value)})
+        return value
 
     return {name: moved(metric) for name, metric in metrics.items()}
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from truestep import assemble
+from truestep.assemble.policy import make_policy
 from truestep.config.schema import Config
 from truestep.parity.scores import retokenised, score, score_after_stale_prompt, shifted
-from truestep.policy.loading.probe import ModelError
+from truestep.policy.errors import ModelError
 from truestep.policy.policy import Policy
 from truestep.ranks.group import ALONE
 from truestep.types import Rollout
@@ -178,7 +178,7 @@ def _loaded(config: Config, path: Path, dtype: str | None = None) -> Iterator[Po
     """Another version of the model; None where it cannot be made."""
     model = config.model if dtype is None else config.model.model_copy(update={"dtype": dtype})
     try:
-        yield assemble.make_policy(config.model_copy(update={"model": model}), ALONE, str(path))
+        yield make_policy(config.model_copy(update={"model": model}), ALONE, str(path))
     except ModelError:
         yield None
 

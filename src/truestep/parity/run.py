@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from truestep import assemble
+from truestep.assemble.policy import make_policy
+from truestep.assemble.sources import read_documents, server_maker
 from truestep.checkpoint.store import CheckpointStore
 from truestep.config.schema import Config
+from truestep.config.sections import ServerSampler
 from truestep.errors import TruestepError
 from truestep.parity.causes import Trial, Tried
 from truestep.parity.sample import sample
@@ -81,9 +83,11 @@ class Parity:
 def parity(config: Config, *, documents: int = 64, older: Sequence[Path] = ()) -> Parity:
     if world_size() > 1:
         raise ParityError("parity runs on one process: start it without torchrun")
+    if isinstance(config.sampler, ServerSampler):
+        server_maker(config.sampler)  # what can be wrong without the model
     run = RunDirectory(Path(config.checkpoint.directory)) if config.checkpoint.directory else None
     checkpoints = [] if run is None else CheckpointStore(run.checkpoints, keep=1).complete()
-    policy = assemble.make_policy(config, ALONE, None if not checkpoints else str(checkpoints[-1]))
+    policy = make_policy(config, ALONE, None if not checkpoints else str(checkpoints[-1]))
     # Besides what is asked for: the run's checkpoints before its last, and what it began with.
     before = [*older, *reversed(checkpoints[:-1]), *([Path(config.model.path)] if checkpoints else [])]
     chosen = _documents(config, policy, documents)
@@ -106,10 +110,13 @@ def parity(config: Config, *, documents: int = 64, older: Sequence[Path] = ()) -
 
 def _documents(config: Config, policy: Policy, count: int) -> list[Rollout]:
     if config.sampler is not None:
-        return sample(config, policy, count)
+        sampled = sample(config, config.sampler, policy, count)
+        if not sampled:
+            raise ParityError("sampler.urls: the servers aborted every completion: nothing can be compared")
+        return sampled
     if config.data.path is None:
         raise ParityError("parity needs rollouts with the sampler's log-probs (data.path), or a sampler to ask")
-    known = assemble.read_documents(config, policy.vocabulary_size).rollouts
+    known = read_documents(config, policy.vocabulary_size).rollouts
     chosen = [document for document in known if document.logprobs is not None and document.num_labels][:count]
     if not chosen:
         raise ParityError(f"no record of {config.data.path} has both labels and log-probs")

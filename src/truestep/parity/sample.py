@@ -6,68 +6,60 @@ import asyncio
 from collections.abc import Sequence
 from itertools import cycle, islice
 
-import numpy as np
-
-from truestep.assemble_server import server_maker
+from truestep.assemble.sources import decode_options, read_prompts, server_maker
 from truestep.config.schema import Config
-from truestep.config.sections import InProcessSampler, ServerSampler
-from truestep.environments.prompts import Prompt, load_prompts
+from truestep.config.sections import InProcessSampler, SamplerConfig, ServerSampler
+from truestep.environments.prompts import Prompt
 from truestep.policy.policy import Policy
-from truestep.sampler.decode import DecodeOptions, Request, decode
+from truestep.sampler.decode import Request, decode
+from truestep.sampler.groups import to_rollout
 from truestep.sampler.in_process import stop_ids
 from truestep.sampler.server.answer import complete
+from truestep.sampler.server.errors import BadAnswerError, ServerError, UnreachableError
 from truestep.sampler.server.protocol import Asked
 from truestep.types import Rollout
 
 
-def sample(config: Config, policy: Policy, count: int) -> list[Rollout]:
-    sampler = config.sampler
-    assert sampler is not None
-    known = load_prompts(sampler.prompts, policy.tokenizer, policy.vocabulary_size)
-    prompts = list(islice(cycle(known), count))
+def sample(config: Config, sampler: SamplerConfig, policy: Policy, count: int) -> list[Rollout]:
+    """Sample one completion of each of `count` prompts; fewer where a server ended some early."""
+    prompts = list(islice(cycle(read_prompts(sampler, policy)), count))
     if isinstance(sampler, InProcessSampler):
-        return _in_process(config, sampler, policy, prompts)
-    return asyncio.run(_of_servers(sampler, policy, prompts))
+        return _sample_in_process(sampler, policy, prompts, config.seed)
+    return asyncio.run(_ask_servers(sampler, policy, prompts))
 
 
-def _in_process(config: Config, sampler: InProcessSampler, policy: Policy, prompts: Sequence[Prompt]) -> list[Rollout]:
-    options = DecodeOptions(
-        sampler.temperature, sampler.top_p, sampler.max_new_tokens, sampler.batch_size, stop_ids(policy)
-    )
-    requests = [Request(prompt.input_ids, (config.seed, number)) for number, prompt in enumerate(prompts)]
+def _sample_in_process(
+    sampler: InProcessSampler, policy: Policy, prompts: Sequence[Prompt], seed: int
+) -> list[Rollout]:
+    requests = [Request(prompt.input_ids, (seed, number)) for number, prompt in enumerate(prompts)]
+    completions = decode(policy, requests, decode_options(sampler, policy))
     return [
-        _rollout(number, prompt, answer.token_ids, answer.logprobs, sampler.temperature)
-        for number, (prompt, answer) in enumerate(zip(prompts, decode(policy, requests, options), strict=True))
+        _rollout(number, prompt, completion.token_ids, completion.logprobs, sampler)
+        for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
     ]
 
 
-async def _of_servers(sampler: ServerSampler, policy: Policy, prompts: Sequence[Prompt]) -> list[Rollout]:
+async def _ask_servers(sampler: ServerSampler, policy: Policy, prompts: Sequence[Prompt]) -> list[Rollout]:
     servers = server_maker(sampler)()
+    ends = stop_ids(policy)
 
-    async def one(number: int, prompt: Prompt) -> Rollout | None:
-        asked = Asked(
-            prompt.input_ids,
-            1,
-            sampler.temperature,
-            sampler.max_new_tokens,
-            stop_ids(policy),
-            policy.vocabulary_size,
-        )
-        (choice,) = await complete(servers[number % len(servers)], asked, 0)
-        if choice.aborted:
-            return None
-        return _rollout(number, prompt, choice.token_ids, choice.logprobs, sampler.temperature)
+    async def ask(number: int, prompt: Prompt) -> Rollout | None:
+        server = servers[number % len(servers)]
+        asked = Asked(prompt.input_ids, 1, sampler.temperature, sampler.max_new_tokens, ends, policy.vocabulary_size)
+        try:
+            (choice,) = await complete(server, asked, 0)
+        except (UnreachableError, BadAnswerError) as error:
+            raise ServerError(f"sampler.urls: {server.url} gave no completion: {error}") from error
+        return None if choice.aborted else _rollout(number, prompt, choice.token_ids, choice.logprobs, sampler)
 
     try:
-        made = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
+        rollouts = await asyncio.gather(*(ask(number, prompt) for number, prompt in enumerate(prompts)))
     finally:
         await asyncio.gather(*(server.close() for server in servers))
-    return [rollout for rollout in made if rollout is not None]
+    return [rollout for rollout in rollouts if rollout is not None]
 
 
-def _rollout(number: int, prompt: Prompt, tokens: Sequence[int], given: Sequence[float], temperature: float) -> Rollout:
-    ids = np.array([*prompt.input_ids, *tokens], dtype=np.int64)
-    mask = np.arange(len(ids)) >= len(prompt.input_ids)
-    logprobs = np.zeros(len(ids), dtype=np.float32)
-    logprobs[mask] = given
-    return Rollout(f"{prompt.id}-{number}", ids, mask, logprobs=logprobs, temperature=temperature)
+def _rollout(
+    number: int, prompt: Prompt, token_ids: Sequence[int], logprobs: Sequence[float], sampler: SamplerConfig
+) -> Rollout:
+    return to_rollout(f"{prompt.id}-{number}", prompt, token_ids, logprobs, temperature=sampler.temperature)

@@ -13,8 +13,7 @@ import torch
 
 from truestep.head.logits import HeadSettings, scaled_logits
 from truestep.policy.policy import Policy
-from truestep.rollouts.packing import pack
-from truestep.step.plan import StepRule, plan_packed
+from truestep.rollouts.packing import fill_in_order, pack
 from truestep.types import Rollout
 
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
@@ -37,15 +36,15 @@ def score(
     temperatures = TEMPERATURES if wide else ()
     top_ps = TOP_PS if wide else ()
     parts: dict[tuple[str, float], list[np.ndarray]] = {}
-    plan = plan_packed(documents, StepRule(0, False, 1, 1, budget), 0)
     with torch.no_grad():
-        for members in plan.micro_batches:
-            batch = pack(plan, members).to(policy.device)
-            rows = policy.hidden(batch).index_select(0, batch.label_rows)
+        for members in fill_in_order([document.num_tokens for document in documents], budget):
+            batch = pack([documents[index] for index in members]).to(policy.device)
+            packed = batch.labels
+            rows = policy.hidden(batch.tokens).index_select(0, packed.rows)
             for start in range(0, len(rows), _ROWS):
                 chunk = slice(start, start + _ROWS)
-                z = scaled_logits(rows[chunk], policy.head_weight, batch.temperature[chunk], settings).double()
-                labels, given = batch.label_ids[chunk, None], batch.temperature[chunk].double()
+                z = scaled_logits(rows[chunk], policy.head_weight, packed.temperature[chunk], settings).double()
+                labels, given = packed.ids[chunk, None], packed.temperature[chunk].double()
                 parts.setdefault(("plain", 0.0), []).append(_of_label(z, labels))
                 for value in temperatures:
                     parts.setdefault(("temperature", value), []).append(_of_label(z * (given / value)[:, None], labels))

@@ -19,10 +19,10 @@ from truestep.policy.cuts.pieces import Piece
 from truestep.policy.cuts.stages import Stages
 from truestep.policy.model import attention
 from truestep.policy.model.context import Context
-from truestep.policy.weights.whole import Weights
+from truestep.policy.weights.protocol import Weights
 from truestep.ranks.exchange import gather_same
 from truestep.ranks.pipeline import Pipeline
-from truestep.types import PackedBatch
+from truestep.types import PackedTokens
 
 
 @dataclass(frozen=True)
@@ -86,22 +86,22 @@ class Policy:
             return None
         return VocabularyShard(group, *Piece.slice_of(self.vocabulary_size, ranks))
 
-    def hidden(self, batch: PackedBatch) -> torch.Tensor:  # [S, H], or of this context rank's tokens
+    def hidden(self, tokens: PackedTokens) -> torch.Tensor:  # [S, H], or of this context rank's tokens
         """The last hidden state of every token of a packed micro-batch, with its graph."""
-        return self.through(0, batch, None)
+        return self.through(0, tokens, None)
 
     @property
     def pipeline(self) -> Pipeline:
         return Pipeline() if self.stages is None else self.stages.pipeline
 
-    def through(self, stage: int, batch: PackedBatch, received: torch.Tensor | None) -> torch.Tensor:  # [S, H]
+    def through(self, stage: int, tokens: PackedTokens, received: torch.Tensor | None) -> torch.Tensor:  # [S, H]
         """What a stage that is here makes of a packed micro-batch and of what the stage before made. Between stages, of
         the tokens that are here; behind the last, tensor ranks have all of their context rank's alike, and each must be
         given the whole gradient."""
         if self.stages is None:
-            hidden = packed_hidden(self.model, batch, self.device, self.context)
+            hidden = packed_hidden(self.model, tokens, self.device, self.context)
         else:
-            hidden = stage_hidden(self.model, self.stages, stage, batch, self.device, received, self.context)
+            hidden = stage_hidden(self.model, self.stages, stage, tokens, self.device, received, self.context)
         group = self.weights.ranks.group("tensor")
         return hidden if group is None or stage < self.pipeline.last else gather_same(hidden, group)
 
@@ -111,18 +111,18 @@ class Policy:
 
 def packed_hidden(
     model: Any,
-    batch: PackedBatch,
+    tokens: PackedTokens,
     device: torch.device,
     context: Context | None = None,
     embedded: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [S, H], or of the tokens that are here
     """`embedded`, like the result, where the embedding is elsewhere."""
-    layout = attention.make_layout(batch.segments, device, context)
-    tokens = int(batch.segments[batch.num_documents])
+    layout = attention.make_layout(tokens.segments, device, context)
+    end = int(tokens.segments[tokens.num_documents])
     # Whatever stands in the padding is replaced here: an id outside the vocabulary must not reach the embedding.
-    inside = torch.arange(len(batch.input_ids), device=device) < tokens
-    input_ids = torch.where(inside, batch.input_ids.to(device), 0)
-    position_ids = torch.where(inside, batch.position_ids.to(device), 0)
+    inside = torch.arange(len(tokens), device=device) < end
+    input_ids = torch.where(inside, tokens.input_ids.to(device), 0)
+    position_ids = torch.where(inside, tokens.position_ids.to(device), 0)
     if context is not None:
         here = context.run(len(input_ids))
         input_ids, position_ids = input_ids[here], position_ids[here]
@@ -141,14 +141,14 @@ def stage_hidden(
     model: Any,
     stages: Stages,
     stage: int,
-    batch: PackedBatch,
+    tokens: PackedTokens,
     device: torch.device,
     received: torch.Tensor | None,
     context: Context | None = None,
 ) -> torch.Tensor:  # [S, H], or of the tokens that are here
     nothing = None if received is None else received.detach().new_zeros(1, 1).expand_as(received)
     with stages.opened(stage, received) as taken:
-        hidden = packed_hidden(model, batch, device, context, nothing)
+        hidden = packed_hidden(model, tokens, device, context, nothing)
     return hidden if taken is None else taken.hidden[0]
 
 

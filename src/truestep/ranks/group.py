@@ -190,7 +190,7 @@ def world_size() -> int:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """How a run's ranks are laid out."""
 
     data_shard: int = -1  # -1: all that the rest leaves
@@ -216,7 +216,7 @@ class Layout:
         return data_shard * self.context
 
 
-def join(layout: Layout, *, device: str, stall_timeout: float) -> Ranks:
+def join(layout: RankLayout, *, device: str, stall_timeout: float) -> Ranks:
     """The ranks that torchrun started, laid out as `parallel` says. Nothing is allocated if they cannot be."""
     size = world_size()
     shards = layout.shards(size)
@@ -240,7 +240,7 @@ def join(layout: Layout, *, device: str, stall_timeout: float) -> Ranks:
 
 
 @cache
-def _lay_out(layout: Layout, shards: int, kind: str, patience: timedelta) -> Ranks:
+def _lay_out(layout: RankLayout, shards: int, kind: str, patience: timedelta) -> Ranks:
     """A process that runs several things in a layout makes its groups once: each costs threads and connections."""
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), shards, layout.context, layout.tensor, layout.pipeline)
     shape = (layout.pipeline, ranks.replicas, shards, layout.tensor)

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from truestep.ranks.group import RankError, Ranks
 
 _FAILED = "truestep/failed"
 _DONE = "done"
-_OF_COMMUNICATION = ("connection", "gloo", "nccl", "timed out", "broken pipe")
+_DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 ENDED_BY_ANOTHER = 3  # the exit code of a rank that ends because of another
 
 
@@ -108,8 +109,8 @@ class Watch:
             self._thread.join()
 
     def _behind(self, error: BaseException) -> str | None:
-        """Of an error of communication: the other rank that is behind it, if one is."""
-        if not isinstance(error, RuntimeError) or not any(word in str(error).lower() for word in _OF_COMMUNICATION):
+        """Find the other rank that is behind an error of communication, if one is."""
+        if not raised_between_ranks(error):
             return None
         # That a connection broke is known already: a few beats without a word are enough.
         silence = min(self._silence, 5 * self._beat)
@@ -179,6 +180,16 @@ class Watch:
         os._exit(ENDED_BY_ANOTHER)
 
 
+def raised_between_ranks(error: BaseException | None) -> bool:
+    """True of what a call of torch.distributed raised while it ran, or what came of that."""
+    while error is not None:
+        files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+        if isinstance(error, RuntimeError) and any(file.startswith(_DISTRIBUTED) for file in files):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def _where() -> tuple[str, bool]:
     """Where the main thread is in truestep's or the user's code, and whether it is in a call that waits for ranks."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -187,6 +198,6 @@ def _where() -> tuple[str, bool]:
         file = frame.f_code.co_filename
         if "site-packages" not in file and not file.startswith("<"):
             return f", at {os.path.basename(file)}:{frame.f_lineno} in {frame.f_code.co_name}", waits
-        waits |= "/torch/distributed/" in file
+        waits |= file.startswith(_DISTRIBUTED)
         frame = frame.f_back
     return "", waits

@@ -1,6 +1,7 @@
 """Which charts the page has, built from one run or from several, and each as HTML."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -111,6 +112,21 @@ GROUPS: tuple[tuple[str, tuple[Plan, ...]], ...] = (
         ),
     ),
 )
+
+
+# These are logged for other programs, or stand in a chart above as a part of another number.
+_NOT_DRAWN = re.compile(
+    r"step|documents_seen|num_\w+|ratio_new_old_\w+|log_ratio_p\d+|policy_loss|entropy_bonus|z_loss"
+    r"|(?:max|min)_(?:reward|staleness|ratio_new_old)"
+)
+
+
+def groups_for(runs: Sequence[Run]) -> list[tuple[str, tuple[Plan, ...]]]:
+    """Our charts, and one for each metric that has none: a user's own, most of all."""
+    drawn = {key for _, plans in GROUPS for plan in plans for key, _ in plan.metrics}
+    logged = dict.fromkeys(key for run in runs for record in run.metrics for key in record)
+    own = [key for key in logged if key not in drawn and not _NOT_DRAWN.fullmatch(key)]
+    return [*GROUPS, ("More metrics", tuple(Plan(key, ((key, key),)) for key in own))]
 
 
 def charts_of(plan: Plan, runs: Sequence[Run]) -> list[Chart]:

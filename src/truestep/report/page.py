@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 
 from truestep.files import write_text_whole
-from truestep.report.charts import GROUPS, charts_of, group_html, legend_html, shared_scales
+from truestep.report.charts import GROUPS, charts_of, group_html, groups_for, legend_html, shared_scales
 from truestep.report.examples import examples_html
 from truestep.report.figures import Figure, facts, tiles
 from truestep.report.health import health
@@ -27,7 +27,7 @@ def write_report(runs: Sequence[Path], output: Path, *, title: str | None = None
 
 def page_html(runs: Sequence[Run], *, title: str | None = None) -> str:
     title = title or (" against ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs compared")
-    plans = [(group, [chart for plan in plans for chart in charts_of(plan, runs)]) for group, plans in GROUPS]
+    plans = [(group, [chart for plan in plans for chart in charts_of(plan, runs)]) for group, plans in groups_for(runs)]
     scales = shared_scales([chart for _, charts in plans for chart in charts])
     # What runs share is the documents they saw; steps are the fallback.
     axis = next(iter(scales), "step")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from rich.text import Text
 
 from truestep.rollouts.files import Documents, expand_paths, load_documents
 from truestep.rollouts.record import Needs
+from truestep.rollouts.rejects import reason_kind
 from truestep.types import Rejected, Rollout
 
 EXAMPLES = 3  # of each kind of rejection
@@ -157,20 +157,6 @@ def _rejections(rejected: Iterable[Rejected]) -> tuple[Rejection, ...]:
         Rejection(kind, len(records), tuple(f"{r.file}:{r.line} {r.reason}" for r in records[:EXAMPLES]))
         for kind, records in ordered
     )
-
-
-_PLACE = re.compile(r", first at .*$")
-_QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
-_NUMBER = re.compile(
-    r"(?P<bound>(?:at most|at least|above|vocabulary of) [\d.e+]+|0 or 1)"
-    r"|(?<![\w.])-?(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?|nan|inf)(?!\w)"
-)
-
-
-def reason_kind(reason: str) -> str:
-    """The reason without its numbers and quoted values, bounds aside: what many bad records have in common."""
-    unquoted = _QUOTED.sub("…", _PLACE.sub("", reason))
-    return _NUMBER.sub(lambda found: found[0] if found["bound"] else "…", unquoted)
 
 
 # ---- the page. Names and reasons come from the files, so they are `Text` and never markup.

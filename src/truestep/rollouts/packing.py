@@ -9,7 +9,20 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from truestep.types import PackedBatch, Rollout, StepPlan
+from truestep.types import OPTIONAL_FIELDS, PackedBatch, PackedLabels, PackedTokens, Rollout
+
+
+def fill_in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Micro-batches filled one after another: a document that no longer fits begins the next."""
+    bins: list[list[int]] = []
+    room = 0
+    for index, length in enumerate(lengths):
+        if length > room:
+            bins.append([])
+            room = budget
+        bins[-1].append(index)
+        room -= length
+    return bins
 
 
 def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -105,54 +118,61 @@ def _halve(members: list[int], lengths: Sequence[int]) -> tuple[list[int], list[
     return members[:cut], members[cut:]
 
 
-def _per_label(documents: Sequence[Rollout], name: str, dtype: np.dtype | type) -> np.ndarray:
+def pack(documents: Sequence[Rollout], pad_to_multiple: int = 1) -> PackedBatch:
+    """Lay documents end to end as the tensors of one micro-batch, on the host."""
+    tokens = pack_tokens([document.input_ids for document in documents], pad_to_multiple)
+    return PackedBatch(tokens, _pack_labels(documents, tokens.segments.numpy().astype(np.int64)))
+
+
+def pack_tokens(documents: Sequence[np.ndarray], pad_to_multiple: int = 1) -> PackedTokens:
+    """Lay the token ids of documents end to end, and padding behind them."""
+    ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    # A micro-batch without documents is one of padding: a model has to have something to run on.
+    padding = -total % pad_to_multiple if total else pad_to_multiple
+    # Positions of padding count on from 0 like a document's: it is a segment of its own.
+    positions = [np.arange(length) for length in (*map(len, documents), padding)]
+    segments = [0, *ends, *([total + padding] if padding else [])]
+    return PackedTokens(
+        input_ids=_tensor(np.concatenate([*documents, np.zeros(padding, np.int64)])),
+        position_ids=_tensor(np.concatenate(positions).astype(np.int64)),
+        segments=_tensor(np.array(segments, dtype=np.int32)),
+        num_documents=len(documents),
+    )
+
+
+def _pack_labels(documents: Sequence[Rollout], starts: np.ndarray) -> PackedLabels:
+    counts = np.array([document.num_labels for document in documents], dtype=np.int64)
+    positions = [np.flatnonzero(document.loss_mask) for document in documents]
+    rows = [start + at - 1 for start, at in zip(starts[: len(documents)], positions, strict=True)]
+    by_token = {
+        item.name: _at_labels(documents, item.metadata["rollout_field"], item.metadata["dtype"])
+        for item in PackedLabels.label_fields()
+        if item.metadata["rollout_field"] is not None
+    }
+    return PackedLabels(
+        rows=_tensor(np.concatenate([*rows, np.zeros(0, np.int64)]).astype(np.int64)),
+        document=_tensor(np.repeat(np.arange(len(documents)), counts)),
+        temperature=_tensor(np.repeat(np.array([d.temperature for d in documents], dtype=np.float32), counts)),
+        **{name: _tensor(values) for name, values in by_token.items()},
+        num_labels=_tensor(counts),
+        reward=torch.tensor([document.reward or 0.0 for document in documents], dtype=torch.float32),
+        has={name: _flags(documents, name) for name in OPTIONAL_FIELDS},
+    )
+
+
+def _at_labels(documents: Sequence[Rollout], name: str, dtype: type) -> np.ndarray:
     """A per-token field at the labels of all documents; 0 where a document lacks it."""
     parts = []
     for document in documents:
-        values = getattr(document, name)
-        mask = document.loss_mask
+        values, mask = getattr(document, name), document.loss_mask
         parts.append(np.zeros(int(mask.sum()), dtype) if values is None else values[mask].astype(dtype))
     return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
 
-def pack(plan: StepPlan, micro_batch: Sequence[int], pad_to_multiple: int = 1) -> PackedBatch:
-    """The tensors of one micro-batch of a plan, on the host."""
-    documents = [plan.documents[index] for index in micro_batch]
-    lengths = [document.num_tokens for document in documents]
-    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    tokens = int(starts[-1])
-    # A micro-batch without documents is one of padding: a model has to have something to run on.
-    padding = -tokens % pad_to_multiple if tokens else pad_to_multiple
-    segments = np.append(starts, tokens + padding) if padding else starts
-    # Positions of padding count on from 0 like a document's: it is a segment of its own.
-    positions = [np.arange(length) for length in (*lengths, padding)]
-    counts = np.array([document.num_labels for document in documents], dtype=np.int64)
-    label_positions = [np.flatnonzero(document.loss_mask) for document in documents]
-    rows = [start + at - 1 for start, at in zip(starts[:-1], label_positions, strict=True)]
+def _flags(documents: Sequence[Rollout], name: str) -> torch.Tensor:
+    return torch.tensor([getattr(document, name) is not None for document in documents], dtype=torch.bool)
 
-    def tensor(values: np.ndarray | Sequence) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values))
 
-    def flags(name: str) -> torch.Tensor:
-        return torch.tensor([getattr(document, name) is not None for document in documents], dtype=torch.bool)
-
-    input_ids = [*(document.input_ids for document in documents), np.zeros(padding, np.int64)]
-    return PackedBatch(
-        input_ids=tensor(np.concatenate(input_ids)),
-        position_ids=tensor(np.concatenate(positions).astype(np.int64)),
-        segments=tensor(segments.astype(np.int32)),
-        label_rows=tensor(np.concatenate([*rows, np.zeros(0, np.int64)]).astype(np.int64)),
-        label_ids=tensor(_per_label(documents, "input_ids", np.int64)),
-        label_document=tensor(np.repeat(np.arange(len(documents)), counts)),
-        temperature=tensor(np.repeat(np.array([d.temperature for d in documents], dtype=np.float32), counts)),
-        old_logprobs=tensor(_per_label(documents, "logprobs", np.float32)),
-        advantages=tensor(_per_label(documents, "advantages", np.float32)),
-        model_version=tensor(_per_label(documents, "model_version", np.int64)),
-        plan_index=tensor(np.array(micro_batch, dtype=np.int64)),
-        num_labels=tensor(counts),
-        reward=torch.tensor([d.reward or 0.0 for d in documents], dtype=torch.float32),
-        has_logprobs=flags("logprobs"),
-        has_advantages=flags("advantages"),
-        has_version=flags("model_version"),
-        has_reward=flags("reward"),
-    )
+def _tensor(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values))

@@ -14,12 +14,12 @@ from typing import Any
 
 from truestep.ranks.group import Ranks
 from truestep.rollouts.files import DataError
-from truestep.rollouts.source import FileSource, SourceError, StillSource
+from truestep.rollouts.source import FileSource, StillSource, other_source, refuse_other_kind
 from truestep.types import Rejected, Rollout
 
 
 def next_parts(taken: Sequence[int], sizes: Sequence[int], count: int) -> list[int]:
-    """Whose documents are the next `count`: of each part, how many are taken and how many there are."""
+    """List the parts that the next `count` documents come from, given how many each part has and how many are taken."""
     heap = [(position, part) for part, position in enumerate(taken) if position < sizes[part]]
     heapq.heapify(heap)
     order: list[int] = []
@@ -33,51 +33,46 @@ def next_parts(taken: Sequence[int], sizes: Sequence[int], count: int) -> list[i
 
 @dataclass
 class PartedSource(StillSource):
-    """`mine` is this rank's part. Every rank asks for the same documents at the same time and gets them all."""
+    """Documents of every rank's part. Every rank asks for the same documents at the same time and gets them all."""
 
-    mine: FileSource
+    plans_ahead = True
+    own_part: FileSource
     ranks: Ranks
-    finite: bool = True
 
     def __post_init__(self) -> None:
-        ids = self.ranks.gather_parts([document.id for document in self.mine.documents])
+        ids = self.ranks.gather_parts([document.id for document in self.own_part.documents])
         counts = Counter(name for part in ids for name in part)
         repeated = sorted(name for name, count in counts.items() if count > 1)
         if repeated:
             parts = [rank for rank, part in enumerate(ids) if repeated[0] in part]
             raise DataError(f"data.path: the parts of ranks {parts} both have a document {repeated[0]!r}")
-        self._sizes = self.ranks.gather_parts(self.mine.total)
+        self._sizes = self.ranks.gather_parts(self.own_part.total)
         if not sum(self._sizes):
             raise DataError("data.path: no part has a record that can be trained on")
 
     def peek(self, count: int) -> list[Rollout]:
-        taken = self.ranks.gather_parts(self.mine.position, ahead=True)
+        taken = self.ranks.gather_parts(self.own_part.position, ahead=True)
         order = next_parts(taken, self._sizes, count)
         wanted = order.count(self.ranks.data_rank)
-        parts = self.ranks.gather_parts(self.mine.peek(wanted), ahead=True)
+        parts = self.ranks.gather_parts(self.own_part.peek(wanted), ahead=True)
         cursors = [iter(part) for part in parts]
         return [next(cursors[part]) for part in order]
 
     def take(self, count: int, documents_seen: int) -> list[Rollout]:
-        taken = self.ranks.gather_parts(self.mine.position, ahead=True)
+        taken = self.ranks.gather_parts(self.own_part.position, ahead=True)
         documents = self.peek(count)
-        self.mine.take(next_parts(taken, self._sizes, count).count(self.ranks.data_rank), documents_seen)
+        self.own_part.take(next_parts(taken, self._sizes, count).count(self.ranks.data_rank), documents_seen)
         return documents
 
     def state(self) -> dict[str, Any]:
-        return {"parts": self.ranks.gather_parts(self.mine.state(), ahead=True)}
+        return {"parts": self.ranks.gather_parts(self.own_part.state(), ahead=True)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        parts = state.get("parts")
-        if parts is None or len(parts) != self.ranks.data:
-            made = (
-                "from one set of files for all ranks" if parts is None else f"by {len(parts)} ranks, each with a part"
-            )
-            raise SourceError(
-                f"data.path: this run's checkpoint was made {made}, and now there are {self.ranks.data} ranks with a "
-                "part each ({rank} in data.path); start it as it was, or give another checkpoint.directory"
-            )
-        self.mine.restore(parts[self.ranks.data_rank])
+        refuse_other_kind("data.path", "parts", state)
+        parts = state["parts"]
+        if len(parts) != self.ranks.data:
+            raise other_source("data.path", f"the parts of {len(parts)} ranks", f"those of {self.ranks.data}")
+        self.own_part.restore(parts[self.ranks.data_rank])
 
     def drain_rejected(self) -> list[Rejected]:
-        return [record for part in self.ranks.gather_parts(self.mine.drain_rejected()) for record in part]
+        return [record for part in self.ranks.gather_parts(self.own_part.drain_rejected()) for record in part]

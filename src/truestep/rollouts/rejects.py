@@ -1,8 +1,9 @@
-"""`rejected.jsonl`: the records that were never trained on, and why."""
+"""`rejected.jsonl`: the records that were never trained on, and why; and what their reasons have in common."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -27,3 +28,17 @@ def write_rejected(directory: str | Path, rejected: Iterable[Rejected], append: 
 def _line(record: Rejected) -> bytes:
     content = {"file": record.file, "line": record.line, "reason": record.reason, "id": record.id}
     return json.dumps(content).encode("ascii") + b"\n"  # escaped: a file's name need not be valid Unicode
+
+
+_PLACE = re.compile(r", first at .*$")
+_QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
+_NUMBER = re.compile(
+    r"(?P<bound>(?:at most|at least|above|vocabulary of) [\d.e+]+|0 or 1)"
+    r"|(?<![\w.])-?(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?|nan|inf)(?!\w)"
+)
+
+
+def reason_kind(reason: str) -> str:
+    """Strip a reason of its numbers and quoted values, bounds aside: what many bad records have in common."""
+    unquoted = _QUOTED.sub("…", _PLACE.sub("", reason))
+    return _NUMBER.sub(lambda found: found[0] if found["bound"] else "…", unquoted)

@@ -1,23 +1,25 @@
-"""The first rank's documents, on every rank: one process reads a stream, and all see the same."""
+"""The first rank's documents, on every rank: one process reads a stream or asks servers, and all see the same."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from truestep.ranks.group import Ranks
-from truestep.rollouts.source import Source, never
+from truestep.rollouts.source import PeekableSource, Source, never
 from truestep.types import Rejected, Rollout
 
 
 class SharedSource:
-    """`source` is there on the first rank alone. What it raises, every rank raises. `finite` is as the source's."""
+    """A source that the first rank alone has, shared with all. What it raises, every rank raises."""
 
-    def __init__(self, source: Source | None, ranks: Ranks, finite: bool = True):
-        self._source, self._ranks, self.finite = source, ranks, finite
+    plans_ahead = False
+
+    def __init__(self, source: Source | None, ranks: Ranks):
+        """Share `source`, which is None on every rank but the first."""
+        self._source, self._ranks = source, ranks
         self._asked_to_stop: Callable[[], bool] = never
-        self._seen: Sequence[Rollout] = ()  # what was looked at last, and not yet taken: told once
 
     @property
     def asked_to_stop(self) -> Callable[[], bool]:
@@ -30,27 +32,18 @@ class SharedSource:
             self._source.asked_to_stop = asked
 
     @property
-    def _mine(self) -> Source:
+    def _of_first(self) -> Source:
         assert self._source is not None
         return self._source
 
-    def peek(self, count: int) -> Sequence[Rollout]:
-        self._seen = self._ranks.share(lambda: self._mine.peek(count))
-        return self._seen
-
     def take(self, count: int, documents_seen: int) -> Sequence[Rollout]:
-        seen, self._seen = self._seen, ()
-        if len(seen) < count:
-            return self._ranks.share(lambda: self._mine.take(count, documents_seen))
-        if self._source is not None:
-            self._source.take(count, documents_seen)
-        return seen[:count]
+        return self._ranks.share(lambda: self._of_first.take(count, documents_seen))
 
     def state(self) -> dict[str, Any]:
-        return self._mine.state() if self._ranks.first else {}  # the first rank writes checkpoints
+        return self._of_first.state() if self._ranks.first else {}  # the first rank writes checkpoints
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._ranks.share(lambda: self._mine.restore(state))
+        self._ranks.share(lambda: self._of_first.restore(state))
 
     def drain_rejected(self) -> list[Rejected]:
         return [] if self._source is None else self._source.drain_rejected()  # the first rank writes them down
@@ -66,3 +59,21 @@ class SharedSource:
     def close(self, finished: bool) -> None:
         if self._source is not None:
             self._source.close(finished)
+
+
+class SharedPeekableSource(SharedSource):
+    """A shared source that can be looked at."""
+
+    _seen: Sequence[Rollout] = ()  # what was looked at last, and not yet taken: told to the other ranks once
+
+    def peek(self, count: int) -> Sequence[Rollout]:
+        self._seen = self._ranks.share(lambda: cast(PeekableSource, self._of_first).peek(count))
+        return self._seen
+
+    def take(self, count: int, documents_seen: int) -> Sequence[Rollout]:
+        seen, self._seen = self._seen, ()
+        if len(seen) < count:
+            return super().take(count, documents_seen)
+        if self._source is not None:
+            self._source.take(count, documents_seen)
+        return seen[:count]

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -26,19 +26,39 @@ def never() -> bool:
     return False
 
 
+_KINDS = {  # by what a checkpoint's state holds of a source
+    "position": "rollout files that every rank reads",
+    "parts": "rollout files of which each rank reads a part",
+    "transport": "documents that are sent",
+    "groups": "the prompts of a sampler",
+}
+
+
+def refuse_other_kind(option: str, kind: str, state: dict[str, Any]) -> None:
+    """Raise an error where a checkpoint's state was made by another kind of source. `kind` is a key of `_KINDS`."""
+    if kind not in state:
+        before = next((words for key, words in _KINDS.items() if key in state), "another source")
+        raise other_source(option, before, _KINDS[kind])
+
+
+def other_source(option: str, before: str, now: str) -> SourceError:
+    """Word the refusal of a checkpoint whose documents came from elsewhere."""
+    return SourceError(
+        f"{option}: this run's checkpoint was made from {before}, not from {now}; give it the same, or another "
+        "checkpoint.directory"
+    )
+
+
 class Source(Protocol):
     """All that a step and a checkpoint need of any source."""
 
-    finite: bool  # whether fewer documents than asked for mean the end of the data
+    # True where its documents depend on nothing that a step does: the next step's plan may be made beside this step.
+    plans_ahead: bool
     asked_to_stop: Callable[[], bool]  # a source that waits for others looks at this and raises `Interrupted`
 
-    def peek(self, count: int) -> Sequence[Rollout]:
-        """The next `count` documents without taking them; fewer only at the end of the data."""
-        ...
-
     def take(self, count: int, documents_seen: int) -> Sequence[Rollout]:
-        """Take them: they are never given again. `documents_seen` by the policy up to now is the version of documents
-        that are made for this call."""
+        """Take the next documents, which are never given again. What is made for this call is of the version
+        `documents_seen`: so many documents the policy has seen up to now."""
         ...
 
     def state(self) -> dict[str, Any]: ...
@@ -46,25 +66,35 @@ class Source(Protocol):
     def restore(self, state: dict[str, Any]) -> None: ...
 
     def drain_rejected(self) -> list[Rejected]:
-        """Records refused since the last call."""
+        """Hand over the records refused since the last call; before the first step, those that are known by then."""
         ...
 
     def updated(self, documents_seen: int) -> None:
-        """The policy has new weights, having seen so many documents."""
+        """Take note that the policy has new weights, having seen so many documents."""
         ...
 
     def checkpointed(self, checkpoint: Path, step: int, documents_seen: int) -> None:
-        """A checkpoint is complete: what `state` gave for it survives any kill from now on."""
+        """Take note that a checkpoint is complete: what `state` gave for it survives any kill from now on."""
         ...
 
     def close(self, finished: bool) -> None:
-        """The run has ended, or stopped early where not `finished`."""
+        """Take note that the run has ended, or stopped early where not `finished`."""
+        ...
+
+
+@runtime_checkable
+class PeekableSource(Source, Protocol):
+    """A source that has an end, and whose documents can be looked at before they are taken."""
+
+    def peek(self, count: int) -> Sequence[Rollout]:
+        """Look at the next `count` documents without taking them; fewer only at the end of the data."""
         ...
 
 
 class StillSource:
-    """What a source does about new weights, checkpoints, the end and being asked to stop where it does nothing."""
+    """A base for sources that do nothing about new weights, checkpoints, the end and being asked to stop."""
 
+    plans_ahead = False
     asked_to_stop: Callable[[], bool] = staticmethod(never)
 
     def updated(self, documents_seen: int) -> None: ...
@@ -78,11 +108,11 @@ class StillSource:
 class FileSource(StillSource):
     """Documents of files, in file order or a seeded shuffle of it, `epochs` times over."""
 
+    plans_ahead = True
     documents: tuple[Rollout, ...]
     rejected: tuple[Rejected, ...] = ()
     epochs: int = 1
     shuffle_seed: int | None = None  # None: file order
-    finite: bool = True
     _position: int = 0  # over all epochs
     _orders: dict[int, np.ndarray] = field(default_factory=dict)
     _digest: Any = None  # of the first `_hashed` documents
@@ -94,7 +124,7 @@ class FileSource(StillSource):
 
     @property
     def total(self) -> int:
-        """Over all epochs."""
+        """The number of documents over all epochs."""
         return self.epochs * len(self.documents)
 
     def _order(self, epoch: int) -> np.ndarray:
@@ -119,7 +149,7 @@ class FileSource(StillSource):
         return taken
 
     def _fingerprint(self, position: int) -> str:
-        """Of the order, and of the documents that came before: a file may grow behind what was trained on, never
+        """Digest the order and the documents before `position`: a file may grow behind what was trained on, never
         before it."""
         seen = len(self.documents) if position >= len(self.documents) or self.shuffle_seed is not None else position
         if self._digest is None or self._hashed > seen:
@@ -135,11 +165,7 @@ class FileSource(StillSource):
         return {"position": self._position, "fingerprint": self._fingerprint(self._position)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        if "position" not in state:
-            what = "files of which each rank had a part" if "parts" in state else "documents of another source"
-            raise SourceError(
-                f"data.path: this run's checkpoint was made from {what}; give another checkpoint.directory"
-            )
+        refuse_other_kind("data.path", "position", state)
         if self._fingerprint(state["position"]) != state["fingerprint"]:
             raise SourceError(
                 "data.path: the documents that this run was trained on are no longer those in the files, or seed or "

@@ -29,7 +29,7 @@ class Evaluator:
     examples: int = 8
 
     def run(self, step: int, documents_seen: int) -> dict[str, Any]:
-        """One line of evaluation.jsonl."""
+        """Evaluate the policy and give one line of evaluation.jsonl."""
         start = time.perf_counter()
         with random_state_kept():  # a reward may draw from it: training draws the same with and without evaluation
             greedy = self._answer(dataclasses.replace(self.options, temperature=0.0), 1, step)
@@ -63,7 +63,7 @@ class Evaluator:
         ]
 
     def _rate(self, prompt: Prompt, text: str) -> dict[str, Any]:
-        """No reward, and why, where it failed: an evaluation never ends a run."""
+        """Ask for the reward; where it failed, say why: an evaluation never ends a run."""
         try:
             return {"reward": rate(self.reward, prompt, text)}
         except RewardError as error:

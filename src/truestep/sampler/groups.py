@@ -1,16 +1,17 @@
-"""What every sampler does alike: which prompt a group gets, and how its rewards become advantages."""
+"""What every sampler does alike: a group's prompt, its documents, their advantages, and what a restart accepts."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from truestep.environments.prompts import Prompt
 from truestep.rollouts.advantages import group_advantages
-from truestep.rollouts.source import SourceError
+from truestep.rollouts.source import SourceError, refuse_other_kind
 from truestep.types import Rollout
 
 PROMPT_ORDER, DRAWS = 0, 1  # the streams of randomness that the run's seed is split into
@@ -19,22 +20,62 @@ HOPELESS = 8  # groups given up in a row: it is the reward or the server that fa
 
 
 def prompt_of(group: int, prompts: Sequence[Prompt], seed: int) -> Prompt:
-    """Prompts come in a seeded order, anew each time all were used."""
+    """Pick a group's prompt: prompts come in a seeded order, anew each time all were used."""
     epoch, index = divmod(group, len(prompts))
     order = np.random.default_rng([seed, PROMPT_ORDER, epoch]).permutation(len(prompts))
     return prompts[order[index]]
 
 
 def fingerprint(prompts: Sequence[Prompt], seed: int, group_size: int) -> str:
-    """Of what decides which prompt a group gets and what is drawn for it."""
+    """Digest what decides which prompt a group gets and what is drawn for it."""
     digest = hashlib.sha256(f"{seed} {group_size}\n".encode())
     for prompt in prompts:
         digest.update(f"{prompt.id}\n{prompt.input_ids}\n".encode(errors="surrogatepass"))
     return digest.hexdigest()
 
 
+def refuse_other_groups(state: dict[str, Any], fingerprint: str) -> None:
+    """Raise an error where a checkpoint's state is not that of these prompts, seed and group size."""
+    refuse_other_kind("sampler", "groups", state)
+    if state["fingerprint"] != fingerprint:
+        raise SourceError(
+            "sampler.prompts, data.group_size or seed is not what this run was started with, so its groups would be "
+            "others; give it the same, or another checkpoint.directory"
+        )
+
+
+def to_rollout(
+    name: str,
+    prompt: Prompt,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    *,
+    temperature: float,
+    versions: Sequence[int] | None = None,
+    reward: float | None = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> Rollout:
+    """Make a document of a prompt and its completion, whose tokens are the labels. `versions`: of each such token."""
+    prompt_length = len(prompt.input_ids)
+    ids = np.array([*prompt.input_ids, *token_ids], dtype=np.int64)
+
+    def behind_prompt(values: Sequence[float], before: float, dtype: type) -> np.ndarray:
+        return np.array([*[before] * prompt_length, *values], dtype=dtype)
+
+    return Rollout(
+        id=name,
+        input_ids=ids,
+        loss_mask=np.arange(len(ids)) >= prompt_length,
+        logprobs=behind_prompt(logprobs, 0.0, np.float32),
+        reward=reward,
+        temperature=temperature,
+        model_version=None if versions is None else behind_prompt(versions, versions[0], np.int64),
+        metadata={"prompt_id": prompt.id, **(metadata or {})},
+    )
+
+
 def with_advantages(rated: Sequence[Rollout], group: int, rule: str) -> list[Rollout]:
-    """Of one group, over one shared baseline."""
+    """Give one group's documents their advantages, over one shared baseline."""
     rewards = np.array([rollout.reward for rollout in rated])
     return [
         dataclasses.replace(
@@ -47,7 +88,7 @@ def with_advantages(rated: Sequence[Rollout], group: int, rule: str) -> list[Rol
 
 
 def check_lengths(prompts: Sequence[Prompt], max_new_tokens: int, tokens_per_microbatch: int) -> None:
-    """Rejecting what does not fit would train on the short completions alone."""
+    """Refuse prompts that leave no room: rejecting what does not fit would train on short completions alone."""
     longest = max(prompts, key=lambda prompt: len(prompt.input_ids))
     needed = len(longest.input_ids) + max_new_tokens
     if needed > tokens_per_microbatch:

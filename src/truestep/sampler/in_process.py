@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from truestep.environments.prompts import Prompt
 from truestep.environments.rewards import Reward, RewardError, rate
 from truestep.policy.policy import Policy
 from truestep.rollouts.source import SourceError, StillSource
 from truestep.sampler.decode import Completion, DecodeOptions, Request, decode
-from truestep.sampler.groups import DRAWS, HOPELESS, TRIES, check_lengths, fingerprint, prompt_of, with_advantages
+from truestep.sampler.groups import (
+    DRAWS,
+    HOPELESS,
+    TRIES,
+    check_lengths,
+    fingerprint,
+    prompt_of,
+    refuse_other_groups,
+    to_rollout,
+    with_advantages,
+)
 from truestep.types import Rejected, Rollout
 
 
@@ -45,18 +52,14 @@ class InProcessSource(StillSource):
     seed: int
     max_tokens: int
     stop_at_rejected: bool = False
-    finite: bool = False
     _groups: int = 0  # taken so far
     _rejected: list[Rejected] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_lengths(self.prompts, self.options.max_new_tokens, self.max_tokens)
 
-    def peek(self, count: int) -> Sequence[Rollout]:
-        raise NotImplementedError("documents that are sampled for a step cannot be looked at before it")
-
     def take(self, count: int, documents_seen: int) -> list[Rollout]:
-        """Exactly `count` documents, in whole groups: a completion that could not be rated is sampled anew, and a
+        """Make exactly `count` documents, in whole groups: a completion that could not be rated is sampled anew, and a
         prompt none of whose groups can be completed gives its place to the next."""
         if count % self.group_size:
             raise ValueError(f"{count} documents are no whole number of groups of {self.group_size}")
@@ -99,12 +102,12 @@ class InProcessSource(StillSource):
                 ]
 
     def _ratings(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | str]:
-        """A reward may be dear, draw random numbers or count its calls: it is called on one rank."""
+        """Rate on one rank: a reward may be dear, draw random numbers or count its calls."""
         pairs = list(zip(prompts, completions, strict=True))
         return self.policy.weights.ranks.share(lambda: [self._rate(*pair) for pair in pairs])
 
     def _rate(self, prompt: Prompt, completion: Completion) -> float | str:
-        """The reward, or why there is none."""
+        """Ask for the reward; give it, or why there is none."""
         try:
             return rate(self.reward, prompt, completion_text(self.policy, completion))
         except RewardError as error:
@@ -117,7 +120,18 @@ class InProcessSource(StillSource):
         if isinstance(rating, str):
             self._rejected.append(Rejected(prompt.id, group.number, rating, name, str(group.number)))
             return
-        group.rated.append(dataclasses.replace(self._rollout(name, prompt, completion, version), reward=rating))
+        group.rated.append(
+            to_rollout(
+                name,
+                prompt,
+                completion.token_ids,
+                completion.logprobs,
+                temperature=self.options.temperature,
+                versions=[version] * len(completion.token_ids),
+                reward=rating,
+                metadata={"stopped": completion.stopped},
+            )
+        )
 
     def _hopeless(self, groups: int) -> str:
         reason, count = Counter(rejected.reason for rejected in self._rejected).most_common(1)[0]
@@ -129,21 +143,6 @@ class InProcessSource(StillSource):
     def _prompt(self, group: int) -> Prompt:
         return prompt_of(group, self.prompts, self.seed)
 
-    def _rollout(self, name: str, prompt: Prompt, completion: Completion, version: int) -> Rollout:
-        ids = np.array([*prompt.input_ids, *completion.token_ids], dtype=np.int64)
-        mask = np.arange(len(ids)) >= len(prompt.input_ids)
-        logprobs = np.zeros(len(ids), dtype=np.float32)
-        logprobs[mask] = completion.logprobs
-        return Rollout(
-            id=name,
-            input_ids=ids,
-            loss_mask=mask,
-            logprobs=logprobs,
-            temperature=self.options.temperature,
-            model_version=np.full(len(ids), version, dtype=np.int64),
-            metadata={"prompt_id": prompt.id, "stopped": completion.stopped},
-        )
-
     def state(self) -> dict[str, Any]:
         return {"groups": self._groups, "fingerprint": self._fingerprint()}
 
@@ -151,16 +150,7 @@ class InProcessSource(StillSource):
         return fingerprint(self.prompts, self.seed, self.group_size)
 
     def restore(self, state: dict[str, Any]) -> None:
-        if "groups" not in state:
-            raise SourceError(
-                "sampler: this run's checkpoint was made from documents of another source; give another "
-                "checkpoint.directory"
-            )
-        if state["fingerprint"] != self._fingerprint():
-            raise SourceError(
-                "sampler.prompts, data.group_size or seed is not what this run was started with, so its groups would "
-                "be others; give it the same, or another checkpoint.directory"
-            )
+        refuse_other_groups(state, self._fingerprint())
         self._groups = state["groups"]
 
     def drain_rejected(self) -> list[Rejected]:
@@ -169,12 +159,12 @@ class InProcessSource(StillSource):
 
 
 def completion_text(policy: Policy, completion: Completion) -> str:
-    """What a reward reads: special tokens, the end of text among them, left out."""
+    """Decode what a reward reads: special tokens, the end of text among them, are left out."""
     return policy.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
 
 
 def stop_ids(policy: Policy) -> frozenset[int]:
-    """Every token that ends a text, as the model's own generation settings and its tokenizer say."""
+    """Find every token that ends a text, as the model's own generation settings and its tokenizer say."""
     generation = getattr(policy.model, "generation_config", None)
     named = [
         getattr(generation, "eos_token_id", None),

@@ -18,6 +18,8 @@ from truestep.types import Rollout, StepPlan
 
 @dataclass(frozen=True)
 class Planned:
+    """A plan, and the state of the queue once it was taken: a checkpoint of its step."""
+
     plan: StepPlan | None  # None: the data has ended
     state: dict[str, Any]  # of the queue, after this plan was taken from it
     carried: Sequence[Rollout]
@@ -25,7 +27,7 @@ class Planned:
 
 
 class PlansAhead:
-    """`overlap`: the next plan depends on nothing that the step in hand does."""
+    """The plans of a queue, each agreed on by all ranks. `overlap`: the next is made while a step is computed."""
 
     def __init__(self, queue: PlanQueue, ranks: Ranks, *, overlap: bool):
         self._queue, self._ranks = queue, ranks
@@ -40,11 +42,11 @@ class PlansAhead:
         return planned
 
     def snapshot(self) -> Planned:
-        """Where a run stands that has taken no plan yet."""
+        """Describe where a run stands that has taken no plan yet."""
         return Planned(None, self._queue.state(), self._queue.carried, 0)
 
     def close(self) -> None:
-        """Once the plan that is being made is there: on every rank alike, for they talk while they make it."""
+        """Wait for the plan that is being made: on every rank alike, for they talk while they make it."""
         if self._worker is not None:
             self._worker.shutdown(wait=True)
 
@@ -59,7 +61,7 @@ class PlansAhead:
             return
         usual = max(digests, key=digests.count)
         others = [rank for rank, digest in enumerate(digests) if digest != usual]
-        seen = self._queue.documents_seen - (0 if plan is None else plan.totals.num_documents)
+        seen = self._queue.documents_seen if plan is None else plan.documents_seen
         raise RankError(
             f"ranks {others} planned another step after document {seen} than the rest: they do not see the same data "
             "or configuration; nothing of it was computed"

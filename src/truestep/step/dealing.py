@@ -14,8 +14,9 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from truestep.losses.labels import DocumentReducer, Labels, no_reduction
 from truestep.policy.model.context import Context
-from truestep.types import PackedBatch, RowStatistics
+from truestep.types import PackedBatch, PackedLabels, PackedTokens, RowStatistics
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,13 @@ class Deal:
 
     @staticmethod
     def of(batch: PackedBatch, context: Context | None) -> Deal:
-        """Of a batch on the host."""
-        labels = len(batch.label_rows)
+        """Deal the labels of a batch that is on the host."""
+        labels, tokens = len(batch.labels), len(batch.tokens)
         if context is None:
             return Deal(labels, slice(0, labels), slice(0, labels))
         # A label's row never lies before the one of the label before it, so each rank's tokens predict a run of labels.
-        runs = torch.arange(context.size + 1) * (len(batch.input_ids) // context.size)
-        bounds = torch.searchsorted(batch.label_rows, runs).tolist()
+        runs = torch.arange(context.size + 1) * (tokens // context.size)
+        bounds = torch.searchsorted(batch.labels.rows, runs).tolist()
         predicted = [slice(*pair) for pair in pairwise(bounds)]
         shares = _even(labels, context.size)
         here, mine = predicted[context.rank], shares[context.rank]
@@ -56,7 +57,7 @@ class Deal:
             labels,
             mine,
             here,
-            context.run(len(batch.input_ids)).start,
+            context.run(tokens).start,
             tuple(_overlap(here, share) for share in shares),
             tuple(_overlap(run, mine) for run in predicted),
             context,
@@ -101,14 +102,28 @@ class Deal:
 
 
 @dataclass(frozen=True)
-class Dealt:
-    """A micro-batch on this rank's device, and which of its labels are this rank's."""
+class MicroBatch:
+    """A micro-batch on this rank's device, and which of its labels this rank's head computes."""
 
-    batch: PackedBatch
+    members: tuple[int, ...]  # indices into the plan's documents
+    label_counts: tuple[int, ...]  # of each of those documents
+    tokens: PackedTokens
+    labels: PackedLabels
+    weight: torch.Tensor  # [T] float64: one over the step's denominator, for each label
     deal: Deal
 
     def rows(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.deal.rows(hidden, self.batch.label_rows)
+        """The hidden states that predict this rank's labels."""
+        return self.deal.rows(hidden, self.labels.rows)
+
+    def score(
+        self,
+        labels: slice | torch.Tensor,
+        statistics: RowStatistics,
+        reduce_documents: DocumentReducer = no_reduction,
+    ) -> Labels:
+        """Some of the labels, with what the head says of them."""
+        return Labels.of(self.labels[labels], statistics, self.weight[labels], reduce_documents)
 
 
 def _even(count: int, parts: int) -> list[slice]:

@@ -1,13 +1,24 @@
-"""AdamW over the float32 weights, with decay on matrices only, and the learning-rate schedule."""
+"""The optimizer over the float32 weights, AdamW or a user's own, its state in checkpoints, and the learning rate."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from truestep.policy.weights.whole import Weights
+from truestep.custom import check_options, load_custom
+from truestep.errors import TruestepError
+from truestep.policy.weights.protocol import Weights
+
+# The float32 weights by name, under `matrices` and `vectors`. A rank that has a part of a weight has that part here.
+Groups = dict[str, dict[str, torch.nn.Parameter]]
+
+
+class OptimizerError(TruestepError):
+    """A user's optimizer that cannot be trained with, and why."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +43,68 @@ class LearningRate:
         return self.minimum + (self.peak - self.minimum) * remaining
 
 
+def grouped(weights: Mapping[str, torch.nn.Parameter]) -> Groups:
+    """Sort weights into matrices, which may be decayed, and vectors (norms and biases), which are not."""
+    matrices = {name: weight for name, weight in weights.items() if weight.ndim >= 2}
+    return {"matrices": matrices, "vectors": {name: weight for name, weight in weights.items() if weight.ndim < 2}}
+
+
 def make_adamw(
     weights: Weights, *, betas: tuple[float, float], epsilon: float, weight_decay: float
 ) -> torch.optim.AdamW:
     """Norms and biases are vectors and are never decayed."""
-    matrices = [parameter for parameter in weights.master.values() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in weights.master.values() if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0, betas=betas, eps=epsilon)
+    decays = {"matrices": weight_decay, "vectors": 0.0}
+    groups = [
+        {"params": list(group.values()), "weight_decay": decays[kind]}
+        for kind, group in grouped(weights.master).items()
+        if group
+    ]
+    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=epsilon)
+
+
+def load_optimizer(function: str, options: Mapping[str, Any] | None) -> Callable[[Groups], torch.optim.Optimizer]:
+    """Find a user's function and check its options. What is returned makes the optimizer of some weights."""
+    make = load_custom("optimizer.function", function)
+    checked = check_options("optimizer.options", make, options or {})
+
+    def made(groups: Groups) -> torch.optim.Optimizer:
+        optimizer = make(groups, **checked)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise OptimizerError(f"optimizer.function {function!r}: it made {optimizer!r}, not a torch.optim.Optimizer")
+        taken = [id(weight) for group in optimizer.param_groups for weight in group["params"]]
+        for name, weight in (item for group in groups.values() for item in group.items()):
+            if id(weight) not in taken:
+                raise OptimizerError(f"optimizer.function {function!r}: its optimizer does not update {name}")
+        return optimizer
+
+    return made
+
+
+def make_custom_optimizer(make: Callable[[Groups], torch.optim.Optimizer], weights: Weights) -> torch.optim.Optimizer:
+    """Make a user's optimizer, which is refused after an update that leaves what no checkpoint would keep."""
+    optimizer = make(grouped(weights.master))
+    options = _numbers(optimizer)
+
+    def check(*_: object) -> None:
+        _described(optimizer, weights)
+        for before, after in zip(options, _numbers(optimizer), strict=True):
+            for name in before.keys() | after.keys():
+                if before.get(name) != after.get(name):
+                    raise OptimizerError(
+                        f"optimizer.function: its step changed the option {name} of a parameter group, which a "
+                        "checkpoint does not keep: keep it in the state of each weight"
+                    )
+
+    optimizer.register_step_post_hook(check)
+    return optimizer
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The numbers among each parameter group's options, but the learning rate, which every step sets."""
+    return [
+        {name: value for name, value in group.items() if isinstance(value, (int, float)) and name != "lr"}
+        for group in optimizer.param_groups
+    ]
 
 
 def update(optimizer: torch.optim.Optimizer, weights: Weights, learning_rate: float) -> None:
@@ -49,28 +114,71 @@ def update(optimizer: torch.optim.Optimizer, weights: Weights, learning_rate: fl
     weights.publish()
 
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+# What a checkpoint keeps of a weight, by the names that the optimizer has for it: tensors of the weight's shape, whose
+# type this is, and numbers, Python's or tensors without a dimension.
+State = dict[str, torch.dtype | int | float | torch.Tensor]
+_PYTHON = ":number"  # behind the name of a number that is Python's own
+
+
+def _described(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, State]:
+    """Describe the state of this rank's part of each weight."""
+    described: dict[str, State] = {}
+    for name, master in weights.master.items():
+        for kind, value in optimizer.state.get(master, {}).items():
+            state = described.setdefault(name, {})
+            if isinstance(value, torch.Tensor) and value.shape == master.shape:
+                state[kind] = value.dtype
+            elif isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and not value.ndim):
+                state[kind] = value.cpu() if isinstance(value, torch.Tensor) else value
+            elif value is not None:
+                what = f"a tensor of {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+                raise OptimizerError(
+                    f"optimizer.function: the state {kind} of {name} is {what}; a checkpoint keeps numbers, and "
+                    f"tensors of the shape of the rank's part of the weight, {list(master.shape)}"
+                )
+    return described
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, torch.Tensor]:
-    """The optimizer's state by weight name, whole, for a checkpoint: on the first rank. Every rank calls this."""
-    states = {name: optimizer.state.get(master, {}) for name, master in weights.master.items()}
-    updates = max(weights.ranks.gather(max((float(state.get("step", 0)) for state in states.values()), default=0.0)))
-    if not updates:
-        return {}
+    """The optimizer's state as `NAME.KIND`, whole, for a checkpoint: on the first rank. Every rank calls this."""
+    everywhere: dict[str, State] = {}
+    for described in reversed(weights.ranks.gather(_described(optimizer, weights))):
+        for name, state in described.items():
+            everywhere.setdefault(name, {}).update(state)
+    trained = [name for name, piece in weights.pieces.items() if piece.trained and name in everywhere]
     kept: dict[str, torch.Tensor] = {}
-    trained = [name for name, piece in weights.pieces.items() if piece.trained]
-    for kind in _MOMENTS:
-        found = weights.on_first({name: states.get(name, {}).get(kind) for name in trained})
-        kept |= {f"{name}.{kind}": whole for name, whole in found.items()}
-    if weights.ranks.first:  # every weight has been updated as often
-        kept |= {f"{name}.step": torch.tensor(updates) for name in trained}
+    tensors = {(k, v): None for name in trained for k, v in everywhere[name].items() if isinstance(v, torch.dtype)}
+    for kind, dtype in tensors:
+        parts: dict[str, torch.Tensor | None] = {}
+        for name in (name for name in trained if everywhere[name].get(kind) is dtype):
+            master = weights.master.get(name)
+            found = None if master is None else optimizer.state.get(master, {}).get(kind)
+            # An optimizer may keep nothing of an empty part.
+            parts[name] = torch.zeros_like(master, dtype=dtype) if found is None and master is not None else found
+        kept |= {f"{name}.{kind}": whole for name, whole in weights.on_first(parts, dtype).items()}
+    if weights.ranks.first:
+        for name in trained:
+            for kind, value in everywhere[name].items():
+                if isinstance(value, torch.Tensor):
+                    kept[f"{name}.{kind}"] = value.clone()
+                elif not isinstance(value, torch.dtype):
+                    exact = torch.float64 if isinstance(value, float) else None
+                    kept[f"{name}.{kind}{_PYTHON}"] = torch.tensor(value, dtype=exact)
     return kept
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, weights: Weights, tensors: dict[str, torch.Tensor]) -> None:
-    for name, master in weights.master.items():
-        state = {kind: tensors[f"{name}.{kind}"] for kind in _MOMENTS if f"{name}.{kind}" in tensors}
-        moments = {kind: weights.mine(name, value).to(master.device, copy=True) for kind, value in state.items()}
-        # A number on the host, where AdamW keeps it.
-        optimizer.state[master] = moments | ({"step": tensors[f"{name}.step"].clone()} if moments else {})
+    restored: dict[str, dict[str, Any]] = {}
+    for key, value in tensors.items():
+        name, _, kind = key.rpartition(".")
+        if name not in weights.master:
+            continue
+        state, master = restored.setdefault(name, {}), weights.master[name]
+        if kind.endswith(_PYTHON):
+            state[kind.removesuffix(_PYTHON)] = value.item()
+        elif value.shape == weights.pieces[name].shape:
+            state[kind] = weights.part_of(name, value).to(master.device, copy=True)
+        else:  # a number on the host, where AdamW keeps it
+            state[kind] = value.clone()
+    for name, state in restored.items():
+        optimizer.state[weights.master[name]] = state

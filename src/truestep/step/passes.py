@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 
 from truestep.policy.policy import Policy
-from truestep.policy.weights.whole import Turn
+from truestep.policy.weights.protocol import StagePass
 from truestep.ranks.group import Ranks
 from truestep.ranks.pipeline import wire
-from truestep.step.dealing import Dealt
+from truestep.step.dealing import MicroBatch
 from truestep.step.schedule import Pass, Schedule, make_schedule
 
 # Of a micro-batch and the hidden states of this rank's labels: their gradient, or None where none is wanted.
-Head = Callable[[Dealt, torch.Tensor], torch.Tensor | None]
+Head = Callable[[MicroBatch, torch.Tensor], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Passes:
         self,
         policy: Policy,
         micro_batches: int,
-        batch: Callable[[int], Dealt],
+        batch: Callable[[int], MicroBatch],
         head: Head,
         *,
         backward: bool,
@@ -50,7 +50,7 @@ class Passes:
         self._rank = policy.weights.ranks.stage
         self._stages = self._pipeline.stages_of(self._rank)
         self._wires = _Wires(policy.weights.ranks, self._schedule, self._like)
-        self._batches: dict[int, Dealt] = {}
+        self._batches: dict[int, MicroBatch] = {}
         self._alive: dict[tuple[int, int], _Alive] = {}
 
     def run(self) -> None:
@@ -71,7 +71,7 @@ class Passes:
         one, gradient = self._packed(made.micro_batch), None
         self._policy.weights.before_forward(self._turn(made))
         with torch.set_grad_enabled(self._backward):
-            given = self._policy.through(made.stage, one.batch, received)
+            given = self._policy.through(made.stage, one.tokens, received)
             if made.stage == self._pipeline.last:
                 given = one.rows(given)
                 gradient = self._head(one, given)
@@ -94,7 +94,7 @@ class Passes:
             assert alive.received.grad is not None
             self._wires.send(made.following, alive.received.grad)
 
-    def _packed(self, number: int) -> Dealt:
+    def _packed(self, number: int) -> MicroBatch:
         if number not in self._batches:
             self._batches[number] = self._batch(number)
         return self._batches[number]
@@ -107,12 +107,12 @@ class Passes:
         assert stages is not None
         # Context and tensor ranks each have an equal share of the tokens between layers.
         ranks = policy.weights.ranks
-        tokens = len(self._packed(taken.micro_batch).batch.input_ids) // (ranks.context * ranks.tensor)
+        tokens = len(self._packed(taken.micro_batch).tokens) // (ranks.context * ranks.tensor)
         return torch.empty(tokens, stages.width, dtype=policy.weights.dtype, device=policy.device)
 
-    def _turn(self, made: Pass) -> Turn:
+    def _turn(self, made: Pass) -> StagePass:
         stages = self._policy.stages
-        return Turn(
+        return StagePass(
             layers=slice(None) if stages is None else slice(stages.cut[made.stage].start, stages.cut[made.stage].stop),
             begins=made.stage == 0,
             ends=made.stage == self._pipeline.last,

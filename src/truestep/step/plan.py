@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from truestep.rollouts.packing import balance
+from truestep.rollouts.packing import balance, fill_in_order
 from truestep.types import Rollout, StepPlan, StepTotals
 
 
@@ -65,14 +65,7 @@ def plan_exactly(documents: Sequence[Rollout], rule: StepRule, documents_seen: i
 
 def plan_packed(documents: Sequence[Rollout], rule: StepRule, documents_seen: int) -> StepPlan:
     """These documents in micro-batches filled in order, with empty ones up to the multiple."""
-    bins: list[list[int]] = []
-    room = 0
-    for index, document in enumerate(documents):
-        if document.num_tokens > room:
-            bins.append([])
-            room = rule.tokens_per_microbatch
-        bins[-1].append(index)
-        room -= document.num_tokens
+    bins = fill_in_order([document.num_tokens for document in documents], rule.tokens_per_microbatch)
     bins += [[] for _ in range(-len(bins) % rule.multiple)]
     return make_plan(documents, bins, documents_seen, rule.ranks)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from truestep.rollouts.source import Source, SourceError
+from truestep.rollouts.source import PeekableSource, Source, SourceError
 from truestep.step.plan import StepRule, count_packed, may_end, plan_exactly, plan_packed
 from truestep.types import Rollout, StepPlan
 
 
 class PlanQueue:
-    """Each plan takes its documents from the source exactly once, and is given `updates_per_batch` times."""
+    """One plan after another. Each takes its documents from the source once, and comes `updates_per_batch` times."""
 
     def __init__(self, source: Source, rule: StepRule, *, updates_per_batch: int = 1, drop_last: bool = False):
         self._source = source
@@ -24,36 +24,37 @@ class PlanQueue:
         self.dropped: list[Rollout] = []
 
     def next_plan(self) -> StepPlan | None:
-        """None at the end of the data."""
+        """Make the next step's plan; None at the end of the data."""
         if self._repeats_left:
             self._repeats_left -= 1
-            again = plan_exactly if self._rule.exact else plan_packed
-            plan = again(self._documents, self._rule, self.documents_seen)
+            make_plan = plan_exactly if self._rule.exact else plan_packed
+            plan = make_plan(self._documents, self._rule, self.documents_seen)
         else:
-            fresh = self._exact() if self._rule.exact else self._packed()
+            fresh = self._next_exact() if self._rule.exact else self._next_packed()
             if fresh is None:
                 return None
             plan = fresh
             self._documents = list(plan.documents)
             self._repeats_left = self._updates_per_batch - 1
-        self.documents_seen += len(plan.documents)
+        self.documents_seen = plan.documents_seen_after
         return plan
 
-    def _exact(self) -> StepPlan | None:
+    def _next_exact(self) -> StepPlan | None:
         wanted = self._rule.docs_per_step
-        if self._source.finite:
+        if isinstance(self._source, PeekableSource):
             waiting = self._source.peek(wanted)
-            if len(waiting) < wanted and self._leave(waiting):
+            if len(waiting) < wanted and self._ends_before(waiting):
                 return None
         documents = self._source.take(wanted, self.documents_seen)
         if not documents:
             raise SourceError("the source has no end and made no document for this step: all were rejected")
         return plan_exactly(documents, self._rule, self.documents_seen)
 
-    def _packed(self) -> StepPlan | None:
-        wanted = self._rule.docs_per_step + 1
+    def _next_packed(self) -> StepPlan | None:
+        source, wanted = self._source, self._rule.docs_per_step + 1
+        assert isinstance(source, PeekableSource), "the configuration has a sampler make exact steps"
         while True:
-            waiting = self._source.peek(wanted)
+            waiting = source.peek(wanted)
             bins, complete = count_packed([document.num_tokens for document in waiting], self._rule)
             if complete:
                 break
@@ -63,13 +64,13 @@ class PlanQueue:
             # Not far ahead: more documents may only be sent when this step's weights are out.
             wanted += 1 if self._rule.docs_per_step else 1 + wanted // 8
         # What is left out is not taken: should the files grow, it belongs to the next step.
-        if not complete and self._leave(waiting):
+        if not complete and self._ends_before(waiting):
             return None
-        documents = self._source.take(sum(len(members) for members in bins), self.documents_seen)
+        documents = source.take(sum(len(members) for members in bins), self.documents_seen)
         return plan_packed(documents, self._rule, self.documents_seen)
 
-    def _leave(self, documents: Sequence[Rollout]) -> bool:
-        """At the end of the data: whether what is left makes no step."""
+    def _ends_before(self, documents: Sequence[Rollout]) -> bool:
+        """Decide at the end of the data whether the documents that are left make no step."""
         if documents and self._drop_last:
             self.dropped = list(documents)
         return not documents or self._drop_last
@@ -84,7 +85,7 @@ class PlanQueue:
 
     @property
     def carried(self) -> list[Rollout]:
-        """Documents taken from the source and not yet done with."""
+        """The documents taken from the source whose plan is still to be repeated."""
         return self._documents if self._repeats_left else []
 
     def restore(self, state: dict[str, Any], carried: list[Rollout]) -> None:

@@ -7,24 +7,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from truestep.head import chunked
 from truestep.head.chunked import HeadRows, SharedDocuments
-from truestep.losses.labels import Labels
-from truestep.losses.measure import DocumentFacts, measure
+from truestep.losses.measure import Measure, StepFacts, measure_labels
 from truestep.losses.objective import Objective
 from truestep.metrics.types import Metric, Sum, merge, on_host, values
 from truestep.policy.policy import Policy
-from truestep.policy.weights.whole import Weights
+from truestep.policy.weights.protocol import Weights
 from truestep.ranks.group import Ranks
 from truestep.rollouts.packing import pack
-from truestep.step.dealing import Deal, Dealt
+from truestep.step.dealing import Deal, MicroBatch
 from truestep.step.passes import Passes
-from truestep.types import Coefficients, DocumentScore, PackedBatch, RowStatistics, StepPlan
+from truestep.types import Coefficients, DocumentScore, RowStatistics, StepPlan, StepTotals
 
 _COUNTS = ("num_documents", "num_labels", "num_tokens", "num_micro_batches")
 
@@ -57,6 +56,7 @@ class StepRunner:
     metrics_level: str = "basic"
     pad_to_multiple: int = 1
     breadth_first: int = 1  # micro-batches that share a gathering of the weights
+    custom_metrics: Mapping[str, Measure] = field(default_factory=dict)  # a user's own, by import path
     keep_scores: bool = False
 
     @property
@@ -64,15 +64,14 @@ class StepRunner:
         return self.policy.weights.ranks
 
     @property
-    def _measures(self) -> bool:
-        """Of the ranks that compute a micro-batch together, those of the last stage know what became of its labels, and
-        one of them says so for all."""
+    def reports_metrics(self) -> bool:
+        """True on the one rank of a micro-batch that reports: of the last stage, the first context and tensor rank."""
         ranks, pipeline = self._ranks, self.policy.pipeline
         return ranks.stage == pipeline.rank_of(pipeline.last) and ranks.context_rank == ranks.tensor_rank == 0
 
     @property
     def _multiple(self) -> int:
-        """Of which a micro-batch's tokens are a number, so that ranks that share them have as many each."""
+        """Micro-batches are padded to a multiple of this, so that ranks that share one get equal parts."""
         return math.lcm(self.pad_to_multiple, self._ranks.context * self._ranks.tensor)
 
     def accumulate(
@@ -111,80 +110,85 @@ class StepRunner:
         # Where no rank has a label there is nothing to predict and nothing to differentiate.
         computed = [number for number in range(len(micro_batches)) if _any_label(plan, plan.at_once(number))]
 
-        def dealt(number: int) -> Dealt:
-            packed = pack(plan, micro_batches[number], self._multiple)
-            return Dealt(packed.to(self.policy.device), Deal.of(packed, self.policy.context))
-
-        def head(one: Dealt, rows: torch.Tensor) -> torch.Tensor | None:
-            statistics, gradient = self._head(one, plan, rows, backward)
-            if self._measures:
-                self._measure(mine, one.batch, plan, statistics)
+        def head(micro_batch: MicroBatch, rows: torch.Tensor) -> torch.Tensor | None:
+            statistics, gradient = self._head(micro_batch, totals, rows, backward)
+            if self.reports_metrics:
+                self._measure(mine, micro_batch, plan, statistics)
             return gradient
 
         passes = Passes(
             self.policy,
             len(computed),
-            lambda number: dealt(computed[number]),
+            lambda number: self._pack(plan, micro_batches[computed[number]]),
             head,
             backward=backward,
             group=self.breadth_first,
         )
         passes.run()
-        if self._measures:
+        if self.reports_metrics:
             for number, members in enumerate(micro_batches):
                 if members and number not in computed:
-                    self._measure(mine, dealt(number).batch, plan, self._nothing())
+                    nothing = torch.zeros(0, device=self.policy.device)
+                    self._measure(mine, self._pack(plan, members), plan, RowStatistics(nothing, nothing, nothing))
         if backward:
             weights.reduce()
         return mine, counts, passes
 
-    def _measure(self, mine: _Mine, batch: PackedBatch, plan: StepPlan, statistics: RowStatistics) -> None:
-        """Add a micro-batch's metrics, and scores where they are kept."""
-        labels = self._labels(batch, plan, slice(None), statistics)
-        facts = _document_facts(batch, plan)
-        mine.metrics.update(merge(mine.metrics, measure(labels, self.objective, facts, self.metrics_level)))
-        if self.keep_scores:
-            mine.scores.update(_scores(batch, plan, statistics))
+    def _pack(self, plan: StepPlan, members: tuple[int, ...]) -> MicroBatch:
+        """Pack a micro-batch of the plan, and move it to this rank's device."""
+        documents = [plan.documents[index] for index in members]
+        packed = pack(documents, self._multiple)
+        deal = Deal.of(packed, self.policy.context)
+        counts = tuple(document.num_labels for document in documents)
+        packed = packed.to(self.policy.device)
+        label_counts = packed.labels.num_labels[packed.labels.document]
+        weight = self.objective.denominator.label_weights(label_counts, plan.totals)
+        return MicroBatch(members, counts, packed.tokens, packed.labels, weight, deal)
 
-    def _nothing(self) -> RowStatistics:
-        nothing = torch.zeros(0, device=self.policy.device)
-        return RowStatistics(nothing, nothing, nothing)
+    def _measure(self, mine: _Mine, micro_batch: MicroBatch, plan: StepPlan, statistics: RowStatistics) -> None:
+        """Add a micro-batch's metrics, and scores where they are kept."""
+        labels = micro_batch.score(slice(None), statistics)
+        facts = StepFacts(self.objective, plan.documents_seen)
+        measured = measure_labels(labels, facts, self.metrics_level, self.custom_metrics)
+        mine.metrics.update(merge(mine.metrics, measured))
+        if self.keep_scores:
+            mine.scores.update(_scores(micro_batch, plan, statistics))
 
     def _head(
-        self, one: Dealt, plan: StepPlan, rows: torch.Tensor, backward: bool
+        self, micro_batch: MicroBatch, totals: StepTotals, rows: torch.Tensor, backward: bool
     ) -> tuple[RowStatistics, torch.Tensor | None]:
         """The statistics of all the micro-batch's labels, and the gradient of the hidden states that predict this
         rank's, [T, H]."""
         with self.policy.weights.head(self.policy.model) as (weight, weight_gradient):
-            statistics, gradient = self._loss(one, plan, rows.detach(), weight, weight_gradient, backward)
-        return one.deal.gather(statistics), gradient
+            statistics, gradient = self._loss(micro_batch, totals, rows.detach(), weight, weight_gradient, backward)
+        return micro_batch.deal.gather(statistics), gradient
 
     @torch.no_grad()
     def _loss(
         self,
-        one: Dealt,
-        plan: StepPlan,
+        micro_batch: MicroBatch,
+        totals: StepTotals,
         rows: torch.Tensor,
         weight: torch.Tensor,
         weight_gradient: torch.Tensor | None,
         backward: bool,
     ) -> tuple[RowStatistics, torch.Tensor | None]:
-        batch, deal = one.batch, one.deal
-        mine, shard = deal.mine, self.policy.vocabulary_shard
-        head = HeadRows(rows, weight, batch.label_ids[mine], batch.temperature[mine], self.policy.head, shard)
+        deal = micro_batch.deal
+        own, shard = micro_batch.labels[deal.mine], self.policy.vocabulary_shard
+        head = HeadRows(rows, weight, own.ids, own.temperature, self.policy.head, shard)
         if not backward:
             return chunked.forward(head), None
 
         def loss(chunk: slice, statistics: RowStatistics) -> Coefficients:
-            among_all = slice(mine.start + chunk.start, mine.start + chunk.stop)
-            return self.objective.coefficients(self._labels(batch, plan, among_all, statistics), plan.totals)
+            among_all = slice(deal.mine.start + chunk.start, deal.mine.start + chunk.stop)
+            return self.objective.coefficients(micro_batch.score(among_all, statistics), totals)
 
         def of_shared(rows: torch.Tensor, statistics: RowStatistics) -> Coefficients:
             assert deal.context is not None
-            labels = self._labels(batch, plan, mine.start + rows, statistics)
-            return self.objective.coefficients(replace(labels, reduce_documents=deal.context.sum), plan.totals)
+            labels = micro_batch.score(deal.mine.start + rows, statistics, deal.context.sum)
+            return self.objective.coefficients(labels, totals)
 
-        pieces = deal.pieces(_label_counts(batch, plan)) if self.objective.whole_documents else None
+        pieces = deal.pieces(micro_batch.label_counts) if self.objective.whole_documents else None
         result = chunked.forward_backward(
             head,
             loss,
@@ -194,46 +198,13 @@ class StepRunner:
         )
         return result.statistics, result.hidden_gradient
 
-    def _labels(
-        self, batch: PackedBatch, plan: StepPlan, chunk: slice | torch.Tensor, statistics: RowStatistics
-    ) -> Labels:
-        document = batch.label_document[chunk]
-        weight = self.objective.denominator.label_weights(batch.num_labels[document], plan.totals)
-        return Labels(
-            logprobs=statistics.logprobs,
-            entropy=statistics.entropy,
-            logsumexp=statistics.logsumexp,
-            old_logprobs=batch.old_logprobs[chunk],
-            advantages=batch.advantages[chunk],
-            document=document,
-            weight=weight.to(statistics.logprobs.dtype),
-            num_labels=batch.num_labels,
-        )
 
-
-def _label_counts(batch: PackedBatch, plan: StepPlan) -> list[int]:
-    return [plan.documents[index].num_labels for index in batch.plan_index]
-
-
-def _document_facts(batch: PackedBatch, plan: StepPlan) -> DocumentFacts:
-    return DocumentFacts(
-        reward=batch.reward,
-        model_version=batch.model_version,
-        documents_seen=plan.documents_seen,
-        has_logprobs=batch.has_logprobs,
-        has_advantages=batch.has_advantages,
-        has_version=batch.has_version,
-        has_reward=batch.has_reward,
-    )
-
-
-def _scores(batch: PackedBatch, plan: StepPlan, statistics: RowStatistics) -> dict[int, DocumentScore]:
-    counts = batch.num_labels.tolist()
-    logprobs = statistics.logprobs.cpu().split(counts)
-    entropy = statistics.entropy.cpu().split(counts)
+def _scores(micro_batch: MicroBatch, plan: StepPlan, statistics: RowStatistics) -> dict[int, DocumentScore]:
+    logprobs = statistics.logprobs.cpu().split(micro_batch.label_counts)
+    entropy = statistics.entropy.cpu().split(micro_batch.label_counts)
     return {
         index: DocumentScore(plan.documents[index].id, logprobs[at].numpy(), entropy[at].numpy())
-        for at, index in enumerate(batch.plan_index.tolist())
+        for at, index in enumerate(micro_batch.members)
     }
 
 

@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from truestep import assemble
+from truestep.assemble.sources import read_documents
+from truestep.assemble.step import make_objective
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
-from truestep.policy.cuts.stages import CutError
 from truestep.policy.cuts.tensor import tensor_plan
+from truestep.policy.errors import ContextError, CutError, ModelError
 from truestep.policy.loading.load import load_policy
-from truestep.policy.loading.probe import ModelError
-from truestep.policy.model.context import ContextError, check_heads
+from truestep.policy.model.context import check_heads
 from truestep.ranks.group import Ranks
 from truestep.verify.layouts import Layout
-from truestep.verify.oracle import Record
+from truestep.verify.oracle.records import Record
 from truestep.verify.reduced import record_of, redraw_logprobs, reduce_model, reduce_record
 
 STEPS = 2
@@ -68,8 +68,9 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
     loss = config.loss.model_dump() | {"metrics": "full"}
     if not full:
         records = [reduce_record(record, _MOST_TOKENS) for record in records]
-    if loss["type"] != "cross_entropy" and not full:
-        redraw_logprobs(model, records, loss, seed)
+    if not config.loss.supervised and not full:
+        label_loss = make_objective(config).label_loss
+        redraw_logprobs(model, records, label_loss, seed, config.model.trust_remote_code)
     longest = max(len(record["input_ids"]) for record in records)
     budget = config.data.tokens_per_microbatch if full else 3 * longest
     per_step = -(-len(records) // STEPS)
@@ -93,7 +94,7 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
         | {"schedule": "constant", "warmup_steps": 0}
         | {"minimum_learning_rate": 0.0},
         "checkpoint": {"every": 0, "keep": 1},
-        "logging": {"console": False},
+        "logging": {"console": False, "custom_metrics": config.logging.custom_metrics},
         "seed": seed,
     }
     repeats = config.schedule.updates_per_batch
@@ -132,7 +133,7 @@ def _can_be_cut(
 
 def _of_user(config: Config, documents: int) -> list[Record]:
     vocabulary = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8")).get("vocab_size")
-    rollouts = assemble.read_documents(config, vocabulary or 2**31).rollouts[:documents]
+    rollouts = read_documents(config, vocabulary or 2**31).rollouts[:documents]
     if not rollouts:
         raise VerifyError(f"data.path: no record of {config.data.path} can be trained on")
     return [record_of(rollout) for rollout in rollouts]

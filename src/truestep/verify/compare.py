@@ -1,4 +1,4 @@
-"""How far what a layout wrote is from the float64 reference, as SPEC §0 defines relative.
+"""How far what a layout wrote is from the float64 reference, as docs/contract.md, section 2, defines relative.
 
 A scalar's difference is over the same sum of absolute terms; a tensor's is ‖Δ‖ / max(‖g‖, 1e-6 · global norm);
 log-probs and entropies are absolute; counts are equal.
@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from truestep.verify.oracle import OracleResult, Record, oracle_step
+from truestep.step.optimizer import grouped, load_optimizer
+from truestep.verify.oracle.records import Record
+from truestep.verify.oracle.step import OracleResult, oracle_step
 from truestep.verify.reference import Reference
 
-# Of the layout by their nature, or counted elsewhere; a percentile of a histogram is no sum of terms, and is compared
-# with the one process's.
+# These are of the layout by their nature, or counted elsewhere.
 _NOT_COMPARED = ("num_micro_batches", "data_wait_time")
 
 
@@ -36,12 +37,22 @@ class Difference:
 class Comparer:
     """Holds one layout after another against the reference; where weights are the same it is computed once."""
 
-    def __init__(self, model: Path, steps: Sequence[Sequence[Record]], loss: dict[str, Any], optimizer: dict[str, Any]):
+    def __init__(
+        self,
+        model: Path,
+        steps: Sequence[Sequence[Record]],
+        loss: dict[str, Any],
+        optimizer: dict[str, Any],
+        trust_remote_code: bool = False,
+        custom_metrics: bool = False,
+    ):
         self._model, self._steps, self._loss, self._optimizer = model, steps, loss, optimizer
+        self._trust_remote_code, self._custom_metrics = trust_remote_code, custom_metrics
         self._known: dict[str, OracleResult] = {}
+        self._first: dict[tuple[int, str], float] = {}  # by step and name: the first layout's unknown metrics
 
     def differences(self, output: Path, steps: Sequence[Sequence[Record]] | None = None) -> Iterator[Difference]:
-        moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        updates = _Updates(self._optimizer)
         seen = 0
         for number, records in enumerate(steps or self._steps, start=1):
             folder = output / str(number)
@@ -56,10 +67,22 @@ class Comparer:
             oracle = self._reference(weights, records, seen)
             for kind, name, value in _of_step(written, gradients, oracle):
                 yield Difference(number, kind, name, value)
+            for name, value in self._unknown(written["metrics"], oracle, number):
+                yield Difference(number, "metric", name, value)
             after = load_file(output / str(number + 1) / "weights.safetensors")
-            for name, value in _update(weights, gradients, after, written, moments, self._optimizer, number):
+            for name, value in updates.differences(weights, gradients, after, written["learning_rate"]):
                 yield Difference(number, "update", name, value)
             seen += len(records)
+
+    def _unknown(self, metrics: dict[str, Any], oracle: OracleResult, step: int) -> Iterator[tuple[str, float]]:
+        """A user's own metrics have no reference: each must be what the first layout, of one process, gave."""
+        unknown = _unknown_metrics(metrics, oracle)
+        for name in unknown if self._custom_metrics else ():
+            first = self._first.setdefault((step, name), metrics[name])
+            yield name, abs(metrics[name] - first) / max(abs(first), 1e-6)
+        missing = {name for at, name in self._first if at == step} - set(metrics)
+        for name in [*missing, *(() if self._custom_metrics else unknown)]:
+            yield f"{name} ({'missing' if name in missing else 'the reference has none'})", math.inf
 
     def total_gradient_error(self, output: Path) -> float:
         """Of the first step's whole gradient, relative."""
@@ -74,7 +97,7 @@ class Comparer:
             digest.update(weights[name].numpy().tobytes())
         key = digest.hexdigest()
         if key not in self._known:
-            model = Reference(self._model, weights)
+            model = Reference(self._model, weights, self._trust_remote_code)
             config = {"loss": self._loss, "data": {"advantages": "none"}}
             self._known[key] = oracle_step(model, list(records), config, documents_seen_before_step=seen)
         return self._known[key]
@@ -86,16 +109,19 @@ def _other_documents(trained: Sequence[str], wanted: Sequence[str]) -> str:
     return f"trained on {len(trained)} for {len(wanted)}: more often {extra[:3]}, never {missing[:3]}"
 
 
+def _unknown_metrics(metrics: dict[str, Any], oracle: OracleResult) -> list[str]:
+    """The metrics that measured something and that the oracle does not know."""
+    passed_over = {*_NOT_COMPARED, "policy_loss", "entropy_bonus", "z_loss", *oracle.metrics}
+    # A percentile of a histogram is no sum of terms.
+    return [n for n, v in metrics.items() if v and n not in passed_over and not n.startswith("log_ratio_p")]
+
+
 def _of_step(
     written: dict[str, Any], gradients: Mapping[str, torch.Tensor], oracle: OracleResult
 ) -> Iterator[tuple[str, str, float]]:
     metrics = written["metrics"]
     for name, value in metrics.items():
-        if name in _NOT_COMPARED or name.startswith("log_ratio_p"):
-            continue
-        if name not in oracle.metrics:
-            if value and name not in ("policy_loss", "entropy_bonus", "z_loss"):
-                yield "metric", f"{name} (the reference has none)", math.inf
+        if name in _NOT_COMPARED or name not in oracle.metrics:
             continue
         expected, scale = oracle.metrics[name]
         error = 0.0 if value == expected else abs(value - expected) / max(scale, 1e-30)
@@ -122,29 +148,65 @@ def _of_step(
             yield "log-prob", f"{name} of document {score['id']}", worst
 
 
-def _update(
-    before: Mapping[str, torch.Tensor],
-    gradients: Mapping[str, torch.Tensor],
-    after: Mapping[str, torch.Tensor],
-    written: dict[str, Any],
-    moments: dict[str, tuple[torch.Tensor, torch.Tensor]],
-    options: dict[str, Any],
-    number: int,
-) -> Iterator[tuple[str, float]]:
-    """Clipping and AdamW of the layout's own gradient, in float64, against the weights it went on with."""
-    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
-    threshold = options["gradient_clip"]
-    factor = threshold / norm if threshold is not None and norm > threshold else 1.0
-    rate, beta1, beta2 = written["learning_rate"], options["beta1"], options["beta2"]
-    for name, weight in before.items():
-        if name not in gradients:  # frozen
-            yield name, float((after[name] - weight).abs().max())
-            continue
-        gradient = gradients[name].double() * factor
-        first, second = moments.get(name, (torch.zeros_like(gradient), torch.zeros_like(gradient)))
-        first, second = beta1 * first + (1 - beta1) * gradient, beta2 * second + (1 - beta2) * gradient.square()
-        moments[name] = (first, second)
-        decay = options["weight_decay"] if weight.ndim >= 2 else 0.0
-        corrected = (second / (1 - beta2**number)).sqrt() + options["epsilon"]
-        expected = weight.double() * (1 - rate * decay) - rate * (first / (1 - beta1**number)) / corrected
-        yield name, float((after[name].double() - expected).norm() / expected.norm().clamp(min=1e-30))
+class _Updates:
+    """Clipping and steps of the optimizer in float64, on whole tensors: AdamW by formula, or the user's own code."""
+
+    def __init__(self, options: dict[str, Any]):
+        self._options, self._number = options, 0
+        self._moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._parameters: dict[str, torch.nn.Parameter] = {}
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def differences(
+        self,
+        before: Mapping[str, torch.Tensor],
+        gradients: Mapping[str, torch.Tensor],
+        after: Mapping[str, torch.Tensor],
+        rate: float,
+    ) -> Iterator[tuple[str, float]]:
+        """Compare the weights that a layout went on with, given its own gradient."""
+        self._number += 1
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+        threshold = self._options["gradient_clip"]
+        factor = threshold / norm if threshold is not None and norm > threshold else 1.0
+        trained = {name: before[name].double() for name in gradients if name in before}
+        clipped = {name: gradients[name].double() * factor for name in trained}
+        step = self._custom if self._options["type"] == "custom" else self._adamw
+        expected = step(trained, clipped, rate)
+        for name, weight in before.items():
+            if name not in expected:  # frozen
+                yield name, float((after[name] - weight).abs().max())
+                continue
+            wanted = expected[name]
+            yield name, float((after[name].double() - wanted).norm() / wanted.norm().clamp(min=1e-30))
+
+    def _adamw(
+        self, weights: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor], rate: float
+    ) -> dict[str, torch.Tensor]:
+        options, number, expected = self._options, self._number, {}
+        beta1, beta2 = options["beta1"], options["beta2"]
+        for name, weight in weights.items():
+            gradient = gradients[name]
+            first, second = self._moments.get(name, (torch.zeros_like(gradient), torch.zeros_like(gradient)))
+            first, second = beta1 * first + (1 - beta1) * gradient, beta2 * second + (1 - beta2) * gradient.square()
+            self._moments[name] = (first, second)
+            decay = options["weight_decay"] if weight.ndim >= 2 else 0.0
+            corrected = (second / (1 - beta2**number)).sqrt() + options["epsilon"]
+            expected[name] = weight * (1 - rate * decay) - rate * (first / (1 - beta1**number)) / corrected
+        return expected
+
+    def _custom(
+        self, weights: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor], rate: float
+    ) -> dict[str, torch.Tensor]:
+        if self._optimizer is None:
+            self._parameters = {name: torch.nn.Parameter(weight.clone()) for name, weight in weights.items()}
+            make = load_optimizer(self._options["function"], self._options["options"])
+            self._optimizer = make(grouped(self._parameters))
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(weights[name])
+                parameter.grad = gradients[name]
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        return {name: parameter.detach() for name, parameter in self._parameters.items()}

@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 
-from truestep.policy.loading.probe import ModelError
+from truestep.losses.label_losses import LabelLoss
+from truestep.policy.errors import ModelError
 from truestep.types import Rollout
-from truestep.verify.oracle import Record, oracle_logprobs
+from truestep.verify.oracle.records import Record
+from truestep.verify.oracle.step import oracle_logprobs
 from truestep.verify.reference import Reference
 
 VOCABULARY = 97  # a prime: no block, shard or chunk divides it
@@ -107,28 +109,25 @@ def reduce_record(record: Record, most: int) -> Record:
     return short
 
 
-def redraw_logprobs(model: Path, records: Sequence[Record], loss: dict[str, Any], seed: int) -> None:
-    """In place. For a loss of whole documents a document's mean is moved; else every label has its own noise."""
+def redraw_logprobs(
+    model: Path, records: Sequence[Record], loss: LabelLoss, seed: int, trust_remote_code: bool
+) -> None:
+    """Draw the records' log-probs anew, in place.
+
+    For a loss of whole documents a document's mean is moved; else every label has its own noise.
+    """
     draw = random.Random(seed)
-    new = oracle_logprobs(Reference(model), list(records))
-    bounds = _log_bounds(loss)
-    document_level = loss["type"] == "gspo"
+    new = oracle_logprobs(Reference(model, None, trust_remote_code), list(records))
+    bounds = [] if loss.bounds is None else [math.log(bound) if bound > 0 else -3.0 for bound in loss.bounds]
     for number, (record, values) in enumerate(zip(records, new, strict=True)):
         shifts = [_away(draw, bounds) for _ in values]
-        if document_level and bounds and values:
+        if loss.whole_documents and bounds and values:
             low, high = bounds[0], bounds[1]
             target = (1.8 * low, 0.4 * high, 1.8 * high, 0.4 * low)[number % 4]
             noise = [draw.gauss(0.0, 0.1) for _ in values]
             shifts = [target + value - sum(noise) / len(noise) for value in noise]
         made = iter(min(value - shift, 0.0) for value, shift in zip(values, shifts, strict=True))
         record["logprobs"] = [next(made) if label else 0.0 for label in record["loss_mask"]]
-
-
-def _log_bounds(loss: dict[str, Any]) -> list[float]:
-    if loss["type"] not in ("grpo", "gspo", "cispo"):
-        return []
-    low, high = 1 - loss["epsilon_low"], 1 + loss["epsilon_high"]
-    return [math.log(low) if low > 0 else -3.0, math.log(high)]
 
 
 def _away(draw: random.Random, bounds: Sequence[float]) -> float:

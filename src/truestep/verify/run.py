@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 
+from truestep.assemble.step import make_objective
 from truestep.config.schema import Config
 from truestep.ranks.group import RankError, world_size
 from truestep.ranks.launch import run_ranks
 from truestep.verify.case import Case, VerifyError, in_parts, make_case, permits
 from truestep.verify.compare import Comparer, Difference
+from truestep.verify.custom import CustomOracle
 from truestep.verify.layouts import Layout, in_half_precision, layouts_for
-from truestep.verify.oracle import Record
+from truestep.verify.oracle.records import Record
 from truestep.verify.worker import DONE, Task, run_layouts
 
 BOUND = 1e-5
@@ -77,7 +79,14 @@ def verify(
         if config.model.dtype == "bfloat16" and plant is None:
             layouts += in_half_precision(case.longest, most_ranks)
         layouts = [layout for layout in layouts if permits(case, layout)]
-        comparer = Comparer(case.model, case.steps(case.records), case.options["loss"], case.options["optimizer"])
+        comparer = Comparer(
+            case.model,
+            case.steps(case.records),
+            oracle_loss(config),
+            case.options["optimizer"],
+            config.model.trust_remote_code,
+            custom_metrics=bool(config.logging.custom_metrics),
+        )
         court = _Court(case, comparer, plant)
         verdicts: list[Verdict] = []
         for batch in _batches(layouts, alone=full):
@@ -85,6 +94,15 @@ def verify(
             verdicts += court.judge(batch)
     output.mkdir(parents=True, exist_ok=True)
     return sorted(verdicts, key=lambda verdict: layouts.index(verdict.layout))
+
+
+def oracle_loss(config: Config) -> dict[str, Any]:
+    """The options of the loss as the oracle takes them: a user's own loss comes as itself."""
+    loss = config.loss.model_dump()
+    if (function := loss.pop("function", None)) is None:
+        return loss
+    del loss["options"]
+    return loss | {"type": function, "custom": CustomOracle(make_objective(config).label_loss)}
 
 
 def _batches(layouts: Sequence[Layout], alone: bool) -> list[list[Layout]]:

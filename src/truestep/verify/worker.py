@@ -20,14 +20,13 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
-from truestep import assemble
+from truestep.assemble.policy import join_ranks
 from truestep.config.schema import Config
 from truestep.ranks.group import Ranks
 from truestep.ranks.watch import Watch
-from truestep.step.ahead import Planned
 from truestep.step.run import Accumulated
 from truestep.train import make_trainer
-from truestep.trainer import Trainer
+from truestep.trainer import Hooks, Trainer
 from truestep.types import StepPlan
 
 DONE = "seconds"  # the file that says that a layout has been run, and how long that took
@@ -54,17 +53,19 @@ def run_layouts(tasks: Sequence[Task], plant: Callable[[], None] | None = None) 
 
 def _run(task: Task) -> Ranks:
     config = Config.model_validate(task.options)
-    ranks = assemble.join_ranks(config)
+    ranks = join_ranks(config)
     watch = Watch(ranks, config.schedule.stall_timeout)
     with watch.watching():
         trainer = make_trainer(config, Console(file=io.StringIO()), ranks=ranks, watch=watch)
-        if task.reverse:
-            _reverse(trainer)
         trainer.runner = dataclasses.replace(trainer.runner, keep_scores=True)
-        trainer.on_gradient = _Witness(trainer, task.output).write
-        trainer._save = lambda: None  # type: ignore[method-assign]  # nobody goes on from here
+        witness = _Witness(trainer, task.output)
+        trainer.hooks = Hooks(
+            saves=False,  # nobody goes on from here
+            change_plan=_reversed if task.reverse else None,
+            on_gradient=witness.write,
+        )
         trainer.run()
-        _Witness(trainer, task.output).write_weights(trainer.step + 1)
+        witness.write_weights(trainer.step + 1)
     return ranks
 
 
@@ -105,14 +106,7 @@ class _Witness:
             save_file(copies, folder / "weights.safetensors")
 
 
-def _reverse(trainer: Trainer) -> None:
-    honest = trainer.plans.next
-
-    def reversed_plan() -> Planned:
-        planned = honest()
-        if planned.plan is None:
-            return planned
-        turned = tuple(tuple(reversed(members)) for members in reversed(planned.plan.micro_batches))
-        return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, micro_batches=turned))
-
-    trainer.plans.next = reversed_plan  # type: ignore[method-assign]
+def _reversed(plan: StepPlan) -> StepPlan:
+    """Turn the order of the micro-batches around, and that of the documents in each."""
+    micro_batches = tuple(tuple(reversed(members)) for members in reversed(plan.micro_batches))
+    return dataclasses.replace(plan, micro_batches=micro_batches)

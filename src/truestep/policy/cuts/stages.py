@@ -19,13 +19,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from truestep.errors import TruestepError
+from truestep.policy.cuts.layers import layers_of
 from truestep.policy.cuts.pieces import Piece
+from truestep.policy.errors import CutError
 from truestep.ranks.pipeline import Pipeline
-
-
-class CutError(TruestepError):
-    """A model that cannot be cut as was asked, with the reason."""
 
 
 def cut_by_cost(layers: Sequence[float], head: float, stages: int) -> tuple[range, ...]:
@@ -195,14 +192,6 @@ def keep_own(model: Any, stages: Stages, rank: int, pieces: Mapping[str, Piece])
         if rank not in ranks:
             _put(model, names[module], _passing_on(module))
     return placed
-
-
-def layers_of(model: Any) -> tuple[str, list[torch.nn.Module]]:
-    """The decoder layers, and the name of their list; nothing of a model that has no such list."""
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
-    count = model.config.get_text_config().num_hidden_layers
-    name, layers = next((found for found in lists if len(found[1]) == count), ("", []))
-    return name, list(layers)
 
 
 def _behind_the_layers(model: Any, layers: Sequence[torch.nn.Module], run: Callable[[], object]) -> tuple[str, ...]:

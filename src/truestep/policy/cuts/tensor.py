@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import linear
 
 from truestep.policy.cuts.pieces import Piece
-from truestep.policy.loading.probe import ModelError
+from truestep.policy.errors import ModelError
 from truestep.ranks.exchange import gather_tokens, sum_to_own_tokens
 from truestep.ranks.group import Ranks
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from truestep.policy.cuts.stages import layers_of
+from truestep.policy.cuts.layers import layers_of
 from truestep.policy.weights.unread import read_parameters
 
 
 @contextmanager
-def sampled(model: Any, device: torch.device) -> Iterator[None]:
+def borrowed_weights(model: Any, device: torch.device) -> Iterator[None]:
     """Inside, a model that is not read yet has weights: its own ones outside its layers, and those of one layer of each
     kind."""
     _, layers = layers_of(model)

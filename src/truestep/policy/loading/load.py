@@ -11,12 +11,13 @@ import torch
 from safetensors import SafetensorError
 
 from truestep.head.logits import HeadSettings
+from truestep.policy.cuts.layers import layers_of
 from truestep.policy.cuts.pieces import Piece, pieces_of
-from truestep.policy.cuts.stages import Stages, check_layers, keep_own, layers_of
+from truestep.policy.cuts.stages import Stages, check_layers, keep_own
 from truestep.policy.cuts.tensor import cut_model, tensor_plan
-from truestep.policy.loading.borrowed import sampled
+from truestep.policy.errors import ModelError
+from truestep.policy.loading.borrowed import borrowed_weights
 from truestep.policy.loading.probe import (
-    ModelError,
     Probe,
     probe_context,
     probe_cut,
@@ -28,11 +29,13 @@ from truestep.policy.model import attention
 from truestep.policy.model.compiled import compile_layers
 from truestep.policy.model.context import Context, check_heads
 from truestep.policy.model.embedding import accumulate_in_float32, every_token_counts
+from truestep.policy.model.training import no_noise, recompute_activations
 from truestep.policy.policy import ModelFacts, Policy
 from truestep.policy.save import read_companions, saved_buffers
+from truestep.policy.weights.protocol import Weights
 from truestep.policy.weights.sharded import ShardedWeights
 from truestep.policy.weights.unread import place_buffers, read_parameters, unread_files
-from truestep.policy.weights.whole import Weights
+from truestep.policy.weights.whole import WholeWeights
 from truestep.ranks.group import ALONE, Ranks
 from truestep.ranks.pipeline import Pipeline
 
@@ -58,20 +61,15 @@ def load_policy(
     directory = Path(path)
     pipeline = Pipeline(ranks.pipeline, stages_per_rank)
     model, tokenizer = _read(directory, trust_remote_code, ranks, pipeline)
-    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError("model.device: cuda was asked for and there is no CUDA device")
-    place = torch.empty(0, device=place).device  # which of them, if it is a GPU
+    place = _place(device)
     place_buffers(model, place)
-    _no_noise(model)
+    no_noise(model)
     every_token_counts(model)
     settings = _head_settings(model, head or HeadSettings())
     if activation_checkpointing:
-        if not model.supports_gradient_checkpointing:
-            raise ModelError(f"{type(model).__name__} does not support model.activation_checkpointing")
-        _enable_activation_checkpointing(model)
+        recompute_activations(model)
     compute = getattr(torch, dtype)
-    with sampled(model, place):
+    with borrowed_weights(model, place):
         probe, stages = _probe(model, settings, place, compute, longest_document, ranks, pipeline)
     if compiled:
         layers = layers_of(model)[1]
@@ -96,9 +94,16 @@ def load_policy(
         )
     else:
         read_parameters(model, place)
-        weights = Weights(model, compute, ranks, pieces)
+        weights = WholeWeights(model, compute, ranks, pieces)
     _check_numbers(directory, weights)
     return Policy(model, directory, settings, weights, facts, tokenizer, read_companions(directory), stages, buffers)
+
+
+def _place(device: str) -> torch.device:
+    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError("model.device: cuda was asked for and there is no CUDA device")
+    return torch.empty(0, device=place).device  # which of them, if it is a GPU
 
 
 def _probe(
@@ -110,7 +115,7 @@ def _probe(
     ranks: Ranks,
     pipeline: Pipeline,
 ) -> tuple[Probe, Stages | None]:
-    """Of a float32 model with all of its layers; one that would compute something else here is refused."""
+    """Measure a float32 model with all of its layers; refuse one that would compute something else here."""
     probe = probe_float32(model, head, place, longest)
     if compute != torch.float32:
         probe_half_precision(model, probe, place, compute)
@@ -121,29 +126,20 @@ def _probe(
 
 
 def _cut(model: Any, probe: Probe, stages: Stages | None, place: torch.device, ranks: Ranks) -> dict[str, Piece]:
-    """In place: what is left of the model is this rank's part of it. Which ranks have which piece of each weight."""
+    """Leave this rank's part of the model, in place. Tell which ranks have which piece of each weight."""
     pieces = pieces_of(model)
     if ranks.tensor > 1:
         pieces = cut_model(model, tensor_plan(model.config, ranks.tensor), ranks, pieces, place)
-        with sampled(model, place):
+        with borrowed_weights(model, place):
             probe_cut(model, probe, place, ranks)
     return pieces if stages is None else keep_own(model, stages, ranks.stage, pieces)
 
 
 def _check_numbers(directory: Path, weights: Weights) -> None:
-    """Of all that is here: a probe sees the values of some layers only."""
+    """Refuse values that are not finite in all that is here: a probe sees those of some layers only."""
     for name, part in {**weights.frozen, **weights.master}.items():
         if part.numel() and not torch.stack(part.detach().aminmax()).isfinite().all():
             raise ModelError(f"model.path: {directory} has {name} with values that are no finite numbers")
-
-
-def _enable_activation_checkpointing(model: Any) -> None:
-    options = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.20 or so
-        model.activation_checkpointing_enable(options)
-    else:
-        model.gradient_checkpointing_enable(options)
-    model.train()  # transformers recomputes in training mode only; there is no dropout left to switch on
 
 
 def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipeline) -> tuple[Any, Any]:
@@ -177,6 +173,12 @@ def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipe
             )
     except (ValueError, OSError, ImportError, RuntimeError, SafetensorError) as error:  # JSON's error is a ValueError
         raise ModelError(f"model.path: {directory} could not be loaded: {error}") from error
+    _check_loading(directory, model, loading)
+    return model.eval(), _read_tokenizer(directory, options)
+
+
+def _check_loading(directory: Path, model: Any, loading: dict[str, Any]) -> None:
+    """Refuse files that do not hold the model's weights, and tell of what they hold besides."""
     if loading["missing_keys"]:
         missing = ", ".join(sorted(loading["missing_keys"])[:5])
         raise ModelError(f"model.path: {directory} lacks weights that its config.json asks for: {missing}")
@@ -194,7 +196,6 @@ def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipe
             type(model).__name__,
             ", ".join(extra[:3]),
         )
-    return model.eval(), _read_tokenizer(directory, options)
 
 
 def _read_tokenizer(directory: Path, options: dict[str, Any]) -> Any:
@@ -207,17 +208,6 @@ def _read_tokenizer(directory: Path, options: dict[str, Any]) -> Any:
         return AutoTokenizer.from_pretrained(directory, **options)
     except Exception as error:  # the tokenizers library raises nothing narrower
         raise ModelError(f"model.path: the tokenizer of {directory} could not be loaded: {error}") from error
-
-
-def _no_noise(model: Any) -> None:
-    """Dropout and jitter are 0: a score is a function of the weights."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        # `attention_dropout`, `dropout`, `layerdrop`: numbers that a forward pass in training mode would use.
-        for name, value in vars(module).items():
-            if ("drop" in name or "jitter" in name) and isinstance(value, float):
-                setattr(module, name, 0.0)
 
 
 def _head_settings(model: Any, settings: HeadSettings) -> HeadSettings:

@@ -1,4 +1,4 @@
-"""Whether this trainer would train the model at hand rightly, measured on all of its code (`sample`). A model that
+"""Whether this trainer would train the model at hand rightly, measured on all of its code (`borrowed`). A model that
 fails is refused.
 
 In float32, packed documents must give what transformers' own attention gives for each alone, and the head must give the
@@ -18,21 +18,19 @@ import torch
 
 from truestep.errors import TruestepError
 from truestep.head.logits import HeadSettings, scaled_logits
-from truestep.policy.cuts.stages import CutError, Stages, stages_of
+from truestep.policy.cuts.stages import Stages, stages_of
+from truestep.policy.errors import CutError, ModelError
 from truestep.policy.model.context import Context
 from truestep.policy.policy import packed_hidden, plain_attention, stage_hidden
 from truestep.ranks.exchange import gather_same
 from truestep.ranks.group import Ranks
 from truestep.ranks.pipeline import Pipeline
-from truestep.types import PackedBatch
+from truestep.rollouts.packing import pack_tokens
+from truestep.types import PackedTokens
 
 FLOAT32_TOLERANCE = 1e-4
 # Packed and alone are two roundings of one value: neither may be much the worse.
 HALF_PRECISION_FACTOR = 1.5
-
-
-class ModelError(TruestepError):
-    """A model that cannot be trained, with the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +85,10 @@ def probe_float32(model: Any, head: HeadSettings, device: torch.device, longest:
 def probe_context(model: Any, probe: Probe, device: torch.device, context: Context) -> None:
     """Of a float32 model: its tokens over several ranks. What mixes them outside attention mixes one rank's alone."""
     name = type(model).__name__
-    batch = _batch(probe.documents, context.size)
+    tokens = _tokens(probe.documents, context.size)
     with _explained(f"{name} cannot run with its tokens over {context.size} ranks"):
-        hidden = packed_hidden(model, batch, device, context).float()
-    alone = probe.hidden[context.run(len(batch.input_ids))]
+        hidden = packed_hidden(model, tokens, device, context).float()
+    alone = probe.hidden[context.run(len(tokens))]
     difference = _distance(hidden[: len(alone)], alone)  # padding is behind
     if not difference <= FLOAT32_TOLERANCE:
         what = f"{name}: tokens over {context.size} ranks (parallel.context) give other values"
@@ -106,7 +104,7 @@ def probe_cut(model: Any, probe: Probe, device: torch.device, ranks: Ranks) -> N
     documents = [*probe.documents, padding] if len(padding) else probe.documents
     what = f"parallel.tensor: {ranks.tensor}: the layers of {type(model).__name__}, cut by its own plan,"
     with _explained(f"{what} do not run"):
-        mine = packed_hidden(model, _batch(documents), device).float()
+        mine = packed_hidden(model, _tokens(documents), device).float()
     difference = _distance(gather_same(mine, group)[:tokens], probe.hidden)
     if not difference <= FLOAT32_TOLERANCE:
         raise ModelError(_complaint(f"{what} give other values", difference, FLOAT32_TOLERANCE))
@@ -115,14 +113,14 @@ def probe_cut(model: Any, probe: Probe, device: torch.device, ranks: Ranks) -> N
 @torch.no_grad()
 def probe_stages(model: Any, pipeline: Pipeline, probe: Probe, device: torch.device) -> Stages:
     """How a whole float32 model is cut, which must give the same values stage after stage."""
-    batch, name = _batch(probe.documents), type(model).__name__
+    tokens, name = _tokens(probe.documents), type(model).__name__
     with _explained(f"{name} cannot be cut into stages", CutError):
-        stages = stages_of(model, pipeline, lambda: packed_hidden(model, batch, device))
+        stages = stages_of(model, pipeline, lambda: packed_hidden(model, tokens, device))
         hidden = None
         for stage in range(pipeline.stages):
-            hidden = stage_hidden(model, stages, stage, batch, device, hidden)
+            hidden = stage_hidden(model, stages, stage, tokens, device, hidden)
     assert hidden is not None
-    difference = _distance(hidden, packed_hidden(model, batch, device))
+    difference = _distance(hidden, packed_hidden(model, tokens, device))
     if not difference <= FLOAT32_TOLERANCE:
         raise CutError(_complaint(f"{name}: its layers in stages give other values", difference, FLOAT32_TOLERANCE))
     return stages
@@ -165,7 +163,7 @@ def _explained(what: str, refused: type[TruestepError] = ModelError) -> Iterator
 
 def _packed(model: Any, documents: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     with _explained(f"{type(model).__name__} cannot run packed documents"):
-        return packed_hidden(model, _batch(documents), device).float()
+        return packed_hidden(model, _tokens(documents), device).float()
 
 
 def _alone(model: Any, documents: list[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -192,28 +190,5 @@ def _complaint(what: str, difference: float, allowed: float) -> str:
     )
 
 
-def _batch(documents: list[torch.Tensor], multiple: int = 1) -> PackedBatch:
-    count, none = len(documents), torch.zeros(0)
-    padding = -sum(len(document) for document in documents) % multiple
-    segments = [*documents, torch.zeros(padding, dtype=torch.int64)] if padding else documents
-    lengths = torch.tensor([len(segment) for segment in segments])
-    integers, flags = none.long(), torch.zeros(count, dtype=torch.bool)
-    return PackedBatch(
-        input_ids=torch.cat(segments),
-        position_ids=torch.cat([torch.arange(length) for length in lengths.tolist()]),
-        segments=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int(),
-        label_rows=integers,
-        label_ids=integers,
-        label_document=integers,
-        temperature=none,
-        old_logprobs=none,
-        advantages=none,
-        model_version=integers,
-        plan_index=torch.arange(count),
-        num_labels=torch.zeros(count, dtype=torch.int64),
-        reward=torch.zeros(count),
-        has_logprobs=flags,
-        has_advantages=flags,
-        has_version=flags,
-        has_reward=flags,
-    )
+def _tokens(documents: list[torch.Tensor], multiple: int = 1) -> PackedTokens:
+    return pack_tokens([document.numpy() for document in documents], multiple)

@@ -1,1 +1,18 @@
-"""What is put in place of a Hugging Face model's own code."""
+"""What is put in place of a Hugging Face model's own code. Every patch of transformers and torch:
+
+| file | what is written | why, and what breaks it |
+| --- | --- | --- |
+| model/attention.py | AttentionInterface.register | attention over packed documents; a public door of transformers |
+| model/compiled.py | forward, gradient_checkpointing | compiled layers; the attribute that switches recomputation on |
+| model/embedding.py | forward, padding_idx | every token's gradient, in float32; nn.Embedding's own attributes |
+| model/training.py | p, setattr | no dropout or jitter; floats of modules by their names |
+| loading/borrowed.py | register_forward_hook | layers with borrowed weights add a part; public hooks |
+| cuts/stages.py | register_forward_pre_hook, setattr | layers elsewhere pass on; a loop over the list of layers |
+| cuts/tensor.py | forward, register_forward_pre_hook, setattr | slices; plain nn.Linear and the model's plan |
+| cuts/tensor.py | weight, in_features, out_features, num_embeddings | the sizes of those slices |
+| weights/sharded.py | register_parameter, _apply | a tied head reads the embedding; FSDP2's modules and `_apply` |
+| weights/unread.py | safe_open, setattr | tensors unread; that transformers.modeling_utils opens files by that name |
+| weights/whole.py | register_post_accumulate_grad_hook | float32 gradients; a public hook |
+
+`tests/policy/test_patches.py` holds this list against the code.
+"""

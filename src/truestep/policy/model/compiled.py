@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import modeling_layers
 
 BACKEND = "inductor"
 
@@ -25,17 +27,22 @@ def compile_layers(layers: Iterable[torch.nn.Module]) -> None:
 
 def _for_training(layer: Any) -> Any:
     plain = layer.forward
-    # Later transformers recompute in `forward`, around what this attribute holds; earlier ones around all of `forward`.
-    recomputing = plain.__func__.__code__.co_name == "forward_with_checkpointing"
-    inner = plain.__func__.__wrapped__.__get__(layer) if recomputing else plain
-    compiled = torch.compile(inner, dynamic=True, backend=BACKEND)
+    # transformers recomputes around a layer or inside its `forward`, as its version has it: here it is done outside
+    # what is compiled, and the layer is told to recompute nothing itself.
+    recompute = getattr(layer, "gradient_checkpointing", False)
+    if recompute:
+        layer.gradient_checkpointing = False
+    # What its base class wrapped around it has nothing to compile; were it compiled too, one more frame would run.
+    wrapped = plain.__func__.__code__.co_filename == modeling_layers.__file__
+    own = plain.__func__.__wrapped__.__get__(layer) if wrapped else plain
+    compiled = torch.compile(own, dynamic=True, backend=BACKEND)
 
     @functools.wraps(plain)
     def forward(*arguments: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             return plain(*arguments, **options)
-        if recomputing and layer.gradient_checkpointing and layer.training:
-            return layer._gradient_checkpointing_func(functools.partial(compiled, **options), *arguments)
+        if recompute and layer.training:
+            return checkpoint(functools.partial(compiled, **options), *arguments, use_reentrant=False)
         return compiled(*arguments, **options)
 
     return forward

@@ -15,14 +15,10 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from truestep.errors import TruestepError
+from truestep.policy.errors import ContextError
 from truestep.policy.model.repeat import repeat
 from truestep.ranks.exchange import transfer
 from truestep.ranks.group import Ranks
-
-
-class ContextError(TruestepError):
-    """A model whose heads cannot be shared out."""
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from truestep.policy.cuts.pieces import Piece, pieces_of
+from truestep.policy.cuts.layers import layers_of
+from truestep.policy.cuts.pieces import Piece, pieces_of, sum_parts
+from truestep.policy.errors import ModelError
+from truestep.policy.weights.protocol import StagePass, Weights
 from truestep.policy.weights.unread import read_all, replace_parameters
-from truestep.policy.weights.whole import Turn, Weights
 from truestep.ranks.exchange import all_gather, reduce_scatter
 from truestep.ranks.group import Ranks
 
@@ -42,47 +44,58 @@ class ShardedWeights(Weights):
         self.pieces = dict(pieces or pieces_of(model))
         self._reshard, self._reduce_each = reshard_after_forward, reduce_each
         self._group = ranks.mesh.get_group("shard")
-        whole = dict(model.named_parameters())
+        unread = dict(model.named_parameters())
         replace_parameters(model, _without_values)  # FSDP has shapes to shard, and no values to copy
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._shapes = {name: parameter.shape for parameter, name in names.items()}
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         # Stages of a pipeline have one of the two, or neither; a tied embedding is at both ends, for the head alone at
         # the last.
-        tied = head.weight is not None and head.weight is embedding.weight
+        self._tied = head.weight is not None and head.weight is embedding.weight
         self._head_name = names.get(head.weight)
-        self._head_module: Any = embedding if tied else head
+        self._head_module: Any = embedding if self._tied else head
         self._embedding, self._base = embedding, model.base_model
-        self._tied = tied
-        if tied:
+        if self._tied:
             # The head has no parameter of its own: it reads the embedding's. A reference to the whole tensor would
             # keep it alive, and train another one than the embedding's.
             head.register_parameter("weight", None)
-        policy = MixedPrecisionPolicy(
-            param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
-        dimensions = ("replicate", "shard") if ranks.replicas > 1 else ("shard",)
-        options: dict[str, Any] = {"mesh": ranks.mesh[dimensions], "mp_policy": policy}
-        self._layers: list[Any] = list(_layers(self._base))
+        self._layers: list[Any] = layers_of(model)[1]
+        self._shard_modules(model)
+        self._read_parts(model, unread, device)
+        self._head_gradient: torch.Tensor | None = None
+        self.zero_gradients()
+
+    def _shard_modules(self, model: Any) -> None:
+        """Give FSDP each layer, the embedding, the head, and what is left of the body."""
+        assert self.ranks.mesh is not None
+        computed = None if self.dtype == torch.float32 else self.dtype
+        precision = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        dimensions = ("replicate", "shard") if self.ranks.replicas > 1 else ("shard",)
+        options: dict[str, Any] = {"mesh": self.ranks.mesh[dimensions], "mp_policy": precision}
         for layer in filter(_has_weights, self._layers):
-            fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
+            fully_shard(layer, reshard_after_forward=self._reshard, **options)
         # A tied embedding stays gathered until the head is done with it.
-        if _has_weights(embedding):
-            fully_shard(embedding, reshard_after_forward=reshard_after_forward and not tied, **options)
-        fully_shard(self._base, reshard_after_forward=reshard_after_forward, **options)
-        if not tied and _has_weights(head):
-            fully_shard(head, reshard_after_forward=False, **options)
+        if _has_weights(self._embedding):
+            fully_shard(self._embedding, reshard_after_forward=self._reshard and not self._tied, **options)
+        fully_shard(self._base, reshard_after_forward=self._reshard, **options)
+        if not self._tied and _has_weights(self._head_module):
+            fully_shard(self._head_module, reshard_after_forward=False, **options)
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        self._sharded: dict[str, Any] = dict(model.named_parameters())
-        left_over = set(self._shapes) - {n for n, p in self._sharded.items() if hasattr(p, "to_local")}
+
+    def _read_parts(self, model: Any, unread: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        """Read this rank's part of each weight into the memory that FSDP gathers from."""
+        left_over = {name for name, parameter in model.named_parameters() if not hasattr(parameter, "to_local")}
         if left_over:
-            raise NotImplementedError(f"weights outside the model's body and head cannot be sharded: {left_over}")
+            raise ModelError(
+                f"{type(model).__name__} has weights outside its body and its head ({', '.join(sorted(left_over))}), "
+                "which cannot be sharded: set parallel.data_shard: 1 and parallel.context: 1"
+            )
         model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
-        self._sharded = dict(model.named_parameters())
-        read_all({self._shard(name, whole[name]): part.to_local() for name, part in self._sharded.items()})
+        self._sharded: dict[str, Any] = dict(model.named_parameters())
+        read_all({self.shard(name, unread[name]): part.to_local() for name, part in self._sharded.items()})
         self.frozen = {n: p.to_local().detach() for n, p in self._sharded.items() if not p.requires_grad}
         # Views of the shards' own memory: what the optimizer writes is what the next gather reads.
         self.master = {
@@ -90,8 +103,6 @@ class ShardedWeights(Weights):
             for name, parameter in self._sharded.items()
             if parameter.requires_grad
         }
-        self._head_gradient: torch.Tensor | None = None
-        self.zero_gradients()
 
     def head_parameter(self, model: Any) -> torch.nn.Parameter:
         return self._head_module.weight
@@ -108,22 +119,22 @@ class ShardedWeights(Weights):
     def gradients(self) -> dict[str, torch.Tensor]:
         return {name: _present(master) for name, master in self.master.items()}
 
-    def before_forward(self, turn: Turn) -> None:
+    def before_forward(self, coming: StagePass) -> None:
         # Within a group a layer's weights are gathered once, for all of its micro-batches.
-        reshard = self._reshard and (turn.group == 1 or (not turn.backward and turn.last_of_group))
-        for layer in self._layers[turn.layers]:
+        reshard = self._reshard and (coming.group == 1 or (not coming.backward and coming.last_of_group))
+        for layer in self._layers[coming.layers]:
             layer.set_reshard_after_forward(reshard, recurse=False)
 
-    def before_backward(self, turn: Turn) -> None:
-        self._base.set_is_last_backward((turn.last and turn.final) or self._reduce_each)
-        modules = [*self._layers[turn.layers]]
-        if turn.begins:
+    def before_backward(self, coming: StagePass) -> None:
+        self._base.set_is_last_backward((coming.last and coming.final) or self._reduce_each)
+        modules = [*self._layers[coming.layers]]
+        if coming.begins:
             modules.append(self._embedding)
-        if turn.ends:
+        if coming.ends:
             modules.append(self._base)
         for module in modules:
-            module.set_requires_gradient_sync(turn.last or self._reduce_each, recurse=False)
-            module.set_reshard_after_backward(turn.last_of_group, recurse=False)
+            module.set_requires_gradient_sync(coming.last or self._reduce_each, recurse=False)
+            module.set_reshard_after_backward(coming.last_of_group, recurse=False)
 
     @contextmanager
     def head(self, model: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
@@ -156,12 +167,13 @@ class ShardedWeights(Weights):
         self._head_gradient = None
         assert self._head_name is not None
         master = self.master[self._head_name]
-        mine = self.ranks.sum_over("replicate", part)[: master.shape[0]]
+        reduced = self.ranks.sum_over("replicate", part)[: master.shape[0]]
         if master.grad is None:
             master.grad = torch.zeros_like(master)
-        master.grad.add_(mine)
+        master.grad.add_(reduced)
 
-    def _reduce_data(self) -> None:
+    @torch.no_grad()
+    def reduce(self) -> None:
         self._reduce_head()
         for name, master in self.master.items():
             reduced = self._sharded[name].grad
@@ -171,32 +183,33 @@ class ShardedWeights(Weights):
                 self._sharded[name].grad = None
             elif master.grad is None:
                 master.grad = torch.zeros_like(master)
+        sum_parts(self.ranks, self.pieces, self.gradients)
 
     # ---- Parts and wholes
 
     def _rows(self, name: str) -> int:
-        """Of each rank's part but the last ones, which may have fewer or none."""
+        """Count the rows of each rank's part but the last ones, which may have fewer or none."""
         return -(-self._shapes[name][0] // self.ranks.shards)
 
-    def _shard(self, name: str, piece: torch.Tensor) -> torch.Tensor:
+    def shard(self, name: str, piece: torch.Tensor) -> torch.Tensor:
         rows = self._rows(name)
         return piece[rows * self.ranks.shard : rows * (self.ranks.shard + 1)]
 
-    def _unshard(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """In one message for each type: small tensors are many."""
-        whole: dict[str, torch.Tensor] = {}
+    def unshard(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        # In one message for each type: small tensors are many.
+        wholes: dict[str, torch.Tensor] = {}
         for dtype in dict.fromkeys(part.dtype for part in parts.values()):
             some = {name: part for name, part in parts.items() if part.dtype == dtype}
             sizes = [self._rows(name) * self._shapes[name][1:].numel() for name in some]
-            mine = torch.zeros(sum(sizes), dtype=dtype, device=self.device)
-            for room, part in zip(mine.split(sizes), some.values(), strict=True):
+            sent = torch.zeros(sum(sizes), dtype=dtype, device=self.device)
+            for room, part in zip(sent.split(sizes), some.values(), strict=True):
                 room[: part.numel()] = part.flatten()
-            everyone = mine.new_empty(self.ranks.shards * len(mine))
-            all_gather(everyone, mine, group=self._group)
-            for name, lines in zip(some, everyone.view(self.ranks.shards, -1).split(sizes, dim=1), strict=True):
+            received = sent.new_empty(self.ranks.shards * len(sent))
+            all_gather(received, sent, group=self._group)
+            for name, lines in zip(some, received.view(self.ranks.shards, -1).split(sizes, dim=1), strict=True):
                 shape = self._shapes[name]
-                whole[name] = lines.reshape(-1, *shape[1:])[: shape[0]]
-        return whole
+                wholes[name] = lines.reshape(-1, *shape[1:])[: shape[0]]
+        return wholes
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -222,13 +235,6 @@ def _without_values(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 
 def _has_weights(module: torch.nn.Module) -> bool:
     return next(module.parameters(), None) is not None
-
-
-def _layers(base: Any) -> Iterator[torch.nn.Module]:
-    """The model's decoder layers: the members of its longest list of modules."""
-    lists = [module for module in base.modules() if isinstance(module, torch.nn.ModuleList)]
-    if lists:
-        yield from max(lists, key=len)
 
 
 def _present(master: torch.nn.Parameter) -> torch.Tensor:

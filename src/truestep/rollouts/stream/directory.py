@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from truestep.files import append_json_line
-from truestep.rollouts.source import SourceError
+from truestep.rollouts.source import SourceError, other_source
 from truestep.rollouts.stream.transport import Message, TransportError
 
 EVENTS, END, SUFFIX = "events.jsonl", "END", ".jsonl"
@@ -70,7 +70,7 @@ class DirectoryTransport:
         return messages
 
     def _sizes(self) -> dict[str, int]:
-        """Of every file that holds records, in bytes."""
+        """Measure every file that holds records, in bytes."""
         try:
             with os.scandir(self._directory) as entries:
                 return {
@@ -108,14 +108,11 @@ class DirectoryTransport:
 
     def restore(self, state: dict[str, Any]) -> None:
         if "files" not in state:
-            raise SourceError(
-                "data.source: this run's checkpoint was made from a stream, not from a watched directory; give it the "
-                "same, or another checkpoint.directory"
-            )
+            raise other_source("data.source", "a stream", "a watched directory")
         self._files = {name: _Read(*read) for name, read in state["files"].items()}
 
     def acknowledge(self, state: dict[str, Any]) -> None:
-        """Says which files are done with, so that they may be removed."""
+        """Tell the senders which files are done with, so that they may be removed."""
         try:
             sizes = self._sizes()
         except TransportError:
@@ -145,13 +142,13 @@ class DirectoryTransport:
 
 
 def _continues(file: BinaryIO, size: int, read: _Read) -> bool:
-    """Stands where reading goes on; false where another file has taken the name of one that was read."""
+    """Move to where reading goes on; false where another file has taken the name of one that was read."""
     file.seek(max(read.size - 1, 0))
     return size >= read.size and (read.size == 0 or file.read(1) == b"\n")
 
 
 def _end_last_line(path: Path) -> None:
-    """A power cut may have left half a line, which the next one would be glued to."""
+    """End a half line, which a power cut may have left and the next one would be glued to."""
     if not path.is_file() or not path.stat().st_size:
         return
     with path.open("rb+") as file:

@@ -65,7 +65,7 @@ class Intake:
             self._reject(message, BadRecord(reason, id=rollout.id, group_id=rollout.group_id))
 
     def finish(self) -> None:
-        """No more will come: groups are complete as they are."""
+        """Close every open group: no more will come."""
         for group_id in list(self._groups):
             self._close(group_id)
 
@@ -111,7 +111,7 @@ class Intake:
 
     @property
     def in_open_groups(self) -> tuple[int, int]:
-        """Documents that wait for the rest of their groups, and how many groups those are."""
+        """Count the documents that wait for the rest of their groups, and those groups."""
         waiting = [sum(member is not None for member in group) for group in self._groups.values()]
         return sum(waiting), sum(map(bool, waiting))
 

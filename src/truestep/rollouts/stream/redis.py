@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from truestep.rollouts.source import SourceError
+from truestep.rollouts.source import SourceError, other_source
 from truestep.rollouts.stream.transport import Message, TransportError
 
 try:
@@ -95,7 +95,7 @@ class RedisTransport:
     # ---- the group
 
     def _join(self) -> None:
-        """Once a connection: the group stands where this run does, and what it has pending is known."""
+        """Set the group back to where this run stands, once a connection, and learn what it has pending."""
         if self._joined:
             return
         position = self._position or self._place_of_group()
@@ -113,7 +113,7 @@ class RedisTransport:
         self._joined = True
 
     def _place_of_group(self) -> str:
-        """Of a run without a checkpoint: all that was sent and never acknowledged is still to come."""
+        """Find where a run without a checkpoint begins: all that was sent and never acknowledged is still to come."""
         if not self._client.exists(self._stream):
             return "0-0"
         groups = {group["name"].decode(): group for group in self._client.xinfo_groups(self._stream)}
@@ -142,7 +142,7 @@ class RedisTransport:
             start = f"({page[-1]['message_id'].decode()}"
 
     def _deleted(self, position: str) -> Iterator[str]:
-        """Given to this run behind its position, never acknowledged, and no longer in the stream."""
+        """Find messages given to this run behind its position, never acknowledged, and no longer in the stream."""
         while entries := self._read(position, _PAGE):
             yield from (identifier for identifier, fields in entries if not fields)
             position = entries[-1][0]
@@ -194,10 +194,7 @@ class RedisTransport:
     def restore(self, state: dict[str, Any]) -> None:
         if state.get("stream") != self._stream:
             before = f"the stream {state['stream']!r}" if "stream" in state else "the files of a watched directory"
-            raise SourceError(
-                f"data.source: this run's checkpoint was made from {before}, not from the stream {self._stream!r}; "
-                "give it the same, or another checkpoint.directory"
-            )
+            raise other_source("data.source", before, f"the stream {self._stream!r}")
         self._position, self.ended = state["position"], state["ended"]
 
     def hint(self) -> str | None:
@@ -238,7 +235,7 @@ def _connect(url: str) -> Any:
 
 
 def _address(client: Any) -> str:
-    """Without the password that the URL may have."""
+    """Name the server without the password that the URL may have."""
     options = client.connection_pool.connection_kwargs
     if "path" in options:
         return f"redis at {options['path']}"

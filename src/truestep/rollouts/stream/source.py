@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from truestep.rollouts.source import Interrupted, SourceError, never
+from truestep.rollouts.source import Interrupted, SourceError, never, refuse_other_kind
 from truestep.rollouts.stream.intake import Checks, Intake
 from truestep.rollouts.stream.transport import Transport, TransportError
 from truestep.types import Rejected, Rollout
@@ -24,7 +24,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds between attempts to reach wh
 class StreamSource:
     """Documents in the order in which they became usable, which is the one that the ledger logs."""
 
-    finite = True  # `peek` waits: fewer documents than asked for are the end that the sender announced
+    plans_ahead = False  # more documents may only be sent when a step's weights are out
 
     def __init__(self, transport: Transport, checks: Checks, stall_timeout: float):
         self._transport = transport
@@ -38,6 +38,7 @@ class StreamSource:
         self._announced_step: int | None = None
 
     def peek(self, count: int) -> list[Rollout]:
+        """Wait for the next `count` documents; fewer are the end that the sender announced."""
         self._wait_for(count)
         return list(islice(self._intake.ready, count))
 
@@ -49,7 +50,7 @@ class StreamSource:
         return taken
 
     def _wait_for(self, count: int) -> None:
-        """Until so many documents are ready or the data ends. Only a usable document counts as a sign of life."""
+        """Wait until so many documents are ready or the data ends. Only a usable document counts as a sign of life."""
         intake, alive, pause = self._intake, time.monotonic(), _FIRST_PAUSE
         trouble: str | None = None
         rejected_before = len(intake.rejected)
@@ -94,11 +95,7 @@ class StreamSource:
         return {"transport": place, "documents": self._intake.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        if "transport" not in state:
-            raise SourceError(
-                "data.source: this run's checkpoint was made from other documents, of files or a sampler; give another "
-                "checkpoint.directory"
-            )
+        refuse_other_kind("data.source", "transport", state)
         self._transport.restore(state["transport"])
         self._intake.restore(state["documents"])
         self._transport.acknowledge(state["transport"])  # the checkpoint is complete; who made it may not have got here

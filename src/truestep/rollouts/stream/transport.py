@@ -28,12 +28,12 @@ class Transport(Protocol):
     ended: bool  # the sender has said that nothing more comes, and all that did was fetched
 
     def fetch(self, count: int, seconds: float) -> list[Message]:
-        """At most `count` messages, the next in order, none of which was given before; [] where none came within
-        `seconds`. `TransportError` where it cannot be known."""
+        """Give at most `count` messages, the next in order, each of them once; [] where none came within `seconds`.
+        `TransportError` where it cannot be known."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Which messages were given so far, as JSON."""
+        """Describe, as JSON, which messages were given so far."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -41,7 +41,7 @@ class Transport(Protocol):
         ...
 
     def acknowledge(self, state: dict[str, Any]) -> None:
-        """The messages of `state` need never be given again. Where that cannot be said now, it is said later."""
+        """Say that the messages of `state` need never be given again; where that cannot be said now, later."""
         ...
 
     def announce(self, event: dict[str, Any]) -> None:
@@ -49,7 +49,7 @@ class Transport(Protocol):
         ...
 
     def hint(self) -> str | None:
-        """What might be the matter where nothing comes."""
+        """Guess what is the matter where nothing comes."""
         ...
 
     def close(self) -> None: ...

@@ -8,11 +8,9 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from truestep.environments.prompts import Prompt
 from truestep.environments.rewards import RewardError
-from truestep.sampler.groups import TRIES
+from truestep.sampler.groups import TRIES, to_rollout
 from truestep.sampler.server.errors import BadAnswerError, UnreachableError, VoidedError
 from truestep.sampler.server.fleet import Answer, Fleet, Server
 from truestep.sampler.server.protocol import Asked, Choice
@@ -165,19 +163,13 @@ class GroupMaker:
             return None
 
     def _rollout(self, name: str, prompt: Prompt, choice: Choice, reward: float, url: str) -> Rollout:
-        ids = np.array([*prompt.input_ids, *choice.token_ids], dtype=np.int64)
-        start = len(prompt.input_ids)
-
-        def behind_prompt(values: Sequence[float], before: float, dtype: type) -> np.ndarray:
-            return np.array([*[before] * start, *values], dtype=dtype)
-
-        return Rollout(
-            id=name,
-            input_ids=ids,
-            loss_mask=np.arange(len(ids)) >= start,
-            logprobs=behind_prompt(choice.logprobs, 0.0, np.float32),
-            reward=reward,
+        return to_rollout(
+            name,
+            prompt,
+            choice.token_ids,
+            choice.logprobs,
             temperature=self._options.temperature,
-            model_version=behind_prompt(choice.versions, choice.versions[0], np.int64),
-            metadata={"prompt_id": prompt.id, "stopped": choice.stopped, "server": url},
+            versions=choice.versions,
+            reward=reward,
+            metadata={"stopped": choice.stopped, "server": url},
         )

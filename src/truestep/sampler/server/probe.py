@@ -22,7 +22,6 @@ from truestep.policy.policy import Policy
 from truestep.rollouts.packing import pack
 from truestep.sampler.server.errors import BadAnswerError
 from truestep.sampler.server.protocol import InferenceServer
-from truestep.step.plan import make_plan
 from truestep.types import Rollout
 
 TEMPERATURE = 0.7  # at 1 a server that ignores it could not be told from one that does not
@@ -61,11 +60,13 @@ def make_probes(prompts: Sequence[Prompt], seed: int, longest: int) -> tuple[tup
 def expect(policy: Policy, prompts: tuple[tuple[int, ...], ...], version: int) -> Expected:
     """Score the probes by the forward pass that training uses."""
     documents = [_document(number, prompt) for number, prompt in enumerate(prompts)]
-    batch = pack(make_plan(documents, [range(len(documents))], 0), range(len(documents))).to(policy.device)
-    hidden = policy.hidden(batch).index_select(0, batch.label_rows)
+    batch = pack(documents).to(policy.device)
+    hidden = policy.hidden(batch.tokens).index_select(0, batch.labels.rows)
 
     def at(temperature: float) -> np.ndarray:
-        z = scaled_logits(hidden, policy.head_weight, torch.full_like(batch.temperature, temperature), policy.head)
+        z = scaled_logits(
+            hidden, policy.head_weight, torch.full_like(batch.labels.temperature, temperature), policy.head
+        )
         return (z - z.logsumexp(-1, keepdim=True)).float().cpu().numpy()
 
     return Expected(version, prompts, at(TEMPERATURE), at(1.0))

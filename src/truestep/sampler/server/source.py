@@ -15,8 +15,8 @@ import torch
 from truestep.environments.prompts import Prompt
 from truestep.environments.reward_pool import RewardPool
 from truestep.policy.policy import Policy
-from truestep.rollouts.source import Interrupted, SourceError, never
-from truestep.sampler.groups import fingerprint, with_advantages
+from truestep.rollouts.source import Interrupted, never
+from truestep.sampler.groups import fingerprint, refuse_other_groups, with_advantages
 from truestep.sampler.server.ahead import LookAhead, Pace
 from truestep.sampler.server.check import check_server
 from truestep.sampler.server.fleet import Fleet, Published
@@ -86,7 +86,7 @@ class ThreadedRewards:
 class ServerSource:
     """A source whose documents come from inference servers, which get the policy's new weights after each update."""
 
-    finite = False
+    plans_ahead = False
 
     def __init__(
         self,
@@ -141,9 +141,6 @@ class ServerSource:
 
     # ---- Source
 
-    def peek(self, count: int) -> Sequence[Rollout]:
-        raise NotImplementedError("documents that are sampled for a step cannot be looked at before it")
-
     def take(self, count: int, documents_seen: int) -> list[Rollout]:
         """Take exactly `count` documents, in whole groups."""
         size = self._sampling.group_size
@@ -192,15 +189,7 @@ class ServerSource:
         return fingerprint(self._prompts, self._sampling.seed, self._sampling.group_size)
 
     def restore(self, state: dict[str, Any]) -> None:
-        if "groups" not in state:
-            raise SourceError(
-                "sampler: this run's checkpoint was made from the files of data.path; give another checkpoint.directory"
-            )
-        if state["fingerprint"] != self._fingerprint():
-            raise SourceError(
-                "sampler.prompts, data.group_size or seed is not what this run was started with, so its groups would "
-                "be others; give it the same, or another checkpoint.directory"
-            )
+        refuse_other_groups(state, self._fingerprint())
         self._ahead.restore(state)
 
     def drain_rejected(self) -> list[Rejected]:

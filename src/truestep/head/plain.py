@@ -11,7 +11,7 @@ from truestep.head.logits import HeadSettings
 from truestep.types import RowStatistics
 
 
-def reference_statistics(
+def plain_statistics(
     hidden: torch.Tensor,  # [T, H]
     weight: torch.Tensor,  # [V, H]
     label_ids: torch.Tensor,  # [T]

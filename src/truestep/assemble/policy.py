@@ -1,0 +1,42 @@
+"""From options to ranks and the policy on them."""
+
+from __future__ import annotations
+
+import torch
+
+from truestep.config.schema import Config
+from truestep.head.logits import HeadSettings
+from truestep.policy.loading.load import load_policy
+from truestep.policy.policy import Policy
+from truestep.ranks.group import RankLayout, Ranks, join
+
+
+def join_ranks(config: Config) -> Ranks:
+    parallel = config.parallel
+    layout = RankLayout(
+        parallel.data_shard, parallel.data_replicate, parallel.context, parallel.tensor, parallel.pipeline
+    )
+    return join(layout, device=config.model.device, stall_timeout=config.schedule.stall_timeout)
+
+
+def make_policy(config: Config, ranks: Ranks, path: str | None = None) -> Policy:
+    model, head = config.model, config.model.head
+    chunk = None if head.logits_chunk_size == "auto" else head.logits_chunk_size
+    return load_policy(
+        path or model.path,
+        dtype=model.dtype,
+        device=model.device,
+        head=HeadSettings(fp32=head.fp32_lm_head, chunk_size=chunk, split_gradient=head.head_gradient == "split"),
+        activation_checkpointing=model.activation_checkpointing,
+        compiled=model.compile,
+        trust_remote_code=model.trust_remote_code,
+        longest_document=config.data.tokens_per_microbatch,
+        ranks=ranks,
+        reshard_after_forward=config.parallel.reshard_after_forward,
+        reduce_each=config.parallel.reduce_each_micro_batch,
+        stages_per_rank=config.parallel.stages_per_rank,
+    )
+
+
+def make_deterministic() -> None:
+    torch.use_deterministic_algorithms(True)

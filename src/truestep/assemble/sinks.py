@@ -1,0 +1,33 @@
+"""From options to the sinks that a run's numbers go to."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from truestep.config.schema import Config
+from truestep.metrics.sinks import ConsoleSink, JsonLines, Sink, TensorBoardSink, WandbSink
+from truestep.run_directory import RunDirectory
+
+
+def make_sinks(config: Config, directory: RunDirectory, console: Console, title: str, done: int) -> list[Sink]:
+    """Make those that the options ask for; `done` steps were made before this start."""
+    logging = config.logging
+    sinks: list[Sink] = []
+    if logging.jsonl:
+        sinks.append(JsonLines(directory.metrics))
+    if logging.tensorboard is not None:
+        sinks.append(TensorBoardSink(logging.tensorboard, done))
+    if logging.wandb is not None:
+        options = logging.wandb
+        sinks.append(
+            WandbSink(
+                directory.path,
+                project=options.project,
+                name=options.name,
+                mode=options.mode,
+                config=config.model_dump(mode="json"),
+            )
+        )
+    if logging.console:
+        sinks.append(ConsoleSink(console, steps=config.schedule.steps, done=done, title=title))
+    return sinks

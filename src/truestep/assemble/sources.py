@@ -1,0 +1,248 @@
+"""From options to a source of documents: rollout files, documents that are sent, the policy itself, or servers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from truestep.config.schema import Config
+from truestep.config.sections import DirectorySource, InProcessSampler, RedisSource, SamplerConfig, ServerSampler
+from truestep.custom import check_options, load_custom
+from truestep.environments.prompts import Prompt, find_prompts, load_prompts
+from truestep.environments.reward_pool import RewardPool
+from truestep.environments.rewards import load_reward
+from truestep.policy.policy import Policy
+from truestep.ranks.group import Ranks
+from truestep.rollouts.files import DataError, Documents, expand_paths, load_documents
+from truestep.rollouts.parts import PartedSource
+from truestep.rollouts.record import Needs
+from truestep.rollouts.shared import SharedPeekableSource, SharedSource
+from truestep.rollouts.source import FileSource, Source, SourceError
+from truestep.rollouts.stream.directory import DirectoryTransport
+from truestep.rollouts.stream.intake import Checks
+from truestep.rollouts.stream.source import StreamSource
+from truestep.rollouts.stream.transport import Transport
+from truestep.sampler.decode import DecodeOptions
+from truestep.sampler.groups import check_lengths
+from truestep.sampler.in_process import InProcessSource, stop_ids
+from truestep.sampler.server.ahead import Pace
+from truestep.sampler.server.making import SamplingOptions
+from truestep.sampler.server.protocol import InferenceServer
+from truestep.sampler.server.source import ServerSource, ThreadedRewards
+from truestep.sampler.server.sync import WeightsDirectory
+
+# A probe's mean over likely tokens. In float32 two engines differ by rounding alone; bfloat16 keeps three digits.
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+
+
+def check_inputs(config: Config, ranks: Ranks) -> None:
+    """Refuse what can be wrong without the model, before the minutes that a large one takes to load."""
+    data, sampler = config.data, config.sampler
+    if data.path is None and data.source is None and sampler is None:
+        raise SourceError(
+            "documents come from data.path (rollout files), from data.source (sent while the run goes on) or from a "
+            "sampler: give one of them"
+        )
+    if isinstance(sampler, ServerSampler) and ranks.shards > 1:
+        raise SourceError(
+            f"sampler.type: server needs a rank that has all weights: set parallel.data_shard: 1 and "
+            f"parallel.data_replicate: {ranks.size} (this version syncs no sharded weights to servers)"
+        )
+    if data.path is not None:
+        data_paths(config, ranks.data_rank)
+    if data.source is not None and ranks.first:
+        make_transport(data.source).close()
+    for section in (sampler, config.evaluation):
+        if section is not None:
+            find_prompts(section.prompts)
+            if section.reward is not None:
+                load_reward(section.reward)
+    if isinstance(sampler, ServerSampler) and ranks.first:
+        server_maker(sampler)
+
+
+def make_source(config: Config, policy: Policy, ranks: Ranks) -> Source:
+    if config.data.source is not None:
+        return _make_stream_source(config, policy.vocabulary_size, ranks)
+    if config.sampler is None:
+        return _make_file_source(config, policy.vocabulary_size, ranks)
+    if isinstance(config.sampler, InProcessSampler):
+        return _make_in_process_source(config, config.sampler, policy)
+    if ranks.size == 1:
+        return _make_server_source(config, config.sampler, policy)
+    # Every rank has all of the weights, so the first can write and score them alone.
+    return SharedSource(_make_server_source(config, config.sampler, policy) if ranks.first else None, ranks)
+
+
+# ---- rollout files
+
+
+def _make_file_source(config: Config, vocabulary_size: int, ranks: Ranks) -> Source:
+    documents = read_documents(config, vocabulary_size, ranks.data_rank)
+    parted = own_part(config)
+    if not documents.rollouts and not parted:
+        reasons = "; ".join(sorted({record.reason for record in documents.rejected})[:3]) or "the files are empty"
+        raise DataError(f"data.path: no record of {config.data.path} can be trained on: {reasons}")
+    shuffle_seed = config.seed if config.data.shuffle else None
+    files = FileSource(documents.rollouts, documents.rejected, config.data.epochs, shuffle_seed)
+    return PartedSource(files, ranks) if parted else files
+
+
+def _needs(config: Config) -> Needs:
+    supervised = config.loss.supervised
+    return Needs(logprobs=not supervised, advantages=not supervised, advantage_rule=config.data.advantages)
+
+
+def own_part(config: Config) -> bool:
+    """True where each rank reads files of its own."""
+    path = config.data.path
+    return path is not None and any("{rank}" in pattern for pattern in ([path] if isinstance(path, str) else path))
+
+
+def data_paths(config: Config, rank: int) -> list[Path]:
+    path = config.data.path
+    assert path is not None
+    patterns = [path] if isinstance(path, str) else path
+    return expand_paths([pattern.replace("{rank}", str(rank)) for pattern in patterns])
+
+
+def read_documents(config: Config, vocabulary_size: int, rank: int = 0) -> Documents:
+    data = config.data
+    return load_documents(
+        data_paths(config, rank),
+        vocabulary_size=vocabulary_size,
+        default_temperature=data.temperature,
+        max_tokens=data.tokens_per_microbatch,
+        needs=_needs(config),
+        advantage_rule=data.advantages,
+        group_size=data.group_size,
+        on_bad_record=data.on_bad_record,
+    )
+
+
+# ---- documents that are sent
+
+
+def make_transport(source: RedisSource | DirectorySource) -> Transport:
+    """Reach the server or the directory; an error now where it is not there."""
+    if isinstance(source, DirectorySource):
+        return DirectoryTransport(Path(source.directory))
+    from truestep.rollouts.stream.redis import RedisTransport  # an extra
+
+    return RedisTransport(
+        url=source.url, stream=source.stream, group=source.group, consumer=source.consumer, events=source.events
+    )
+
+
+def _make_stream_source(config: Config, vocabulary_size: int, ranks: Ranks) -> Source:
+    data = config.data
+    assert data.source is not None
+    checks = Checks(
+        vocabulary_size=vocabulary_size,
+        default_temperature=data.temperature,
+        max_tokens=data.tokens_per_microbatch,
+        needs=_needs(config),
+        group_size=data.group_size,
+        stop_at_rejected=data.on_bad_record == "stop",
+    )
+    if not ranks.first:
+        return SharedPeekableSource(None, ranks)
+    timeout = config.schedule.stall_timeout
+    if ranks.size > 1:  # before the watch over the ranks ends the run, which cannot say what was waited for
+        timeout -= min(5.0, 0.1 * timeout)
+    source = StreamSource(make_transport(data.source), checks, timeout)
+    return source if ranks.size == 1 else SharedPeekableSource(source, ranks)
+
+
+# ---- samplers
+
+
+def read_prompts(sampler: SamplerConfig, policy: Policy) -> list[Prompt]:
+    return load_prompts(sampler.prompts, policy.tokenizer, policy.vocabulary_size)
+
+
+def decode_options(sampler: InProcessSampler, policy: Policy) -> DecodeOptions:
+    return DecodeOptions(
+        sampler.temperature, sampler.top_p, sampler.max_new_tokens, sampler.batch_size, stop_ids(policy)
+    )
+
+
+def _make_in_process_source(config: Config, sampler: InProcessSampler, policy: Policy) -> InProcessSource:
+    assert config.data.group_size is not None
+    return InProcessSource(
+        policy=policy,
+        prompts=read_prompts(sampler, policy),
+        reward=load_reward(sampler.reward),
+        options=decode_options(sampler, policy),
+        group_size=config.data.group_size,
+        advantage_rule=config.data.advantages,
+        seed=config.seed,
+        max_tokens=config.data.tokens_per_microbatch,
+        stop_at_rejected=config.data.on_bad_record == "stop",
+    )
+
+
+def server_maker(sampler: ServerSampler) -> Callable[[], list[InferenceServer]]:
+    """Check what the options say of the servers. What is returned connects to them, inside the loop that asks them."""
+    server_class, key = _server_class(sampler.protocol), _api_key(sampler.api_key_env)
+    shared = {"model": sampler.model, "api_key": key, "timeout": sampler.request_timeout}
+    servers = [check_options("sampler.protocol", server_class, {"url": url, **shared}) for url in sampler.urls]
+    return lambda: [server_class(**options) for options in servers]
+
+
+def _server_class(protocol: str) -> Callable[..., InferenceServer]:
+    if protocol != "vllm":
+        return load_custom("sampler.protocol", protocol)
+    try:
+        from truestep.sampler.server.vllm import Vllm  # its HTTP client is an extra
+    except ImportError as error:
+        raise SourceError("sampler.type: server needs `pip install 'truestep[server]'`") from error
+    return Vllm
+
+
+def _api_key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        raise SourceError(f"sampler.api_key_env: the environment has no variable {variable}, or it is empty")
+    return key
+
+
+def _make_server_source(config: Config, sampler: ServerSampler, policy: Policy) -> Source:
+    data, schedule = config.data, config.schedule
+    assert data.group_size is not None and config.checkpoint.directory is not None
+    prompts = read_prompts(sampler, policy)
+    check_lengths(prompts, sampler.max_new_tokens, data.tokens_per_microbatch)
+    return ServerSource(
+        policy=policy,
+        prompts=prompts,
+        make_servers=server_maker(sampler),
+        rewards=ThreadedRewards(
+            RewardPool(sampler.reward, sampler.reward_workers, sampler.reward_timeout), sampler.reward_workers
+        ),
+        sampling=SamplingOptions(
+            group_size=data.group_size,
+            seed=config.seed,
+            temperature=sampler.temperature,
+            max_new_tokens=sampler.max_new_tokens,
+            stop_ids=stop_ids(policy),
+            vocabulary_size=policy.vocabulary_size,
+            stop_at_rejected=data.on_bad_record == "stop",
+        ),
+        pace=Pace(
+            docs_per_step=schedule.docs_per_step,
+            documents_per_take=schedule.docs_per_step * schedule.updates_per_batch,
+            max_staleness=sampler.max_staleness,
+            concurrency=sampler.concurrency,
+            stall_timeout=schedule.stall_timeout,
+        ),
+        weights=WeightsDirectory(Path(sampler.weights_directory or Path(config.checkpoint.directory) / "weights")),
+        weights_dtype=getattr(torch, config.model.dtype),
+        advantage_rule=data.advantages,
+        pause=sampler.pause,
+        tolerance=sampler.tolerance or _TOLERANCE[config.model.dtype],
+    )

@@ -1,0 +1,58 @@
+"""A user's own loss as the float64 oracle takes it: one document at a time, differentiated by autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from truestep.losses.label_losses import LabelLoss
+from truestep.losses.labels import Labels
+from truestep.types import OPTIONAL_FIELDS
+from truestep.verify.oracle.records import Document
+from truestep.verify.oracle.values import LabelValues
+
+
+@dataclass(frozen=True)
+class CustomOracle:
+    """The loss by its own formula. `detach()` in it holds a value constant, as it does wherever autograd looks."""
+
+    loss: LabelLoss
+
+    @property
+    def whole_documents(self) -> bool:
+        return self.loss.whole_documents
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        return self.loss.bounds
+
+    def losses(self, document: Document, labels: list[LabelValues]) -> list[torch.Tensor]:
+        count = len(labels)
+
+        def vector(values: Sequence[float] | None, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+            return torch.zeros(count, dtype=dtype) if values is None else torch.tensor(values, dtype=dtype)
+
+        integers = torch.zeros(count, dtype=torch.int64)
+        given = (document.old_logprobs, document.advantages, document.versions, document.reward)
+        has = zip(OPTIONAL_FIELDS, given, strict=True)
+        made = self.loss(
+            Labels(
+                rows=torch.tensor(document.positions) - 1,
+                ids=torch.tensor([document.input_ids[position] for position in document.positions]),
+                document=integers,
+                temperature=torch.full((count,), document.temperature, dtype=torch.float64),
+                old_logprobs=vector(document.old_logprobs),
+                advantages=vector(document.advantages),
+                model_version=vector(document.versions, torch.int64),
+                num_labels=torch.tensor([count]),
+                reward=torch.tensor([document.reward or 0.0], dtype=torch.float64),
+                has={name: torch.tensor([value is not None]) for name, value in has},
+                logprobs=torch.stack([label.logprob for label in labels]),
+                entropy=torch.stack([label.entropy for label in labels]),
+                logsumexp=torch.stack([label.logsumexp for label in labels]),
+                weight=torch.ones(count, dtype=torch.float64),
+            )
+        )
+        return list(made.loss)

@@ -1,0 +1,129 @@
+"""The metrics of a step: docs/contract.md, section 9."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from truestep.verify.oracle.losses import Metric, float32, value_and_scale
+from truestep.verify.oracle.records import Document
+from truestep.verify.oracle.values import LabelValues
+
+
+def step_metrics(
+    documents: list[Document],
+    values: list[list[LabelValues]],
+    terms: list[tuple[str, Tensor]],
+    loss_config: dict[str, Any],
+    documents_seen_before_step: int,
+) -> dict[str, Metric]:
+    """Level `full` without percentiles, times and the gradient norm. A metric without input is absent."""
+    metrics: dict[str, Metric] = {"loss": value_and_scale(terms)}
+    for name in ("policy_loss", "entropy_bonus", "z_loss"):
+        contribution = [term for term in terms if term[0] == name]
+        if contribution:
+            metrics[name] = value_and_scale(contribution)
+
+    for name, count in [
+        ("num_documents", len(documents)),
+        ("num_labels", sum(len(document.positions) for document in documents)),
+        ("num_tokens", sum(len(document.input_ids) for document in documents)),
+    ]:
+        metrics[name] = (float(count), float(count))
+
+    # Per document a list over its labels; only documents that have labels and the input.
+    logprobs, entropies, old_logprobs, advantages = [], [], [], []
+    ratios: list[list[float]] = []
+    staleness: list[list[float]] = []
+    for document, labels in zip(documents, values, strict=True):
+        if not labels:
+            continue
+        logprobs.append([label.logprob.item() for label in labels])
+        entropies.append([label.entropy.item() for label in labels])
+        if document.old_logprobs is not None:
+            old_logprobs.append(document.old_logprobs)
+            ratios.append(metric_ratios(document, labels, loss_config["whole_documents"]) or [])
+        if document.advantages is not None:
+            advantages.append(document.advantages)
+        if document.versions is not None:
+            staleness.append([documents_seen_before_step - version for version in document.versions])
+
+    metrics.update(document_mean("new_logprobs", logprobs))
+    metrics.update(document_mean("entropy", entropies))
+    metrics.update(document_mean("old_logprobs", old_logprobs))
+    metrics.update(document_mean("advantage", advantages))
+    # Decision: the extremes are of the records' own values, for gspo too.
+    metrics.update(extremes("advantage", advantages))
+    metrics.update(document_mean("staleness", staleness))
+    metrics.update(extremes("staleness", staleness))
+
+    rewards = [[document.reward] for document in documents if document.reward is not None]
+    metrics.update(document_mean("reward", rewards))
+    metrics.update(extremes("reward", rewards))
+
+    metrics.update(ratio_metrics(ratios, loss_config["bounds"]))
+    return metrics
+
+
+def ratio_metrics(ratios: list[list[float]], bounds: tuple[float, float] | None) -> dict[str, Metric]:
+    """What is made of the ratios of every document's labels."""
+    metrics = document_mean("ratio_new_old", ratios)
+    # Decision: the scale of this one counts the three parts of rho - log rho - 1, which cancel to 0 near rho = 1.
+    metrics.update(
+        document_mean(
+            "kl_new_old",
+            ratios,
+            value=lambda ratio: ratio - math.log(ratio) - 1.0,
+            scale=lambda ratio: ratio + abs(math.log(ratio)) + 1.0,
+        )
+    )
+    if bounds is not None:
+        low, high = bounds
+        below = [[float(float32(ratio) < low) for ratio in document] for document in ratios]
+        above = [[float(float32(ratio) > high) for ratio in document] for document in ratios]
+        either = [[float(float32(ratio) < low or float32(ratio) > high) for ratio in document] for document in ratios]
+        metrics.update(document_mean("clipped_ratio_fraction", either))
+        metrics.update(document_mean("clipped_ratio_fraction_low", below))
+        metrics.update(document_mean("clipped_ratio_fraction_high", above))
+
+    flat = [ratio for document in ratios for ratio in document]
+    if flat:
+        total = sum(flat)
+        squares = sum(ratio**2 for ratio in flat)
+        metrics["ratio_new_old_sum"] = (total, total)
+        metrics["ratio_new_old_squared_sum"] = (squares, squares)
+        metrics["effective_sample_size"] = (total**2 / squares, total**2 / squares)
+    return metrics
+
+
+def metric_ratios(document: Document, labels: list[LabelValues], whole_documents: bool) -> list[float] | None:
+    """The raw ratio of every label: rho, or R_d again and again for a loss of documents. None without old log-probs."""
+    if document.old_logprobs is None:
+        return None
+    log_ratios = [label.logprob.item() - old for label, old in zip(labels, document.old_logprobs, strict=True)]
+    if whole_documents and log_ratios:
+        mean = sum(log_ratios) / len(log_ratios)
+        return [math.exp(mean) for _ in log_ratios]
+    return [math.exp(log_ratio) for log_ratio in log_ratios]
+
+
+def document_mean(
+    name: str,
+    documents: list[list[float]],
+    value: Callable[[float], float] = float,
+    scale: Callable[[float], float] = abs,
+) -> dict[str, Metric]:
+    """The mean over the documents of each document's mean over its labels; nothing if there is no document."""
+    if not documents:
+        return {}
+    means = [sum(value(item) for item in document) / len(document) for document in documents]
+    scales = [sum(scale(item) for item in document) / len(document) for document in documents]
+    return {name: (sum(means) / len(documents), sum(scales) / len(documents))}
+
+
+def extremes(name: str, documents: list[list[float]]) -> dict[str, Metric]:
+    flat = [float(item) for document in documents for item in document]
+    if not flat:
+        return {}
+    return {f"max_{name}": (max(flat), abs(max(flat))), f"min_{name}": (min(flat), abs(min(flat)))}

@@ -1,0 +1,110 @@
+"""Rollout records, reduced to what a step needs: docs/contract.md, section 3."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+Record = dict[str, Any]
+
+
+@dataclass
+class Document:
+    """One record, reduced to what the step needs. The lists are over the document's labels; None where absent."""
+
+    id: str | None
+    input_ids: list[int]
+    positions: list[int]
+    temperature: float
+    old_logprobs: list[float] | None
+    advantages: list[float] | None
+    versions: list[int] | None
+    reward: float | None
+
+
+def read_documents(records: list[Record], data_config: dict[str, Any]) -> list[Document]:
+    documents = [read_document(record, data_config.get("temperature", 1.0)) for record in records]
+    kind = data_config.get("advantages", "none")
+    if kind != "none":
+        for record, document in zip(records, documents, strict=True):
+            # If both are there `advantage` wins.
+            if document.advantages is None and document.reward is not None:
+                rewards = group_rewards(records, record["group_id"], data_config.get("group_size"))
+                advantage = advantage_from_rewards(document.reward, rewards, kind)
+                document.advantages = [advantage] * len(document.positions)
+    return documents
+
+
+def read_document(record: Record, default_temperature: float) -> Document:
+    input_ids = record["input_ids"]
+    if "loss_mask" in record:
+        positions = [position for position, value in enumerate(record["loss_mask"]) if value == 1]
+    else:
+        positions = list(range(record["prompt_length"], len(input_ids)))
+    if 0 in positions:
+        raise ValueError(f"{record.get('id')}: position 0 is never a label")
+
+    advantages = None
+    if record.get("advantage") is not None:
+        advantages = on_labels(record["advantage"], positions, len(input_ids))
+    versions = None
+    if record.get("model_version") is not None:
+        versions = on_labels(record["model_version"], positions, len(input_ids))
+    old_logprobs = None
+    if record.get("logprobs") is not None:
+        old_logprobs = on_labels(record["logprobs"], positions, len(input_ids))
+        if not all(math.isfinite(value) and value <= 0.0 for value in old_logprobs):
+            raise ValueError(f"{record.get('id')}: a log-prob of a label is not finite or positive")
+
+    temperature = record.get("temperature")
+    return Document(
+        id=record.get("id"),
+        input_ids=input_ids,
+        positions=positions,
+        temperature=default_temperature if temperature is None else temperature,
+        old_logprobs=old_logprobs,
+        advantages=advantages,
+        versions=versions,
+        reward=record.get("reward"),
+    )
+
+
+def on_labels(value: Any, positions: list[int], length: int) -> list[Any]:
+    """A field that is one value, one per token or one per label, as one per label.
+
+    The two lists cannot be confused: position 0 is no label, so there are fewer labels than tokens.
+    Decision: model_version's list has the same two lengths as that of logprobs.
+    """
+    if not isinstance(value, list):
+        return [value for _ in positions]
+    if len(value) == length:
+        return [value[position] for position in positions]
+    if len(value) == len(positions):
+        return list(value)
+    raise ValueError(f"{len(value)} values for {length} tokens and {len(positions)} labels")
+
+
+def group_rewards(records: list[Record], group_id: str, group_size: int | None) -> list[float]:
+    """Decision: a group is all records of the step with its group_id and a reward."""
+    rewards = []
+    for record in records:
+        if record.get("group_id") == group_id and record.get("reward") is not None:
+            rewards.append(record["reward"])
+    if group_size is not None and len(rewards) > group_size:
+        raise ValueError(f"group {group_id} has {len(rewards)} records, more than group_size {group_size}")
+    return rewards
+
+
+def advantage_from_rewards(reward: float, rewards: list[float], kind: str) -> float:
+    """`rewards` are those of the whole group, this one among them."""
+    count = len(rewards)
+    if count == 1:
+        return 0.0
+    mean = sum(rewards) / count
+    if kind == "group_mean":
+        return reward - mean
+    if kind == "group_normalized":
+        variance = sum((other - mean) ** 2 for other in rewards) / (count - 1)
+        return (reward - mean) / (math.sqrt(variance) + 1e-4)
+    if kind == "leave_one_out":
+        return reward - (sum(rewards) - reward) / (count - 1)
+    raise ValueError(f"data.advantages: {kind}")

@@ -1,0 +1,80 @@
+"""One optimizer step in float64: the loss is the sum of weight * term over labels, the gradient autograd's on it."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from truestep.verify.oracle.losses import Metric, complete_loss_config, loss_terms, sum_terms, value_and_scale
+from truestep.verify.oracle.metrics import metric_ratios, step_metrics
+from truestep.verify.oracle.records import Record, read_document, read_documents
+from truestep.verify.oracle.values import Model, label_values
+
+
+@dataclass
+class OracleResult:
+    loss: float
+    loss_scale: float
+    metrics: dict[str, Metric]
+    documents: list[dict[str, Any]]
+    gradients: dict[str, Tensor]
+    grad_norm: float
+
+
+def oracle_step(
+    model: Model,
+    records: list[Record],
+    config: dict[str, Any],
+    *,
+    documents_seen_before_step: int = 0,
+) -> OracleResult:
+    """All of `records` as one step. `config` has the sections of the YAML file (docs/contract.md, section 10)."""
+    loss_config = complete_loss_config(config["loss"])
+    documents = read_documents(records, config.get("data", {}))
+    values = [label_values(model, document) for document in documents]
+    terms = loss_terms(documents, values, loss_config)
+
+    total = sum_terms(terms)
+    gradients = differentiate(total, model.parameters)
+    if loss_config["gradient_divisor"] == "deepspeed":
+        # The gradient once more by D; the reported loss stays.
+        for name in gradients:
+            gradients[name] = gradients[name] / len(documents)
+    grad_norm = math.sqrt(sum(float((gradient * gradient).sum()) for gradient in gradients.values()))
+
+    loss, loss_scale = value_and_scale(terms)
+    metrics = step_metrics(documents, values, terms, loss_config, documents_seen_before_step)
+    metrics["grad_norm"] = (grad_norm, grad_norm)
+    outputs = []
+    for document, labels in zip(documents, values, strict=True):
+        ratios = metric_ratios(document, labels, loss_config["whole_documents"])
+        outputs.append(
+            {
+                "id": document.id,
+                "logprobs": [label.logprob.item() for label in labels],
+                "entropy": [label.entropy.item() for label in labels],
+                "ratio": [] if ratios is None else ratios,
+            }
+        )
+    return OracleResult(loss, loss_scale, metrics, outputs, gradients, grad_norm)
+
+
+def oracle_logprobs(model: Model, records: list[Record], default_temperature: float = 1.0) -> list[list[float]]:
+    """The model's log-probs of every record's labels."""
+    result = []
+    with torch.no_grad():
+        for record in records:
+            document = read_document(record, default_temperature)
+            result.append([label.logprob.item() for label in label_values(model, document)])
+    return result
+
+
+def differentiate(total: Tensor, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not total.requires_grad:  # no label, or every one clipped
+        return {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    leaves = list(parameters.values())
+    # The graph is kept for a model that gives the same logits to several losses.
+    gradients = torch.autograd.grad(total, leaves, retain_graph=True, materialize_grads=True, allow_unused=True)
+    return dict(zip(parameters, gradients, strict=True))

@@ -1,0 +1,1 @@
+"""One recipe for each thing that users add from outside `src`, as docs/architecture.md gives them."""
