@@ -81,6 +81,6 @@ def test_a_class_that_is_not_there_is_named(protocol: str, said: str, model: Pat
 
 
 def test_it_refuses_in_its_own_words(model: Path) -> None:
-    with serve(Process(model, "another", longest=10)) as url:
-        with pytest.raises(ServerError, match="serves another, not mine"):
-            quiet_trainer(config_of(model, url))
+    process = Process(model, "another", longest=10)
+    with serve(process) as url, pytest.raises(ServerError, match="serves another, not mine"):
+        quiet_trainer(config_of(model, url))

@@ -416,7 +416,7 @@ def test_a_run_goes_on_where_it_stopped() -> None:
 def test_what_a_run_cannot_go_on_from_is_refused() -> None:
     run = Run([FakeServer()])
     state = run.source.state()
-    with pytest.raises(SourceError, match="made from the files of data.path"):
+    with pytest.raises(SourceError, match="checkpoint was made from rollout files"):
         run.source.restore({"position": 3})
     with pytest.raises(SourceError, match="sampler.prompts, data.group_size or seed is not what"):
         run.source.restore(state | {"fingerprint": "other"})

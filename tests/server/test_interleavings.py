@@ -16,7 +16,6 @@ from server.sources import GROUP, STEP, FakeWeights, Run
 from truestep.sampler.server.errors import BadAnswerError, UnreachableError
 from truestep.sampler.server.protocol import Choice
 
-
 _MOST = 30  # troubles in the life of a trainer; servers that are never well would train nothing
 
 

@@ -1,4 +1,4 @@
-"""What is written for servers, what is probed, and the threads beside the trainer: each alone, with a real small policy."""
+"""What is written for servers, what is probed, and the threads beside the trainer: each alone."""
 
 from __future__ import annotations
 
