@@ -46,14 +46,6 @@ def test_each_token_has_the_version_that_made_it(pause: str, servers: Servers, t
     assert staleness[0] == 0 and max(staleness) > 0, "sampling went on beside training"
 
 
-def test_two_servers_are_used_evenly(servers: Servers, tmp_path: Path) -> None:
-    run = recorded(server_config(tmp_path, [servers.first.url, servers.second.url]))
-    run.trainer.run()
-    by_server = [rollout.metadata["server"] for rollout in run.taken]
-    counts = [by_server.count(server.url) for server in (servers.first, servers.second)]
-    assert sum(counts) == 64 and abs(counts[0] - counts[1]) <= 16, counts
-
-
 def test_only_the_newest_weights_stay_on_the_disk(servers: Servers, tmp_path: Path) -> None:
     weights = tmp_path / "shared"
     run = recorded(server_config(tmp_path, [servers.first.url], sampler={"weights_directory": str(weights)}))
