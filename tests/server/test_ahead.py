@@ -423,8 +423,6 @@ def test_what_a_run_cannot_go_on_from_is_refused() -> None:
     run.source.restore({name: value for name, value in state.items() if name != "open"})
     with pytest.raises(ValueError, match="no whole number of groups"):
         run.source.take(STEP + 1, 0)
-    with pytest.raises(NotImplementedError):
-        run.source.peek(1)
     run.source.updated(0)  # nobody has asked yet: nothing is sent
     run.source.checkpointed(None, 1, 1)  # type: ignore[arg-type]
     assert not run.servers[0].calls.count("load")

@@ -113,6 +113,7 @@ def test_whatever_happens_what_is_trained_on_holds(
     first.close(finished=False)
     for server in fleet:  # between two processes of the trainer all servers are well, or the second would not start
         server.faults.clear()
+        server.spoil = lambda choices: choices
         server.restart()
 
     second = life(4)

@@ -225,7 +225,8 @@ def test_kept_completions_are_of_two_policies_and_say_where(servers: Servers, tm
                 time.sleep(0.01)
             with torch.no_grad():
                 for parameter in policy.model.parameters():
-                    parameter.mul_(1.1)
+                    if len(parameter) == policy.vocabulary_size:  # other words for all but the end
+                        parameter[1:] = parameter[1:].roll(1, 0)
             source._push(seen + 4)
 
     source.updated = with_completions_under_way
