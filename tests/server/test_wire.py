@@ -1,0 +1,113 @@
+"""vLLM's client against canned replies: every way that a reply can fail is one of the three that the fleet knows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from truestep.sampler.server.errors import BadAnswerError, ServerError, UnreachableError
+from truestep.sampler.server.protocol import Asked
+from truestep.sampler.server.vllm import Vllm
+
+ASKED = Asked((5, 6), 1, 1.0, 3, frozenset({0}), 10)
+TOKEN = 'data: {"choices": [{"index": 0, "token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}}]}\n\n'
+LAST = TOKEN.replace("[7]", "[0]").replace('"index": 0', '"index": 0, "finish_reason": "stop"')
+
+
+def reply(body: str, status: int = 200, missing: int = 0) -> bytes:
+    """`missing`: so many bytes fewer than the reply says that it has."""
+    return f"HTTP/1.1 {status} X\r\nContent-Length: {len(body) + missing}\r\n\r\n{body}".encode()
+
+
+def ask(call: Callable[[Vllm], Coroutine[Any, Any, Any]], *replies: bytes | None, timeout: float = 30.0) -> Any:
+    """`replies` to one request after another. None: never."""
+
+    async def main() -> Any:
+        left, stop = list(replies), asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            sent = left.pop(0)
+            if sent is None:
+                await stop.wait()
+            else:
+                writer.write(sent)
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        vllm = Vllm(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/", "m", "key", timeout)
+        try:
+            return await call(vllm)
+        finally:
+            stop.set()
+            await vllm.close()
+            server.close()
+
+    return asyncio.run(main())
+
+
+def complete(vllm: Vllm) -> Any:
+    return vllm.complete(ASKED)
+
+
+def stream(vllm: Vllm) -> Any:
+    return vllm.stream(ASKED, lambda index, tokens: None)
+
+
+@pytest.mark.parametrize("call", [complete, stream])
+@pytest.mark.parametrize(
+    ("sent", "error", "said"),
+    [
+        (reply("try again", 503), UnreachableError, "answered 503: try again"),
+        (reply("later", 429), UnreachableError, "answered 429"),
+        (reply("who?", 401), ServerError, "set sampler.api_key_env to the variable"),
+        (reply("no", 404), ServerError, "started with VLLM_SERVER_DEV_MODE=1"),
+        (reply(TOKEN, missing=10), UnreachableError, "/v1/completions: RemoteProtocolError"),
+        (b"", UnreachableError, "/v1/completions: RemoteProtocolError"),
+    ],
+)
+def test_a_reply_that_fails(call: Any, sent: bytes, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        ask(call, sent)
+
+
+@pytest.mark.parametrize(("call", "said"), [(complete, "gave no answer within 0.2 s"), (stream, "no whole answer")])
+def test_a_reply_that_never_comes(call: Any, said: str) -> None:
+    with pytest.raises(UnreachableError, match=said):
+        ask(call, None, timeout=0.2)
+
+
+def test_a_stream_is_read_to_the_event_that_says_it_is_the_last() -> None:
+    (choice,) = ask(stream, reply(TOKEN + LAST + "data: [DONE]\n\n"))
+    assert (choice.token_ids, choice.logprobs, choice.stopped) == ([7, 0], [-1.0, -1.0], True)
+    with pytest.raises(UnreachableError, match="the stream ended before its end"):
+        ask(stream, reply(TOKEN + LAST))
+    with pytest.raises(BadAnswerError, match="an event of the stream is not JSON"):
+        ask(stream, reply("data: <html>\n\n"))
+    with pytest.raises(BadAnswerError, match="the stream says"):
+        ask(stream, reply('data: {"error": "engine died"}\n\n'))
+
+
+def test_a_page_is_no_answer() -> None:
+    with pytest.raises(BadAnswerError, match="/v1/completions answered what is not JSON"):
+        ask(complete, reply("<html>welcome to the proxy</html>"))
+    with pytest.raises(BadAnswerError, match="without the log-probs of its next token"):
+        ask(lambda vllm: vllm.next_token((1,), 1.0, 3), reply('{"choices": []}'))
+
+
+def test_weights_that_cannot_be_loaded_and_a_server_that_went_away_meanwhile() -> None:
+    def load(vllm: Vllm) -> Any:
+        return vllm.load(Path("weights"))
+
+    with pytest.raises(ServerError, match="could not load the weights in weights: .*500: no such file"):
+        ask(load, reply("no such file", 500), reply(""))
+    with pytest.raises(UnreachableError, match="answered 500"):
+        ask(load, reply("dying", 500), reply("gone", 503))
+    with pytest.raises(UnreachableError, match="answered 503"):
+        ask(load, reply("busy", 503), reply(""))
+    with pytest.raises(UnreachableError, match="something still holds the cache"):
+        ask(load, reply(""), reply('{"success": false}'))
