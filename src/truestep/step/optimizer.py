@@ -32,7 +32,7 @@ class LearningRate:
     steps: int | None
 
     def at(self, step: int) -> float:
-        """Of the update number `step`, from 1."""
+        """Compute the rate of update number `step`, from 1."""
         if step <= self.warmup_steps:
             return self.peak * step / self.warmup_steps
         if self.schedule == "constant" or self.steps is None:
@@ -52,7 +52,7 @@ def grouped(weights: Mapping[str, torch.nn.Parameter]) -> Groups:
 def make_adamw(
     weights: Weights, *, betas: tuple[float, float], epsilon: float, weight_decay: float
 ) -> torch.optim.AdamW:
-    """Norms and biases are vectors and are never decayed."""
+    """Make AdamW, which never decays norms and biases: they are vectors."""
     decays = {"matrices": weight_decay, "vectors": 0.0}
     groups = [
         {"params": list(group.values()), "weight_decay": decays[kind]}
@@ -115,7 +115,7 @@ def update(optimizer: torch.optim.Optimizer, weights: Weights, learning_rate: fl
     weights.publish()
 
 
-# What a checkpoint keeps of a weight, by name: numbers, as tensors, and tensors of its shape, of which this is the type.
+# What a checkpoint keeps of a weight, by name: numbers, as tensors, and the types of tensors that have its shape.
 State = dict[str, torch.dtype | torch.Tensor]
 _PYTHON = ":number"  # behind the name of a number that is Python's own, and no tensor without a dimension
 
@@ -144,7 +144,7 @@ def _described(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, 
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, torch.Tensor]:
-    """The optimizer's state as `NAME.KIND`, whole, for a checkpoint: on the first rank. Every rank calls this."""
+    """Gather the optimizer's whole state on the first rank, as `NAME.KIND`, for a checkpoint. Every rank calls this."""
     everywhere: dict[str, State] = {}
     for described in reversed(weights.ranks.gather(_described(optimizer, weights))):
         for name, state in described.items():
@@ -167,6 +167,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, weights: Weights) -> dic
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, weights: Weights, tensors: dict[str, torch.Tensor]) -> None:
+    """Give the optimizer this rank's part of the state that `optimizer_tensors` made, on any layout."""
     restored: dict[str, dict[str, Any]] = {}
     for key, value in tensors.items():
         name, _, kind = key.rpartition(".")
