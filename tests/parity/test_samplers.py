@@ -31,9 +31,10 @@ def write_config(model: Path, directory: Path, **sampler: object) -> Path:
     return directory / "c.yaml"
 
 
-def complaint(*arguments: str) -> str:
+def complaint(*arguments: str, before: str = "pass") -> str:
     """The one message of a command that fails."""
-    command = [sys.executable, "-W", "ignore", "-m", "truestep", *arguments]
+    code = f"import sys; {before}; from truestep.cli import main; main()"
+    command = [sys.executable, "-W", "ignore", "-c", code, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
@@ -56,3 +57,10 @@ def test_a_server_that_is_down_is_a_message(model: Path, tmp_path: Path) -> None
     said = complaint("train", str(config))
     assert said.startswith("error: sampler.urls: http://127.0.0.1:")
     assert "does not answer as a vLLM server does: /health: ConnectError" in said
+
+
+def test_without_the_extra_both_say_how_to_install_it(model: Path, tmp_path: Path) -> None:
+    config, missing = str(write_config(model, tmp_path)), "sys.modules['httpx'] = None"
+    said = complaint("train", config, before=missing)
+    assert said == "error: sampler.type: server needs `pip install 'truestep[server]'`\n"
+    assert complaint("parity", config, "--output", str(tmp_path / "out"), before=missing) == said

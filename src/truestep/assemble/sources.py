@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,8 +58,8 @@ def check_inputs(config: Config, ranks: Ranks) -> None:
             find_prompts(section.prompts)
             if section.reward is not None:
                 load_reward(section.reward)
-    if sampler is not None and ranks.first:
-        check_sampler(sampler)
+    if isinstance(sampler, ServerSampler) and ranks.first:
+        server_maker(sampler)
 
 
 def make_source(config: Config, policy: Policy, ranks: Ranks) -> Source:
@@ -157,16 +158,6 @@ def _make_stream_source(config: Config, vocabulary_size: int, ranks: Ranks) -> S
 # ---- samplers
 
 
-def check_sampler(sampler: SamplerConfig) -> None:
-    """Refuse servers that cannot be asked from here: without the extra, or without their key."""
-    if isinstance(sampler, ServerSampler):
-        try:
-            import httpx  # noqa: F401  (an extra)
-        except ImportError as error:
-            raise SourceError("sampler.type: server needs `pip install 'truestep[server]'`") from error
-        _api_key(sampler.api_key_env)
-
-
 def read_prompts(sampler: SamplerConfig, policy: Policy) -> list[Prompt]:
     return load_prompts(sampler.prompts, policy.tokenizer, policy.vocabulary_size)
 
@@ -192,12 +183,14 @@ def _make_in_process_source(config: Config, sampler: InProcessSampler, policy: P
     )
 
 
-def make_servers(sampler: ServerSampler) -> list[Client]:
-    """Make a client for each server, with the key that the environment holds for them."""
-    from truestep.sampler.server.client import Client
-
+def server_maker(sampler: ServerSampler) -> Callable[[], list[Client]]:
+    """Check what the options say of the servers. What is returned connects to them, inside the loop that asks them."""
+    try:
+        from truestep.sampler.server.client import Client  # its HTTP client is an extra
+    except ImportError as error:
+        raise SourceError("sampler.type: server needs `pip install 'truestep[server]'`") from error
     key = _api_key(sampler.api_key_env)
-    return [Client(url, sampler.model, key, sampler.request_timeout) for url in sampler.urls]
+    return lambda: [Client(url, sampler.model, key, sampler.request_timeout) for url in sampler.urls]
 
 
 def _api_key(variable: str | None) -> str | None:
@@ -222,7 +215,7 @@ def _make_server_source(config: Config, sampler: ServerSampler, policy: Policy) 
     return ServerSource(
         policy=policy,
         prompts=prompts,
-        make_clients=lambda: make_servers(sampler),
+        make_clients=server_maker(sampler),
         rewards=RewardPool(sampler.reward, sampler.reward_workers, sampler.reward_timeout),
         reward_workers=sampler.reward_workers,
         sampling=SamplingOptions(

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from truestep.assemble.policy import make_policy
-from truestep.assemble.sources import check_sampler, read_documents
+from truestep.assemble.sources import read_documents, server_maker
 from truestep.checkpoint.store import CheckpointStore
 from truestep.config.schema import Config
+from truestep.config.sections import ServerSampler
 from truestep.errors import TruestepError
 from truestep.parity.causes import Trial, Tried
 from truestep.parity.sample import sample
@@ -82,8 +83,8 @@ class Parity:
 def parity(config: Config, *, documents: int = 64, older: Sequence[Path] = ()) -> Parity:
     if world_size() > 1:
         raise ParityError("parity runs on one process: start it without torchrun")
-    if config.sampler is not None:
-        check_sampler(config.sampler)
+    if isinstance(config.sampler, ServerSampler):
+        server_maker(config.sampler)  # what can be wrong without the model
     run = RunDirectory(Path(config.checkpoint.directory)) if config.checkpoint.directory else None
     checkpoints = [] if run is None else CheckpointStore(run.checkpoints, keep=1).complete()
     policy = make_policy(config, ALONE, None if not checkpoints else str(checkpoints[-1]))

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from itertools import cycle, islice
 
-from truestep.assemble.sources import decode_options, make_servers, read_prompts
+from truestep.assemble.sources import decode_options, read_prompts, server_maker
 from truestep.config.schema import Config
 from truestep.config.sections import InProcessSampler, SamplerConfig, ServerSampler
 from truestep.environments.prompts import Prompt
@@ -37,7 +37,7 @@ def _sample_in_process(
 
 
 async def _ask_servers(sampler: ServerSampler, policy: Policy, prompts: Sequence[Prompt]) -> list[Rollout]:
-    clients = make_servers(sampler)
+    clients = server_maker(sampler)()
     from truestep.sampler.server.answer import Asked
     from truestep.sampler.server.errors import BadAnswerError, ServerError, UnreachableError
 
