@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.rule import Rule
 
 from truestep.config.load import dump_config, load_config
+from truestep.config.schema import Config
 from truestep.demo.model import make_model
 from truestep.environments import sorting
 from truestep.errors import TruestepError
@@ -97,16 +98,23 @@ def _corpus(prompts: Sequence[dict[str, str]], model: Path, seed: int) -> Iterab
         yield {"id": str(number), "input_ids": [*prompt_ids, *answer_ids], "prompt_length": len(prompt_ids)}
 
 
-def _train(phase: Path, model: Path, output: Path, seed: int, console: Console) -> Trainer:
-    """Train as one of the demo's files says, which stand beside this one, from `model` and in `output`."""
-    title = phase.stem.partition("-")[2]
-    console.print(Rule(phase.read_text(encoding="utf-8").splitlines()[0].removeprefix("# "), style="dim"))
+def phase_config(phase: Path, model: Path, output: Path, seed: int) -> Config:
+    """Read one of the demo's phases, from `model` and in `output`."""
     places = {"data.path": "corpus.jsonl"}
     if load_config(phase).sampler is not None:
         places = {"sampler.prompts": "prompts.jsonl", "evaluation.prompts": "held_out.jsonl"}
-    places = {"model.path": str(model), "checkpoint.directory": title} | places
+    places = {"model.path": str(model), "checkpoint.directory": _title(phase)} | places
     overrides = [word for name, place in places.items() for word in (f"--{name}", str(output / place))]
-    config = load_config(phase, [*overrides, "--seed", str(seed)])
+    return load_config(phase, [*overrides, "--seed", str(seed)])
+
+
+def _title(phase: Path) -> str:
+    return phase.stem.partition("-")[2]
+
+
+def _train(phase: Path, model: Path, output: Path, seed: int, console: Console) -> Trainer:
+    title, config = _title(phase), phase_config(phase, model, output, seed)
+    console.print(Rule(phase.read_text(encoding="utf-8").splitlines()[0].removeprefix("# "), style="dim"))
     write_whole(output / f"{title}.yaml", dump_config(config).encode())  # `truestep train` on it is the same run
     return train(config, console, title)
 
