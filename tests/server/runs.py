@@ -17,8 +17,8 @@ from server.vllm_server import NAME
 from small_runs import merged, quiet_trainer, sampled_config, write_lines
 from truestep.config.schema import Config
 from truestep.environments import sorting
-from truestep.losses.objective import Denominator, Objective
 from truestep.losses.label_losses import CrossEntropy
+from truestep.losses.objective import Denominator, Objective
 from truestep.policy.policy import Policy
 from truestep.step.plan import make_plan
 from truestep.step.run import StepRunner

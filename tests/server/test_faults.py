@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,7 +136,9 @@ def test_a_server_that_only_lies_ends_the_run_in_words(servers: Servers, tmp_pat
 
 def test_a_server_that_is_gone_for_good_ends_the_run_and_is_named(servers: Servers, tmp_path: Path) -> None:
     with Proxy(servers.first.url) as proxy:
-        run = recorded(server_config(tmp_path, [proxy.url], schedule={"stall_timeout": 2.0, "steps": 50}))
+        patient = {"request_timeout": 10_000.0}  # what ends the run is that nothing comes
+        config = server_config(tmp_path, [proxy.url], sampler=patient, schedule={"stall_timeout": 2.0, "steps": 50})
+        run = recorded(config)
         updated = run.trainer.source.updated
 
         def gone_after_two_steps(seen: int) -> None:
@@ -145,10 +146,8 @@ def test_a_server_that_is_gone_for_good_ends_the_run_and_is_named(servers: Serve
             proxy.down = seen >= 32
 
         run.trainer.source.updated = gone_after_two_steps  # type: ignore[method-assign]
-        start = time.monotonic()
         with pytest.raises(SourceError, match=rf"stall_timeout: 2\): {proxy.url} is lost since \d\d:\d\d:\d\d .*hea"):
             run.trainer.run()
-        assert time.monotonic() - start < 30
     assert run.trainer.step >= 2
 
 
