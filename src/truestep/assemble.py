@@ -22,7 +22,8 @@ from truestep.losses.objective import Denominator, Objective
 from truestep.losses.policy import Cispo, CrossEntropy, Grpo, Gspo, PolicyLoss, Reinforce, clip_bounds
 from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
-from truestep.ranks.group import RankLayout, Ranks, join
+from truestep.ranks.axes import AXES, RankLayout
+from truestep.ranks.group import Ranks, join
 from truestep.rollouts.files import Documents, expand_paths, load_documents
 from truestep.rollouts.record import Needs
 from truestep.rollouts.shared import SharedSource
@@ -38,9 +39,7 @@ from truestep.step.run import StepRunner
 
 def join_ranks(config: Config) -> Ranks:
     parallel = config.parallel
-    layout = RankLayout(
-        parallel.data_shard, parallel.data_replicate, parallel.context, parallel.tensor, parallel.pipeline
-    )
+    layout = RankLayout(**{axis.name: getattr(parallel, axis.name) for axis in AXES})
     return join(layout, device=config.model.device, stall_timeout=config.schedule.stall_timeout)
 
 

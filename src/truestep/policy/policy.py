@@ -15,7 +15,7 @@ import torch
 
 from truestep.head.logits import HeadSettings
 from truestep.head.vocab_parallel import VocabularyShard
-from truestep.policy.cuts.pieces import Piece
+from truestep.policy.cuts.pieces import slice_of
 from truestep.policy.cuts.stages import Stages
 from truestep.policy.model import attention
 from truestep.policy.model.context import Context
@@ -84,7 +84,7 @@ class Policy:
         group = ranks.group("tensor")
         if group is None:
             return None
-        return VocabularyShard(group, *Piece.slice_of(self.vocabulary_size, ranks))
+        return VocabularyShard(group, *slice_of(self.vocabulary_size, ranks, "tensor"))
 
     def hidden(self, batch: PackedBatch) -> torch.Tensor:  # [S, H], or of this context rank's tokens
         """The last hidden state of every token of a packed micro-batch, with its graph."""

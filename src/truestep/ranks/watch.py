@@ -19,7 +19,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from truestep.ranks.group import RankError, Ranks
+from truestep.ranks.axes import RankError
+from truestep.ranks.group import Ranks
 
 _FAILED = "truestep/failed"
 _DONE = "done"
@@ -180,14 +181,10 @@ class Watch:
         os._exit(ENDED_BY_ANOTHER)
 
 
-def raised_between_ranks(error: BaseException | None) -> bool:
-    """True of what a call of torch.distributed raised while it ran, or what came of that."""
-    while error is not None:
-        files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
-        if isinstance(error, RuntimeError) and any(file.startswith(_DISTRIBUTED) for file in files):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+def raised_between_ranks(error: BaseException) -> bool:
+    """True of what a call of torch.distributed raised while it ran."""
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+    return isinstance(error, RuntimeError) and any(file.startswith(_DISTRIBUTED) for file in files)
 
 
 def _where() -> tuple[str, bool]:
