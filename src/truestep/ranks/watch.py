@@ -41,7 +41,7 @@ class Seen:
     waits: bool = False  # in a call that waits for other ranks
 
 
-def verdict(mine: Seen, others: list[Seen], timeout: float, silence: float) -> str | None:
+def verdict(own: Seen, others: list[Seen], timeout: float, silence: float) -> str | None:
     """Why the run has to end, or None. Pure, so that every case can be tested."""
     others = [seen for seen in others if seen.phase != _DONE]
     gone = [seen for seen in others if seen.silent > silence]
@@ -50,9 +50,9 @@ def verdict(mine: Seen, others: list[Seen], timeout: float, silence: float) -> s
             f"rank {seen.rank} is gone: nothing was heard of it for {seen.silent:.0f} s, and last it was {seen.phase}"
             for seen in gone
         )
-    if mine.since <= timeout:
+    if own.since <= timeout:
         return None
-    everyone = [mine, *others]
+    everyone = [own, *others]
     slowest = min(seen.number for seen in everyone)
     late = sorted((seen for seen in everyone if seen.number == slowest), key=lambda seen: seen.rank)
     if len(late) == len(everyone) and any(not seen.waits for seen in late):
@@ -150,8 +150,8 @@ class Watch:
             failed = json.loads(self._store.get(_FAILED))
             if failed["rank"] != self._ranks.rank:
                 return f"rank {failed['rank']} failed: {failed['error']}"
-        mine = Seen(self._ranks.rank, self._number, self._phase, time.monotonic() - self._since, 0.0, *_where())
-        return verdict(mine, self._others(), self._timeout, silence)
+        own = Seen(self._ranks.rank, self._number, self._phase, time.monotonic() - self._since, 0.0, *_where())
+        return verdict(own, self._others(), self._timeout, silence)
 
     def _others(self) -> list[Seen]:
         names = {rank: f"truestep/rank/{rank}" for rank in range(self._ranks.size) if rank != self._ranks.rank}

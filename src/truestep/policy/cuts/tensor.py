@@ -124,8 +124,8 @@ class _Cuts:
             return
         name = self._names.pop(whole)
         piece = self.pieces[name] = replace(self.pieces[name], cut={"tensor": dimension})
-        mine = piece.slice(whole.detach(), self._ranks)
-        setattr(module, parameter, torch.nn.Parameter(mine, requires_grad=whole.requires_grad))
+        piece_here = piece.slice(whole.detach(), self._ranks)
+        setattr(module, parameter, torch.nn.Parameter(piece_here, requires_grad=whole.requires_grad))
 
     def columns(self, name: str, linear_layer: Any) -> None:
         if name.endswith(_KEY_VALUE) and self._keys % self._ranks.tensor:

@@ -103,8 +103,8 @@ def probe_cut(model: Any, probe: Probe, device: torch.device, ranks: Ranks) -> N
     documents = [*probe.documents, padding] if len(padding) else probe.documents
     what = f"parallel.tensor: {ranks.tensor}: the layers of {type(model).__name__}, cut by its own plan,"
     with _explained(f"{what} do not run"):
-        mine = packed_hidden(model, _batch(documents), device).float()
-    difference = _distance(gather_same(mine, group)[:tokens], probe.hidden)
+        own = packed_hidden(model, _batch(documents), device).float()
+    difference = _distance(gather_same(own, group)[:tokens], probe.hidden)
     if not difference <= FLOAT32_TOLERANCE:
         raise ModelError(_complaint(f"{what} give other values", difference, FLOAT32_TOLERANCE))
 

@@ -45,7 +45,7 @@ class Context:
         """To and from each rank so many rows, or an equal share; what comes back is in order of rank."""
         return transfer(
             rows,
-            lambda given: _all_to_all(given, send, receive, self.group),
+            lambda sent: _all_to_all(sent, send, receive, self.group),
             lambda gradient: _all_to_all(gradient, receive, send, self.group),
         )
 
@@ -102,7 +102,7 @@ def check_heads(queries: int, size: int, tensor: int = 1) -> None:
         left = f" of each of the {tensor} tensor ranks" if tensor > 1 else ""
         raise ContextError(
             f"parallel.context: {size} does not divide the model's {queries // tensor} query heads{left}: each rank "
-            "attends with a share of them; set it to one that does"
+            f"attends with a share of them; choose a divisor of {queries // tensor}"
         )
 
 

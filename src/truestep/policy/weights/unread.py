@@ -152,14 +152,14 @@ def replace_parameters(
 ) -> Callable[[], None]:
     """A tied one by one. Gives what puts them back, wherever their modules have gone."""
     replaced: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
-    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    replacements: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if parameter not in made:
-                made[parameter] = replacement(parameter)
+            if parameter not in replacements:
+                replacements[parameter] = replacement(parameter)
             replaced.append((module, name, parameter))
     for module, name, parameter in replaced:
-        setattr(module, name, made[parameter])
+        setattr(module, name, replacements[parameter])
 
     def put_back() -> None:
         for module, name, parameter in replaced:
