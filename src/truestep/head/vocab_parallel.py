@@ -36,7 +36,7 @@ class VocabularyShard:
         return partial
 
     def least(self, value: int, device: torch.device) -> int:
-        """Of the ranks' values, on every rank."""
+        """Find the least of the ranks' values, on every rank."""
         values = torch.tensor(value, device=device)
         dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self.group)
         return int(values)
@@ -61,7 +61,7 @@ class ShardedPasses:
         return self.local.gradient(kept, statistics, self._local(rows), here)
 
     def _local(self, rows: Rows) -> Rows:
-        """With labels counted from this slice's first; another slice's become any of them."""
+        """Count labels from this slice's first; another slice's become any of them."""
         label_ids = torch.where(self.shard.owns(rows.label_ids), rows.label_ids - self.shard.first, 0)
         return replace(rows, label_ids=label_ids)
 

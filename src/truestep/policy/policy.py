@@ -27,7 +27,7 @@ from truestep.types import PackedBatch
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Of the whole model, which a rank may have no more than a part of."""
+    """Facts of the whole model, of which a rank may have no more than a part."""
 
     vocabulary_size: int
     tied: bool  # whether the head is the input embedding
@@ -95,9 +95,10 @@ class Policy:
         return Pipeline() if self.stages is None else self.stages.pipeline
 
     def through(self, stage: int, batch: PackedBatch, received: torch.Tensor | None) -> torch.Tensor:  # [S, H]
-        """What a stage that is here makes of a packed micro-batch and of what the stage before made. Between stages, of
-        the tokens that are here; behind the last, tensor ranks have all of their context rank's alike, and each must be
-        given the whole gradient."""
+        """Run a stage that is here on a packed micro-batch and on what the stage before gave.
+
+        Between stages it gives the tokens that are here. Behind the last, tensor ranks have all of their context
+        rank's alike, and each must be given the whole gradient."""
         if self.stages is None:
             hidden = packed_hidden(self.model, batch, self.device, self.context)
         else:

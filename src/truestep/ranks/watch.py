@@ -1,4 +1,4 @@
-"""What every rank is at, told to all the others: a rank that stalls, fails or is gone is named, and the rest end.
+"""Ranks tell each other what they are at: a rank that stalls, fails or is gone is named, and the rest end.
 
 Each rank writes the number and name of its phase into the launcher's store, from a thread of its own, and reads the
 others'. All ranks go through the same phases in the same order, so the one with the lowest number is waited for.
@@ -76,7 +76,7 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def phase(self, name: str) -> None:
-        """What this rank is doing from now on: every rank says the same phases in the same order."""
+        """Say what this rank does from now on: every rank says the same phases in the same order."""
         self._number, self._phase, self._since = self._number + 1, name, time.monotonic()
 
     @contextmanager
@@ -188,7 +188,7 @@ def raised_between_ranks(error: BaseException) -> bool:
 
 
 def _where() -> tuple[str, bool]:
-    """Where the main thread is in truestep's or the user's code, and whether it is in a call that waits for ranks."""
+    """Find where the main thread is in truestep's or the user's code, and whether it waits for other ranks there."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     waits = False
     while frame is not None:

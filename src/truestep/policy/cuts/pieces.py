@@ -1,4 +1,4 @@
-"""What every weight of the whole model is, and which ranks have which piece of it.
+"""The pieces of every weight of the whole model, and which ranks have them.
 
 Known on every rank alike, also of weights that are elsewhere. Sharding is not part of it: what a rank has of a weight
 by this, its fellows of the shard group have too, and FSDP spreads it over them.

@@ -45,7 +45,7 @@ def cut_by_cost(layers: Sequence[float], head: float, stages: int) -> tuple[rang
 def _best(
     layers: int, stages: int, cost: Callable[[int, int], float], join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """Where stages begin, so that their joint cost is least."""
+    """Find where stages begin, so that their joint cost is least."""
     known: list[tuple[float, list[int]]] = [(0.0, []), *((math.inf, []) for _ in range(layers))]  # of the first layers
     for _ in range(stages):
         known = [
@@ -141,7 +141,7 @@ def _passing_on(layer: torch.nn.Module) -> _PassOn:
 
 
 def _in_place_of(layer: torch.nn.Module, place: Place) -> Place:
-    """With the layer's plain traits, such as the kind of its attention, which a model's code may ask for."""
+    """Copy the layer's plain traits, such as the kind of its attention, which a model's code may ask for."""
     for name, value in vars(layer).items():
         if not name.startswith("_") and isinstance(value, str | int | float):
             setattr(place, name, value)

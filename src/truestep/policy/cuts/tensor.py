@@ -45,7 +45,7 @@ def _parent(name: str) -> str:
 
 
 def tensor_plan(config: Any, ranks: int) -> TensorPlan:
-    """Of a model's configuration alone. Refused: what cannot be cut, before anything of it is read."""
+    """Read the plan from a model's configuration alone; refuse what cannot be cut before anything of it is read."""
     text = config.get_text_config()
     kind = config.model_type
     plan: Mapping[str, str] = getattr(text, "base_model_tp_plan", None) or {}

@@ -35,14 +35,14 @@ class Context:
         return None if group is None else Context(group, ranks.context_rank, ranks.context)
 
     def run(self, tokens: int) -> slice:
-        """Of the micro-batch's tokens, those that are here."""
+        """Find those of the micro-batch's tokens that are here."""
         each = tokens // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def exchange(
         self, rows: torch.Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """To and from each rank so many rows, or an equal share; what comes back is in order of rank."""
+        """Send each rank so many rows, or an equal share; what comes back is in order of rank."""
         return transfer(
             rows,
             lambda sent: _all_to_all(sent, send, receive, self.group),
@@ -84,7 +84,7 @@ class Context:
 
 @cache
 def heads_needed(queries: int, keys: int, size: int) -> tuple[int, ...]:
-    """Which key-value heads go to each rank for its share of the query heads: as many to each, one rank after another.
+    """List the key-value heads that go to each rank for its share of the query heads: as many to each, rank by rank.
 
     Where a rank's queries would need them in unequal numbers, each query head gets one of its own.
     """
