@@ -24,6 +24,7 @@ from truestep.ranks.group import Ranks
 
 _FAILED = "truestep/failed"
 _DONE = "done"
+_OF_MESSAGES = ("connection", "gloo", "nccl", "timed out", "broken pipe")
 _DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 ENDED_BY_ANOTHER = 3  # the exit code of a rank that ends because of another
 
@@ -182,9 +183,11 @@ class Watch:
 
 
 def raised_between_ranks(error: BaseException) -> bool:
-    """True of what a call of torch.distributed raised while it ran."""
+    """True of what a call of torch.distributed raised while it ran, or a message that it had under way."""
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
-    return isinstance(error, RuntimeError) and any(file.startswith(_DISTRIBUTED) for file in files)
+    # What waits for a message sent earlier has no frame there: its words alone say what it is.
+    known = any(file.startswith(_DISTRIBUTED) for file in files)
+    return isinstance(error, RuntimeError) and (known or any(word in str(error).lower() for word in _OF_MESSAGES))
 
 
 def _where() -> tuple[str, bool]:
