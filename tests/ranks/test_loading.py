@@ -19,7 +19,8 @@ from tiny import KINDS, make_model
 from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
 from truestep.policy.weights.unread import Unread
-from truestep.ranks.group import RankLayout, Ranks, join
+from truestep.ranks.axes import RankLayout
+from truestep.ranks.group import Ranks, join
 
 MEGABYTE = 2**20
 
