@@ -22,12 +22,12 @@ from tiny import make_model
 
 torch.set_num_threads(1)
 
-_LONGEST = ("verify", "ranks")  # directories
+_LONGEST = ("verify", "ranks", "test_demo.py", "test_kill.py")  # directories and files
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first: at the end, processes have little left that only one of them can do."""
-    items.sort(key=lambda item: item.path.parent.name not in _LONGEST)
+    items.sort(key=lambda item: item.path.parent.name not in _LONGEST and item.path.name not in _LONGEST)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from truestep.config.describe import options
-from truestep.config.sections import NormalizeBy
+from truestep.config.losses import NormalizeBy
 from truestep.rollouts.advantages import RULES
 from truestep.rollouts.record import FIELDS
 

@@ -25,7 +25,8 @@ FLOORS = (
     ("policy", "environments"),
     ("head", "losses"),
     ("metrics", "rollouts", "report"),
-    ("types", "config", "custom", "files", "randomness", "ranks"),
+    ("types", "config", "files", "randomness", "ranks"),
+    ("custom",),
     ("errors",),
     ("__init__",),
 )

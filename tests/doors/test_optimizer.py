@@ -18,7 +18,7 @@ from truestep.custom import CustomError
 from truestep.errors import TruestepError
 from truestep.score import score
 from truestep.step.optimizer import OptimizerError
-from truestep.trainer import Trainer
+from truestep.trainer import Hooks, Trainer
 from truestep.verify.report import complaints
 from truestep.verify.run import verify
 
@@ -64,7 +64,7 @@ def test_it_trains_with_its_options_and_the_runs_learning_rate(tiny_model: Model
         factor = min(1.0, 0.5 / norm)
         clipped.update({name: value * factor for name, value in trainer.policy.weights.gradients.items()})
 
-    trainer.on_gradient = keep
+    trainer.hooks = Hooks(on_gradient=keep)
     trainer.run()
     rate = 1e-2 * 0.75 * 0.9
     for name, weight in masters(trainer).items():

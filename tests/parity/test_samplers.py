@@ -31,7 +31,7 @@ def write_config(model: Path, directory: Path, **sampler: object) -> Path:
     return directory / "c.yaml"
 
 
-def complaint(*arguments: str, before: str = "") -> str:
+def complaint(*arguments: str, before: str = "pass") -> str:
     """The one message of a command that fails."""
     code = f"import sys; {before}; from truestep.cli import main; main()"
     command = [sys.executable, "-W", "ignore", "-c", code, *arguments]

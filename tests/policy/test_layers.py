@@ -10,7 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from truestep.policy.cuts.layers import layers_of
 from truestep.policy.weights.sharded import ShardedWeights
-from truestep.ranks.group import RankLayout, join, leave
+from truestep.ranks.axes import RankLayout
+from truestep.ranks.group import join, leave
 from truestep.ranks.launch import run_ranks
 
 

@@ -7,7 +7,8 @@ import torch
 
 from truestep.policy.cuts.pieces import Piece, pieces_of, sum_parts
 from truestep.policy.weights.whole import WholeWeights
-from truestep.ranks.group import RankLayout, Ranks, join, leave
+from truestep.ranks.axes import RankLayout
+from truestep.ranks.group import Ranks, join, leave
 from truestep.ranks.launch import run_ranks
 from truestep.step.optimizer import make_adamw, optimizer_tensors, restore_optimizer, update
 from truestep.step.run import gradient_norm
@@ -19,8 +20,8 @@ SHAPES = {"embedding": (7, 3), "columns": (2, 8), "norm": (5,), "late": (4,)}
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_slices_are_all_of_it(rows: int, ranks: int) -> None:
     whole = torch.arange(rows * 2).view(rows, 2)
-    piece = Piece(whole.shape, cut=0)
-    slices = [piece.slice(whole, Ranks(rank, ranks, tensor=ranks)) for rank in range(ranks)]
+    piece = Piece(whole.shape, cut={"tensor": 0})
+    slices = [piece.slice(whole, Ranks(rank, RankLayout(data_shard=1, tensor=ranks))) for rank in range(ranks)]
     assert torch.equal(torch.cat(slices), whole)
 
 
@@ -47,8 +48,8 @@ def _check_pieces() -> None:
     ranks = join(RankLayout(tensor=2, pipeline=2), device="cpu", stall_timeout=30)
     shapes = {name: torch.Size(shape) for name, shape in SHAPES.items()}
     pieces = {
-        "embedding": Piece(shapes["embedding"], cut=0, stages=(0, 1)),
-        "columns": Piece(shapes["columns"], cut=1, stages=(0,)),
+        "embedding": Piece(shapes["embedding"], cut={"tensor": 0}, stages=(0, 1)),
+        "columns": Piece(shapes["columns"], cut={"tensor": 1}, stages=(0,)),
         "norm": Piece(shapes["norm"], stages=(0,)),
         "late": Piece(shapes["late"], stages=(1,)),
     }
@@ -60,7 +61,7 @@ def _check_pieces() -> None:
     kept = {name: value.clone() for name, value in weights.collect().items()}
     for name, gradient in weights.gradients.items():
         # What other ranks have a part of is split between them; the rest is here, whole.
-        parts = len(pieces[name].stages) * (2 if pieces[name].cut is None else 1)
+        parts = len(pieces[name].stages) * (1 if pieces[name].cut else 2)
         gradient.copy_(pieces[name].slice(whole[name], ranks) / parts)
     sum_parts(ranks, pieces, weights.gradients)
     gradients = weights.collect_gradients()

@@ -19,8 +19,9 @@ from truestep.policy.cuts.tensor import tensor_plan
 from truestep.policy.errors import ModelError
 from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
+from truestep.ranks.axes import RankError, RankLayout
 from truestep.ranks.exchange import gather_same, gather_tokens, sum_to_own_tokens
-from truestep.ranks.group import RankError, RankLayout, Ranks, join
+from truestep.ranks.group import Ranks, join
 
 
 def settings(kind: str, **traits: Any) -> Any:
@@ -60,7 +61,7 @@ def test_it_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
     settings("phi3").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no weights at all")
     with pytest.raises(ModelError, match="phi3's plan"):
-        load_policy(tmp_path, device="cpu", ranks=Ranks(size=2, tensor=2))
+        load_policy(tmp_path, device="cpu", ranks=Ranks(layout=RankLayout(data_shard=1, tensor=2)))
 
 
 def cut_by_another_plan(model: str, forgotten: tuple[str, ...]) -> None:

@@ -19,6 +19,7 @@ from small_runs import read_lines, sort_prompts, without_times, word_model, writ
 from tiny import VOCABULARY, make_model, make_records, set_old_logprobs
 from truestep.errors import TruestepError
 from truestep.policy.loading.load import load_policy
+from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks
 
 
@@ -206,7 +207,7 @@ def test_heads_that_ranks_cannot_share_are_refused_before_weights_are_read(
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read_weights)
     with pytest.raises(TruestepError, match=r"parallel\.context: 3 does not divide the model's 4 query heads"):
-        load_policy(tiny_model("llama"), ranks=Ranks(size=3, shards=3, context=3))
+        load_policy(tiny_model("llama"), ranks=Ranks(layout=RankLayout(data_shard=1, context=3)))
 
 
 def test_a_model_that_mixes_tokens_outside_attention_is_refused(tiny_model: Model, tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from truestep.ranks.group import ALONE, RankError, RankLayout, Ranks, join, leave
+from truestep.ranks.axes import RankError, RankLayout
+from truestep.ranks.group import ALONE, Ranks, join, leave
 from truestep.ranks.launch import run_ranks
 
 SIZES = st.integers(1, 3)
@@ -19,7 +20,10 @@ def test_every_rank_has_a_place_of_its_own(pipeline: int, replicas: int, parts: 
     size = pipeline * replicas * parts * context * tensor
     places = product(*(range(many) for many in (pipeline, replicas, parts, context, tensor)))
     for rank, (stage, replica, part, run, cut) in enumerate(places):
-        ranks = Ranks(rank, size, parts * context, context, tensor, pipeline)
+        layout = RankLayout(
+            pipeline=pipeline, data_replicate=replicas, data_shard=parts, context=context, tensor=tensor
+        )
+        ranks = Ranks(rank, layout.over(size))
         assert (ranks.stage, ranks.context_rank, ranks.tensor_rank) == (stage, run, cut)
         assert ranks.shard == part * context + run
         assert ranks.data_rank == replica * parts + part
@@ -43,7 +47,7 @@ def test_one_process_is_every_place_at_once() -> None:
     ],
 )
 def test_weights_are_spread_over_data_and_context_ranks(layout: RankLayout, size: int, shards: int) -> None:
-    assert layout.shards(size) == shards
+    assert Ranks(0, layout.over(size)).shards == shards
 
 
 @pytest.mark.parametrize(
@@ -61,7 +65,7 @@ def test_weights_are_spread_over_data_and_context_ranks(layout: RankLayout, size
 )
 def test_a_layout_that_does_not_make_up_the_ranks_is_refused(layout: RankLayout, size: int, message: str) -> None:
     with pytest.raises(RankError, match=message):
-        layout.shards(size)
+        layout.over(size)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +88,7 @@ def _check_fellows(layout: RankLayout, fellows: dict[int, dict[str, list[int] | 
     for dimension, expected in fellows.get(ranks.rank, {}).items():
         group = ranks.group(dimension)
         assert (None if group is None else dist.get_process_group_ranks(group)) == expected, dimension
-    for holder in range(layout.pipeline):
+    for holder in range(ranks.pipeline):
         mine = torch.full((3,), float(ranks.rank)) if ranks.stage == holder else None
         found = ranks.to_first(mine, torch.empty(3, device="meta"), holder)
         expected = [float(holder * ranks.size // ranks.pipeline)] * 3 if ranks.first else None

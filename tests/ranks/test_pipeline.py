@@ -18,7 +18,7 @@ from selection import long_except
 from small_runs import read_lines, write_rollouts
 from tiny import make_model, make_records, set_old_logprobs
 from truestep.config.schema import Config
-from truestep.ranks.group import RankError
+from truestep.ranks.axes import RankError
 from truestep.ranks.launch import start_ranks
 from truestep.score import score
 

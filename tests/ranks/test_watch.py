@@ -12,7 +12,8 @@ from ranks.cases import train_and_do
 from ranks.test_train_over_ranks import config
 from selection import long_except
 from small_runs import read_lines, write_rollouts
-from truestep.ranks.group import RankError, RankLayout, Ranks, join
+from truestep.ranks.axes import RankError, RankLayout
+from truestep.ranks.group import Ranks, join
 from truestep.ranks.launch import run_ranks, start_ranks
 from truestep.ranks.watch import ENDED_BY_ANOTHER, Seen, verdict
 from truestep.rollouts.source import FileSource

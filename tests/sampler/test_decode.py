@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from truestep.losses.policy import CrossEntropy
 
 from selection import long_except
 from tiny import KINDS, VOCABULARY, make_model
 from truestep.head.logits import HeadSettings
+from truestep.losses.label_losses import CrossEntropy
 from truestep.losses.objective import Denominator, Objective
 from truestep.policy.loading.load import load_policy
 from truestep.policy.model import attention

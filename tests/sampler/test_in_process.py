@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from truestep.losses.policy import Grpo, clip_bounds
 
 from small_runs import (
     WORDS,
@@ -30,6 +29,7 @@ from small_runs import (
 from truestep.environments.prompts import load_prompts
 from truestep.environments.rewards import RewardError
 from truestep.head.logits import HeadSettings
+from truestep.losses.label_losses import Grpo
 from truestep.losses.objective import Denominator, Objective
 from truestep.metrics.types import values
 from truestep.policy.loading.load import load_policy
@@ -297,7 +297,7 @@ def test_on_policy_every_ratio_is_one(
         max_tokens=64,
     )
     documents = source.take(16, 0)
-    objective = Objective(Grpo(clip_bounds(0.2, 0.2), None), Denominator("labels", None))
+    objective = Objective(Grpo(0.2, 0.2), Denominator("labels", None))
     # Packed in an order and in a company that sampling did not know.
     plan = make_plan(documents, [range(0, 16, 3), range(1, 16, 3), range(2, 16, 3)], 0)
     accumulated = StepRunner(policy, objective, "full", keep_scores=True).accumulate(plan)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from server.conftest import Servers
 from server.models import make_model
@@ -30,8 +28,10 @@ def test_the_demo_trains_through_a_server_to_its_accuracy(servers: Servers, tmp_
     base = make_model(tmp_path / "model", seed=0, spread=0.0)
     demo._write_task(tmp_path, base, 0)
     quiet = {"logging": {"console": False}}
-    warm = _changed(demo._warm_up(tmp_path, base, 0), quiet)
-    policy = demo._train(warm, tmp_path / "warm-up.yaml", Console(file=io.StringIO()), "warm-up").checkpoints.latest()
+    warm_up, rewarded = demo.PHASES
+    warm = quiet_trainer(_changed(demo.phase_config(warm_up, base, tmp_path, 0), quiet))
+    warm.run()
+    policy = warm.checkpoints.latest()
     assert policy is not None
     changes: dict[str, Any] = {
         "sampler": {
@@ -44,7 +44,7 @@ def test_the_demo_trains_through_a_server_to_its_accuracy(servers: Servers, tmp_
         "schedule": {"docs_per_step": DOCUMENTS, "steps": STEPS},
         "evaluation": {"every": 10},
     }
-    in_process = demo._rl(tmp_path, policy, 0).model_dump()
+    in_process = demo.phase_config(rewarded, policy, tmp_path, 0).model_dump()
     del in_process["sampler"]["type"], in_process["sampler"]["top_p"], in_process["sampler"]["batch_size"]
     run = Recorder(quiet_trainer(Config.model_validate(merged(in_process, changes | quiet))))
     run.trainer.sinks = [*run.trainer.sinks, _StopWhenAccurate(run.trainer)]

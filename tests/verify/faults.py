@@ -13,7 +13,7 @@ from truestep.losses.objective import Denominator
 from truestep.metrics.types import Max, Mean, Metric, Min
 from truestep.policy.cuts.pieces import Piece, pieces_of
 from truestep.policy.model.context import Context
-from truestep.policy.weights import whole as weights
+from truestep.policy.weights import sharded, whole
 from truestep.policy.weights.protocol import StagePass
 from truestep.policy.weights.sharded import ShardedWeights
 from truestep.ranks.group import Ranks
@@ -146,7 +146,7 @@ def counted_on_every_rank() -> None:
 
 def norms_not_summed_over_tensor_ranks() -> None:
     """Each rank trains its norms on its own tokens."""
-    weights.sum_parts = lambda ranks, pieces, gradients: None
+    whole.sum_parts = sharded.sum_parts = lambda ranks, pieces, gradients: None
 
 
 def ragged_ranks_hang() -> None:
@@ -188,7 +188,7 @@ def labels_counted_from_each_ranks_first() -> None:
 
 def tied_gradient_of_one_stage() -> None:
     """What the head adds to a tied embedding never comes to the embedding."""
-    honest = weights.sum_parts
+    honest = whole.sum_parts
 
     def dropping(ranks: Ranks, pieces: dict[str, Piece], gradients: dict[str, torch.Tensor]) -> None:
         for name, gradient in gradients.items():
@@ -196,7 +196,7 @@ def tied_gradient_of_one_stage() -> None:
                 gradient.zero_()
         honest(ranks, pieces, gradients)
 
-    weights.sum_parts = dropping
+    whole.sum_parts = sharded.sum_parts = dropping
 
 
 def extremes_of_a_stage_without_a_loss() -> None:

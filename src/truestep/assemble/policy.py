@@ -8,14 +8,13 @@ from truestep.config.schema import Config
 from truestep.head.logits import HeadSettings
 from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
-from truestep.ranks.group import RankLayout, Ranks, join
+from truestep.ranks.axes import AXES, RankLayout
+from truestep.ranks.group import Ranks, join
 
 
 def join_ranks(config: Config) -> Ranks:
     parallel = config.parallel
-    layout = RankLayout(
-        parallel.data_shard, parallel.data_replicate, parallel.context, parallel.tensor, parallel.pipeline
-    )
+    layout = RankLayout(**{axis.name: getattr(parallel, axis.name) for axis in AXES})
     return join(layout, device=config.model.device, stall_timeout=config.schedule.stall_timeout)
 
 

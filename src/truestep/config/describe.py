@@ -314,7 +314,7 @@ _MARKDOWN_HEAD = """# Configuration
 One YAML file, and overrides after it on the command line:
 
 ```
-truestep train run.yaml --loss.type gspo --schedule.steps 200 --deterministic
+truestep train run.yaml --schedule.steps 200 --deterministic
 ```
 
 An override replaces what the file says: `--section.option value` or `--section.option=value`. The value is read as

@@ -1,4 +1,4 @@
-"""The demo: a base model that imitates a corpus of mixed quality, then GRPO on a reward that can be checked.
+"""The demo: a base model that imitates a corpus of mixed quality, then RL on a reward that can be checked.
 
 Both phases go through the trainer that a real run uses; only the model and the data are small.
 """
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.rule import Rule
 
-from truestep.config.load import dump_config
+from truestep.config.load import dump_config, load_config
 from truestep.config.schema import Config
 from truestep.demo.model import make_model
 from truestep.environments import sorting
@@ -29,10 +29,8 @@ from truestep.report import text_plot, write_plot, write_report
 from truestep.train import train
 from truestep.trainer import Trainer
 
-REWARD = "truestep.environments.sorting:reward"
-HELD_OUT, PROMPTS = 200, 2048
-WARM_UP_STEPS, WARM_UP_DOCUMENTS = 240, 128
-RL_STEPS = 100
+PHASES = sorted(Path(__file__).parent.glob("*.yaml"))  # configurations, as a user would write them
+HELD_OUT, PROMPTS, CORPUS = 200, 2048, 240 * 128
 # How often the corpus answers rightly. The rest gives the digits as they stand, or in falling order.
 RIGHT = 0.35
 MARK = ".truestep-demo"  # in a directory that a demo made and may remove
@@ -58,12 +56,10 @@ def run(output: Path, seed: int, console: Console) -> Outcome:
     )
     base = make_model(output / "model", sorting.WORDS, seed)
     _write_task(output, base, seed)
-    console.print(Rule("1. warm-up: imitate a corpus that is right a third of the time", style="dim"))
-    warm = _train(_warm_up(output, base, seed), output / "warm-up.yaml", console, "warm-up")
-    console.print(Rule("2. GRPO: sample from the policy itself, reward what is right", style="dim"))
-    policy = warm.checkpoints.latest()
+    first, second = PHASES
+    policy = _train(first, base, output, seed, console).checkpoints.latest()
     assert policy is not None
-    trained = _train(_rl(output, policy, seed), output / "grpo.yaml", console, "grpo")
+    trained = _train(second, policy, output, seed, console)
     return _show(trained.directory.path, output, console, time.perf_counter() - start)
 
 
@@ -89,7 +85,7 @@ def _corpus(prompts: Sequence[dict[str, str]], model: Path, seed: int) -> Iterab
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     generator = random.Random(seed)
-    for number in range(WARM_UP_STEPS * WARM_UP_DOCUMENTS):
+    for number in range(CORPUS):
         prompt = generator.choice(prompts)
         digits = prompt["prompt"].split()[1:-1]
         draw = generator.random()
@@ -102,38 +98,24 @@ def _corpus(prompts: Sequence[dict[str, str]], model: Path, seed: int) -> Iterab
         yield {"id": str(number), "input_ids": [*prompt_ids, *answer_ids], "prompt_length": len(prompt_ids)}
 
 
-def _warm_up(output: Path, model: Path, seed: int) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": str(model), "dtype": "float32"},
-            "loss": {"type": "cross_entropy"},
-            "data": {"path": str(output / "corpus.jsonl"), "tokens_per_microbatch": 4096},
-            "schedule": {"docs_per_step": WARM_UP_DOCUMENTS, "steps": WARM_UP_STEPS},
-            "optimizer": {"learning_rate": 3e-3, "warmup_steps": 20, "schedule": "linear"},
-            "checkpoint": {"directory": str(output / "warm-up")},
-            "seed": seed,
-        }
-    )
+def phase_config(phase: Path, model: Path, output: Path, seed: int) -> Config:
+    """Read one of the demo's phases, from `model` and in `output`."""
+    places = {"data.path": "corpus.jsonl"}
+    if load_config(phase).sampler is not None:
+        places = {"sampler.prompts": "prompts.jsonl", "evaluation.prompts": "held_out.jsonl"}
+    places = {"model.path": str(model), "checkpoint.directory": _title(phase)} | places
+    overrides = [word for name, place in places.items() for word in (f"--{name}", str(output / place))]
+    return load_config(phase, [*overrides, "--seed", str(seed)])
 
 
-def _rl(output: Path, model: Path, seed: int) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": str(model), "dtype": "float32", "head": {"fp32_lm_head": True}},
-            "loss": {"type": "grpo", "metrics": "full"},
-            "data": {"group_size": 8, "tokens_per_microbatch": 4096},
-            "sampler": {"prompts": str(output / "prompts.jsonl"), "reward": REWARD, "max_new_tokens": 8},
-            "evaluation": {"prompts": str(output / "held_out.jsonl"), "every": 10},
-            "schedule": {"docs_per_step": 256, "steps": RL_STEPS},
-            "optimizer": {"learning_rate": 1e-3, "schedule": "linear"},
-            "checkpoint": {"directory": str(output / "grpo"), "every": 20},
-            "seed": seed,
-        }
-    )
+def _title(phase: Path) -> str:
+    return phase.stem.partition("-")[2]
 
 
-def _train(config: Config, file: Path, console: Console, title: str) -> Trainer:
-    write_whole(file, dump_config(config).encode())  # `truestep train` on it is the same run
+def _train(phase: Path, model: Path, output: Path, seed: int, console: Console) -> Trainer:
+    title, config = _title(phase), phase_config(phase, model, output, seed)
+    console.print(Rule(phase.read_text(encoding="utf-8").splitlines()[0].removeprefix("# "), style="dim"))
+    write_whole(output / f"{title}.yaml", dump_config(config).encode())  # `truestep train` on it is the same run
     return train(config, console, title)
 
 

@@ -16,7 +16,7 @@ SLACK = 40.0
 
 @dataclass(frozen=True)
 class Numerators:
-    """Of the softmax of each row, in parts of `PART` of the vocabulary that have a shift each: 2^y with
+    """Numerators of the softmax of each row, in parts of `PART` of the vocabulary that have a shift each: 2^y with
     y = z · log2 e - reference - shift."""
 
     values: torch.Tensor | None  # [C, V]

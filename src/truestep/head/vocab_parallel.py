@@ -36,7 +36,7 @@ class VocabularyShard:
         return partial
 
     def least(self, value: int, device: torch.device) -> int:
-        """Of the ranks' values, on every rank."""
+        """Find the least of the ranks' values, on every rank."""
         values = torch.tensor(value, device=device)
         dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self.group)
         return int(values)
@@ -52,8 +52,8 @@ class ShardedPasses:
         return self.local.bytes_per_logit
 
     def forward(self, rows: Rows, keep: bool) -> tuple[Any, RowStatistics]:
-        kept, mine = self.local.forward(self._local(rows), keep)
-        return kept, _join(mine, self.shard.owns(rows.label_ids), self.shard.group)
+        kept, own = self.local.forward(self._local(rows), keep)
+        return kept, _join(own, self.shard.owns(rows.label_ids), self.shard.group)
 
     def gradient(self, kept: Any, statistics: RowStatistics, rows: Rows, coefficients: Coefficients) -> Gradient:
         # p is that of the whole vocabulary already; the label's own term belongs to the rank that holds it.
@@ -61,15 +61,15 @@ class ShardedPasses:
         return self.local.gradient(kept, statistics, self._local(rows), here)
 
     def _local(self, rows: Rows) -> Rows:
-        """With labels counted from this slice's first; another slice's become any of them."""
+        """Count labels from this slice's first; another slice's become any of them."""
         label_ids = torch.where(self.shard.owns(rows.label_ids), rows.label_ids - self.shard.first, 0)
         return replace(rows, label_ids=label_ids)
 
 
-def _join(mine: RowStatistics, owned: torch.Tensor, group: dist.ProcessGroup) -> RowStatistics:
+def _join(own: RowStatistics, owned: torch.Tensor, group: dist.ProcessGroup) -> RowStatistics:
     """Statistics of the whole vocabulary from those of each slice."""
-    label_logit = torch.where(owned, mine.logprobs + mine.logsumexp, -torch.inf)
-    packed = torch.stack([mine.logsumexp, mine.entropy, label_logit])  # [3, C]
+    label_logit = torch.where(owned, own.logprobs + own.logsumexp, -torch.inf)
+    packed = torch.stack([own.logsumexp, own.entropy, label_logit])  # [3, C]
     gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, packed, group=group)
     logsumexps, entropies, label_logits = torch.stack(gathered, dim=1)  # each [R, C]

@@ -1,4 +1,4 @@
-"""What a user can mend about a model."""
+"""Errors about a model that a user can mend."""
 
 from __future__ import annotations
 

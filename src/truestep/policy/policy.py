@@ -15,7 +15,7 @@ import torch
 
 from truestep.head.logits import HeadSettings
 from truestep.head.vocab_parallel import VocabularyShard
-from truestep.policy.cuts.pieces import Piece
+from truestep.policy.cuts.pieces import slice_of
 from truestep.policy.cuts.stages import Stages
 from truestep.policy.model import attention
 from truestep.policy.model.context import Context
@@ -27,7 +27,7 @@ from truestep.types import PackedTokens
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Of the whole model, which a rank may have no more than a part of."""
+    """Facts of the whole model, of which a rank may have no more than a part."""
 
     vocabulary_size: int
     tied: bool  # whether the head is the input embedding
@@ -84,7 +84,7 @@ class Policy:
         group = ranks.group("tensor")
         if group is None:
             return None
-        return VocabularyShard(group, *Piece.slice_of(self.vocabulary_size, ranks))
+        return VocabularyShard(group, *slice_of(self.vocabulary_size, ranks, "tensor"))
 
     def hidden(self, tokens: PackedTokens) -> torch.Tensor:  # [S, H], or of this context rank's tokens
         """The last hidden state of every token of a packed micro-batch, with its graph."""
@@ -95,9 +95,10 @@ class Policy:
         return Pipeline() if self.stages is None else self.stages.pipeline
 
     def through(self, stage: int, tokens: PackedTokens, received: torch.Tensor | None) -> torch.Tensor:  # [S, H]
-        """What a stage that is here makes of a packed micro-batch and of what the stage before made. Between stages, of
-        the tokens that are here; behind the last, tensor ranks have all of their context rank's alike, and each must be
-        given the whole gradient."""
+        """Run a stage that is here on a packed micro-batch and on what the stage before gave.
+
+        Between stages it gives the tokens that are here. Behind the last, tensor ranks have all of their context
+        rank's alike, and each must be given the whole gradient."""
         if self.stages is None:
             hidden = packed_hidden(self.model, tokens, self.device, self.context)
         else:

@@ -41,31 +41,31 @@ class _Transfer(torch.autograd.Function):
         return saved.back(gradient), None, None
 
 
-def gather_tokens(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [1, S/R, H] -> [1, S, H]
-    """All tokens, for a computation of which every rank does a part: the gradient is the sum of the ranks' own."""
-    return transfer(mine, partial(_gathered, group=group), partial(_summed, group=group))
+def gather_tokens(own_tokens: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [1, S/R, H] -> [1, S, H]
+    """Gather all tokens, for a computation of which every rank does a part: the gradient is their sum."""
+    return transfer(own_tokens, partial(_gathered, group=group), partial(_summed, group=group))
 
 
 def sum_to_own_tokens(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [1, S, H] -> [1, S/R, H]
-    """This rank's tokens of the sum of what every rank computed."""
+    """Sum what every rank computed; give this rank's tokens of it."""
     return transfer(parts, partial(_summed, group=group), partial(_gathered, group=group))
 
 
-def gather_same(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [S/R, H] -> [S, H]
-    """All tokens, for what every rank does alike: each has the whole gradient already, and takes its tokens' own."""
-    return transfer(mine, partial(_gathered, group=group), partial(_own, group=group))
+def gather_same(own_tokens: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [S/R, H] -> [S, H]
+    """Gather all tokens, for what every rank does alike: each has the whole gradient, and takes its own tokens'."""
+    return transfer(own_tokens, partial(_gathered, group=group), partial(_own, group=group))
 
 
 def _own(tokens: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return tokens.chunk(dist.get_world_size(group), -2)[dist.get_rank(group)]
 
 
-def _gathered(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    mine = mine.contiguous()
-    tokens, hidden = mine.shape[-2:]
-    whole = mine.new_empty(*mine.shape[:-2], tokens * dist.get_world_size(group), hidden)
-    all_gather(whole.view(-1, hidden), mine.view(-1, hidden), group=group)
-    return whole
+def _gathered(own_tokens: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    own_tokens = own_tokens.contiguous()
+    tokens, hidden = own_tokens.shape[-2:]
+    all_tokens = own_tokens.new_empty(*own_tokens.shape[:-2], tokens * dist.get_world_size(group), hidden)
+    all_gather(all_tokens.view(-1, hidden), own_tokens.view(-1, hidden), group=group)
+    return all_tokens
 
 
 def _summed(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -75,9 +75,9 @@ def _summed(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     shape = (*parts.shape[:-2], tokens // ranks, hidden)
     flat = parts.view(-1, hidden)
     if parts.dtype in (torch.float32, torch.float64):
-        mine = flat.new_empty(tokens // ranks, hidden)
-        reduce_scatter(mine, flat, group=group)
-        return mine.view(shape)
+        own_tokens = flat.new_empty(tokens // ranks, hidden)
+        reduce_scatter(own_tokens, flat, group=group)
+        return own_tokens.view(shape)
     # Half precision would be rounded at every addition: as many bytes are sent, and added up in float32 here.
     received = torch.empty_like(flat)
     dist.all_to_all_single(received, flat, group=group)

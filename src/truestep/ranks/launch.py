@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from truestep.ranks.axes import RankError
 from truestep.ranks.forks import fork_context
-from truestep.ranks.group import RankError
 
 
 def run_ranks(

@@ -37,7 +37,7 @@ def wires(ranks: int) -> tuple[str, ...]:
 
 
 def wire(ranks: int, sender: int, forward: bool) -> str:
-    """To the next rank of the pipeline, or back to the one before; behind the last comes the first."""
+    """Name the group to the next rank of the pipeline, or back to the one before; behind the last comes the first."""
     edge = sender if forward else (sender - 1) % ranks
     number = 2 if edge == ranks - 1 and ranks % 2 else edge % 2
     return f"{'forward' if forward else 'backward'} {number}"

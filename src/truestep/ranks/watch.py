@@ -1,4 +1,4 @@
-"""What every rank is at, told to all the others: a rank that stalls, fails or is gone is named, and the rest end.
+"""Ranks tell each other what they are at: a rank that stalls, fails or is gone is named, and the rest end.
 
 Each rank writes the number and name of its phase into the launcher's store, from a thread of its own, and reads the
 others'. All ranks go through the same phases in the same order, so the one with the lowest number is waited for.
@@ -19,10 +19,12 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from truestep.ranks.group import RankError, Ranks
+from truestep.ranks.axes import RankError
+from truestep.ranks.group import Ranks
 
 _FAILED = "truestep/failed"
 _DONE = "done"
+_OF_MESSAGES = ("connection", "gloo", "nccl", "timed out", "broken pipe")
 _DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 ENDED_BY_ANOTHER = 3  # the exit code of a rank that ends because of another
 
@@ -40,7 +42,7 @@ class Seen:
     waits: bool = False  # in a call that waits for other ranks
 
 
-def verdict(mine: Seen, others: list[Seen], timeout: float, silence: float) -> str | None:
+def verdict(own: Seen, others: list[Seen], timeout: float, silence: float) -> str | None:
     """Why the run has to end, or None. Pure, so that every case can be tested."""
     others = [seen for seen in others if seen.phase != _DONE]
     gone = [seen for seen in others if seen.silent > silence]
@@ -49,9 +51,9 @@ def verdict(mine: Seen, others: list[Seen], timeout: float, silence: float) -> s
             f"rank {seen.rank} is gone: nothing was heard of it for {seen.silent:.0f} s, and last it was {seen.phase}"
             for seen in gone
         )
-    if mine.since <= timeout:
+    if own.since <= timeout:
         return None
-    everyone = [mine, *others]
+    everyone = [own, *others]
     slowest = min(seen.number for seen in everyone)
     late = sorted((seen for seen in everyone if seen.number == slowest), key=lambda seen: seen.rank)
     if len(late) == len(everyone) and any(not seen.waits for seen in late):
@@ -75,7 +77,7 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def phase(self, name: str) -> None:
-        """What this rank is doing from now on: every rank says the same phases in the same order."""
+        """Say what this rank does from now on: every rank says the same phases in the same order."""
         self._number, self._phase, self._since = self._number + 1, name, time.monotonic()
 
     @contextmanager
@@ -149,8 +151,8 @@ class Watch:
             failed = json.loads(self._store.get(_FAILED))
             if failed["rank"] != self._ranks.rank:
                 return f"rank {failed['rank']} failed: {failed['error']}"
-        mine = Seen(self._ranks.rank, self._number, self._phase, time.monotonic() - self._since, 0.0, *_where())
-        return verdict(mine, self._others(), self._timeout, silence)
+        own = Seen(self._ranks.rank, self._number, self._phase, time.monotonic() - self._since, 0.0, *_where())
+        return verdict(own, self._others(), self._timeout, silence)
 
     def _others(self) -> list[Seen]:
         names = {rank: f"truestep/rank/{rank}" for rank in range(self._ranks.size) if rank != self._ranks.rank}
@@ -180,18 +182,16 @@ class Watch:
         os._exit(ENDED_BY_ANOTHER)
 
 
-def raised_between_ranks(error: BaseException | None) -> bool:
-    """True of what a call of torch.distributed raised while it ran, or what came of that."""
-    while error is not None:
-        files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
-        if isinstance(error, RuntimeError) and any(file.startswith(_DISTRIBUTED) for file in files):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+def raised_between_ranks(error: BaseException) -> bool:
+    """True of what a call of torch.distributed raised while it ran, or a message that it had under way."""
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+    # What waits for a message sent earlier has no frame there: its words alone say what it is.
+    known = any(file.startswith(_DISTRIBUTED) for file in files)
+    return isinstance(error, RuntimeError) and (known or any(word in str(error).lower() for word in _OF_MESSAGES))
 
 
 def _where() -> tuple[str, bool]:
-    """Where the main thread is in truestep's or the user's code, and whether it is in a call that waits for ranks."""
+    """Find where the main thread is in truestep's or the user's code, and whether it waits for other ranks there."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     waits = False
     while frame is not None:

@@ -11,7 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from truestep.ranks.group import RankError, Ranks
+from truestep.ranks.axes import RankError
+from truestep.ranks.group import Ranks
 from truestep.step.queue import PlanQueue
 from truestep.types import Rollout, StepPlan
 

@@ -32,7 +32,7 @@ class LearningRate:
     steps: int | None
 
     def at(self, step: int) -> float:
-        """Of the update number `step`, from 1."""
+        """Compute the rate of update number `step`, from 1."""
         if step <= self.warmup_steps:
             return self.peak * step / self.warmup_steps
         if self.schedule == "constant" or self.steps is None:
@@ -52,7 +52,7 @@ def grouped(weights: Mapping[str, torch.nn.Parameter]) -> Groups:
 def make_adamw(
     weights: Weights, *, betas: tuple[float, float], epsilon: float, weight_decay: float
 ) -> torch.optim.AdamW:
-    """Norms and biases are vectors and are never decayed."""
+    """Make AdamW, which never decays norms and biases: they are vectors."""
     decays = {"matrices": weight_decay, "vectors": 0.0}
     groups = [
         {"params": list(group.values()), "weight_decay": decays[kind]}
@@ -87,22 +87,23 @@ def make_custom_optimizer(make: Callable[[Groups], torch.optim.Optimizer], weigh
 
     def check(*_: object) -> None:
         _described(optimizer, weights)
-        for before, after in zip(options, _numbers(optimizer), strict=True):
-            for name in before.keys() | after.keys():
-                if before.get(name) != after.get(name):
-                    raise OptimizerError(
-                        f"optimizer.function: its step changed the option {name} of a parameter group, which a "
-                        "checkpoint does not keep: keep it in the state of each weight"
-                    )
+        changed = {
+            name for before, after in zip(options, _numbers(optimizer), strict=True) for name, _ in before ^ after
+        }
+        if changed:
+            raise OptimizerError(
+                f"optimizer.function: its step changed the option {min(changed)} of a parameter group, which a "
+                "checkpoint does not keep: keep it in the state of each weight"
+            )
 
     optimizer.register_step_post_hook(check)
     return optimizer
 
 
-def _numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _numbers(optimizer: torch.optim.Optimizer) -> list[set[tuple[str, Any]]]:
     """The numbers among each parameter group's options, but the learning rate, which every step sets."""
     return [
-        {name: value for name, value in group.items() if isinstance(value, (int, float)) and name != "lr"}
+        {(name, value) for name, value in group.items() if isinstance(value, (int, float)) and name != "lr"}
         for group in optimizer.param_groups
     ]
 
@@ -114,10 +115,9 @@ def update(optimizer: torch.optim.Optimizer, weights: Weights, learning_rate: fl
     weights.publish()
 
 
-# What a checkpoint keeps of a weight, by the names that the optimizer has for it: tensors of the weight's shape, whose
-# type this is, and numbers, Python's or tensors without a dimension.
-State = dict[str, torch.dtype | int | float | torch.Tensor]
-_PYTHON = ":number"  # behind the name of a number that is Python's own
+# What a checkpoint keeps of a weight, by name: numbers, as tensors, and the types of tensors that have its shape.
+State = dict[str, torch.dtype | torch.Tensor]
+_PYTHON = ":number"  # behind the name of a number that is Python's own, and no tensor without a dimension
 
 
 def _described(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, State]:
@@ -128,8 +128,12 @@ def _described(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, 
             state = described.setdefault(name, {})
             if isinstance(value, torch.Tensor) and value.shape == master.shape:
                 state[kind] = value.dtype
-            elif isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and not value.ndim):
-                state[kind] = value.cpu() if isinstance(value, torch.Tensor) else value
+            elif isinstance(value, torch.Tensor) and not value.ndim:
+                state[kind] = value.detach().cpu().clone()
+            elif isinstance(value, (int, float)):
+                state[f"{kind}{_PYTHON}"] = torch.tensor(
+                    value, dtype=torch.float64 if isinstance(value, float) else None
+                )
             elif value is not None:
                 what = f"a tensor of {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
                 raise OptimizerError(
@@ -140,7 +144,7 @@ def _described(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, 
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, torch.Tensor]:
-    """The optimizer's state as `NAME.KIND`, whole, for a checkpoint: on the first rank. Every rank calls this."""
+    """Gather the optimizer's whole state on the first rank, as `NAME.KIND`, for a checkpoint. Every rank calls this."""
     everywhere: dict[str, State] = {}
     for described in reversed(weights.ranks.gather(_described(optimizer, weights))):
         for name, state in described.items():
@@ -157,17 +161,13 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, weights: Weights) -> dic
             parts[name] = torch.zeros_like(master, dtype=dtype) if found is None and master is not None else found
         kept |= {f"{name}.{kind}": whole for name, whole in weights.on_first(parts, dtype).items()}
     if weights.ranks.first:
-        for name in trained:
-            for kind, value in everywhere[name].items():
-                if isinstance(value, torch.Tensor):
-                    kept[f"{name}.{kind}"] = value.clone()
-                elif not isinstance(value, torch.dtype):
-                    exact = torch.float64 if isinstance(value, float) else None
-                    kept[f"{name}.{kind}{_PYTHON}"] = torch.tensor(value, dtype=exact)
+        numbers = [(n, k, v) for n in trained for k, v in everywhere[n].items() if isinstance(v, torch.Tensor)]
+        kept |= {f"{name}.{kind}": value for name, kind, value in numbers}
     return kept
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, weights: Weights, tensors: dict[str, torch.Tensor]) -> None:
+    """Give the optimizer this rank's part of the state that `optimizer_tensors` made, on any layout."""
     restored: dict[str, dict[str, Any]] = {}
     for key, value in tensors.items():
         name, _, kind = key.rpartition(".")

@@ -107,7 +107,7 @@ class Passes:
         assert stages is not None
         # Context and tensor ranks each have an equal share of the tokens between layers.
         ranks = policy.weights.ranks
-        tokens = len(self._packed(taken.micro_batch).tokens) // (ranks.context * ranks.tensor)
+        tokens = len(self._packed(taken.micro_batch).tokens) // ranks.token_share
         return torch.empty(tokens, stages.width, dtype=policy.weights.dtype, device=policy.device)
 
     def _turn(self, made: Pass) -> StagePass:

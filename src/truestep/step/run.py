@@ -19,6 +19,7 @@ from truestep.losses.objective import Objective
 from truestep.metrics.types import Metric, Sum, merge, on_host, values
 from truestep.policy.policy import Policy
 from truestep.policy.weights.protocol import Weights
+from truestep.ranks.axes import WEIGHT_PARTS
 from truestep.ranks.group import Ranks
 from truestep.rollouts.packing import pack
 from truestep.step.dealing import Deal, MicroBatch
@@ -67,12 +68,12 @@ class StepRunner:
     def reports_metrics(self) -> bool:
         """True on the one rank of a micro-batch that reports: of the last stage, the first context and tensor rank."""
         ranks, pipeline = self._ranks, self.policy.pipeline
-        return ranks.stage == pipeline.rank_of(pipeline.last) and ranks.context_rank == ranks.tensor_rank == 0
+        return ranks.stage == pipeline.rank_of(pipeline.last) and ranks.first_of_stage
 
     @property
     def _multiple(self) -> int:
         """Micro-batches are padded to a multiple of this, so that ranks that share one get equal parts."""
-        return math.lcm(self.pad_to_multiple, self._ranks.context * self._ranks.tensor)
+        return math.lcm(self.pad_to_multiple, self._ranks.token_share)
 
     def accumulate(
         self,
@@ -223,8 +224,8 @@ def gradient_norm(weights: Weights) -> float:
         if weights.pieces[name].counted_on(ranks)
     ]
     total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=weights.device)
-    for dimension in ("shard", "tensor", "pipeline"):
-        ranks.sum_over(dimension, total)
+    for group in WEIGHT_PARTS:
+        ranks.sum_over(group, total)
     return float(total.sqrt())
 
 

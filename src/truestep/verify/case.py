@@ -19,6 +19,7 @@ from truestep.policy.cuts.tensor import tensor_plan
 from truestep.policy.errors import ContextError, CutError, ModelError
 from truestep.policy.loading.load import load_policy
 from truestep.policy.model.context import check_heads
+from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks
 from truestep.verify.layouts import Layout
 from truestep.verify.oracle.records import Record
@@ -122,7 +123,7 @@ def _can_be_cut(
         if tensor > 1:
             tensor_plan(config, tensor)
         if pipeline > 1:
-            ranks = Ranks(0, pipeline, pipeline=pipeline)
+            ranks = Ranks(0, RankLayout(data_shard=1, pipeline=pipeline))
             load_policy(
                 model, device="cpu", trust_remote_code=trust_remote_code, ranks=ranks, stages_per_rank=stages_per_rank
             )

@@ -15,7 +15,8 @@ import torch
 
 from truestep.assemble.step import make_objective
 from truestep.config.schema import Config
-from truestep.ranks.group import RankError, world_size
+from truestep.ranks.axes import RankError
+from truestep.ranks.group import world_size
 from truestep.ranks.launch import run_ranks
 from truestep.verify.case import Case, VerifyError, in_parts, make_case, permits
 from truestep.verify.compare import Comparer, Difference

@@ -1,4 +1,4 @@
-"""Which modules of a model are its decoder layers: one rule for all who treat layers in a way of their own."""
+"""The one rule that finds a model's decoder layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every weight of the whole model is, and which ranks have which piece of it.
+"""The pieces of every weight of the whole model, and which ranks have them.
 
 Known on every rank alike, also of weights that are elsewhere. Sharding is not part of it: what a rank has of a weight
 by this, its fellows of the shard group have too, and FSDP spreads it over them.
@@ -6,12 +6,14 @@ by this, its fellows of the shard group have too, and FSDP spreads it over them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from truestep.ranks.axes import CUT
 from truestep.ranks.group import Ranks
 
 
@@ -19,50 +21,61 @@ from truestep.ranks.group import Ranks
 class Piece:
     shape: torch.Size  # of the whole weight
     trained: bool = True
-    # Tensor ranks have a slice each along this dimension, of the same size but for the last ones, which may have less
-    # or nothing. None: each has all of the weight, and of its gradient what its own tokens or heads add.
-    cut: int | None = None
+    # Where it is cut: the ranks of a dimension of theirs have a slice each along a dimension of its own, of the same
+    # size but for the last ones, which may have less or nothing. Where it is not, each has all of the weight, and of
+    # its gradient what its own tokens or heads add.
+    cut: Mapping[str, int] = field(default_factory=dict)
     # The pipeline's ranks that have it. Two for a tied embedding: each has a part of its gradient.
     stages: tuple[int, ...] = (0,)
 
     def counted_on(self, ranks: Ranks) -> bool:
-        """Of the ranks that have the very same values, one counts them."""
-        return ranks.stage == self.stages[0] and (self.cut is not None or ranks.tensor_rank == 0)
-
-    @staticmethod
-    def slice_of(size: int, ranks: Ranks) -> tuple[int, int]:
-        """Where this rank's slice of a dimension of that size begins, and how long it is."""
-        most = -(-size // ranks.tensor)
-        start = min(most * ranks.tensor_rank, size)
-        return start, min(most, size - start)
+        """Choose the one that counts the values among the ranks that have the very same."""
+        return ranks.stage == self.stages[0] and all(axis in self.cut or ranks.place_on(axis) == 0 for axis in CUT)
 
     def slice(self, whole: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        if self.cut is None or ranks.tensor == 1:
-            return whole
-        return whole.narrow(self.cut, *self.slice_of(whole.shape[self.cut], ranks))
+        for axis, dimension in self.cut.items():
+            whole = whole.narrow(dimension, *slice_of(whole.shape[dimension], ranks, axis))
+        return whole
 
     def join(self, part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        """All slices in one. Every tensor rank calls this."""
-        if self.cut is None or ranks.tensor == 1:
-            return part
-        size = self.shape[self.cut]
-        lines = part.movedim(self.cut, 0)
-        padded = lines.new_zeros(-(-size // ranks.tensor), *lines.shape[1:])
-        padded[: len(lines)] = lines
-        slices = [torch.empty_like(padded) for _ in range(ranks.tensor)]
-        dist.all_gather(slices, padded, group=ranks.group("tensor"))
-        return torch.cat(slices)[:size].movedim(0, self.cut).contiguous()
+        """Join all slices in one. Every rank of the dimensions that it is cut over calls this."""
+        shape, cuts = list(self.shape), []
+        for axis, dimension in self.cut.items():
+            cuts.append((axis, dimension, shape[dimension]))
+            shape[dimension] = slice_of(shape[dimension], ranks, axis)[1]
+        for axis, dimension, size in reversed(cuts):
+            part = _join(part, ranks, axis, dimension, size)
+        return part
+
+
+def slice_of(size: int, ranks: Ranks, axis: str) -> tuple[int, int]:
+    """Find where this rank's slice of a dimension of that size begins, and how long it is."""
+    most = -(-size // ranks.size_of(axis))
+    start = min(most * ranks.place_on(axis), size)
+    return start, min(most, size - start)
+
+
+def _join(part: torch.Tensor, ranks: Ranks, axis: str, dimension: int, size: int) -> torch.Tensor:
+    count = ranks.size_of(axis)
+    if count == 1:
+        return part
+    lines = part.movedim(dimension, 0)
+    padded = lines.new_zeros(-(-size // count), *lines.shape[1:])
+    padded[: len(lines)] = lines
+    slices = [torch.empty_like(padded) for _ in range(count)]
+    dist.all_gather(slices, padded, group=ranks.group(axis))
+    return torch.cat(slices)[:size].movedim(0, dimension).contiguous()
 
 
 def pieces_of(model: Any) -> dict[str, Piece]:
-    """Of a model that is not cut: all of each weight, by name, in the model's order; a tied tensor once."""
+    """Describe a model that is not cut: all of each weight, by name, in the model's order; a tied tensor once."""
     return {
         name: Piece(parameter.shape, trained=parameter.requires_grad) for name, parameter in model.named_parameters()
     }
 
 
 def sum_parts(ranks: Ranks, pieces: dict[str, Piece], gradients: dict[str, torch.Tensor]) -> None:
-    """In place, of gradients of which other tensor ranks, or the other end of the pipeline, have a part."""
-    if ranks.tensor > 1:
-        ranks.sum_all("tensor", [gradient for name, gradient in gradients.items() if pieces[name].cut is None])
+    """Sum, in place, gradients of which other ranks' slices, or the other end of the pipeline, have a part."""
+    for axis in CUT:
+        ranks.sum_all(axis, [gradient for name, gradient in gradients.items() if axis not in pieces[name].cut])
     ranks.sum_all("ends", [gradient for name, gradient in gradients.items() if len(pieces[name].stages) > 1])

@@ -45,7 +45,7 @@ def cut_by_cost(layers: Sequence[float], head: float, stages: int) -> tuple[rang
 def _best(
     layers: int, stages: int, cost: Callable[[int, int], float], join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """Where stages begin, so that their joint cost is least."""
+    """Find where stages begin, so that their joint cost is least."""
     known: list[tuple[float, list[int]]] = [(0.0, []), *((math.inf, []) for _ in range(layers))]  # of the first layers
     for _ in range(stages):
         known = [
@@ -85,17 +85,17 @@ class Stages:
     width: int  # H
 
     @contextmanager
-    def opened(self, stage: int, received: torch.Tensor | None) -> Iterator[_Taken | None]:
+    def opened(self, stage: int, received: torch.Tensor | None) -> Iterator[_KeepsOutput | None]:
         """Inside, the model is this stage; it begins with `received`, [S, H]. What it gives is taken where other layers
         follow, and is the model's own last hidden state where none do."""
-        mine = self.cut[stage]
+        span = self.cut[stage]
         view: list[torch.nn.Module] = [*self.layers.closed]
-        view[mine.start : mine.stop] = list(self.layers)[mine.start : mine.stop]
+        view[span.start : span.stop] = list(self.layers)[span.start : span.stop]
         if received is not None:
-            view[mine.start - 1] = _in_place_of(view[mine.start - 1], _Given(received[None]))
+            view[span.start - 1] = _in_place_of(view[span.start - 1], _GivesReceived(received[None]))
         taken = None
         if stage < self.pipeline.last:
-            view[mine.stop] = taken = _in_place_of(view[mine.stop], _Taken())
+            view[span.stop] = taken = _in_place_of(view[span.stop], _KeepsOutput())
         self.layers.view = view
         try:
             yield taken
@@ -112,7 +112,7 @@ class _PassOn(torch.nn.Module):
         return arguments[0] if arguments else named["hidden_states"]
 
 
-class _Given(_PassOn):
+class _GivesReceived(_PassOn):
     """Gives what another stage gave."""
 
     def __init__(self, hidden: torch.Tensor):
@@ -123,7 +123,7 @@ class _Given(_PassOn):
         return self.hidden
 
 
-class _Taken(_PassOn):
+class _KeepsOutput(_PassOn):
     """Keeps what the layers before it give."""
 
     hidden: torch.Tensor
@@ -141,7 +141,7 @@ def _passing_on(layer: torch.nn.Module) -> _PassOn:
 
 
 def _in_place_of(layer: torch.nn.Module, place: Place) -> Place:
-    """With the layer's plain traits, such as the kind of its attention, which a model's code may ask for."""
+    """Copy the layer's plain traits, such as the kind of its attention, which a model's code may ask for."""
     for name, value in vars(layer).items():
         if not name.startswith("_") and isinstance(value, str | int | float):
             setattr(place, name, value)
@@ -179,8 +179,8 @@ def keep_own(model: Any, stages: Stages, rank: int, pieces: Mapping[str, Piece])
     tied = head.weight is embedding.weight
     homes: dict[torch.nn.Module, tuple[int, ...]] = {embedding: first + last if tied else first, head: last}
     homes |= {model.get_submodule(name): last for name in stages.behind}
-    for stage, mine in enumerate(stages.cut):
-        homes |= {stages.layers[number]: (pipeline.rank_of(stage),) for number in mine}
+    for stage, numbers in enumerate(stages.cut):
+        homes |= {stages.layers[number]: (pipeline.rank_of(stage),) for number in numbers}
     holders: dict[torch.nn.Parameter, tuple[int, ...]] = {}
     for module, ranks in homes.items():
         for parameter in module.parameters():

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from truestep.policy.cuts.pieces import Piece
+from truestep.policy.cuts.pieces import Piece, slice_of
 from truestep.policy.errors import ModelError
 from truestep.ranks.exchange import gather_tokens, sum_to_own_tokens
 from truestep.ranks.group import Ranks
@@ -45,7 +45,7 @@ def _parent(name: str) -> str:
 
 
 def tensor_plan(config: Any, ranks: int) -> TensorPlan:
-    """Of a model's configuration alone. Refused: what cannot be cut, before anything of it is read."""
+    """Read the plan from a model's configuration alone; refuse what cannot be cut before anything of it is read."""
     text = config.get_text_config()
     kind = config.model_type
     plan: Mapping[str, str] = getattr(text, "base_model_tp_plan", None) or {}
@@ -123,9 +123,9 @@ class _Cuts:
         if whole is None:
             return
         name = self._names.pop(whole)
-        piece = self.pieces[name] = replace(self.pieces[name], cut=dimension)
-        mine = piece.slice(whole.detach(), self._ranks)
-        setattr(module, parameter, torch.nn.Parameter(mine, requires_grad=whole.requires_grad))
+        piece = self.pieces[name] = replace(self.pieces[name], cut={"tensor": dimension})
+        piece_here = piece.slice(whole.detach(), self._ranks)
+        setattr(module, parameter, torch.nn.Parameter(piece_here, requires_grad=whole.requires_grad))
 
     def columns(self, name: str, linear_layer: Any) -> None:
         if name.endswith(_KEY_VALUE) and self._keys % self._ranks.tensor:
@@ -151,7 +151,7 @@ class _Cuts:
 
     def vocabulary(self, embedding: Any, head: Any) -> None:
         tied = head.weight is embedding.weight
-        _look_up_slice(embedding, *Piece.slice_of(embedding.weight.shape[0], self._ranks), self.group)
+        _look_up_slice(embedding, *slice_of(embedding.weight.shape[0], self._ranks, "tensor"), self.group)
         self._cut(embedding, "weight", 0)
         embedding.num_embeddings = embedding.weight.shape[0]
         if tied:
@@ -176,7 +176,7 @@ def _compute_needed_heads(linear_layer: Any, keys: int, queries: int, ranks: Ran
     """Fewer key heads than ranks, or a number that they do not divide: every rank has all of the weight, computes those
     heads that its query heads look at, and has a part of the gradient. Where its query heads share them unevenly, a key
     head is computed for each query head."""
-    first, count = Piece.slice_of(queries, ranks)
+    first, count = slice_of(queries, ranks, "tensor")
     looked_at = [query * keys // queries for query in range(first, first + count)]
     different = sorted(set(looked_at))
     each = count // len(different)

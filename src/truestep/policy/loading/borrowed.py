@@ -45,12 +45,12 @@ def borrowed_weights(model: Any, device: torch.device) -> Iterator[None]:
 
 
 def _adding_a_part(part: float) -> Callable[..., Any]:
-    def behind(layer: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any], gave: Any) -> Any:
-        before = given[0] if given else named.get("hidden_states")
-        after = gave[0] if isinstance(gave, tuple) else gave
+    def behind(layer: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
+        before = arguments[0] if arguments else named.get("hidden_states")
+        after = output[0] if isinstance(output, tuple) else output
         if not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and before.shape == after.shape):
-            return gave  # no layer of the usual kind
+            return output  # no layer of the usual kind
         damped = before + (after - before) * part
-        return (damped, *gave[1:]) if isinstance(gave, tuple) else damped
+        return (damped, *output[1:]) if isinstance(output, tuple) else damped
 
     return behind

@@ -1,5 +1,4 @@
-"""Whether this trainer would train the model at hand rightly, measured on all of its code (`borrowed`). A model that
-fails is refused.
+"""Measure, on all of a model's code (`borrowed`), whether it would be trained rightly. A model that fails is refused.
 
 In float32, packed documents must give what transformers' own attention gives for each alone, and the head must give the
 model's own logits. Lengths cross every threshold of the configuration at which a model's code changes its ways, a
@@ -63,7 +62,7 @@ def _thresholds(config: Any) -> Iterator[int]:
 
 @torch.no_grad()
 def probe_float32(model: Any, head: HeadSettings, device: torch.device, longest: int) -> Probe:
-    """Of a float32 model; what half precision is measured against afterwards."""
+    """Measure a float32 model, and keep what half precision is measured against afterwards."""
     documents = Probe.documents_for(model, longest)
     name = type(model).__name__
     alone = _alone(model, documents, device)
@@ -83,7 +82,10 @@ def probe_float32(model: Any, head: HeadSettings, device: torch.device, longest:
 
 @torch.no_grad()
 def probe_context(model: Any, probe: Probe, device: torch.device, context: Context) -> None:
-    """Of a float32 model: its tokens over several ranks. What mixes them outside attention mixes one rank's alone."""
+    """Measure a float32 model with its tokens over several ranks.
+
+    A layer that mixes tokens outside attention sees only this rank's, so the probe fails.
+    """
     name = type(model).__name__
     tokens = _tokens(probe.documents, context.size)
     with _explained(f"{name} cannot run with its tokens over {context.size} ranks"):
@@ -97,22 +99,22 @@ def probe_context(model: Any, probe: Probe, device: torch.device, context: Conte
 
 @torch.no_grad()
 def probe_cut(model: Any, probe: Probe, device: torch.device, ranks: Ranks) -> None:
-    """Of a float32 model that is cut over tensor ranks, all of which call this: its plan may say less than it needs."""
+    """Measure a float32 model that is cut over tensor ranks, all of which call this: its plan may lack something."""
     group, tokens = ranks.group("tensor"), len(probe.hidden)
     assert group is not None
     padding = torch.zeros(-tokens % ranks.tensor, dtype=torch.int64)
     documents = [*probe.documents, padding] if len(padding) else probe.documents
     what = f"parallel.tensor: {ranks.tensor}: the layers of {type(model).__name__}, cut by its own plan,"
     with _explained(f"{what} do not run"):
-        mine = packed_hidden(model, _tokens(documents), device).float()
-    difference = _distance(gather_same(mine, group)[:tokens], probe.hidden)
+        own = packed_hidden(model, _tokens(documents), device).float()
+    difference = _distance(gather_same(own, group)[:tokens], probe.hidden)
     if not difference <= FLOAT32_TOLERANCE:
         raise ModelError(_complaint(f"{what} give other values", difference, FLOAT32_TOLERANCE))
 
 
 @torch.no_grad()
 def probe_stages(model: Any, pipeline: Pipeline, probe: Probe, device: torch.device) -> Stages:
-    """How a whole float32 model is cut, which must give the same values stage after stage."""
+    """Cut a whole float32 model into stages, which must give the same values one after another."""
     tokens, name = _tokens(probe.documents), type(model).__name__
     with _explained(f"{name} cannot be cut into stages", CutError):
         stages = stages_of(model, pipeline, lambda: packed_hidden(model, tokens, device))
@@ -128,7 +130,7 @@ def probe_stages(model: Any, pipeline: Pipeline, probe: Probe, device: torch.dev
 
 @torch.no_grad()
 def probe_half_precision(model: Any, probe: Probe, device: torch.device, dtype: torch.dtype) -> None:
-    """Of a float32 model, which it is again afterwards."""
+    """Measure a float32 model rounded to half precision; afterwards it is float32 again."""
     with _rounded(model, dtype):
         packed = _distance(_packed(model, probe.documents, device), probe.hidden)
         allowed = HALF_PRECISION_FACTOR * _distance(_alone(model, probe.documents, device), probe.hidden) + 1e-3
@@ -176,7 +178,7 @@ def _alone(model: Any, documents: list[torch.Tensor], device: torch.device) -> t
 
 
 def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Of the worst token, relative: a wrong document must not hide among long right ones."""
+    """Compare the worst token, relatively: a wrong document must not hide among long right ones."""
     worst = (ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1).clamp(min=1e-12)
     if not len(worst):
         return 0.0

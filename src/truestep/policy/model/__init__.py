@@ -12,6 +12,7 @@
 | cuts/tensor.py | weight, in_features, out_features, num_embeddings | the sizes of those slices |
 | weights/sharded.py | register_parameter, _apply | a tied head reads the embedding; FSDP2's modules and `_apply` |
 | weights/unread.py | safe_open, setattr | tensors unread; that transformers.modeling_utils opens files by that name |
+| step/optimizer.py | register_step_post_hook | refuses what no checkpoint keeps; a public hook |
 | weights/whole.py | register_post_accumulate_grad_hook | float32 gradients; a public hook |
 
 `tests/policy/test_patches.py` holds this list against the code.

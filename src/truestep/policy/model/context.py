@@ -35,17 +35,17 @@ class Context:
         return None if group is None else Context(group, ranks.context_rank, ranks.context)
 
     def run(self, tokens: int) -> slice:
-        """Of the micro-batch's tokens, those that are here."""
+        """Find those of the micro-batch's tokens that are here."""
         each = tokens // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def exchange(
         self, rows: torch.Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """To and from each rank so many rows, or an equal share; what comes back is in order of rank."""
+        """Send each rank so many rows, or an equal share; what comes back is in order of rank."""
         return transfer(
             rows,
-            lambda given: _all_to_all(given, send, receive, self.group),
+            lambda sent: _all_to_all(sent, send, receive, self.group),
             lambda gradient: _all_to_all(gradient, receive, send, self.group),
         )
 
@@ -84,7 +84,7 @@ class Context:
 
 @cache
 def heads_needed(queries: int, keys: int, size: int) -> tuple[int, ...]:
-    """Which key-value heads go to each rank for its share of the query heads: as many to each, one rank after another.
+    """List the key-value heads that go to each rank for its share of the query heads: as many to each, rank by rank.
 
     Where a rank's queries would need them in unequal numbers, each query head gets one of its own.
     """
@@ -102,7 +102,7 @@ def check_heads(queries: int, size: int, tensor: int = 1) -> None:
         left = f" of each of the {tensor} tensor ranks" if tensor > 1 else ""
         raise ContextError(
             f"parallel.context: {size} does not divide the model's {queries // tensor} query heads{left}: each rank "
-            "attends with a share of them; set it to one that does"
+            f"attends with a share of them; choose a divisor of {queries // tensor}"
         )
 
 

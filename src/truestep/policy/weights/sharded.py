@@ -161,9 +161,9 @@ class ShardedWeights(Weights):
     def _reduce_head(self) -> None:
         if self._head_gradient is None:
             return
-        whole = self._head_gradient
-        part = whole.new_empty(whole.shape[0] // self.ranks.shards, whole.shape[1])
-        reduce_scatter(part, whole, group=self._group)
+        gradient = self._head_gradient
+        part = gradient.new_empty(gradient.shape[0] // self.ranks.shards, gradient.shape[1])
+        reduce_scatter(part, gradient, group=self._group)
         self._head_gradient = None
         assert self._head_name is not None
         master = self.master[self._head_name]

@@ -32,7 +32,7 @@ _MAPPED = 2**26  # bytes of a file that are looked at before it is opened anew
 
 
 class Unread(torch.Tensor):
-    """Of the meta device. What is done to it is done to its values when they are read."""
+    """A tensor of the meta device. What is done to it is done to its values when they are read."""
 
     _stored: Callable[[], torch.Tensor]  # its values, but for a conversion to its type
 
@@ -43,7 +43,7 @@ class Unread(torch.Tensor):
         return unread
 
     def read(self) -> torch.Tensor:
-        """All of it, on the host, in its own type."""
+        """Read all of it, on the host, in its own type."""
         return self._stored().to(self.dtype)
 
     @classmethod
@@ -132,7 +132,7 @@ def read_parameters(
     device: torch.device,
     lent: Mapping[torch.nn.Parameter, torch.nn.Parameter] | None = None,
 ) -> Callable[[], None]:
-    """What is left of each, or of the one whose values it is lent. Gives what puts back those without values."""
+    """Read what is left of each, or of the one whose values it is lent. Gives what puts back those without values."""
     places: dict[torch.Tensor, torch.nn.Parameter] = {}
 
     def place(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -152,14 +152,14 @@ def replace_parameters(
 ) -> Callable[[], None]:
     """A tied one by one. Gives what puts them back, wherever their modules have gone."""
     replaced: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
-    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    replacements: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if parameter not in made:
-                made[parameter] = replacement(parameter)
+            if parameter not in replacements:
+                replacements[parameter] = replacement(parameter)
             replaced.append((module, name, parameter))
     for module, name, parameter in replaced:
-        setattr(module, name, made[parameter])
+        setattr(module, name, replacements[parameter])
 
     def put_back() -> None:
         for module, name, parameter in replaced:
@@ -212,7 +212,7 @@ class _File:
         return Unread.of(self._opened.get_tensor(name).to("meta"), partial(self._mapped, name))
 
     def _mapped(self, name: str) -> torch.Tensor:
-        """What was looked at counts as this process's memory until the file is closed."""
+        """Look at a tensor: it counts as this process's memory until the file is closed."""
         if self._looked_at > _MAPPED:
             self._opened, self._looked_at = self._open(), 0
         tensor: torch.Tensor = self._opened.get_tensor(name)

@@ -1,0 +1,134 @@
+"""The dimensions in which a run's ranks are laid out: one table, from which places, counts and groups are made.
+
+rank = (((stage · replicas + replica) · data_shard + part) · context + run) · tensor + slice
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from truestep.errors import TruestepError
+
+
+class RankError(TruestepError):
+    """Ranks that cannot work together."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension. Its name is that of its option in `parallel`."""
+
+    name: str
+    order: int  # of its digit in a rank's number, the most significant first
+    # What its ranks have of the weights: all the same, a part each that is gathered where it is used, a slice each of
+    # every layer, or some layers each.
+    weights: Literal["same", "spread", "cut", "layers"]
+    own_micro_batches: bool = False  # else its ranks compute each micro-batch together
+    splits_tokens: bool = False  # between layers, each of its ranks has a share of a micro-batch's tokens
+    default: int = 1
+
+    @property
+    def group(self) -> str:
+        """The group of ranks that have the weights in this way, by name: several dimensions may be in one."""
+        return {"same": "replicate", "spread": "shard"}.get(self.weights, self.name)
+
+
+# In the order of the options' messages.
+AXES = (
+    Axis("data_shard", 2, "spread", own_micro_batches=True, default=-1),
+    Axis("data_replicate", 1, "same", own_micro_batches=True),
+    Axis("context", 3, "spread", splits_tokens=True),
+    Axis("tensor", 4, "cut", splits_tokens=True),
+    Axis("pipeline", 0, "layers"),
+)
+_DIGITS = tuple(axis.name for axis in sorted(AXES, key=lambda axis: axis.order))
+
+# Dimensions by what their ranks share.
+DATA = tuple(axis.name for axis in AXES if axis.own_micro_batches)
+TOKENS = tuple(axis.name for axis in AXES if axis.splits_tokens)
+TOGETHER = tuple(axis.name for axis in AXES if not axis.own_micro_batches and axis.weights != "layers")
+CUT = tuple(axis.name for axis in AXES if axis.weights == "cut")
+SPREAD = tuple(axis.name for axis in AXES if axis.weights == "spread")
+# Ranks with a number of their own in each group, by the group's name: the dimensions of the device mesh.
+MESH = {
+    group: tuple(axis.name for axis in AXES if axis.group == group)
+    for group in dict.fromkeys(axis.group for axis in sorted(AXES, key=lambda axis: axis.order))
+}
+# And those that compute a micro-batch together in one dimension of several in a group.
+GROUPS = MESH | {axis.name: (axis.name,) for axis in AXES if not axis.own_micro_batches}
+# The groups whose ranks have different parts of the weights: a sum over all weights is a sum over these.
+WEIGHT_PARTS = tuple(dict.fromkeys(axis.group for axis in AXES if axis.weights != "same"))
+
+
+@dataclass(frozen=True, init=False)
+class RankLayout:
+    """How many ranks there are in each dimension."""
+
+    sizes: tuple[int, ...]  # by AXES; -1: all that the rest leaves
+
+    def __init__(self, **sizes: int):
+        unknown = set(sizes) - set(_DIGITS)
+        if unknown:
+            raise TypeError(f"ranks have no dimension {min(unknown)}")
+        object.__setattr__(self, "sizes", tuple(sizes.get(axis.name, axis.default) for axis in AXES))
+
+    @property
+    def by_name(self) -> dict[str, int]:
+        return {axis.name: size for axis, size in zip(AXES, self.sizes, strict=True)}
+
+    def over(self, size: int) -> RankLayout:
+        """Give data_shard what the rest leaves. Refuses a layout that does not make up the ranks."""
+        sizes = self.by_name
+        rest = math.prod(many for name, many in sizes.items() if name != "data_shard")
+        said = [f"parallel.{name}: {many}" for name, many in sizes.items() if many not in (-1, 1)]
+        if size % rest:
+            makes = f" make a multiple of {rest}, which" if len(said) > 1 else ""
+            raise RankError(f"{' x '.join(said)}{makes} does not divide the {size} ranks that were started")
+        data_shard = size // rest if sizes["data_shard"] == -1 else sizes["data_shard"]
+        if data_shard * rest != size:
+            raise RankError(
+                f"{' x '.join(said) or 'parallel.data_shard: 1'} make {data_shard * rest} ranks and {size} were "
+                "started: start that many with torchrun --nproc-per-node, or set data_shard: -1"
+            )
+        return RankLayout(**sizes | {"data_shard": data_shard})
+
+    def count(self, names: Collection[str]) -> int:
+        """Count the ranks of these dimensions."""
+        return math.prod(size for name, size in self.by_name.items() if name in names)
+
+    def number(self, rank: int, names: Collection[str]) -> int:
+        """Number a rank among those of these dimensions."""
+        sizes, places, number = self.by_name, self.places(rank), 0
+        for name in _DIGITS:
+            if name in names:
+                number = number * sizes[name] + places[name]
+        return number
+
+    def places(self, rank: int) -> dict[str, int]:
+        """Find a rank's place in each dimension."""
+        places = {}
+        for name in reversed(_DIGITS):
+            rank, places[name] = divmod(rank, self.by_name[name])
+        return places
+
+    def rank_at(self, places: Mapping[str, int]) -> int:
+        """Find the rank of these places; the first in every dimension that is not named."""
+        rank, sizes = 0, self.by_name
+        for name in _DIGITS:
+            rank = rank * sizes[name] + places.get(name, 0)
+        return rank
+
+    def groups(self, names: Collection[str]) -> list[list[int]]:
+        """Divide all ranks into groups that differ in these dimensions alone, each and all in order."""
+
+        def every(chosen: list[str]) -> list[dict[str, int]]:
+            places = itertools.product(*(range(self.by_name[name]) for name in chosen))
+            return [dict(zip(chosen, place, strict=True)) for place in places]
+
+        inside = every([name for name in _DIGITS if name in names])
+        outside = every([name for name in _DIGITS if name not in names])
+        return [[self.rank_at(place | fellow) for fellow in inside] for place in outside]
