@@ -230,6 +230,48 @@ def test_completions_that_come_slowly_are_no_silence() -> None:
     run.close()
 
 
+@pytest.mark.parametrize("pause", ["wait", "keep", "abort"])
+def test_a_server_that_only_aborts_is_silent(pause: str) -> None:
+    server = FakeServer()
+    run = Run([server], pause=pause, stall_timeout=30.0).run(2)
+    start, server.spoil = run.thread.loop.now, lambda choices: [Choice([], [], False, True) for _ in choices]
+    with pytest.raises(SourceError, match="no completion for 30 s .*: a is open with .* completions under way"):
+        run.run(2)
+    assert run.thread.loop.now - start < 40
+    run.close()
+
+
+def test_weights_that_load_slowly_are_no_silence() -> None:
+    """Loading and sampling each take less than the patience, and more together."""
+    server = FakeServer()
+
+    async def slow() -> None:
+        await asyncio.sleep(8)
+
+    server.faults["load"].append(slow)
+    server.faults["complete"] += [slow] * 2
+    run = Run([server], stall_timeout=10.0).run(1)
+    assert run.thread.loop.now > 16
+    run.close()
+
+
+def test_rewards_that_come_slowly_are_no_silence() -> None:
+    """A completion and its reward each take less than the patience, and more together."""
+    server, rewards = FakeServer(), FakeRewards()
+    run = Run([server], stall_timeout=10.0, concurrency=1, rewards=rewards)
+    rate = rewards.rate
+
+    async def slow(*asked: Any) -> float:
+        await asyncio.sleep(8)
+        return await rate(*asked)
+
+    run.ahead.maker._rate = slow
+    server.faults["complete"] += [lambda: asyncio.sleep(8)] * 2
+    run.run(1)
+    assert run.thread.loop.now > 32
+    run.close()
+
+
 def test_a_run_that_is_asked_to_stop_stops_waiting() -> None:
     run = Run([FakeServer()]).run(1)
     run.thread.advance(5)

@@ -99,7 +99,7 @@ class LookAhead:
         return sorted(chosen, key=lambda group: group.number)
 
     async def _wait(self) -> None:
-        quiet = asyncio.get_running_loop().time() - max(self._waits_since, self.maker.last_arrival)
+        quiet = asyncio.get_running_loop().time() - max(self._waits_since, self.fleet.last_progress)
         if quiet >= self._pace.stall_timeout:
             raise SourceError(
                 f"sampler: no completion for {quiet:.0f} s (schedule.stall_timeout: {self._pace.stall_timeout:g}): "

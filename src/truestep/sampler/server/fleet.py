@@ -7,6 +7,7 @@ An answer counts only once a probe that began after it has shown that its server
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -103,6 +104,7 @@ class Fleet:
     ):
         self.servers = [Server(remote) for remote in servers]
         self.version: int | None = None  # that every reachable server has
+        self.last_progress = -math.inf  # on the loop's clock: a completion or loaded weights; an abort is neither
         self._pause, self._tolerance = pause, tolerance
         self._on_void, self._on_fatal = on_void, on_fatal
         self._published: dict[int, Published] = {}
@@ -133,8 +135,13 @@ class Fleet:
             self._changed.set()
         if server.epoch != epoch:
             raise VoidedError
+        if not all(choice.aborted for choice in choices):
+            self.note_progress()
         self._serial += 1
         return Answer(server, self._serial, server.voids, choices)
+
+    def note_progress(self) -> None:
+        self.last_progress = asyncio.get_running_loop().time()
 
     async def _pick(self) -> Server:
         """Wait for an open server: the one that has least to do, and among equals the one that did least so far."""
@@ -179,6 +186,7 @@ class Fleet:
         finally:
             await asyncio.shield(server.remote.resume())
         await self._verify(server, published)
+        self.note_progress()
         self._open(server)
 
     async def _verify(self, server: Server, published: Published) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -79,7 +78,6 @@ class GroupMaker:
         self._rate, self._read = rate, read
         self.counts: Counter[str] = Counter()
         self.rejected: deque[Rejected] = deque()
-        self.last_arrival = -math.inf  # on the loop's clock
 
     def reject(self, group: Group, name: str, reason: str) -> None:
         """Note a completion that is not trained on."""
@@ -128,7 +126,6 @@ class GroupMaker:
 
     async def _add(self, group: Group, answer: Answer, first: int) -> list[str]:
         """Add what could be rated; return why the rest could not. An aborted completion is asked for again."""
-        self._progress()
         named = [(f"{group.number}-{first + at}", choice) for at, choice in enumerate(answer.choices)]
         ended = [(name, choice) for name, choice in named if not choice.aborted]
         self.counts["aborted"] += len(named) - len(ended)
@@ -144,11 +141,9 @@ class GroupMaker:
                 for (name, choice), rating in zip(ended, ratings, strict=True)
                 if (reward := rating.result()) is not None
             ]
-        self._progress()
+        if ended:
+            self._fleet.note_progress()  # rewards may take long
         return problems
-
-    def _progress(self) -> None:
-        self.last_arrival = asyncio.get_running_loop().time()
 
     async def _rated(self, group: Group, name: str, choice: Choice, problems: list[str]) -> float | None:
         try:
