@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from truestep.sampler.server.errors import BadAnswerError, ServerError, UnreachableError
-from truestep.sampler.server.protocol import Asked, Choice, Description, InferenceServer
+from truestep.sampler.server.protocol import Choice, CompletionRequest, Description, InferenceServer
 
 
 class OwnServer(InferenceServer):
@@ -49,16 +49,16 @@ class OwnServer(InferenceServer):
         said = await self._do("describe")
         return Description((said["name"],), said["longest"], said["vocabulary"])
 
-    async def complete(self, asked: Asked) -> list[Choice]:
+    async def complete(self, request: CompletionRequest) -> list[Choice]:
         gives = await self._do(
             "sample",
-            prompt=asked.prompt,
-            times=asked.n,
-            heat=asked.temperature,
-            most=asked.max_new_tokens,
-            ends=sorted(asked.stop_ids),
+            prompt=request.prompt,
+            times=request.n,
+            heat=request.temperature,
+            most=request.max_new_tokens,
+            ends=sorted(request.stop_ids),
         )
-        return [Choice(one["tokens"], one["scores"], stopped=one["tokens"][-1] in asked.stop_ids) for one in gives]
+        return [Choice(one["tokens"], one["scores"], stopped=one["tokens"][-1] in request.stop_ids) for one in gives]
 
     async def next_token(
         self, prompt: tuple[int, ...], temperature: float, count: int, *, past_the_cache: bool = False

@@ -20,7 +20,7 @@ from truestep.environments.rewards import RewardError
 from truestep.sampler.server.errors import ServerError, UnreachableError
 from truestep.sampler.server.fleet import Published, Signal
 from truestep.sampler.server.probe import TEMPERATURE, Expected
-from truestep.sampler.server.protocol import Asked, Choice, Description, InferenceServer
+from truestep.sampler.server.protocol import Choice, CompletionRequest, Description, InferenceServer
 from truestep.types import Rollout
 
 VOCABULARY, STOP, STARTED_WITH = 1000, 0, 9999
@@ -126,15 +126,15 @@ class FakeServer(InferenceServer):
         await self._call("describe")
         return self.description
 
-    async def complete(self, asked: Asked) -> list[Choice]:
+    async def complete(self, asked: CompletionRequest) -> list[Choice]:
         await self._call("complete")
         return await self._sample(asked, lambda index, tokens: None)
 
-    async def stream(self, asked: Asked, came: Callable[[int, int], None]) -> list[Choice]:
+    async def stream(self, asked: CompletionRequest, came: Callable[[int, int], None]) -> list[Choice]:
         await self._call("stream")
         return await self._sample(asked, came)
 
-    async def _sample(self, asked: Asked, came: Callable[[int, int], None]) -> list[Choice]:
+    async def _sample(self, asked: CompletionRequest, came: Callable[[int, int], None]) -> list[Choice]:
         starts, aborts = self.starts, self.aborts
         numbers = [self.clock.tick() for _ in range(asked.n)]
         self.sampled |= {number: Sampled(self.url, number) for number in numbers}

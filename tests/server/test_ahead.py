@@ -15,7 +15,7 @@ from server.virtual import run as run_virtually
 from truestep.environments.rewards import RewardError
 from truestep.rollouts.source import Interrupted, SourceError
 from truestep.sampler.server.errors import BadAnswerError, ServerError, UnreachableError, WeightsError
-from truestep.sampler.server.protocol import Asked, Choice, Description, InferenceServer
+from truestep.sampler.server.protocol import Choice, CompletionRequest, Description, InferenceServer
 
 
 def reasons(run: Run) -> list[str]:
@@ -92,7 +92,7 @@ def test_a_bad_answer_is_asked_for_again(spoil: Callable[[list[Choice]], list[Ch
     run = Run([server]).run(2)
     (reason,) = reasons(run)
     assert reason.startswith("the server's answer is bad: ") and said in reason
-    assert run.ahead.counts()["bad_answers"] == 1
+    assert run.ahead.maker.counts["bad_answers"] == 1
     assert run.group_numbers == [[0, 1], [2, 3]]
     run.close()
 
@@ -101,7 +101,7 @@ def test_what_a_server_aborts_by_itself_is_asked_for_again_alone() -> None:
     server = FakeServer()
     spoil_once(server, lambda choices: [Choice([], [], stopped=False, aborted=True), *choices[1:]], times=3)
     run = Run([server]).run(2)
-    assert run.ahead.counts()["aborted"] == 3 and not reasons(run)
+    assert run.ahead.maker.counts["aborted"] == 3 and not reasons(run)
     run.close()
 
 
@@ -213,7 +213,7 @@ def test_an_answer_that_never_comes_is_asked_for_again() -> None:
     run = Run([server])
     server.faults["complete"].append(server.hang)
     run.run(2)
-    assert run.ahead.counts()["unanswered"] == GROUP
+    assert run.ahead.maker.counts["unanswered"] == GROUP
     run.close()
 
 
@@ -313,7 +313,7 @@ def test_weights_that_were_replaced_behind_our_back_void_what_they_made() -> Non
     run.thread.advance(10)  # groups are ready, and not yet confirmed
     run.servers[0].weights = STARTED_WITH
     run.run(3)
-    assert run.ahead.counts()["void"] > 0
+    assert run.ahead.maker.counts["void"] > 0
     run.close()
 
 
@@ -324,7 +324,7 @@ def test_what_is_voided_at_the_moment_when_its_group_ends_is_made_anew() -> None
 
     async def voided_first(group: Any, answer: Any, first: int) -> Any:
         problems = await add(group, answer, first)
-        if group.number == 0 and not run.ahead.counts()["void"]:
+        if group.number == 0 and not run.ahead.maker.counts["void"]:
             run.ahead.fleet._void(answer.server)
             assert not group.members
         return problems
@@ -372,7 +372,7 @@ def test_what_comes_too_late_is_dropped_and_its_prompt_has_another_chance() -> N
 
     async def late_once(group: Any) -> Any:
         reason = await make(group)
-        await asyncio.sleep(100 if group.number == 0 and not group.dropped else 0)
+        await asyncio.sleep(100 if group.number == 0 and not group.num_drops else 0)
         return reason
 
     run.ahead.maker.make = late_once  # type: ignore[method-assign]
@@ -380,7 +380,7 @@ def test_what_comes_too_late_is_dropped_and_its_prompt_has_another_chance() -> N
     late_ones = [record for record in run.source.drain_rejected() if "too stale: sampled" in record.reason]
     assert {record.group_id for record in late_ones} == {"0"} and len(late_ones) == GROUP
     assert any(0 in numbers for numbers in run.group_numbers)
-    assert run.ahead.counts()["stale"] == GROUP
+    assert run.ahead.maker.counts["stale"] == GROUP
     run.close()
 
 
@@ -463,7 +463,7 @@ def test_what_a_run_cannot_go_on_from_is_refused() -> None:
     with pytest.raises(SourceError, match="sampler.prompts, data.group_size or seed is not what"):
         run.source.restore(state | {"fingerprint": "other"})
     run.source.restore({name: value for name, value in state.items() if name != "open"})
-    with pytest.raises(ValueError, match="no whole number of groups"):
+    with pytest.raises(ValueError, match="5 documents are not a multiple of groups of 2"):
         run.source.take(STEP + 1, 0)
     run.source.updated(0)  # nobody has asked yet: nothing is sent
     run.source.checkpointed(None, 1, 1)  # type: ignore[arg-type]
@@ -550,7 +550,7 @@ def test_a_server_that_cannot_stream_says_so() -> None:
 
     run_virtually(_tokenizes_nothing(Plain()))
     with pytest.raises(ServerError, match="sampler.pause: keep needs a server that streams, which an inference server"):
-        run_virtually(Plain().stream(Asked((1,), 1, 1.0, 1, frozenset(), 10), lambda index, tokens: None))
+        run_virtually(Plain().stream(CompletionRequest((1,), 1, 1.0, 1, frozenset(), 10), lambda index, tokens: None))
 
 
 async def _tokenizes_nothing(server: FakeServer) -> None:

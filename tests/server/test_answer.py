@@ -12,9 +12,11 @@ import pytest
 from truestep.sampler.server import vllm
 from truestep.sampler.server.answer import check_choices
 from truestep.sampler.server.errors import BadAnswerError
-from truestep.sampler.server.protocol import Asked, Choice
+from truestep.sampler.server.protocol import Choice, CompletionRequest
 
-ASKED = Asked(prompt=(5, 6), n=2, temperature=1.0, max_new_tokens=3, stop_ids=frozenset({0, 1}), vocabulary_size=10)
+ASKED = CompletionRequest(
+    prompt=(5, 6), n=2, temperature=1.0, max_new_tokens=3, stop_ids=frozenset({0, 1}), vocabulary_size=10
+)
 GOOD: dict[str, Any] = {
     "choices": [
         {
@@ -35,7 +37,7 @@ GOOD: dict[str, Any] = {
 }
 
 
-def read_choices(answer: Any, asked: Asked, versions: dict[int, list[int]] | int) -> list[Choice]:
+def read_choices(answer: Any, asked: CompletionRequest, versions: dict[int, list[int]] | int) -> list[Choice]:
     return check_choices(vllm.read_choices(answer, asked), asked, versions)
 
 

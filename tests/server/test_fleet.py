@@ -18,9 +18,9 @@ from truestep.sampler.server.errors import (
     WeightsError,
 )
 from truestep.sampler.server.fleet import Answer, Fleet
-from truestep.sampler.server.protocol import Asked
+from truestep.sampler.server.protocol import CompletionRequest
 
-ASKED = Asked((3, 4), 2, 1.0, 6, frozenset({0}), VOCABULARY)
+ASKED = CompletionRequest((3, 4), 2, 1.0, 6, frozenset({0}), VOCABULARY)
 
 
 class Watched:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from truestep.sampler.server.errors import BadAnswerError, ServerError, UnreachableError
-from truestep.sampler.server.protocol import Asked
+from truestep.sampler.server.protocol import CompletionRequest
 from truestep.sampler.server.vllm import Vllm
 
-ASKED = Asked((5, 6), 1, 1.0, 3, frozenset({0}), 10)
+ASKED = CompletionRequest((5, 6), 1, 1.0, 3, frozenset({0}), 10)
 TOKEN = 'data: {"choices": [{"index": 0, "token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}}]}\n\n'
 LAST = TOKEN.replace("[7]", "[0]").replace('"index": 0', '"index": 0, "finish_reason": "stop"')
 
@@ -75,7 +75,9 @@ def test_a_reply_that_fails(call: Any, sent: bytes, error: type[Exception], said
         ask(call, sent)
 
 
-@pytest.mark.parametrize(("call", "said"), [(complete, "gave no answer within 0.2 s"), (stream, "no whole answer")])
+@pytest.mark.parametrize(
+    ("call", "said"), [(complete, "gave no whole answer within 0.2 s"), (stream, "no whole answer")]
+)
 def test_a_reply_that_never_comes(call: Any, said: str) -> None:
     with pytest.raises(UnreachableError, match=said):
         ask(call, None, timeout=0.2)

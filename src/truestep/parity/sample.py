@@ -16,7 +16,7 @@ from truestep.sampler.groups import to_rollout
 from truestep.sampler.in_process import stop_ids
 from truestep.sampler.server.answer import complete
 from truestep.sampler.server.errors import BadAnswerError, ServerError, UnreachableError
-from truestep.sampler.server.protocol import Asked
+from truestep.sampler.server.protocol import CompletionRequest
 from truestep.types import Rollout
 
 
@@ -45,9 +45,11 @@ async def _ask_servers(sampler: ServerSampler, policy: Policy, prompts: Sequence
 
     async def ask(number: int, prompt: Prompt) -> Rollout | None:
         server = servers[number % len(servers)]
-        asked = Asked(prompt.input_ids, 1, sampler.temperature, sampler.max_new_tokens, ends, policy.vocabulary_size)
+        request = CompletionRequest(
+            prompt.input_ids, 1, sampler.temperature, sampler.max_new_tokens, ends, policy.vocabulary_size
+        )
         try:
-            (choice,) = await complete(server, asked, 0)
+            (choice,) = await complete(server, request, 0)
         except (UnreachableError, BadAnswerError) as error:
             raise ServerError(f"sampler.urls: {server.url} gave no completion: {error}") from error
         return None if choice.aborted else _rollout(number, prompt, choice.token_ids, choice.logprobs, sampler)

@@ -1,1 +1,1 @@
-"""Who writes rollouts."""
+"""Samplers, which write rollouts: from the policy itself or from servers. Evaluation, which samples too."""

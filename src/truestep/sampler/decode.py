@@ -32,7 +32,7 @@ class DecodeOptions:
 @dataclass(frozen=True)
 class Request:
     input_ids: tuple[int, ...]
-    seed: tuple[int, ...]  # of everything that is drawn for it
+    seed: tuple[int, ...]  # decides everything that is drawn for it
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Completion:
 
 
 def decode(policy: Policy, requests: Sequence[Request], options: DecodeOptions) -> list[Completion]:
-    """In the order of the requests, which all ranks share out: each decodes some, and every rank gets them all."""
-    return policy.weights.ranks.spread(requests, lambda mine: _decode(policy, mine, options))
+    """Complete requests, in their order. Each rank decodes some, and every rank gets all completions."""
+    return policy.weights.ranks.spread(requests, lambda part: _decode(policy, part, options))
 
 
 def _decode(policy: Policy, requests: Sequence[Request], options: DecodeOptions) -> list[Completion]:
@@ -115,9 +115,7 @@ class _Batch:
 
     def _keep(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Record the new tokens, and drop the rows that are done once they are half of the batch."""
-        token_list = tokens.tolist()
-        for row, (token, logprob) in enumerate(zip(token_list, logprobs.tolist(), strict=True)):
-            request = self._active[row]
+        for request, token, logprob in zip(self._active, tokens.tolist(), logprobs.tolist(), strict=True):
             if self._stopped[request]:
                 continue
             self._tokens[request].append(token)
@@ -137,17 +135,13 @@ class _Batch:
 
 
 def _draw(log_p: torch.Tensor, draws: torch.Tensor, top_p: float) -> torch.Tensor:  # [R, V], [R] -> [R]
-    """By the inverse of the cumulative distribution, the likeliest token first, in float64."""
-    p = log_p.double().exp()
-    if top_p == 1.0:
-        cumulative = p.cumsum(-1)
-        order = None
-    else:
+    """Invert the cumulative distribution, the likeliest token first where `top_p` cuts it, in float64."""
+    p, order = log_p.double().exp(), None
+    if top_p < 1.0:
         p, order = p.sort(dim=-1, descending=True, stable=True)
-        cumulative = p.cumsum(-1)
         # The smallest set that reaches top_p, the token that crosses it included.
-        p = torch.where(cumulative - p < top_p, p, 0)
-        cumulative = p.cumsum(-1)
+        p = torch.where(p.cumsum(-1) - p < top_p, p, 0)
+    cumulative = p.cumsum(-1)
     target = draws[:, None] * cumulative[:, -1:]
     # The first token whose cumulative probability exceeds the draw; one of probability 0 never does.
     index = torch.searchsorted(cumulative, target, right=True).clamp(max=p.shape[-1] - 1)

@@ -1,4 +1,4 @@
-"""Held-out prompts, answered greedily and sampled: what the policy can do, beside what it is trained on."""
+"""Evaluation: held-out prompts, answered greedily and by sampling."""
 
 from __future__ import annotations
 
@@ -48,14 +48,13 @@ class Evaluator:
         }
 
     def _answer(self, options: DecodeOptions, samples: int, step: int) -> list[dict[str, Any]]:
-        asked = [prompt for prompt in self.prompts for _ in range(samples)]
+        prompts = [prompt for prompt in self.prompts for _ in range(samples)]
         requests = [
             Request(prompt.input_ids, (self.seed, _EVALUATION_DRAWS, step, number))
-            for number, prompt in enumerate(asked)
+            for number, prompt in enumerate(prompts)
         ]
-        completions = decode(self.policy, requests, options)
-        texts = [completion_text(self.policy, completion) for completion in completions]
-        pairs = list(zip(asked, texts, strict=True))
+        texts = [completion_text(self.policy, done) for done in decode(self.policy, requests, options)]
+        pairs = list(zip(prompts, texts, strict=True))
         ratings = self.policy.weights.ranks.share(lambda: [self._rate(prompt, text) for prompt, text in pairs])
         return [
             {"prompt": prompt.prompt, "completion": text, **rating}
@@ -63,7 +62,7 @@ class Evaluator:
         ]
 
     def _rate(self, prompt: Prompt, text: str) -> dict[str, Any]:
-        """Ask for the reward; where it failed, say why: an evaluation never ends a run."""
+        """Ask for the reward, or say why there is none: an evaluation never ends a run."""
         try:
             return {"reward": rate(self.reward, prompt, text)}
         except RewardError as error:

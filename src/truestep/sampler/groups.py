@@ -1,22 +1,31 @@
-"""What every sampler does alike: a group's prompt, its documents, their advantages, and what a restart accepts."""
+"""Rules that all samplers share: a group's prompt, its documents, their advantages, and what a restart accepts."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from truestep.environments.prompts import Prompt
+from truestep.environments.rewards import RewardError
 from truestep.rollouts.advantages import group_advantages
 from truestep.rollouts.source import SourceError, refuse_other_kind
-from truestep.types import Rollout
+from truestep.types import Rejected, Rollout
 
 PROMPT_ORDER, DRAWS = 0, 1  # the streams of randomness that the run's seed is split into
-TRIES = 4  # at a completion that could not be made or rated
+TRIES = 4  # attempts to complete a group before it is given up
 HOPELESS = 8  # groups given up in a row: it is the reward or the server that fails, not a completion
+
+
+def num_groups(count: int, group_size: int) -> int:
+    """Convert a number of documents into one of whole groups."""
+    if count % group_size:
+        raise ValueError(f"{count} documents are not a multiple of groups of {group_size}")
+    return count // group_size
 
 
 def prompt_of(group: int, prompts: Sequence[Prompt], seed: int) -> Prompt:
@@ -34,10 +43,10 @@ def fingerprint(prompts: Sequence[Prompt], seed: int, group_size: int) -> str:
     return digest.hexdigest()
 
 
-def refuse_other_groups(state: dict[str, Any], fingerprint: str) -> None:
-    """Raise an error where a checkpoint's state is not that of these prompts, seed and group size."""
+def refuse_other_groups(state: dict[str, Any], own_state: dict[str, Any]) -> None:
+    """Raise an error where a checkpoint's state was made with other prompts, another seed or another group size."""
     refuse_other_kind("sampler", "groups", state)
-    if state["fingerprint"] != fingerprint:
+    if state["fingerprint"] != own_state["fingerprint"]:
         raise SourceError(
             "sampler.prompts, data.group_size or seed is not what this run was started with, so its groups would be "
             "others; give it the same, or another checkpoint.directory"
@@ -55,7 +64,7 @@ def to_rollout(
     reward: float | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Rollout:
-    """Make a document of a prompt and its completion, whose tokens are the labels. `versions`: of each such token."""
+    """Make a document of a prompt and its completion, whose tokens are the labels and may each have a version."""
     prompt_length = len(prompt.input_ids)
     ids = np.array([*prompt.input_ids, *token_ids], dtype=np.int64)
 
@@ -76,15 +85,32 @@ def to_rollout(
 
 def with_advantages(rated: Sequence[Rollout], group: int, rule: str) -> list[Rollout]:
     """Give one group's documents their advantages, over one shared baseline."""
-    rewards = np.array([rollout.reward for rollout in rated])
+    advantages = group_advantages(np.array([rollout.reward for rollout in rated]), rule)
     return [
         dataclasses.replace(
-            rollout,
-            advantages=np.full(rollout.num_tokens, advantage, dtype=np.float32),
-            group_id=str(group),
+            rollout, advantages=np.full(rollout.num_tokens, advantage, dtype=np.float32), group_id=str(group)
         )
-        for rollout, advantage in zip(rated, group_advantages(rewards, rule), strict=True)
+        for rollout, advantage in zip(rated, advantages, strict=True)
     ]
+
+
+def reject(prompt: Prompt, group: int, name: str, reason: str) -> Rejected:
+    """Note a completion that is not trained on, for rejected.jsonl."""
+    return Rejected(prompt.id, group, reason, name, str(group))
+
+
+def stopping_error(prompt: Prompt, error: RewardError) -> RewardError:
+    """Word the end of a run whose user wants no completion rejected."""
+    return RewardError(f"data.on_bad_record: stop: a completion of prompt {prompt.id}: {error}")
+
+
+def explain_hopeless(groups: int, reasons: Sequence[str]) -> str:
+    """Say why so many groups in a row were given up, by the most frequent reason."""
+    reason, count = Counter(reasons).most_common(1)[0]
+    return (
+        f"no group of {groups} prompts in a row could be completed, each tried {TRIES} times: {reason} "
+        f"({count} times; all are in rejected.jsonl)"
+    )
 
 
 def check_lengths(prompts: Sequence[Prompt], max_new_tokens: int, tokens_per_microbatch: int) -> None:

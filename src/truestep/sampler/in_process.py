@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +16,13 @@ from truestep.sampler.groups import (
     HOPELESS,
     TRIES,
     check_lengths,
+    explain_hopeless,
     fingerprint,
+    num_groups,
     prompt_of,
     refuse_other_groups,
+    reject,
+    stopping_error,
     to_rollout,
     with_advantages,
 )
@@ -31,12 +34,9 @@ class _Group:
     """Completions of one prompt."""
 
     number: int
+    prompt: Prompt
     rated: list[Rollout] = field(default_factory=list)
-    members: int = 0  # sampled so far
-
-    def next_member(self) -> int:
-        self.members += 1
-        return self.members - 1
+    num_sampled: int = 0
 
 
 @dataclass
@@ -52,7 +52,7 @@ class InProcessSource(StillSource):
     seed: int
     max_tokens: int
     stop_at_rejected: bool = False
-    _groups: int = 0  # taken so far
+    _groups: int = 0  # started so far
     _rejected: list[Rejected] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -61,47 +61,48 @@ class InProcessSource(StillSource):
     def take(self, count: int, documents_seen: int) -> list[Rollout]:
         """Make exactly `count` documents, in whole groups: a completion that could not be rated is sampled anew, and a
         prompt none of whose groups can be completed gives its place to the next."""
-        if count % self.group_size:
-            raise ValueError(f"{count} documents are no whole number of groups of {self.group_size}")
-        wanted, failed = count // self.group_size, 0
-        done: list[_Group] = []
-        while len(done) < wanted:
-            groups = [_Group(self._groups + number) for number in range(wanted - len(done))]
-            self._groups += len(groups)
+        wanted, failed = num_groups(count, self.group_size), 0
+        complete: list[_Group] = []
+        while len(complete) < wanted:
+            first, self._groups = self._groups, self._groups + wanted - len(complete)
+            groups = [
+                _Group(number, prompt_of(number, self.prompts, self.seed)) for number in range(first, self._groups)
+            ]
             self._fill(groups, documents_seen)
-            complete = [group for group in groups if len(group.rated) == self.group_size]
-            done += complete
-            failed = 0 if complete else failed + len(groups)
+            filled = [group for group in groups if len(group.rated) == self.group_size]
+            complete += filled
+            failed = 0 if filled else failed + len(groups)
             if failed >= HOPELESS:
-                raise SourceError(self._hopeless(failed))
+                raise SourceError(explain_hopeless(failed, [rejected.reason for rejected in self._rejected]))
         return [
-            rollout for group in done for rollout in with_advantages(group.rated, group.number, self.advantage_rule)
+            rollout for group in complete for rollout in with_advantages(group.rated, group.number, self.advantage_rule)
         ]
 
     def _fill(self, groups: Sequence[_Group], version: int) -> None:
         """Sample what is missing, a few times over. A group that stays short is given up whole."""
         for _ in range(TRIES):
-            missing = [group for group in groups for _ in range(self.group_size - len(group.rated))]
-            if not missing:
+            members = [
+                (group, group.num_sampled + number)
+                for group in groups
+                for number in range(self.group_size - len(group.rated))
+            ]
+            if not members:
                 return
-            asked = [(group, group.next_member()) for group in missing]
             requests = [
-                Request(self._prompt(group.number).input_ids, (self.seed, DRAWS, group.number, member))
-                for group, member in asked
+                Request(group.prompt.input_ids, (self.seed, DRAWS, group.number, member)) for group, member in members
             ]
             completions = decode(self.policy, requests, self.options)
-            ratings = self._ratings([self._prompt(group.number) for group, _ in asked], completions)
-            for (group, member), completion, rating in zip(asked, completions, ratings, strict=True):
+            ratings = self._rate_all([group.prompt for group, _ in members], completions)
+            for (group, member), completion, rating in zip(members, completions, ratings, strict=True):
                 self._add(group, member, completion, rating, version)
         for group in groups:
             if len(group.rated) < self.group_size:
-                reason = f"its group could not be completed: {len(group.rated)} of {group.members} completions rated"
-                prompt = self._prompt(group.number)
-                self._rejected += [
-                    Rejected(prompt.id, group.number, reason, rollout.id, str(group.number)) for rollout in group.rated
-                ]
+                reason = (
+                    f"its group could not be completed: {len(group.rated)} of {group.num_sampled} completions rated"
+                )
+                self._rejected += [reject(group.prompt, group.number, rollout.id, reason) for rollout in group.rated]
 
-    def _ratings(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | str]:
+    def _rate_all(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | str]:
         """Rate on one rank: a reward may be dear, draw random numbers or count its calls."""
         pairs = list(zip(prompts, completions, strict=True))
         return self.policy.weights.ranks.share(lambda: [self._rate(*pair) for pair in pairs])
@@ -112,45 +113,32 @@ class InProcessSource(StillSource):
             return rate(self.reward, prompt, completion_text(self.policy, completion))
         except RewardError as error:
             if self.stop_at_rejected:
-                raise RewardError(f"data.on_bad_record: stop: a completion of prompt {prompt.id}: {error}") from error
+                raise stopping_error(prompt, error) from error
             return str(error)
 
     def _add(self, group: _Group, member: int, completion: Completion, rating: float | str, version: int) -> None:
-        prompt, name = self._prompt(group.number), f"{group.number}-{member}"
+        group.num_sampled += 1
+        name = f"{group.number}-{member}"
         if isinstance(rating, str):
-            self._rejected.append(Rejected(prompt.id, group.number, rating, name, str(group.number)))
+            self._rejected.append(reject(group.prompt, group.number, name, rating))
             return
-        group.rated.append(
-            to_rollout(
-                name,
-                prompt,
-                completion.token_ids,
-                completion.logprobs,
-                temperature=self.options.temperature,
-                versions=[version] * len(completion.token_ids),
-                reward=rating,
-                metadata={"stopped": completion.stopped},
-            )
+        rollout = to_rollout(
+            name,
+            group.prompt,
+            completion.token_ids,
+            completion.logprobs,
+            temperature=self.options.temperature,
+            versions=[version] * len(completion.token_ids),
+            reward=rating,
+            metadata={"stopped": completion.stopped},
         )
-
-    def _hopeless(self, groups: int) -> str:
-        reason, count = Counter(rejected.reason for rejected in self._rejected).most_common(1)[0]
-        return (
-            f"no completion of {groups} prompts in a row could be rated, each tried {TRIES} times: {reason} "
-            f"({count} times; all are in rejected.jsonl)"
-        )
-
-    def _prompt(self, group: int) -> Prompt:
-        return prompt_of(group, self.prompts, self.seed)
+        group.rated.append(rollout)
 
     def state(self) -> dict[str, Any]:
-        return {"groups": self._groups, "fingerprint": self._fingerprint()}
-
-    def _fingerprint(self) -> str:
-        return fingerprint(self.prompts, self.seed, self.group_size)
+        return {"groups": self._groups, "fingerprint": fingerprint(self.prompts, self.seed, self.group_size)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        refuse_other_groups(state, self._fingerprint())
+        refuse_other_groups(state, self.state())
         self._groups = state["groups"]
 
     def drain_rejected(self) -> list[Rejected]:
@@ -165,14 +153,9 @@ def completion_text(policy: Policy, completion: Completion) -> str:
 
 def stop_ids(policy: Policy) -> frozenset[int]:
     """Find every token that ends a text, as the model's own generation settings and its tokenizer say."""
-    generation = getattr(policy.model, "generation_config", None)
-    named = [
-        getattr(generation, "eos_token_id", None),
-        policy.model.config.eos_token_id,
-        getattr(policy.tokenizer, "eos_token_id", None),
-    ]
-    return frozenset(token for value in named if value is not None for token in _as_list(value))
-
-
-def _as_list(value: int | list[int]) -> list[int]:
-    return value if isinstance(value, list) else [value]
+    ids: set[int] = set()
+    for settings in (getattr(policy.model, "generation_config", None), policy.model.config, policy.tokenizer):
+        found = getattr(settings, "eos_token_id", None)
+        if found is not None:
+            ids |= set(found if isinstance(found, list) else [found])
+    return frozenset(ids)

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from truestep.environments.prompts import Prompt
 from truestep.rollouts.source import SourceError
-from truestep.sampler.groups import HOPELESS, TRIES, prompt_of
+from truestep.sampler.groups import HOPELESS, TRIES, explain_hopeless, prompt_of
 from truestep.sampler.server.fleet import Fleet, Published, Signal
 from truestep.sampler.server.making import Group, GroupMaker, SamplingOptions
 from truestep.types import Rejected
 
-_LOOK_SECONDS = 0.25  # a server that comes back says nothing to those who wait for documents
+_POLL_SECONDS = 0.25  # a server that comes back says nothing to those who wait for documents
 
 
 @dataclass(frozen=True)
@@ -29,36 +29,35 @@ class Pace:
     """How far ahead of the trainer groups are made."""
 
     docs_per_step: int
-    documents_per_take: int  # that the policy will have seen more of at the next take
+    documents_per_take: int  # what each take adds to the documents that the policy has seen
     max_staleness: int
     concurrency: int  # groups under way
     stall_timeout: float
 
 
 class LookAhead:
-    """A queue of groups under way and ready. All of it runs in one event loop; only its constructor may run outside."""
+    """The queue of groups under way and ready. What is async runs in one event loop."""
 
     def __init__(
         self,
-        make_fleet: Callable[[Callable[[], None], Callable[[Exception], None]], Fleet],
+        make_fleet: Callable[..., Fleet],
         prompts: Sequence[Prompt],
         sampling: SamplingOptions,
         pace: Pace,
         rate: Callable[[Prompt, str], Awaitable[float]],
         read: Callable[[Sequence[int]], str],
     ):
-        self.fleet = make_fleet(self._void, self._fail)
+        self.fleet = make_fleet(on_void=self._void, on_fatal=self._fail)
         self.maker = GroupMaker(self.fleet, sampling, rate, read)
         self._prompts, self._sampling, self._pace = prompts, sampling, pace
         self._next_number = 0
-        self._again: deque[int] = deque()  # started before and not taken: they come first
+        self._restored: deque[int] = deque()  # started before a restart and not taken: they come first
         self._open: dict[int, Group] = {}  # started and not taken
-        self._ready: list[Group] = []  # whole, in the order that they became so
+        self._ready: list[Group] = []  # complete, in the order of their completion
         self._tasks: dict[int, asyncio.Task[str | None]] = {}
-        self._seen = 0  # documents, at the next take
+        self._seen = 0  # documents that the policy will have seen at the next take
         self._failures: list[str] = []  # why groups were given up, in a row
         self._fatal: Exception | None = None
-        self._waits_since = 0.0  # on the loop's clock
         self._changed = Signal()
 
     # ---- asked by the trainer
@@ -73,8 +72,8 @@ class LookAhead:
             self._fail(error)
 
     async def collect(self, wanted: int, documents_seen: int) -> list[Group]:
-        """Wait for so many whole groups, none of them too stale, each made by weights that are known."""
-        self._seen, self._waits_since = documents_seen, asyncio.get_running_loop().time()
+        """Wait for so many complete groups, none of them too stale, each made by weights that are known."""
+        self._seen, start = documents_seen, asyncio.get_running_loop().time()
         while True:
             if self._fatal is not None:
                 raise self._fatal
@@ -88,7 +87,7 @@ class LookAhead:
             if len(chosen) == wanted and reachable:
                 await self.fleet.confirm(reachable)
             else:
-                await self._wait()
+                await self._wait(start)
 
     def _hand_over(self, chosen: Sequence[Group]) -> list[Group]:
         for group in chosen:
@@ -98,27 +97,23 @@ class LookAhead:
         self._admit()
         return sorted(chosen, key=lambda group: group.number)
 
-    async def _wait(self) -> None:
-        quiet = asyncio.get_running_loop().time() - max(self._waits_since, self.fleet.last_progress)
+    async def _wait(self, start: float) -> None:
+        quiet = asyncio.get_running_loop().time() - max(start, self.fleet.last_progress)
         if quiet >= self._pace.stall_timeout:
             raise SourceError(
                 f"sampler: no completion for {quiet:.0f} s (schedule.stall_timeout: {self._pace.stall_timeout:g}): "
                 f"{self.fleet.report()}"
             )
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), _LOOK_SECONDS)
+            await asyncio.wait_for(self._changed.wait(), _POLL_SECONDS)
 
-    def state(self) -> dict[str, Any]:
-        return {"groups": self._next_number, "open": sorted({*self._open, *self._again})}
+    async def state(self) -> dict[str, Any]:
+        return {"groups": self._next_number, "open": sorted({*self._open, *self._restored})}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken: what was open then is made first."""
+        """Go on from `state`: what was open then is made first."""
         self._next_number = state["groups"]
-        self._again.extend(state.get("open", ()))  # an in_process sampler leaves nothing open
-
-    def counts(self) -> Counter[str]:
-        """Completions that were not used, by why."""
-        return self.maker.counts
+        self._restored.extend(state.get("open", ()))  # an in_process sampler leaves nothing open
 
     def drain_rejected(self) -> list[Rejected]:
         rejected = self.maker.rejected
@@ -138,14 +133,11 @@ class LookAhead:
             steps_ahead = len(self._open) * self._sampling.group_size // pace.docs_per_step
             if self._seen + steps_ahead * pace.documents_per_take - version > pace.max_staleness:
                 return
-            number = self._next()
+            if self._restored:
+                number = self._restored.popleft()
+            else:
+                number, self._next_number = self._next_number, self._next_number + 1
             self._start(Group(number, prompt_of(number, self._prompts, self._sampling.seed)))
-
-    def _next(self) -> int:
-        if self._again:
-            return self._again.popleft()
-        self._next_number += 1
-        return self._next_number - 1
 
     def _start(self, group: Group) -> None:
         self._open[group.number] = group
@@ -164,7 +156,7 @@ class LookAhead:
             del self._open[group.number]
             self._failures.append(reason)
             if len(self._failures) >= HOPELESS:
-                self._fail(SourceError(self._hopeless()))
+                self._fail(SourceError(explain_hopeless(len(self._failures), self._failures)))
         elif len(group.members) < self._sampling.group_size:  # some were voided at this very moment
             self._start(group)
         else:
@@ -173,16 +165,8 @@ class LookAhead:
         self._admit()
         self._changed.set()
 
-    def _hopeless(self) -> str:
-        reason, count = Counter(self._failures).most_common(1)[0]
-        return (
-            f"no group of {len(self._failures)} prompts in a row could be completed, each tried {TRIES} times: "
-            f"{reason} ({count} times; all are in rejected.jsonl)"
-        )
-
     def _drop_stale(self) -> None:
-        """Drop groups that are too stale. A prompt gets another chance, or what takes long to say would never be
-        learned."""
+        """Drop groups that are too stale, and make them anew: else prompts with long answers would never be learned."""
         for group in list(self._ready):
             staleness = self._seen - group.version
             if staleness <= self._pace.max_staleness:
@@ -195,14 +179,14 @@ class LookAhead:
             )
             for member in group.members:
                 self.maker.reject(group, member.rollout.id, reason)
-            group.members, group.dropped = [], group.dropped + 1
-            if group.dropped < TRIES:
+            group.members, group.num_drops = [], group.num_drops + 1
+            if group.num_drops < TRIES:
                 self._start(group)
             else:
                 del self._open[group.number]
 
     def _void(self) -> None:
-        """Make anew what a lost server made since its last probe: it may come from other weights."""
+        """Drop void answers and make them anew: they may come from other weights than they say."""
         for group in self._open.values():
             kept = [member for member in group.members if not member.answer.void]
             self.maker.counts["void"] += len(group.members) - len(kept)

@@ -1,4 +1,4 @@
-"""What a server says of itself, against what the trainer knows: before the first weights are sent."""
+"""Checks of a server before the first weights are sent: is it the trainer's model, and is its room enough?"""
 
 from __future__ import annotations
 
@@ -11,13 +11,23 @@ from truestep.sampler.server.protocol import Description, InferenceServer
 
 
 async def check_server(server: InferenceServer, prompts: Sequence[Prompt], vocabulary_size: int, longest: int) -> int:
-    """Refuse a server of another model; give the longest text that it takes. `longest`: a prompt and its completion."""
+    """Refuse a server of another model or of too short texts; give the most tokens that it takes.
+
+    `longest`: tokens of the longest prompt and its completion.
+    """
     try:
         description = await server.describe()
         _check_description(server, description, longest)
         # A trainer that was killed in the middle of a sync left it standing still.
         await server.resume()
-        await _check_vocabulary(server, description.vocabulary_size, vocabulary_size)
+        served_size = description.vocabulary_size
+        if served_size is None:
+            await _check_last_token(server, vocabulary_size)
+        elif served_size != vocabulary_size:
+            raise ServerError(
+                f"sampler.urls: {server.url} has a vocabulary of {served_size} and the trainer one of "
+                f"{vocabulary_size}: it serves another model"
+            )
         await _check_tokenizer(server, prompts)
     except (UnreachableError, BadAnswerError) as error:
         raise ServerError(
@@ -37,15 +47,8 @@ def _check_description(server: InferenceServer, description: Description, longes
         )
 
 
-async def _check_vocabulary(server: InferenceServer, said: int | None, size: int) -> None:
-    """The last token of the trainer's vocabulary is one of the server's, and the next is not."""
-    if said is not None:
-        if said != size:
-            raise ServerError(
-                f"sampler.urls: {server.url} has a vocabulary of {said} and the trainer one of {size}: it serves "
-                "another model"
-            )
-        return
+async def _check_last_token(server: InferenceServer, size: int) -> None:
+    """Check that a server knows the last token of the trainer's vocabulary, and none behind it."""
     try:
         await server.next_token((size - 1,), TEMPERATURE, 1)
     except ServerError as error:
@@ -64,11 +67,10 @@ async def _check_vocabulary(server: InferenceServer, said: int | None, size: int
 
 
 async def _check_tokenizer(server: InferenceServer, prompts: Sequence[Prompt]) -> None:
-    """Token ids are what is sent, so a server may have no tokenizer; another tokenizer is another model."""
-    texts = [(prompt, prompt.prompt) for prompt in prompts if isinstance(prompt.prompt, str)]
-    for prompt, text in texts[:3]:
+    """Refuse another tokenizer: it is another model's. A server without one passes, since token ids are sent."""
+    for prompt in [prompt for prompt in prompts if isinstance(prompt.prompt, str)][:3]:
         try:
-            tokens = await server.tokenize(text)
+            tokens = await server.tokenize(str(prompt.prompt))
         except (ServerError, UnreachableError):
             return
         if tokens is not None and tokens != list(prompt.input_ids):
@@ -83,11 +85,11 @@ def _short(tokens: Sequence[int]) -> str:
 
 
 def explain_raw(server: InferenceServer, gap: Gap) -> str | None:
-    """Say so where a server's log-probs are those before the temperature. Nearness decides: a flat model hides much."""
-    if gap.expected > 1e-4 and gap.raw < gap.expected / 4:
-        return (
-            f"sampler.urls: {server.url} gives raw_logprobs: a probe at temperature {TEMPERATURE} is "
-            f"{gap.expected:.2g} nats from the policy's log-probs at {TEMPERATURE} and {gap.raw:.2g} from those at 1. "
-            f"{server.advice.processed_logprobs}"
-        )
-    return None
+    """Recognise log-probs before the temperature, by which are nearer: a flat model hides much."""
+    if gap.expected <= 1e-4 or gap.raw >= gap.expected / 4:
+        return None
+    return (
+        f"sampler.urls: {server.url} gives raw_logprobs: a probe at temperature {TEMPERATURE} is {gap.expected:.2g} "
+        f"nats from the policy's log-probs at {TEMPERATURE} and {gap.raw:.2g} from those at 1. "
+        f"{server.advice.processed_logprobs}"
+    )

@@ -1,4 +1,4 @@
-"""What can go wrong with a server, by what is done about it."""
+"""Errors of servers, by what is done about them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from truestep.errors import TruestepError
 
 
 class ServerError(TruestepError):
-    """The run cannot go on with this server as it is, and why."""
+    """A server with which the run cannot go on as it is."""
 
 
 class WeightsError(ServerError):
@@ -14,7 +14,7 @@ class WeightsError(ServerError):
 
 
 class UnreachableError(Exception):
-    """No answer, or none of the server's own making: ask again later, or another."""
+    """No answer, or none of the server's own making: the request may succeed later, or elsewhere."""
 
 
 class BadAnswerError(Exception):
@@ -22,4 +22,4 @@ class BadAnswerError(Exception):
 
 
 class VoidedError(Exception):
-    """The weights were replaced while a completion was made, so that nobody can say which of them made it."""
+    """A completion during which weights were replaced, so that nobody can say which of them made it."""

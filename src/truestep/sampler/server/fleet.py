@@ -1,4 +1,4 @@
-"""All servers: who gets the next request, which weights each of them has, and what becomes of one that is lost.
+"""The fleet of servers: who gets the next request, which weights each has, and what becomes of one that is lost.
 
 An answer counts only once a probe that began after it has shown that its server still has the weights it was given
 (`confirm`): a server that was restarted in between serves the weights it was started with, and says nothing of it.
@@ -17,7 +17,7 @@ from truestep.sampler.server import answer
 from truestep.sampler.server.check import explain_raw
 from truestep.sampler.server.errors import BadAnswerError, ServerError, UnreachableError, VoidedError, WeightsError
 from truestep.sampler.server.probe import Expected, measure
-from truestep.sampler.server.protocol import Asked, Choice, InferenceServer
+from truestep.sampler.server.protocol import Choice, CompletionRequest, InferenceServer
 
 _FIRST_DELAY, _LONGEST_DELAY = 0.1, 5.0  # seconds between attempts to reach a lost server
 _PATIENCE = 3  # attempts after which its unconfirmed answers are given up for others to make
@@ -26,7 +26,7 @@ _REMEMBERED = 4  # versions that a server may still have
 
 @dataclass(frozen=True)
 class Published:
-    """Weights on the disk, and how the trainer scores the probes with them."""
+    """Weights on the disk, and the trainer's scores of the probes with them."""
 
     path: Path
     expected: Expected
@@ -38,29 +38,38 @@ class Published:
 
 @dataclass(eq=False)
 class Server:
-    """A server and what the trainer knows of it."""
+    """A server, and the trainer's record of it."""
 
     remote: InferenceServer
-    version: int | None = None  # of the weights that it was given last
+    version: int | None = None  # of the weights that it loaded last
     is_open: bool = False  # to requests
-    epoch: int = 0  # counts what makes the version of completions that are under way unknowable
+    epoch: int = 0  # counts events after which nobody knows the version of completions that were under way
     in_flight: int = 0  # completions
-    served: int = 0
+    served: int = 0  # completions
     confirmed: int = 0  # answers up to this serial number were made by the weights that they say
-    voids: int = 0  # times that those behind it turned out to be of unknown weights
+    voids: int = 0  # times that its unconfirmed answers turned out to be of unknown weights
     lost_at: float | None = None  # on the loop's clock; None: it is not lost
     trouble: str = ""  # the last one
-    attempts: int = 0
+    attempts: int = 0  # to bring it back
     control: asyncio.Lock = field(default_factory=asyncio.Lock)  # one sync, probe or recovery at a time
 
     @property
     def url(self) -> str:
         return self.remote.url
 
+    def __str__(self) -> str:
+        if self.lost_at is not None:
+            seconds = asyncio.get_running_loop().time() - self.lost_at
+            since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
+            return f"{self.url} is lost since {since} ({seconds:.0f} s, {self.attempts} attempts): {self.trouble}"
+        trouble = f"; its last trouble: {self.trouble}" if self.trouble else ""
+        state = "open" if self.is_open else "being given weights"
+        return f"{self.url} is {state} with {self.in_flight} completions under way{trouble}"
+
 
 @dataclass(frozen=True)
 class Answer:
-    """A group's completions, and where they stand in their server's history."""
+    """A group's completions, and their place in their server's history."""
 
     server: Server
     serial: int
@@ -77,7 +86,7 @@ class Answer:
 
 
 class Signal:
-    """Wakes whoever waits at this moment."""
+    """An event that wakes those who wait when it is set, and nobody later."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -115,23 +124,23 @@ class Fleet:
 
     # ---- completions
 
-    async def ask(self, asked: Asked) -> Answer:
+    async def ask(self, request: CompletionRequest) -> Answer:
         """Ask the server that has least to do."""
         server = await self._pick()
         version, epoch = server.version, server.epoch
         assert version is not None, "a server is opened with its first weights"
-        server.in_flight += asked.n
-        server.served += asked.n
+        server.in_flight += request.n
+        server.served += request.n
         try:
             if self._pause == "keep":
-                choices = await answer.stream(server.remote, asked, lambda: server.version or 0)
+                choices = await answer.stream(server.remote, request, lambda: server.version or 0)
             else:
-                choices = await answer.complete(server.remote, asked, version)
+                choices = await answer.complete(server.remote, request, version)
         except UnreachableError as error:
             self._lose(server, error)
             raise
         finally:
-            server.in_flight -= asked.n
+            server.in_flight -= request.n
             self._changed.set()
         if server.epoch != epoch:
             raise VoidedError
@@ -166,7 +175,7 @@ class Fleet:
             if server.lost_at is not None:
                 return  # whoever brings it back gives it the current weights
             try:
-                self._close(server)
+                server.is_open = False
                 if self._pause == "wait":
                     await self._drained(server)
                 # A restart since the last probe would be covered up by the new weights.
@@ -197,7 +206,7 @@ class Fleet:
             raise WeightsError(await self._explain(server, published, gap.expected))
 
     async def _explain(self, server: Server, published: Published, gap: float) -> str:
-        said = (
+        problem = (
             f"sampler.urls: {server.url} was given the weights of version {published.version}, and scores a probe of "
             f"{max(map(len, published.expected.prompts))} tokens {gap:.2g} nats away from the trainer (at most "
             f"{self._tolerance:g}, sampler.tolerance)"
@@ -205,25 +214,25 @@ class Fleet:
         advice = server.remote.advice
         fresh = await measure(server.remote, published.expected, past_the_cache=True)
         if fresh.expected <= self._tolerance:
-            return f"{said}: its prefix cache is that of older weights, {advice.emptied_cache}"
+            return f"{problem}: its prefix cache is that of older weights, {advice.emptied_cache}"
         for other in self._published.values():
             older = other.version != published.version
             if older and (await measure(server.remote, other.expected)).expected <= self._tolerance:
-                return f"{said}: it still serves those of version {other.version}, {advice.loaded}"
+                return f"{problem}: it still serves those of version {other.version}, {advice.loaded}"
         return (
-            f"{said}: does it compute as the trainer does (--dtype and model.dtype, the precision of the LM head, rope "
-            "settings, quantisation)?"
+            f"{problem}: does it compute as the trainer does (--dtype and model.dtype, the precision of the LM head, "
+            "rope settings, quantisation)?"
         )
 
     async def _has_its_weights(self, server: Server) -> bool:
         """Probe a server; what it answered before the probe is confirmed if the probe is right."""
-        mark, published = self._serial, self._published.get(-1 if server.version is None else server.version)
+        serial, published = self._serial, self._published.get(-1 if server.version is None else server.version)
         if published is None:  # none yet, or so old that the trainer has forgotten them
             return False
         gap = await measure(server.remote, published.expected)
         if gap.expected > self._tolerance:
             return False
-        server.confirmed = max(server.confirmed, mark)
+        server.confirmed = max(server.confirmed, serial)
         return True
 
     async def confirm(self, servers: Collection[Server]) -> None:
@@ -235,9 +244,8 @@ class Fleet:
             if server.lost_at is not None:
                 return
             try:
-                if await self._has_its_weights(server):
-                    return
-                self._lose(server, UnreachableError("it no longer has the weights that it was given: it was restarted"))
+                if not await self._has_its_weights(server):
+                    raise UnreachableError("it no longer has the weights that it was given: it was restarted")
             except (UnreachableError, BadAnswerError) as error:
                 self._lose(server, error)
 
@@ -248,9 +256,6 @@ class Fleet:
     def _open(self, server: Server) -> None:
         server.is_open, server.lost_at, server.attempts = True, None, 0
         self._changed.set()
-
-    def _close(self, server: Server) -> None:
-        server.is_open = False
 
     def _void(self, server: Server) -> None:
         """Give up what is not confirmed: nobody knows which weights made it."""
@@ -264,7 +269,7 @@ class Fleet:
         server.trouble = str(error)
         if server.lost_at is None:
             server.lost_at = asyncio.get_running_loop().time()
-            self._close(server)
+            server.is_open = False
             task = asyncio.get_running_loop().create_task(self._recover(server))
             self._recoveries.add(task)
             task.add_done_callback(self._recoveries.discard)
@@ -303,8 +308,8 @@ class Fleet:
         self._open(server)
 
     def report(self) -> str:
-        """Say what each server is doing, for whoever waited in vain."""
-        return "; ".join(map(_state, self.servers))
+        """Describe what each server is doing."""
+        return "; ".join(map(str, self.servers))
 
     async def close(self) -> None:
         """End attempts to bring servers back, and let go of them."""
@@ -312,13 +317,3 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._recoveries, return_exceptions=True)
         await asyncio.gather(*(server.remote.close() for server in self.servers))
-
-
-def _state(server: Server) -> str:
-    if server.lost_at is not None:
-        seconds = asyncio.get_running_loop().time() - server.lost_at
-        since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
-        return f"{server.url} is lost since {since} ({seconds:.0f} s, {server.attempts} attempts): {server.trouble}"
-    trouble = f"; its last trouble: {server.trouble}" if server.trouble else ""
-    state = "open" if server.is_open else "being given weights"
-    return f"{server.url} is {state} with {server.in_flight} completions under way{trouble}"

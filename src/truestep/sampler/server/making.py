@@ -1,4 +1,4 @@
-"""Make a group: ask for completions of a prompt, have them rated, and make again what cannot be used."""
+"""Make groups: ask for completions of a prompt, have them rated, and ask again for what cannot be used."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from truestep.environments.prompts import Prompt
 from truestep.environments.rewards import RewardError
-from truestep.sampler.groups import TRIES, to_rollout
+from truestep.sampler.groups import TRIES, reject, stopping_error, to_rollout
 from truestep.sampler.server.errors import BadAnswerError, UnreachableError, VoidedError
 from truestep.sampler.server.fleet import Answer, Fleet, Server
-from truestep.sampler.server.protocol import Asked, Choice
+from truestep.sampler.server.protocol import Choice, CompletionRequest
 from truestep.types import Rejected, Rollout
 
 _RETRY_SECONDS = 0.05  # before the next server is asked; the one that failed is closed until it is back
@@ -36,32 +36,28 @@ class Member:
     """A rated completion and the answer that it came in."""
 
     rollout: Rollout
+    versions: Sequence[int]  # of the weights that made each token
     answer: Answer
 
 
 @dataclass(eq=False)
 class Group:
-    """Completions of one prompt, as many as there are so far."""
+    """Completions of one prompt, as many as were rated so far."""
 
     number: int
     prompt: Prompt
     members: list[Member] = field(default_factory=list)
-    asked: int = 0  # completions so far
-    dropped: int = 0  # times that it came too late
+    num_asked: int = 0  # completions asked for so far
+    num_drops: int = 0  # times that it came too late
 
     @property
     def version(self) -> int:
         """The version of its oldest token."""
-        return min(_oldest(member.rollout) for member in self.members)
+        return min(min(member.versions) for member in self.members)
 
     @property
     def unconfirmed(self) -> set[Server]:
         return {member.answer.server for member in self.members if not member.answer.confirmed}
-
-
-def _oldest(rollout: Rollout) -> int:
-    assert rollout.model_version is not None
-    return int(rollout.model_version[rollout.loss_mask].min())
 
 
 class GroupMaker:
@@ -76,24 +72,24 @@ class GroupMaker:
     ):
         self._fleet, self._options = fleet, options
         self._rate, self._read = rate, read
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # completions that were not used, by why
         self.rejected: deque[Rejected] = deque()
 
     def reject(self, group: Group, name: str, reason: str) -> None:
         """Note a completion that is not trained on."""
-        self.rejected.append(Rejected(group.prompt.id, group.number, reason, name, str(group.number)))
+        self.rejected.append(reject(group.prompt, group.number, name, reason))
 
     async def make(self, group: Group) -> str | None:
-        """Ask and rate until a group is whole. Return the last reason where it had to be given up."""
+        """Ask and rate until a group is complete. Return the last reason where it had to be given up."""
         failures, reason = 0, ""
         while (missing := self._options.group_size - len(group.members)) > 0:
             if failures == TRIES:
                 self._give_up(group)
                 return reason
-            first = group.asked
-            group.asked += missing
+            first = group.num_asked
+            group.num_asked += missing
             try:
-                answer = await self._fleet.ask(self._asked(group, missing))
+                answer = await self._fleet.ask(self._request(group.prompt, missing))
             except UnreachableError:
                 self.counts["unanswered"] += missing
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -109,19 +105,14 @@ class GroupMaker:
         return None
 
     def _give_up(self, group: Group) -> None:
-        reason = f"its group could not be completed: {len(group.members)} of {group.asked} completions rated"
+        reason = f"its group could not be completed: {len(group.members)} of {group.num_asked} completions rated"
         for member in group.members:
             self.reject(group, member.rollout.id, reason)
 
-    def _asked(self, group: Group, n: int) -> Asked:
+    def _request(self, prompt: Prompt, n: int) -> CompletionRequest:
         options = self._options
-        return Asked(
-            prompt=group.prompt.input_ids,
-            n=n,
-            temperature=options.temperature,
-            max_new_tokens=options.max_new_tokens,
-            stop_ids=options.stop_ids,
-            vocabulary_size=options.vocabulary_size,
+        return CompletionRequest(
+            prompt.input_ids, n, options.temperature, options.max_new_tokens, options.stop_ids, options.vocabulary_size
         )
 
     async def _add(self, group: Group, answer: Answer, first: int) -> list[str]:
@@ -137,7 +128,7 @@ class GroupMaker:
             raise errors.exceptions[0] from None
         if not answer.void:
             group.members += [
-                Member(self._rollout(name, group.prompt, choice, reward, answer.server.url), answer)
+                self._member(name, group.prompt, choice, reward, answer)
                 for (name, choice), rating in zip(ended, ratings, strict=True)
                 if (reward := rating.result()) is not None
             ]
@@ -150,15 +141,13 @@ class GroupMaker:
             return await self._rate(group.prompt, self._read(choice.token_ids))
         except RewardError as error:
             if self._options.stop_at_rejected:
-                raise RewardError(
-                    f"data.on_bad_record: stop: a completion of prompt {group.prompt.id}: {error}"
-                ) from error
+                raise stopping_error(group.prompt, error) from error
             self.reject(group, name, str(error))
             problems.append(str(error))
             return None
 
-    def _rollout(self, name: str, prompt: Prompt, choice: Choice, reward: float, url: str) -> Rollout:
-        return to_rollout(
+    def _member(self, name: str, prompt: Prompt, choice: Choice, reward: float, answer: Answer) -> Member:
+        rollout = to_rollout(
             name,
             prompt,
             choice.token_ids,
@@ -166,5 +155,6 @@ class GroupMaker:
             temperature=self._options.temperature,
             versions=choice.versions,
             reward=reward,
-            metadata={"stopped": choice.stopped, "server": url},
+            metadata={"stopped": choice.stopped, "server": answer.server.url},
         )
+        return Member(rollout, choice.versions, answer)

@@ -25,10 +25,10 @@ from truestep.sampler.server.protocol import InferenceServer
 from truestep.types import Rollout
 
 TEMPERATURE = 0.7  # at 1 a server that ignores it could not be told from one that does not
-_LENGTHS = (136, 200, 300)  # vLLM's blocks have 16 tokens on a GPU and 128 on a CPU
+_LENGTHS = (136, 200, 300)  # tokens; vLLM's blocks have 16 tokens on a GPU and 128 on a CPU
 _STREAM = 3  # of randomness, beside those of sampler/groups.py and sampler/evaluate.py
-_TOKENS = 8  # of the next one, the likeliest
-_COUNTS = math.log(0.01)  # log-probs of unlikely tokens carry more rounding than meaning
+_TOP_TOKENS = 8  # asked for, of each probe's next token
+_LIKELY = math.log(0.01)  # log-probs of unlikely tokens carry more rounding than meaning
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,17 +43,17 @@ class Expected:
 
 @dataclass(frozen=True)
 class Gap:
-    """The distance of a server from each explanation, in nats: the mean over likely tokens, for the worst probe."""
+    """A server's distance from the trainer's log-probs, in nats: the mean over likely tokens, of the worst probe."""
 
     expected: float
     raw: float
 
 
 def make_probes(prompts: Sequence[Prompt], seed: int, longest: int) -> tuple[tuple[int, ...], ...]:
-    """Shuffle tokens of the run's own prompts: text that the model knows and does not know by heart."""
-    known = np.array(sorted({token for prompt in prompts[:256] for token in prompt.input_ids}), dtype=np.int64)
+    """Draw tokens of the run's own prompts: text that the model knows and does not know by heart."""
+    tokens = np.array(sorted({token for prompt in prompts[:256] for token in prompt.input_ids}), dtype=np.int64)
     generator = np.random.default_rng([seed, _STREAM])
-    return tuple(tuple(generator.choice(known, max(1, min(length, longest))).tolist()) for length in _LENGTHS)
+    return tuple(tuple(generator.choice(tokens, max(1, min(length, longest))).tolist()) for length in _LENGTHS)
 
 
 @torch.no_grad()
@@ -63,17 +63,16 @@ def expect(policy: Policy, prompts: tuple[tuple[int, ...], ...], version: int) -
     batch = pack(documents).to(policy.device)
     hidden = policy.hidden(batch.tokens).index_select(0, batch.labels.rows)
 
-    def at(temperature: float) -> np.ndarray:
-        z = scaled_logits(
-            hidden, policy.head_weight, torch.full_like(batch.labels.temperature, temperature), policy.head
-        )
+    def logprobs(temperature: float) -> np.ndarray:
+        temperatures = torch.full_like(batch.labels.temperature, temperature)
+        z = scaled_logits(hidden, policy.head_weight, temperatures, policy.head)
         return (z - z.logsumexp(-1, keepdim=True)).float().cpu().numpy()
 
-    return Expected(version, prompts, at(TEMPERATURE), at(1.0))
+    return Expected(version, prompts, logprobs(TEMPERATURE), logprobs(1.0))
 
 
 def _document(number: int, prompt: tuple[int, ...]) -> Rollout:
-    """Put one label behind the prompt: its row is that of the next token. Which token stands there does not matter."""
+    """Put one label, whichever, behind the prompt: its row is that of the next token."""
     ids = np.array([*prompt, prompt[-1]], dtype=np.int64)
     return Rollout(id=str(number), input_ids=ids, loss_mask=np.arange(len(ids)) == len(prompt))
 
@@ -83,17 +82,16 @@ async def measure(server: InferenceServer, expected: Expected, *, past_the_cache
     vocabulary_size = expected.logprobs.shape[1]
     gaps = []
     for number, prompt in enumerate(expected.prompts):
-        count = min(_TOKENS, vocabulary_size)
+        count = min(_TOP_TOKENS, vocabulary_size)
         answer = await server.next_token(prompt, TEMPERATURE, count, past_the_cache=past_the_cache)
         if not answer or any(not 0 <= token < vocabulary_size or math.isnan(value) for token, value in answer.items()):
             raise BadAnswerError("a probe was answered with log-probs that are none, or of tokens that do not exist")
-        gaps.append([_gap(answer, known) for known in (expected.logprobs[number], expected.raw[number])])
-    worst = np.array(gaps).max(axis=0)
-    return Gap(float(worst[0]), float(worst[1]))
+        gaps.append([_gap(answer, logprobs[number]) for logprobs in (expected.logprobs, expected.raw)])
+    return Gap(*np.array(gaps).max(axis=0).tolist())
 
 
-def _gap(answer: dict[int, float], known: np.ndarray) -> float:
+def _gap(answer: dict[int, float], logprobs: np.ndarray) -> float:
     """Average over the likely tokens of an answer, and over the likeliest where none of them is likely."""
-    likeliest = max(answer, key=lambda token: float(known[token]))
-    counted = [token for token in answer if known[token] >= _COUNTS or token == likeliest]
-    return float(np.mean([abs(answer[token] - float(known[token])) for token in counted]))
+    likeliest = max(answer, key=lambda token: float(logprobs[token]))
+    counted = [token for token in answer if logprobs[token] >= _LIKELY or token == likeliest]
+    return float(np.mean([abs(answer[token] - float(logprobs[token])) for token in counted]))

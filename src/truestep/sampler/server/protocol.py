@@ -1,4 +1,4 @@
-"""What the trainer needs of an inference server, in the trainer's own values. Nothing here knows how they travel.
+"""The calls that the trainer makes of an inference server, in its own values: how they travel is the server's class's.
 
 A class that implements `InferenceServer` is all that another kind of server takes: name it in `sampler.protocol`.
 """
@@ -14,7 +14,7 @@ from truestep.sampler.server.errors import ServerError
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompletionRequest:
     """One request: `n` completions of a prompt."""
 
     prompt: tuple[int, ...]
@@ -38,7 +38,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Description:
-    """What a server says of itself. None: it does not say."""
+    """A server's word about itself. None: it does not say."""
 
     names: tuple[str, ...] | None = None  # of the models that it serves
     longest_text: int | None = None  # tokens of a prompt and its completion
@@ -47,7 +47,7 @@ class Description:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do about a server of this kind, for the end of a message that says what is wrong with it."""
+    """Ends of messages that say what is wrong with a server: what to do about one of this kind."""
 
     kind: str = "an inference server"
     longer_texts: str = "let it serve longer texts"
@@ -73,15 +73,15 @@ class InferenceServer(Protocol):
         ...
 
     async def tokenize(self, text: str) -> list[int] | None:
-        """Make tokens of a text; None where the server has no tokenizer."""
+        """Convert a text to tokens; None where the server has no tokenizer."""
         return None
 
-    async def complete(self, asked: Asked) -> list[Choice]:
-        """Sample completions: exactly `asked.n`, at the temperature alone, whatever defaults the model comes with."""
+    async def complete(self, request: CompletionRequest) -> list[Choice]:
+        """Sample completions: exactly `request.n`, at the temperature alone, whatever defaults the model comes with."""
         ...
 
-    async def stream(self, asked: Asked, came: Callable[[int, int], None]) -> list[Choice]:
-        """Do as `complete`, and call `came(index, tokens)` when tokens of a choice come. For `sampler.pause: keep`."""
+    async def stream(self, request: CompletionRequest, on_tokens: Callable[[int, int], None]) -> list[Choice]:
+        """Do as `complete`, and call `on_tokens(choice's index, count)` when tokens come. For `sampler.pause: keep`."""
         raise ServerError(f"sampler.pause: keep needs a server that streams, which {self.advice.kind} does not")
 
     async def next_token(

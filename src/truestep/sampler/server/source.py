@@ -7,8 +7,9 @@ import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,7 +17,7 @@ from truestep.environments.prompts import Prompt
 from truestep.environments.reward_pool import RewardPool
 from truestep.policy.policy import Policy
 from truestep.rollouts.source import Interrupted, never
-from truestep.sampler.groups import fingerprint, refuse_other_groups, with_advantages
+from truestep.sampler.groups import fingerprint, num_groups, refuse_other_groups, with_advantages
 from truestep.sampler.server.ahead import LookAhead, Pace
 from truestep.sampler.server.check import check_server
 from truestep.sampler.server.fleet import Fleet, Published
@@ -27,18 +28,8 @@ from truestep.sampler.server.sync import WeightsDirectory
 from truestep.types import Rejected, Rollout
 
 _T = TypeVar("_T")
-_LOOK_SECONDS = 0.5  # between looks whether the run was asked to stop
+_POLL_SECONDS = 0.5  # between questions whether the run was asked to stop
 _CLOSE_SECONDS = 30.0  # for a sync under way: a server that is left standing still serves nobody
-
-
-class Loop(Protocol):
-    """An event loop beside the trainer's thread. Tests have one with a clock of their own."""
-
-    def submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]: ...
-
-    def run(self, work: Coroutine[Any, Any, _T]) -> _T: ...
-
-    def close(self) -> None: ...
 
 
 class LoopThread:
@@ -59,14 +50,6 @@ class LoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-
-class Rewards(Protocol):
-    """What rates completions beside everything else."""
-
-    async def rate(self, prompt: Prompt, text: str) -> float: ...
-
-    def close(self) -> None: ...
 
 
 class ThreadedRewards:
@@ -94,7 +77,7 @@ class ServerSource:
         policy: Policy,
         prompts: Sequence[Prompt],
         make_servers: Callable[[], Sequence[InferenceServer]],
-        rewards: Rewards,
+        rewards: ThreadedRewards,
         sampling: SamplingOptions,
         pace: Pace,
         weights: WeightsDirectory,
@@ -102,22 +85,19 @@ class ServerSource:
         advantage_rule: str,
         pause: str,
         tolerance: float,
-        loop: Loop | None = None,
+        loop: LoopThread | None = None,  # tests give one with a clock of its own
     ):
         self._policy, self._prompts, self._rewards = policy, prompts, rewards
         self._sampling, self._weights, self._weights_dtype = sampling, weights, weights_dtype
         self._advantage_rule = advantage_rule
         self._loop = loop or LoopThread()
-        self._pushed: Future[None] | None = None
+        self._publishing: Future[None] | None = None  # None: nobody has asked for documents yet
         self._closed = False
         self.asked_to_stop: Callable[[], bool] = never
         try:
             servers, longest = self._loop.run(self._connect(make_servers))
             self._probes = make_probes(prompts, sampling.seed, longest - 1)
-
-            def make_fleet(on_void: Callable[[], None], on_fatal: Callable[[Exception], None]) -> Fleet:
-                return Fleet(servers, pause=pause, tolerance=tolerance, on_void=on_void, on_fatal=on_fatal)
-
+            make_fleet = partial(Fleet, servers, pause=pause, tolerance=tolerance)
             self._ahead = LookAhead(make_fleet, prompts, sampling, pace, rewards.rate, self._read)
         except BaseException:
             self._loop.close()
@@ -143,12 +123,10 @@ class ServerSource:
 
     def take(self, count: int, documents_seen: int) -> list[Rollout]:
         """Take exactly `count` documents, in whole groups."""
-        size = self._sampling.group_size
-        if count % size:
-            raise ValueError(f"{count} documents are no whole number of groups of {size}")
-        if self._pushed is None:
-            self._push(documents_seen)
-        groups = self._wait_for(self._loop.submit(self._ahead.collect(count // size, documents_seen)))
+        groups_wanted = num_groups(count, self._sampling.group_size)
+        if self._publishing is None:
+            self._publish(documents_seen)
+        groups = self._wait_for(self._loop.submit(self._ahead.collect(groups_wanted, documents_seen)))
         return [
             rollout
             for group in groups
@@ -160,7 +138,7 @@ class ServerSource:
     def _wait_for(self, collected: Future[_T]) -> _T:
         while True:
             try:
-                return collected.result(_LOOK_SECONDS)
+                return collected.result(_POLL_SECONDS)
             except TimeoutError:
                 if collected.done():
                     return collected.result()
@@ -168,28 +146,23 @@ class ServerSource:
                 raise Interrupted
 
     def updated(self, documents_seen: int) -> None:
-        if self._pushed is not None:
-            self._push(documents_seen)
+        if self._publishing is not None:
+            self._publish(documents_seen)
 
-    def _push(self, version: int) -> None:
+    def _publish(self, version: int) -> None:
         """Send new weights to every server, beside whatever the trainer does next."""
-        if self._pushed is not None:
-            self._pushed.result()
+        if self._publishing is not None:
+            self._publishing.result()
         path = self._weights.write(self._policy, version, self._weights_dtype)
         published = Published(path, expect(self._policy, self._probes, version))
-        self._pushed = self._loop.submit(self._ahead.publish(published))
+        self._publishing = self._loop.submit(self._ahead.publish(published))
 
     def state(self) -> dict[str, Any]:
-        async def look() -> dict[str, Any]:
-            return self._ahead.state()
-
-        return self._loop.run(look()) | {"fingerprint": self._fingerprint()}
-
-    def _fingerprint(self) -> str:
-        return fingerprint(self._prompts, self._sampling.seed, self._sampling.group_size)
+        own = fingerprint(self._prompts, self._sampling.seed, self._sampling.group_size)
+        return self._loop.run(self._ahead.state()) | {"fingerprint": own}
 
     def restore(self, state: dict[str, Any]) -> None:
-        refuse_other_groups(state, self._fingerprint())
+        refuse_other_groups(state, self.state())
         self._ahead.restore(state)
 
     def drain_rejected(self) -> list[Rejected]:
@@ -202,10 +175,10 @@ class ServerSource:
             return
         self._closed = True
         try:
-            if self._pushed is not None:
+            if self._publishing is not None:
                 with contextlib.suppress(TimeoutError):
-                    self._pushed.exception(_CLOSE_SECONDS)
-                self._pushed.cancel()
+                    self._publishing.exception(_CLOSE_SECONDS)
+                self._publishing.cancel()
         finally:
             self._loop.run(self._ahead.close())
             self._loop.close()

@@ -28,17 +28,17 @@ class WeightsDirectory:
     def write(self, policy: Policy, version: int, dtype: torch.dtype) -> Path:
         """Write weights under a name that no server has read before: an engine may know a file by its name."""
         name = f"{_PREFIX}{version:012d}-{secrets.token_hex(4)}"
-        beside = self.path / f".{name}.partial"
+        partial = self.path / f".{name}.partial"
         self.path.mkdir(parents=True, exist_ok=True)
-        save_policy(policy, beside, dtype)
+        save_policy(policy, partial, dtype)
         if policy.facts.tied:
-            _write_head(policy, beside, dtype)
-        os.replace(beside, self.path / name)
+            _write_head(policy, partial, dtype)
+        os.replace(partial, self.path / name)
         self._remove_old(self.path / name)
         return self.path / name
 
     def _remove_old(self, newest: Path) -> None:
-        """Remove those of an earlier start too, whatever their version: their documents were rolled back."""
+        """Remove old weights, those of an earlier start too, whatever their version: its documents were rolled back."""
         for leftover in self.path.glob(f".{_PREFIX}*.partial"):
             shutil.rmtree(leftover, ignore_errors=True)
         weights = [path for path in self.path.glob(f"{_PREFIX}*") if path != newest]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from truestep.sampler.server.errors import BadAnswerError, ServerError, UnreachableError
-from truestep.sampler.server.protocol import Advice, Asked, Choice, Description, InferenceServer
+from truestep.sampler.server.protocol import Advice, Choice, CompletionRequest, Description, InferenceServer
 
 _CONNECT_SECONDS = 10.0
 _QUICK_SECONDS = 30.0  # for an answer that takes no computing
@@ -64,10 +65,10 @@ class Vllm(InferenceServer):
 
     # ---- completions
 
-    async def complete(self, asked: Asked) -> list[Choice]:
-        return read_choices(await self._post("/v1/completions", self._body(asked)), asked)
+    async def complete(self, request: CompletionRequest) -> list[Choice]:
+        return read_choices(await self._post("/v1/completions", self._body(request)), request)
 
-    async def stream(self, asked: Asked, came: Callable[[int, int], None]) -> list[Choice]:
+    async def stream(self, request: CompletionRequest, on_tokens: Callable[[int, int], None]) -> list[Choice]:
         choices: dict[int, dict[str, Any]] = {}
 
         def take(event: dict[str, Any]) -> None:
@@ -81,20 +82,20 @@ class Vllm(InferenceServer):
                 choice["logprobs"]["token_logprobs"] += (piece.get("logprobs") or {}).get("token_logprobs") or []
                 for name in ("finish_reason", "prompt_token_ids"):
                     choice[name] = piece.get(name) or choice.get(name)
-                came(index, len(tokens))
+                on_tokens(index, len(tokens))
 
-        await self._events("/v1/completions", self._body(asked) | {"stream": True}, take)
-        return read_choices({"choices": list(choices.values())}, asked)
+        await self._events("/v1/completions", self._body(request) | {"stream": True}, take)
+        return read_choices({"choices": list(choices.values())}, request)
 
-    def _body(self, asked: Asked) -> dict[str, Any]:
+    def _body(self, request: CompletionRequest) -> dict[str, Any]:
         """No seed: vLLM's engine for CPUs dies of a seeded request whose prompt it reads in two parts."""
         return {
             "model": self.model,
-            "prompt": list(asked.prompt),
-            "n": asked.n,
-            "temperature": asked.temperature,
-            "max_tokens": asked.max_new_tokens,
-            "stop_token_ids": sorted(asked.stop_ids),
+            "prompt": list(request.prompt),
+            "n": request.n,
+            "temperature": request.temperature,
+            "max_tokens": request.max_new_tokens,
+            "stop_token_ids": sorted(request.stop_ids),
             **_UNBENT,
             "logprobs": 0,
             "return_token_ids": True,
@@ -163,13 +164,8 @@ class Vllm(InferenceServer):
         return await self._json("POST", path, body, timeout or self._timeout)
 
     async def _json(self, method: str, path: str, body: Any, timeout: float) -> Any:
-        try:
-            async with asyncio.timeout(timeout):  # for the whole answer, not from byte to byte
-                response = await self._http.request(method, path, json=body)
-        except (TimeoutError, httpx.TimeoutException) as error:
-            raise UnreachableError(f"{path} gave no answer within {timeout:g} s") from error
-        except (httpx.TransportError, httpx.DecodingError) as error:
-            raise UnreachableError(f"{path}: {_named(error)}") from error
+        async with _reaching(path, timeout):
+            response = await self._http.request(method, path, json=body)
         self._check_status(path, response.status_code, response.text)
         try:
             return response.json() if response.content else None
@@ -178,32 +174,39 @@ class Vllm(InferenceServer):
 
     async def _events(self, path: str, body: Any, take: Callable[[dict[str, Any]], None]) -> None:
         """Take server-sent events up to the one that says it is the last: a stream that only ends was cut short."""
-        try:
-            async with asyncio.timeout(self._timeout), self._http.stream("POST", path, json=body) as response:
-                if response.status_code != 200:
-                    self._check_status(path, response.status_code, (await response.aread()).decode(errors="replace"))
-                async for line in response.aiter_lines():
-                    if line == "data: [DONE]":
-                        return
-                    if line.startswith("data: "):
-                        take(_event(line.removeprefix("data: ")))
-        except (TimeoutError, httpx.TimeoutException) as error:
-            raise UnreachableError(f"{path} gave no whole answer within {self._timeout:g} s") from error
-        except (httpx.TransportError, httpx.DecodingError) as error:
-            raise UnreachableError(f"{path}: {_named(error)}") from error
+        async with _reaching(path, self._timeout), self._http.stream("POST", path, json=body) as response:
+            if response.status_code != 200:
+                self._check_status(path, response.status_code, (await response.aread()).decode(errors="replace"))
+            async for line in response.aiter_lines():
+                if line == "data: [DONE]":
+                    return
+                if line.startswith("data: "):
+                    take(_event(line.removeprefix("data: ")))
         raise UnreachableError(f"{path}: the stream ended before its end")
 
     def _check_status(self, path: str, status: int, text: str) -> None:
         if status < 400:
             return
-        said = f"{path} answered {status}: {text[:300]}"
+        problem = f"{path} answered {status}: {text[:300]}"
         if status >= 500 or status in _BUSY:
-            raise UnreachableError(said)
+            raise UnreachableError(problem)
         hint = {
             401: "; set sampler.api_key_env to the variable that holds its key",
             404: "; is sampler.model the served name, and was the server started with VLLM_SERVER_DEV_MODE=1?",
         }.get(status, "")
-        raise ServerError(f"sampler.urls: {self.url}{said}{hint}")
+        raise ServerError(f"sampler.urls: {self.url}{problem}{hint}")
+
+
+@contextlib.asynccontextmanager
+async def _reaching(path: str, timeout: float) -> AsyncIterator[None]:
+    """Give the whole answer `timeout` seconds, not each of its bytes, and name what goes wrong on its way."""
+    try:
+        async with asyncio.timeout(timeout):
+            yield
+    except (TimeoutError, httpx.TimeoutException) as error:
+        raise UnreachableError(f"{path} gave no whole answer within {timeout:g} s") from error
+    except (httpx.TransportError, httpx.DecodingError) as error:
+        raise UnreachableError(f"{path}: {error!r}") from error
 
 
 def _event(text: str) -> dict[str, Any]:
@@ -216,22 +219,18 @@ def _event(text: str) -> dict[str, Any]:
     return event
 
 
-def _named(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
 # ---- an answer's JSON
 
 
-def read_choices(answer: Any, asked: Asked) -> list[Choice]:
+def read_choices(answer: Any, request: CompletionRequest) -> list[Choice]:
     """Read completions in the order of their indices. What their tokens are worth is for `answer.check_choices`."""
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise BadAnswerError("the answer has no list of choices")
     indices = sorted(_index(choice) for choice in choices)
-    if indices != list(range(asked.n)):
-        raise BadAnswerError(f"asked for {asked.n} completions, got those of index {indices}")
-    return [_read(choice, asked) for choice in sorted(choices, key=_index)]
+    if indices != list(range(request.n)):
+        raise BadAnswerError(f"asked for {request.n} completions, got those of index {indices}")
+    return [_read(choice, request) for choice in sorted(choices, key=_index)]
 
 
 def _index(choice: dict[str, Any]) -> int:
@@ -241,9 +240,9 @@ def _index(choice: dict[str, Any]) -> int:
     return index
 
 
-def _read(choice: dict[str, Any], asked: Asked) -> Choice:
+def _read(choice: dict[str, Any], request: CompletionRequest) -> Choice:
     echoed = choice.get("prompt_token_ids")
-    if echoed is not None and echoed != list(asked.prompt):
+    if echoed is not None and echoed != list(request.prompt):
         raise BadAnswerError("the completion is of another prompt: prompt_token_ids are not those that were sent")
     reason = choice.get("finish_reason")
     if reason == "abort":
