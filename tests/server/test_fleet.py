@@ -237,6 +237,22 @@ def test_weights_that_were_replaced_behind_our_back_are_found_out(look: str) -> 
     run(main())
 
 
+def test_what_is_void_is_not_confirmed_by_a_later_probe_of_the_right_weights() -> None:
+    async def main() -> None:
+        server = FakeServer()
+        watched = Watched(server)
+        await watched.fleet.publish(published(0))
+        server.weights = STARTED_WITH
+        wrong = await answered(watched)
+        await watched.fleet.publish(published(8))
+        right = await answered(watched)
+        await watched.fleet.confirm({watched.known[0]})
+        assert wrong.void and not wrong.confirmed
+        assert right.confirmed and not right.void
+
+    run(main())
+
+
 @pytest.mark.parametrize("error", [UnreachableError("gone"), BadAnswerError("nonsense")])
 def test_a_probe_without_an_answer_confirms_nothing(error: Exception) -> None:
     async def main() -> None:

@@ -46,8 +46,7 @@ class Server:
     epoch: int = 0  # counts events after which nobody knows the version of completions that were under way
     in_flight: int = 0  # completions
     served: int = 0  # completions
-    confirmed: int = 0  # answers up to this serial number were made by the weights that they say
-    voids: int = 0  # times that its unconfirmed answers turned out to be of unknown weights
+    unconfirmed: list[Answer] = field(default_factory=list)
     lost_at: float | None = None  # on the loop's clock; None: it is not lost
     trouble: str = ""  # the last one
     attempts: int = 0  # to bring it back
@@ -67,22 +66,14 @@ class Server:
         return f"{self.url} is {state} with {self.in_flight} completions under way{trouble}"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Answer:
-    """A group's completions, and their place in their server's history."""
+    """A group's completions. A later probe confirms them or makes them void, and that is final."""
 
     server: Server
-    serial: int
-    voids: int  # of the server when it came
     choices: list[Choice]
-
-    @property
-    def confirmed(self) -> bool:
-        return self.serial <= self.server.confirmed
-
-    @property
-    def void(self) -> bool:
-        return not self.confirmed and self.voids != self.server.voids
+    confirmed: bool = False  # the weights that they name made them
+    void: bool = False  # nobody knows which weights made them
 
 
 class Signal:
@@ -118,7 +109,6 @@ class Fleet:
         self._on_void, self._on_fatal = on_void, on_fatal
         self._published: dict[int, Published] = {}
         self._current: Published | None = None
-        self._serial = 0
         self._changed = Signal()
         self._recoveries: set[asyncio.Task[None]] = set()
 
@@ -146,8 +136,8 @@ class Fleet:
             raise VoidedError
         if not all(choice.aborted for choice in choices):
             self.note_progress()
-        self._serial += 1
-        return Answer(server, self._serial, server.voids, choices)
+        server.unconfirmed.append(Answer(server, choices))
+        return server.unconfirmed[-1]
 
     def note_progress(self) -> None:
         self.last_progress = asyncio.get_running_loop().time()
@@ -226,13 +216,16 @@ class Fleet:
 
     async def _has_its_weights(self, server: Server) -> bool:
         """Probe a server; what it answered before the probe is confirmed if the probe is right."""
-        serial, published = self._serial, self._published.get(-1 if server.version is None else server.version)
+        answers = list(server.unconfirmed)
+        published = self._published.get(-1 if server.version is None else server.version)
         if published is None:  # none yet, or so old that the trainer has forgotten them
             return False
         gap = await measure(server.remote, published.expected)
         if gap.expected > self._tolerance:
             return False
-        server.confirmed = max(server.confirmed, serial)
+        for earlier in answers:
+            earlier.confirmed = not earlier.void
+        server.unconfirmed = [later for later in server.unconfirmed if later not in answers]
         return True
 
     async def confirm(self, servers: Collection[Server]) -> None:
@@ -260,7 +253,9 @@ class Fleet:
     def _void(self, server: Server) -> None:
         """Give up what is not confirmed: nobody knows which weights made it."""
         server.epoch += 1
-        server.voids += 1
+        for unconfirmed in server.unconfirmed:
+            unconfirmed.void = True
+        server.unconfirmed = []
         self._on_void()
 
     # ---- loss and recovery
