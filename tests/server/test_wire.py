@@ -75,11 +75,9 @@ def test_a_reply_that_fails(call: Any, sent: bytes, error: type[Exception], said
         ask(call, sent)
 
 
-@pytest.mark.parametrize(
-    ("call", "said"), [(complete, "gave no whole answer within 0.2 s"), (stream, "no whole answer")]
-)
-def test_a_reply_that_never_comes(call: Any, said: str) -> None:
-    with pytest.raises(UnreachableError, match=said):
+@pytest.mark.parametrize("call", [complete, stream])
+def test_a_reply_that_never_comes(call: Any) -> None:
+    with pytest.raises(UnreachableError, match="/v1/completions gave no whole answer within 0.2 s"):
         ask(call, None, timeout=0.2)
 
 
@@ -90,6 +88,8 @@ def test_a_stream_is_read_to_the_event_that_says_it_is_the_last() -> None:
         ask(stream, reply(TOKEN + LAST))
     with pytest.raises(BadAnswerError, match="an event of the stream is not JSON"):
         ask(stream, reply("data: <html>\n\n"))
+    with pytest.raises(BadAnswerError, match="another form than vLLM's"):
+        ask(stream, reply('data: {"choices": [null]}\n\n'))
     with pytest.raises(BadAnswerError, match="the stream says"):
         ask(stream, reply('data: {"error": "engine died"}\n\n'))
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from truestep.head.logits import scaled_logits
 from truestep.policy.policy import Policy
@@ -70,11 +71,9 @@ class _Batch:
         self._draws = torch.from_numpy(
             np.stack([np.random.default_rng(request.seed).random(options.max_new_tokens) for request in requests])
         )
-        width = max(len(request.input_ids) for request in requests)
-        padded = [[0] * (width - len(r.input_ids)) + list(r.input_ids) for r in requests]
-        real = [[0] * (width - len(r.input_ids)) + [1] * len(r.input_ids) for r in requests]
-        self._ids = torch.tensor(padded, device=self._device)
-        self._mask = torch.tensor(real, device=self._device)
+        prompts = [torch.tensor(request.input_ids, device=self._device) for request in requests]
+        self._ids = pad_sequence(prompts, batch_first=True, padding_side="left")
+        self._mask = pad_sequence(list(map(torch.ones_like, prompts)), batch_first=True, padding_side="left")
         self._positions = (self._mask.cumsum(-1) - 1).clamp(min=0)
         self._cache: Any = None
 
@@ -85,10 +84,7 @@ class _Batch:
             self._keep(tokens, logprobs)
             if not self._active:
                 break
-        return [
-            Completion(tokens, logprobs, stopped)
-            for tokens, logprobs, stopped in zip(self._tokens, self._logprobs, self._stopped, strict=True)
-        ]
+        return [Completion(*fields) for fields in zip(self._tokens, self._logprobs, self._stopped, strict=True)]
 
     def _forward(self) -> torch.Tensor:  # [R, hidden] of the last token
         output = self._policy.model.base_model(

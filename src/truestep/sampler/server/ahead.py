@@ -19,7 +19,6 @@ from truestep.rollouts.source import SourceError
 from truestep.sampler.groups import HOPELESS, TRIES, explain_hopeless, prompt_of
 from truestep.sampler.server.fleet import Fleet, Published, Signal
 from truestep.sampler.server.making import Group, GroupMaker, SamplingOptions
-from truestep.types import Rejected
 
 _POLL_SECONDS = 0.25  # a server that comes back says nothing to those who wait for documents
 
@@ -114,10 +113,6 @@ class LookAhead:
         """Go on from `state`: what was open then is made first."""
         self._next_number = state["groups"]
         self._restored.extend(state.get("open", ()))  # an in_process sampler leaves nothing open
-
-    def drain_rejected(self) -> list[Rejected]:
-        rejected = self.maker.rejected
-        return [rejected.popleft() for _ in range(len(rejected))]
 
     async def close(self) -> None:
         for task in self._tasks.values():

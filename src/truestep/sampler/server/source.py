@@ -98,7 +98,8 @@ class ServerSource:
             servers, longest = self._loop.run(self._connect(make_servers))
             self._probes = make_probes(prompts, sampling.seed, longest - 1)
             make_fleet = partial(Fleet, servers, pause=pause, tolerance=tolerance)
-            self._ahead = LookAhead(make_fleet, prompts, sampling, pace, rewards.rate, self._read)
+            read = partial(policy.tokenizer.decode, skip_special_tokens=True)
+            self._ahead = LookAhead(make_fleet, prompts, sampling, pace, rewards.rate, read)
         except BaseException:
             self._loop.close()
             raise
@@ -115,9 +116,6 @@ class ServerSource:
             await asyncio.gather(*(server.close() for server in servers))
             raise
         return servers, min(lengths)
-
-    def _read(self, tokens: Sequence[int]) -> str:
-        return self._policy.tokenizer.decode(tokens, skip_special_tokens=True)
 
     # ---- Source
 
@@ -166,7 +164,8 @@ class ServerSource:
         self._ahead.restore(state)
 
     def drain_rejected(self) -> list[Rejected]:
-        return self._ahead.drain_rejected()
+        rejected = self._ahead.maker.rejected  # the loop's thread may add to it meanwhile
+        return [rejected.popleft() for _ in range(len(rejected))]
 
     def checkpointed(self, checkpoint: Path, step: int, documents_seen: int) -> None: ...
 

@@ -20,7 +20,7 @@ _QUICK_SECONDS = 30.0  # for an answer that takes no computing
 _BUSY = (408, 425, 429)  # statuses below 500 that a later request may not meet again
 
 # The distribution as it is, whatever defaults a server takes from the model.
-_UNBENT: dict[str, Any] = {
+_PLAIN_SAMPLING: dict[str, Any] = {
     "ignore_eos": True,  # the trainer's own list of what ends a text is the one that counts
     "top_p": 1.0,
     "top_k": 0,
@@ -71,20 +71,18 @@ class Vllm(InferenceServer):
     async def stream(self, request: CompletionRequest, on_tokens: Callable[[int, int], None]) -> list[Choice]:
         choices: dict[int, dict[str, Any]] = {}
 
-        def take(event: dict[str, Any]) -> None:
+        def read_event(event: dict[str, Any]) -> None:
             for piece in event.get("choices") or ():
-                index = piece.get("index")
-                choice = choices.setdefault(
-                    index, {"index": index, "token_ids": [], "logprobs": {"token_logprobs": []}}
-                )
-                tokens = piece.get("token_ids") or []
+                index, tokens = piece.get("index"), piece.get("token_ids") or []
+                empty = {"index": index, "token_ids": [], "logprobs": {"token_logprobs": []}}
+                choice = choices.setdefault(index, empty)
                 choice["token_ids"] += tokens
                 choice["logprobs"]["token_logprobs"] += (piece.get("logprobs") or {}).get("token_logprobs") or []
                 for name in ("finish_reason", "prompt_token_ids"):
                     choice[name] = piece.get(name) or choice.get(name)
                 on_tokens(index, len(tokens))
 
-        await self._events("/v1/completions", self._body(request) | {"stream": True}, take)
+        await self._events("/v1/completions", self._body(request) | {"stream": True}, read_event)
         return read_choices({"choices": list(choices.values())}, request)
 
     def _body(self, request: CompletionRequest) -> dict[str, Any]:
@@ -96,7 +94,7 @@ class Vllm(InferenceServer):
             "temperature": request.temperature,
             "max_tokens": request.max_new_tokens,
             "stop_token_ids": sorted(request.stop_ids),
-            **_UNBENT,
+            **_PLAIN_SAMPLING,
             "logprobs": 0,
             "return_token_ids": True,
         }
@@ -109,7 +107,7 @@ class Vllm(InferenceServer):
             "prompt": list(prompt),
             "max_tokens": 1,
             "temperature": temperature,
-            **_UNBENT,
+            **_PLAIN_SAMPLING,
             "logprobs": count,
             "return_tokens_as_token_ids": True,
         }
@@ -157,8 +155,8 @@ class Vllm(InferenceServer):
 
     # ---- over the wire
 
-    async def _get(self, path: str, timeout: float | None = None) -> Any:
-        return await self._json("GET", path, None, timeout or self._timeout)
+    async def _get(self, path: str, timeout: float) -> Any:
+        return await self._json("GET", path, None, timeout)
 
     async def _post(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
         return await self._json("POST", path, body, timeout or self._timeout)
@@ -172,8 +170,8 @@ class Vllm(InferenceServer):
         except ValueError as error:
             raise BadAnswerError(f"{path} answered what is not JSON") from error
 
-    async def _events(self, path: str, body: Any, take: Callable[[dict[str, Any]], None]) -> None:
-        """Take server-sent events up to the one that says it is the last: a stream that only ends was cut short."""
+    async def _events(self, path: str, body: Any, read: Callable[[dict[str, Any]], None]) -> None:
+        """Read server-sent events up to the one that says it is the last: a stream that only ends was cut short."""
         async with _reaching(path, self._timeout), self._http.stream("POST", path, json=body) as response:
             if response.status_code != 200:
                 self._check_status(path, response.status_code, (await response.aread()).decode(errors="replace"))
@@ -181,7 +179,11 @@ class Vllm(InferenceServer):
                 if line == "data: [DONE]":
                     return
                 if line.startswith("data: "):
-                    take(_event(line.removeprefix("data: ")))
+                    event = _event(line.removeprefix("data: "))
+                    try:
+                        read(event)
+                    except (AttributeError, TypeError) as error:
+                        raise BadAnswerError("an event of the stream has another form than vLLM's") from error
         raise UnreachableError(f"{path}: the stream ended before its end")
 
     def _check_status(self, path: str, status: int, text: str) -> None:
