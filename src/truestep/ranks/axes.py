@@ -5,7 +5,6 @@ rank = (((stage · replicas + replica) · data_shard + part) · context + run) �
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ class RankError(TruestepError):
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension. Its name is that of its option in `parallel`."""
+    """A dimension, named after its option in `parallel`."""
 
     name: str
     order: int  # of its digit in a rank's number, the most significant first
@@ -33,7 +32,7 @@ class Axis:
 
     @property
     def group(self) -> str:
-        """The group of ranks that have the weights in this way, by name: several dimensions may be in one."""
+        """The name of the group of ranks that have the weights in this way; several dimensions may share one."""
         return {"same": "replicate", "spread": "shard"}.get(self.weights, self.name)
 
 
@@ -84,14 +83,14 @@ class RankLayout:
         """Give data_shard what the rest leaves. Refuses a layout that does not make up the ranks."""
         sizes = self.by_name
         rest = math.prod(many for name, many in sizes.items() if name != "data_shard")
-        said = [f"parallel.{name}: {many}" for name, many in sizes.items() if many not in (-1, 1)]
+        options = [f"parallel.{name}: {many}" for name, many in sizes.items() if many not in (-1, 1)]
         if size % rest:
-            makes = f" make a multiple of {rest}, which" if len(said) > 1 else ""
-            raise RankError(f"{' x '.join(said)}{makes} does not divide the {size} ranks that were started")
+            makes = f" make a multiple of {rest}, which" if len(options) > 1 else ""
+            raise RankError(f"{' x '.join(options)}{makes} does not divide the {size} ranks that were started")
         data_shard = size // rest if sizes["data_shard"] == -1 else sizes["data_shard"]
         if data_shard * rest != size:
             raise RankError(
-                f"{' x '.join(said) or 'parallel.data_shard: 1'} make {data_shard * rest} ranks and {size} were "
+                f"{' x '.join(options) or 'parallel.data_shard: 1'} make {data_shard * rest} ranks and {size} were "
                 "started: start that many with torchrun --nproc-per-node, or set data_shard: -1"
             )
         return RankLayout(**sizes | {"data_shard": data_shard})
@@ -116,7 +115,7 @@ class RankLayout:
         return places
 
     def rank_at(self, places: Mapping[str, int]) -> int:
-        """Find the rank of these places; the first in every dimension that is not named."""
+        """Find the rank of these places: the first in every dimension that is not named."""
         rank, sizes = 0, self.by_name
         for name in _DIGITS:
             rank = rank * sizes[name] + places.get(name, 0)
@@ -124,11 +123,8 @@ class RankLayout:
 
     def groups(self, names: Collection[str]) -> list[list[int]]:
         """Divide all ranks into groups that differ in these dimensions alone, each and all in order."""
-
-        def every(chosen: list[str]) -> list[dict[str, int]]:
-            places = itertools.product(*(range(self.by_name[name]) for name in chosen))
-            return [dict(zip(chosen, place, strict=True)) for place in places]
-
-        inside = every([name for name in _DIGITS if name in names])
-        outside = every([name for name in _DIGITS if name not in names])
-        return [[self.rank_at(place | fellow) for fellow in inside] for place in outside]
+        others = [name for name in _DIGITS if name not in names]
+        groups: dict[int, list[int]] = {}
+        for rank in range(math.prod(self.sizes)):
+            groups.setdefault(self.number(rank, others), []).append(rank)
+        return list(groups.values())

@@ -21,11 +21,9 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 
 
 def transfer(
-    tensor: torch.Tensor,
-    there: Callable[[torch.Tensor], torch.Tensor],
-    back: Callable[[torch.Tensor], torch.Tensor],
+    tensor: torch.Tensor, there: Callable[[torch.Tensor], torch.Tensor], back: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """What `there` makes of a tensor; its gradient goes `back`."""
+    """Apply `there` to a tensor, and `back` to its gradient."""
     transferred: torch.Tensor = _Transfer.apply(tensor, there, back)
     return transferred
 
@@ -47,7 +45,7 @@ def gather_tokens(own_tokens: torch.Tensor, group: dist.ProcessGroup) -> torch.T
 
 
 def sum_to_own_tokens(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [1, S, H] -> [1, S/R, H]
-    """Sum what every rank computed; give this rank's tokens of it."""
+    """Sum what every rank computed, and keep this rank's tokens of it."""
     return transfer(parts, partial(_summed, group=group), partial(_gathered, group=group))
 
 

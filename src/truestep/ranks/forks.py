@@ -17,6 +17,6 @@ def fork_context() -> ForkServerContext:
 
 
 def begin() -> None:
-    """Let it import while this process does."""
+    """Start the server, so that it imports while this process does."""
     fork_context()
     forkserver.ensure_running()

@@ -32,7 +32,7 @@ class Context:
     @staticmethod
     def of(ranks: Ranks) -> Context | None:
         group = ranks.group("context")
-        return None if group is None else Context(group, ranks.context_rank, ranks.context)
+        return None if group is None else Context(group, ranks.place_on("context"), ranks.context)
 
     def run(self, tokens: int) -> slice:
         """Find those of the micro-batch's tokens that are here."""

@@ -114,7 +114,7 @@ class Weights(Protocol):
         Every rank calls this, for the same names in order, with its parts, or None where a weight is on another stage.
         """
         found = {}
-        for names in in_buckets({name: self.pieces[name].shape.numel() for name in parts}):
+        for names in in_buckets(parts, lambda name: self.pieces[name].shape.numel()):
             # Of a tied embedding, which two stages have, the first one's.
             sent = [name for name in names if self.ranks.stage == self.pieces[name].stages[0]]
             here = self.unshard({name: part.detach() for name in sent if (part := parts[name]) is not None})

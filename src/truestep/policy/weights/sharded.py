@@ -70,7 +70,7 @@ class ShardedWeights(Weights):
         assert self.ranks.mesh is not None
         computed = None if self.dtype == torch.float32 else self.dtype
         precision = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        dimensions = ("replicate", "shard") if self.ranks.replicas > 1 else ("shard",)
+        dimensions = ("replicate", "shard") if self.ranks.size_of("data_replicate") > 1 else ("shard",)
         options: dict[str, Any] = {"mesh": self.ranks.mesh[dimensions], "mp_policy": precision}
         for layer in filter(_has_weights, self._layers):
             fully_shard(layer, reshard_after_forward=self._reshard, **options)
