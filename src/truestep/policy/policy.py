@@ -69,8 +69,9 @@ class Policy:
 
     @property
     def head_weight(self) -> torch.nn.Parameter:  # [V, H]
-        """Where weights are sharded, its own values are there in `Weights.head` and `Weights.gathered` only."""
-        return self.weights.head_parameter(self.model)
+        """The head's weight. Where weights are sharded, it has its values inside `Weights.head` and `gathered` only."""
+        module = self.model.get_input_embeddings() if self.facts.tied else self.model.get_output_embeddings()
+        return module.weight
 
     @property
     def context(self) -> Context | None:
@@ -148,9 +149,9 @@ def stage_hidden(
     context: Context | None = None,
 ) -> torch.Tensor:  # [S, H], or of the tokens that are here
     nothing = None if received is None else received.detach().new_zeros(1, 1).expand_as(received)
-    with stages.opened(stage, received) as taken:
+    with stages.opened(stage, received) as output:
         hidden = packed_hidden(model, tokens, device, context, nothing)
-    return hidden if taken is None else taken.hidden[0]
+    return hidden if output is None else output.hidden[0]
 
 
 @contextmanager

@@ -21,24 +21,24 @@ from truestep.ranks.group import Ranks
 class Piece:
     shape: torch.Size  # of the whole weight
     trained: bool = True
-    # Where it is cut: the ranks of a dimension of theirs have a slice each along a dimension of its own, of the same
-    # size but for the last ones, which may have less or nothing. Where it is not, each has all of the weight, and of
-    # its gradient what its own tokens or heads add.
+    # The tensor's dimension that is cut over each dimension of the ranks. Slices have the same size, but the last ones
+    # may have less or nothing. Ranks that it is not cut over have all of it, and of its gradient what their own tokens
+    # or heads add.
     cut: Mapping[str, int] = field(default_factory=dict)
-    # The pipeline's ranks that have it. Two for a tied embedding: each has a part of its gradient.
+    # The pipeline's ranks that have it. A tied embedding is on two, each with a part of its gradient.
     stages: tuple[int, ...] = (0,)
 
     def counted_on(self, ranks: Ranks) -> bool:
-        """Choose the one that counts the values among the ranks that have the very same."""
+        """True on one of the ranks that have the very same values: a sum over all weights counts them there."""
         return ranks.stage == self.stages[0] and all(axis in self.cut or ranks.place_on(axis) == 0 for axis in CUT)
 
-    def slice(self, whole: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    def slice(self, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         for axis, dimension in self.cut.items():
-            whole = whole.narrow(dimension, *slice_of(whole.shape[dimension], ranks, axis))
-        return whole
+            tensor = tensor.narrow(dimension, *slice_of(tensor.shape[dimension], ranks, axis))
+        return tensor
 
     def join(self, part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        """Join all slices in one. Every rank of the dimensions that it is cut over calls this."""
+        """Join all slices. Every rank of the dimensions that the weight is cut over calls this."""
         shape, cuts = list(self.shape), []
         for axis, dimension in self.cut.items():
             cuts.append((axis, dimension, shape[dimension]))
@@ -68,14 +68,14 @@ def _join(part: torch.Tensor, ranks: Ranks, axis: str, dimension: int, size: int
 
 
 def pieces_of(model: Any) -> dict[str, Piece]:
-    """Describe a model that is not cut: all of each weight, by name, in the model's order; a tied tensor once."""
+    """Describe a model that is not cut: its weights by name, in the model's order; a tied tensor once."""
     return {
         name: Piece(parameter.shape, trained=parameter.requires_grad) for name, parameter in model.named_parameters()
     }
 
 
 def sum_parts(ranks: Ranks, pieces: dict[str, Piece], gradients: dict[str, torch.Tensor]) -> None:
-    """Sum, in place, gradients of which other ranks' slices, or the other end of the pipeline, have a part."""
+    """Sum, in place, gradients of which tensor ranks, or both ends of the pipeline, have a part each."""
     for axis in CUT:
         ranks.sum_all(axis, [gradient for name, gradient in gradients.items() if axis not in pieces[name].cut])
     ranks.sum_all("ends", [gradient for name, gradient in gradients.items() if len(pieces[name].stages) > 1])

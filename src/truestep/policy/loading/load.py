@@ -84,13 +84,7 @@ def load_policy(
     weights: Weights
     if ranks.shards > 1:
         weights = ShardedWeights(
-            model,
-            compute,
-            ranks,
-            pieces,
-            device=place,
-            reshard_after_forward=reshard_after_forward,
-            reduce_each=reduce_each,
+            model, compute, ranks, pieces, device=place, reshard=reshard_after_forward, reduce_each=reduce_each
         )
     else:
         read_parameters(model, place)

@@ -1,4 +1,4 @@
-"""What the rest of the trainer knows of a policy's weights, wherever they lie."""
+"""The interface of a policy's weights, wherever they lie."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class StagePass:
     layers: slice
     begins: bool  # with the embedding
     ends: bool  # with the head, and what is before it
-    final: bool  # whether the backward passes of no other stage that is here come later
+    final: bool  # no other stage that is here has its backward passes later
     number: int  # of the micro-batch, from 0
     of: int  # micro-batches of the step
     group: int  # micro-batches that share a gathering
-    backward: bool  # whether the step has backward passes
+    backward: bool  # the step has backward passes
 
     @property
     def last(self) -> bool:
@@ -50,50 +50,31 @@ class Weights(Protocol):
 
     # ---- A step: gradients are whole, and the same on every rank that holds them, when `reduce` returns.
 
-    @property
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """This rank's part of each trained weight's gradient."""
-        ...
-
     def zero_gradients(self) -> None: ...
 
-    def before_forward(self, coming: StagePass) -> None:
-        """Make weights ready for a forward pass of a step."""
-        ...
+    def before_forward(self, coming: StagePass) -> None: ...
 
-    def before_backward(self, coming: StagePass) -> None:
-        """Make weights ready for a backward pass of a step."""
-        ...
-
-    def head_parameter(self, model: Any) -> torch.nn.Parameter:  # [V, H]
-        ...
+    def before_backward(self, coming: StagePass) -> None: ...
 
     def head(self, model: Any) -> AbstractContextManager[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Give the head's weight as the model computes with it, and the float32 buffer of its gradient (None:
-        frozen)."""
-        ...
+        """Give the head's weight in the type of the model, and the float32 buffer of its gradient (None: frozen)."""
 
     def reduce(self) -> None:
         """Sum the gradients over the ranks: a plain sum, the denominators are in them already."""
-        ...
 
     def publish(self) -> None:
         """Have the model compute with the masters as they are now, after an update or a load."""
-        ...
 
     def gathered(self) -> AbstractContextManager[None]:
         """Have all of the model here: inside, forward passes need no other rank."""
-        ...
 
     # ---- Parts and wholes
 
     def shard(self, name: str, piece: torch.Tensor) -> torch.Tensor:
         """Take this rank's part of what its shard group has of a tensor of this weight's shape."""
-        ...
 
     def unshard(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Join the parts of a shard group, each of whose ranks calls this with its parts of the same weights."""
-        ...
 
     # ---- What follows for all weights alike
 
@@ -101,9 +82,16 @@ class Weights(Protocol):
     def device(self) -> torch.device:
         return next(iter((self.master or self.frozen).values())).device
 
-    def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+    @property
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """This rank's part of each trained weight's gradient."""
+        found = {name: master.grad for name, master in self.master.items() if master.grad is not None}
+        assert len(found) == len(self.master), "every master has a gradient from its first step on"
+        return found
+
+    def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Take this rank's part of a tensor of this weight's shape."""
-        return self.shard(name, self.pieces[name].slice(whole, self.ranks))
+        return self.shard(name, self.pieces[name].slice(tensor, self.ranks))
 
     @torch.no_grad()
     def on_first(
@@ -119,17 +107,14 @@ class Weights(Protocol):
             sent = [name for name in names if self.ranks.stage == self.pieces[name].stages[0]]
             here = self.unshard({name: part.detach() for name in sent if (part := parts[name]) is not None})
             for name in names:
-                whole = self._whole_on_first(name, here.get(name), dtype)
-                if whole is not None:
-                    found[name] = whole
+                piece = self.pieces[name]
+                joined = piece.join(here[name], self.ranks).to(dtype) if name in here else None
+                like = torch.empty(piece.shape, dtype=dtype, device="meta")
+                received = self.ranks.to_first(joined, like, piece.stages[0])
+                if received is not None:
+                    # Gathered on a GPU, a whole model may be more than it has room for.
+                    found[name] = received if self.ranks.size == 1 else received.cpu()
         return found
-
-    def _whole_on_first(self, name: str, part: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-        piece = self.pieces[name]
-        whole = None if part is None else piece.join(part, self.ranks).to(dtype)
-        found = self.ranks.to_first(whole, torch.empty(piece.shape, dtype=dtype, device="meta"), piece.stages[0])
-        # Gathered on a GPU, a whole model may be more than it has room for.
-        return found if found is None or self.ranks.size == 1 else found.cpu()
 
     def collect(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         """Join every weight on the first rank."""
@@ -138,5 +123,5 @@ class Weights(Protocol):
 
     def collect_gradients(self) -> dict[str, torch.Tensor]:
         """Join every reduced gradient on the first rank."""
-        gradients = self.gradients
-        return self.on_first({name: gradients.get(name) for name, piece in self.pieces.items() if piece.trained})
+        parts = self.gradients
+        return self.on_first({name: parts.get(name) for name, piece in self.pieces.items() if piece.trained})

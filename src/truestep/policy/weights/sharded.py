@@ -25,8 +25,7 @@ from truestep.ranks.group import Ranks
 
 
 class ShardedWeights(Weights):
-    """Takes a model with float32 weights that are not read yet, shards it, reads this rank's part of each, and makes it
-    compute in `dtype`."""
+    """Shards a float32 model that is not read yet, reads this rank's part, and makes it compute in `dtype`."""
 
     def __init__(
         self,
@@ -36,13 +35,13 @@ class ShardedWeights(Weights):
         pieces: Mapping[str, Piece] | None = None,
         *,
         device: torch.device,
-        reshard_after_forward: bool = True,
+        reshard: bool = True,
         reduce_each: bool = False,
     ):
         assert ranks.mesh is not None
         self.ranks, self.dtype = ranks, dtype
         self.pieces = dict(pieces or pieces_of(model))
-        self._reshard, self._reduce_each = reshard_after_forward, reduce_each
+        self._reshard, self._reduce_each = reshard, reduce_each
         self._group = ranks.mesh.get_group("shard")
         unread = dict(model.named_parameters())
         replace_parameters(model, _without_values)  # FSDP has shapes to shard, and no values to copy
@@ -98,14 +97,8 @@ class ShardedWeights(Weights):
         read_all({self.shard(name, unread[name]): part.to_local() for name, part in self._sharded.items()})
         self.frozen = {n: p.to_local().detach() for n, p in self._sharded.items() if not p.requires_grad}
         # Views of the shards' own memory: what the optimizer writes is what the next gather reads.
-        self.master = {
-            name: torch.nn.Parameter(parameter.to_local().detach())
-            for name, parameter in self._sharded.items()
-            if parameter.requires_grad
-        }
-
-    def head_parameter(self, model: Any) -> torch.nn.Parameter:
-        return self._head_module.weight
+        trained = {name: parameter for name, parameter in self._sharded.items() if parameter.requires_grad}
+        self.master = {name: torch.nn.Parameter(part.to_local().detach()) for name, part in trained.items()}
 
     # ---- A step
 
@@ -114,10 +107,6 @@ class ShardedWeights(Weights):
         for name, master in self.master.items():
             self._sharded[name].grad = None
             master.grad = None
-
-    @property
-    def gradients(self) -> dict[str, torch.Tensor]:
-        return {name: _present(master) for name, master in self.master.items()}
 
     def before_forward(self, coming: StagePass) -> None:
         # Within a group a layer's weights are gathered once, for all of its micro-batches.
@@ -159,12 +148,11 @@ class ShardedWeights(Weights):
 
     @torch.no_grad()
     def _reduce_head(self) -> None:
-        if self._head_gradient is None:
+        gradient, self._head_gradient = self._head_gradient, None
+        if gradient is None:
             return
-        gradient = self._head_gradient
         part = gradient.new_empty(gradient.shape[0] // self.ranks.shards, gradient.shape[1])
         reduce_scatter(part, gradient, group=self._group)
-        self._head_gradient = None
         assert self._head_name is not None
         master = self.master[self._head_name]
         reduced = self.ranks.sum_over("replicate", part)[: master.shape[0]]
@@ -188,7 +176,7 @@ class ShardedWeights(Weights):
     # ---- Parts and wholes
 
     def _rows(self, name: str) -> int:
-        """Count the rows of each rank's part but the last ones, which may have fewer or none."""
+        """Count the rows of a rank's part; the last ranks may have fewer, or none."""
         return -(-self._shapes[name][0] // self.ranks.shards)
 
     def shard(self, name: str, piece: torch.Tensor) -> torch.Tensor:
@@ -225,7 +213,7 @@ class ShardedWeights(Weights):
                 module.set_reshard_after_forward(self._reshard and not kept, recurse=False)
 
     def publish(self) -> None:
-        """Nothing: the next gather reads the masters' memory."""
+        """Do nothing: the next gather reads the masters' memory."""
 
 
 def _without_values(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -235,8 +223,3 @@ def _without_values(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 
 def _has_weights(module: torch.nn.Module) -> bool:
     return next(module.parameters(), None) is not None
-
-
-def _present(master: torch.nn.Parameter) -> torch.Tensor:
-    assert master.grad is not None, "gradients are there once they have been reduced"
-    return master.grad
