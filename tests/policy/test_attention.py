@@ -154,7 +154,7 @@ def test_buckets_hold_every_token_once(lengths: list[int]) -> None:
     segments = torch.tensor([0, *np.cumsum(lengths, dtype=int).tolist()], dtype=torch.int32)
     layout = make_layout(segments, torch.device("cpu"))
     tokens = sum(lengths)
-    flat = torch.cat([bucket.positions.flatten() for bucket in layout.buckets] or [torch.zeros(0).long()])
+    flat = torch.cat([bucket.flatten() for bucket in layout.buckets] or [torch.zeros(0).long()])
     assert len(set(layout.restore.tolist())) == tokens
     assert flat[layout.restore].tolist() == list(range(tokens)), "restore leads each token back to its own place"
     spans = set(zip(segments[:-1].tolist(), segments[1:].tolist(), strict=True))

@@ -65,7 +65,7 @@ WEIGHT_PARTS = tuple(dict.fromkeys(axis.group for axis in AXES if axis.weights !
 
 @dataclass(frozen=True, init=False)
 class RankLayout:
-    """How many ranks there are in each dimension."""
+    """The number of ranks in each dimension."""
 
     sizes: tuple[int, ...]  # by AXES; -1: all that the rest leaves
 
@@ -101,11 +101,7 @@ class RankLayout:
 
     def number(self, rank: int, names: Collection[str]) -> int:
         """Number a rank among those of these dimensions."""
-        sizes, places, number = self.by_name, self.places(rank), 0
-        for name in _DIGITS:
-            if name in names:
-                number = number * sizes[name] + places[name]
-        return number
+        return self._number_at(self.places(rank), names)
 
     def places(self, rank: int) -> dict[str, int]:
         """Find a rank's place in each dimension."""
@@ -116,10 +112,14 @@ class RankLayout:
 
     def rank_at(self, places: Mapping[str, int]) -> int:
         """Find the rank of these places: the first in every dimension that is not named."""
-        rank, sizes = 0, self.by_name
+        return self._number_at(places, _DIGITS)
+
+    def _number_at(self, places: Mapping[str, int], names: Collection[str]) -> int:
+        number, sizes = 0, self.by_name
         for name in _DIGITS:
-            rank = rank * sizes[name] + places.get(name, 0)
-        return rank
+            if name in names:
+                number = number * sizes[name] + places.get(name, 0)
+        return number
 
     def groups(self, names: Collection[str]) -> list[list[int]]:
         """Divide all ranks into groups that differ in these dimensions alone, each and all in order."""

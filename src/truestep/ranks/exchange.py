@@ -1,7 +1,7 @@
-"""Tokens that go between ranks, with their gradients.
+"""Exchange of tokens between ranks, with their gradients.
 
-Between a layer's attention and its other halves each of a group's ranks has a run of the micro-batch's tokens; inside
-them each has all tokens and a part of the computation.
+Between attention and MLP, each of a group's ranks has a run of the micro-batch's tokens; inside them each has all
+tokens and a part of the computation.
 
 Dimensions: S tokens of the micro-batch, R ranks, H hidden.
 """
@@ -40,7 +40,7 @@ class _Transfer(torch.autograd.Function):
 
 
 def gather_tokens(own_tokens: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [1, S/R, H] -> [1, S, H]
-    """Gather all tokens, for a computation of which every rank does a part: the gradient is their sum."""
+    """Gather all tokens, for a computation of which every rank does a part: gradients are summed."""
     return transfer(own_tokens, partial(_gathered, group=group), partial(_summed, group=group))
 
 
@@ -50,7 +50,7 @@ def sum_to_own_tokens(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Te
 
 
 def gather_same(own_tokens: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [S/R, H] -> [S, H]
-    """Gather all tokens, for what every rank does alike: each has the whole gradient, and takes its own tokens'."""
+    """Gather all tokens, for a computation that every rank does alike: each takes its own tokens' gradient."""
     return transfer(own_tokens, partial(_gathered, group=group), partial(_own, group=group))
 
 

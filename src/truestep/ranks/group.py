@@ -1,8 +1,7 @@
 """The ranks of a run and their groups. One process is a run of one rank: the same code, and nothing to send.
 
-The ranks of a context or tensor group, and the stages of a pipeline, compute one micro-batch together; `data` counts
-those that have micro-batches of their own. For weights, ranks that see other tokens of a micro-batch are like ranks
-that see other micro-batches: they are spread over `shards` = data_shard · context ranks (`axes`).
+The ranks of a context or tensor group, and the stages of a pipeline, compute a micro-batch together; `data` counts the
+groups that have micro-batches of their own. Weights are spread over `shards` = data_shard · context ranks (`axes`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks of this machine, started without torchrun: for `verify`, and for tests."""
+"""Start ranks of this machine without torchrun: for `verify`, and for tests."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ def run_ranks(
     target: Callable[..., None],
     arguments: Sequence[Any] = (),
     *,
-    threads: int = 1,
     timeout: float = 600.0,
     environment: dict[str, str] | None = None,
 ) -> None:
     """Run `target(*arguments)` in a process for each rank. The first one that fails ends all, and says why."""
-    processes, folder, store = start_ranks(size, target, arguments, threads=threads, environment=environment)
+    processes, folder, store = start_ranks(size, target, arguments, environment)
     deadline = time.monotonic() + timeout
     try:
         while any(process.exitcode is None for process in processes):
@@ -58,12 +57,7 @@ def _last_lines(console: Path) -> list[str]:
 
 
 def start_ranks(
-    size: int,
-    target: Callable[..., None],
-    arguments: Sequence[Any] = (),
-    *,
-    threads: int = 1,
-    environment: dict[str, str] | None = None,
+    size: int, target: Callable[..., None], arguments: Sequence[Any] = (), environment: dict[str, str] | None = None
 ) -> tuple[list[BaseProcess], Path, dist.TCPStore]:
     """Start ranks. Give their processes, the folder of their consoles, and the store, which must outlive them."""
     context = fork_context()
@@ -80,20 +74,18 @@ def start_ranks(
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             **(environment or {}),
         }
-        process = context.Process(target=_rank, args=(target, tuple(arguments), variables, threads, folder / str(rank)))
+        process = context.Process(target=_rank, args=(target, tuple(arguments), variables, folder / str(rank)))
         process.start()
         processes.append(process)
     return processes, folder, store
 
 
-def _rank(
-    target: Callable[..., None], arguments: tuple[Any, ...], variables: dict[str, str], threads: int, console: Path
-) -> None:
+def _rank(target: Callable[..., None], arguments: tuple[Any, ...], variables: dict[str, str], console: Path) -> None:
     os.environ.update(variables)
     file = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     try:
         target(*arguments)
     except BaseException:

@@ -173,7 +173,7 @@ class Watch:
 
 
 def _raised_between_ranks(error: BaseException) -> bool:
-    """True of what a call of torch.distributed raised while it ran, or a message that it had under way."""
+    """True if a call of torch.distributed raised the error, or a message that it had under way."""
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
     # What waits for a message sent earlier has no frame there: its words alone say what it is.
     inside = any(file.startswith(_DISTRIBUTED) for file in files)

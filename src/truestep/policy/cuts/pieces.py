@@ -1,7 +1,6 @@
-"""The pieces of every weight of the whole model, and which ranks have them.
+"""The pieces of every weight of the uncut model, and the ranks that have them; known on every rank alike.
 
-Known on every rank alike, also of weights that are elsewhere. Sharding is not part of it: what a rank has of a weight
-by this, its fellows of the shard group have too, and FSDP spreads it over them.
+Sharding is not part of it: FSDP spreads a rank's piece over the shard group, whose ranks all have the same piece.
 """
 
 from __future__ import annotations

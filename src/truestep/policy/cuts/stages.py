@@ -1,10 +1,8 @@
-"""A model cut into the stages of a pipeline: contiguous decoder layers, with the embedding before the first of them and
-the final norm and the head behind the last.
+"""A model cut into the stages of a pipeline: the embedding, contiguous decoder layers, the final norm with the head.
 
-A stage runs the model's own code with its own layers alone. Whatever that code makes of positions it makes on every
-stage; what it does to embeddings it does to zeros that nobody reads, and the stage's first layer is given what the
-stage before gave. A module that is elsewhere leaves its place to one that passes on what it gets: names and indices
-stay.
+A stage runs all of the model's code, with modules that pass on what they get in the place of those of other stages, so
+that names and indices stay. So every stage prepares positions itself; what is done to embeddings is done to zeros that
+nobody reads, and the stage's first layer is given what the stage before gave.
 
 Dimensions: S tokens of the micro-batch, H hidden.
 """
@@ -59,7 +57,7 @@ def _best(
 
 
 class _Layers(torch.nn.ModuleList):
-    """The model's layers. Code that goes through them sees `view` where there is one; names are of what is here."""
+    """The model's layers. Code that goes through them sees `view` if it is set; names are those of the layers here."""
 
     view: list[torch.nn.Module] | None = None
 
@@ -76,7 +74,7 @@ class _Layers(torch.nn.ModuleList):
 
 @dataclass(frozen=True, eq=False)
 class Stages:
-    """How a model is cut. Its list of layers shows one stage at a time to its code."""
+    """A model's cut into stages. Its list of layers shows one stage at a time to its code."""
 
     pipeline: Pipeline
     cut: tuple[range, ...]  # the layers of each stage
@@ -120,7 +118,7 @@ class _PassOn(torch.nn.Module):
 
 
 class _GivesReceived(_PassOn):
-    """Gives what another stage gave."""
+    """Gives the hidden states of the stage before."""
 
     def __init__(self, absent: torch.nn.Module, hidden: torch.Tensor):
         super().__init__(absent)

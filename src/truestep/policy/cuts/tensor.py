@@ -1,8 +1,8 @@
 """A model's layers, embedding and head cut over tensor ranks, by the plan that comes with the model.
 
-A layer's first matrices are cut by columns of their output (heads, or neurons) and its last by rows of their input, so
-that a rank computes some heads and some neurons of every token. Between those halves a rank has a run of the tokens,
-and norms and residual sums are computed once. Parameters stay plain tensors of a rank's own slice.
+A layer's attention and its MLP are its two halves. The first matrices of a half are cut by columns of their output
+(heads, or neurons) and its last by rows of its input, so that a rank computes some heads and neurons of every token.
+Between halves a rank has a run of the tokens for norms and residual sums. Parameters are plain tensors of its slices.
 
 Dimensions: S tokens of the micro-batch, R ranks, H hidden, V vocabulary.
 """
@@ -29,7 +29,7 @@ _KEY_VALUE = ("k_proj", "v_proj")
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """Names of linear layers in the model's body, with `*` for the layer's number."""
+    """The names of linear layers that are cut by columns and by rows, with `*` for the layer's number."""
 
     columns: tuple[str, ...]
     rows: tuple[str, ...]
@@ -45,7 +45,7 @@ def _parent(name: str) -> str:
 
 
 def tensor_plan(config: Any, ranks: int) -> TensorPlan:
-    """Read the plan from a model's configuration alone; refuse what cannot be cut before anything of it is read."""
+    """Make the plan from a model's configuration alone, so that a refusal comes before anything is read."""
     text = config.get_text_config()
     kind = config.model_type
     plan: Mapping[str, str] = getattr(text, "base_model_tp_plan", None) or {}

@@ -1,9 +1,9 @@
 """Probes that refuse a model whose code (all of it: `borrowed`) would be trained wrongly.
 
-In float32, packed documents must give what transformers' own attention gives for each alone, and the head must give the
-model's own logits. Lengths cross every threshold of the configuration at which a model's code changes its ways, a
-sliding window or a rotary embedding that looks at the longest position. In half precision, whose attention may be
-another kernel, packed may be no further from float32 than alone.
+In float32, packed documents must give what transformers' own attention gives for each alone, and the head the model's
+own logits. Documents are long enough for every length at which the model's code changes its ways (a sliding window, a
+rotary embedding). In half precision, whose attention may be another kernel, packed documents may be no further from
+float32 than single ones.
 """
 
 from __future__ import annotations
@@ -78,10 +78,8 @@ def probe_float32(model: Any, head: HeadSettings, device: torch.device, longest:
 
 @torch.no_grad()
 def probe_context(model: Any, probe: Probe, device: torch.device, context: Context) -> None:
-    """Measure a float32 model with its tokens over several ranks.
-
-    A layer that mixes tokens outside attention sees only this rank's, so the probe fails.
-    """
+    """Measure a float32 model with its tokens over several ranks. A layer that mixes tokens outside attention sees only
+    this rank's, so the probe fails."""
     name = type(model).__name__
     tokens = _tokens(probe.documents, context.size)
     with _explained(f"{name} cannot run with its tokens over {context.size} ranks"):
@@ -121,22 +119,16 @@ def probe_stages(model: Any, pipeline: Pipeline, probe: Probe, device: torch.dev
 @torch.no_grad()
 def probe_half_precision(model: Any, probe: Probe, device: torch.device, dtype: torch.dtype) -> None:
     """Measure a float32 model rounded to half precision; afterwards it is float32 again."""
-    with _rounded(model, dtype):
-        allowed = HALF_PRECISION_FACTOR * _distance(_alone(model, probe.documents, device), probe.hidden) + 1e-3
-        packed = _packed(model, probe.documents, device)
-    _compare(f"{type(model).__name__}: packed in half precision gives other values", packed, probe.hidden, allowed)
-
-
-@contextmanager
-def _rounded(model: Any, dtype: torch.dtype) -> Iterator[None]:
     exact = [(parameter, parameter.data) for parameter in model.parameters()]
     for parameter, data in exact:
         parameter.data = data.to(dtype)
     try:
-        yield
+        allowed = HALF_PRECISION_FACTOR * _distance(_alone(model, probe.documents, device), probe.hidden) + 1e-3
+        packed = _packed(model, probe.documents, device)
     finally:
         for parameter, data in exact:
             parameter.data = data
+    _compare(f"{type(model).__name__}: packed in half precision gives other values", packed, probe.hidden, allowed)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from truestep.ranks.group import Ranks
 
 @dataclass(frozen=True)
 class Context:
-    """The ranks that have a run of tokens each, and which of them this one is."""
+    """The ranks that have a run of tokens each; `rank` is this one's number among them."""
 
     group: dist.ProcessGroup
     rank: int
@@ -84,10 +84,8 @@ class Context:
 
 @cache
 def heads_needed(queries: int, keys: int, size: int) -> tuple[int, ...]:
-    """List the key-value heads that go to each rank for its share of the query heads: as many to each, rank by rank.
-
-    Where a rank's queries would need them in unequal numbers, each query head gets one of its own.
-    """
+    """List the key-value heads that go to each rank for its query heads, as many to each, rank by rank: one for each
+    query head where a rank's queries would need them in unequal numbers."""
     check_heads(queries, size)
     share, group = queries // size, queries // keys
     each = [[head // group for head in range(rank * share, (rank + 1) * share)] for rank in range(size)]

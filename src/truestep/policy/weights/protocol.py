@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,10 +36,10 @@ class StagePass:
 
 
 class Weights(Protocol):
-    """Float32 weights and float32 gradients, whatever type the model computes in.
+    """Float32 weights and gradients, of which each rank has a part, whatever type the model computes in.
 
-    Each rank has a part of every weight that its stage has. A weight whose piece is not trained has no master and no
-    gradient: optimizer, clipping and norms never see it, and it is saved as it came.
+    A weight that is not trained has no master and no gradient: optimizer, clipping and norms never see it, and it is
+    saved as it came.
     """
 
     ranks: Ranks
@@ -48,35 +48,42 @@ class Weights(Protocol):
     master: dict[str, torch.nn.Parameter]  # this rank's part of each trained weight; what an optimizer updates
     frozen: dict[str, torch.Tensor]  # this rank's part of each weight that is not trained, as it came
 
-    # ---- A step: gradients are whole, and the same on every rank that holds them, when `reduce` returns.
-
     def zero_gradients(self) -> None: ...
-
-    def before_forward(self, coming: StagePass) -> None: ...
-
-    def before_backward(self, coming: StagePass) -> None: ...
 
     def head(self, model: Any) -> AbstractContextManager[tuple[torch.Tensor, torch.Tensor | None]]:
         """Give the head's weight in the type of the model, and the float32 buffer of its gradient (None: frozen)."""
 
     def reduce(self) -> None:
-        """Sum the gradients over the ranks: a plain sum, the denominators are in them already."""
+        """Sum the gradients over the ranks; afterwards they are complete, and the same on every rank that holds them.
+
+        It is a plain sum: the denominators are in them already."""
 
     def publish(self) -> None:
         """Have the model compute with the masters as they are now, after an update or a load."""
 
+    # ---- Sharded weights have more to do here.
+
+    def before_forward(self, coming: StagePass) -> None:
+        """Make weights ready for a forward pass."""
+        return
+
+    def before_backward(self, coming: StagePass) -> None:
+        """Make weights ready for a backward pass."""
+        return
+
     def gathered(self) -> AbstractContextManager[None]:
         """Have all of the model here: inside, forward passes need no other rank."""
-
-    # ---- Parts and wholes
+        return nullcontext()
 
     def shard(self, name: str, piece: torch.Tensor) -> torch.Tensor:
         """Take this rank's part of what its shard group has of a tensor of this weight's shape."""
+        return piece
 
     def unshard(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Join the parts of a shard group, each of whose ranks calls this with its parts of the same weights."""
+        return dict(parts)
 
-    # ---- What follows for all weights alike
+    # ---- The same for all weights
 
     @property
     def device(self) -> torch.device:
@@ -97,10 +104,8 @@ class Weights(Protocol):
     def on_first(
         self, parts: Mapping[str, torch.Tensor | None], dtype: torch.dtype = torch.float32
     ) -> dict[str, torch.Tensor]:
-        """Join tensors of the weights' shapes on the host of the first rank; the others get nothing.
-
-        Every rank calls this, for the same names in order, with its parts, or None where a weight is on another stage.
-        """
+        """Join tensors of the weights' shapes on the host of the first rank; the others get nothing. Every rank calls
+        this with its parts, in the same order; the part of a weight on another stage is None."""
         found = {}
         for names in in_buckets(parts, lambda name: self.pieces[name].shape.numel()):
             # Of a tied embedding, which two stages have, the first one's.

@@ -1,9 +1,8 @@
 """Float32 weights spread over ranks (FSDP2): each layer is gathered in the compute type where it is used.
 
-Every layer is a group of its own, and so are the embedding and the head; tied, those two are one tensor in one group,
-with one gradient. Reduction is a float32 sum, on a step's last micro-batch (or each, to save memory). The head's weight
-is gathered once a micro-batch, and its gradient is added up in float32 over chunks and micro-batches before it is
-reduced, just as on one rank.
+Every layer is a group, and so are the embedding and the head, or both together where they are tied. Gradients are
+summed in float32 on a step's last micro-batch (or on each, to save memory). The head's weight is gathered once a
+micro-batch, and its gradient is added up in float32 over chunks and micro-batches before it is reduced.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class ShardedWeights(Weights):
         model: Any,
         dtype: torch.dtype,
         ranks: Ranks,
-        pieces: Mapping[str, Piece] | None = None,
+        pieces: dict[str, Piece] | None = None,
         *,
         device: torch.device,
         reshard: bool = True,
@@ -40,13 +39,12 @@ class ShardedWeights(Weights):
     ):
         assert ranks.mesh is not None
         self.ranks, self.dtype = ranks, dtype
-        self.pieces = dict(pieces or pieces_of(model))
+        self.pieces = pieces or pieces_of(model)
         self._reshard, self._reduce_each = reshard, reduce_each
         self._group = ranks.mesh.get_group("shard")
         unread = dict(model.named_parameters())
         replace_parameters(model, _without_values)  # FSDP has shapes to shard, and no values to copy
         names = {parameter: name for name, parameter in model.named_parameters()}
-        self._shapes = {name: parameter.shape for parameter, name in names.items()}
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         # Stages of a pipeline have one of the two, or neither; a tied embedding is at both ends, for the head alone at
         # the last.
@@ -177,7 +175,7 @@ class ShardedWeights(Weights):
 
     def _rows(self, name: str) -> int:
         """Count the rows of a rank's part; the last ranks may have fewer, or none."""
-        return -(-self._shapes[name][0] // self.ranks.shards)
+        return -(-self._sharded[name].shape[0] // self.ranks.shards)
 
     def shard(self, name: str, piece: torch.Tensor) -> torch.Tensor:
         rows = self._rows(name)
@@ -185,19 +183,19 @@ class ShardedWeights(Weights):
 
     def unshard(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         # In one message for each type: small tensors are many.
-        wholes: dict[str, torch.Tensor] = {}
+        joined: dict[str, torch.Tensor] = {}
         for dtype in dict.fromkeys(part.dtype for part in parts.values()):
             some = {name: part for name, part in parts.items() if part.dtype == dtype}
-            sizes = [self._rows(name) * self._shapes[name][1:].numel() for name in some]
+            sizes = [self._rows(name) * self._sharded[name].shape[1:].numel() for name in some]
             sent = torch.zeros(sum(sizes), dtype=dtype, device=self.device)
             for room, part in zip(sent.split(sizes), some.values(), strict=True):
                 room[: part.numel()] = part.flatten()
             received = sent.new_empty(self.ranks.shards * len(sent))
             all_gather(received, sent, group=self._group)
             for name, lines in zip(some, received.view(self.ranks.shards, -1).split(sizes, dim=1), strict=True):
-                shape = self._shapes[name]
-                wholes[name] = lines.reshape(-1, *shape[1:])[: shape[0]]
-        return wholes
+                shape = self._sharded[name].shape
+                joined[name] = lines.reshape(-1, *shape[1:])[: shape[0]]
+        return joined
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

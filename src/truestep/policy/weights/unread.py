@@ -1,8 +1,8 @@
 """Weights that are not read yet: tensors without values, which know where theirs are.
 
-transformers knows which tensors of a checkpoint are which of a model's, and which it has to put together. Here it is
-given tensors to do that with before anything of them is read. What is then cut off one is never read, and what is left
-is read once, into its place: a rank holds its own part and little beside it, the few tensors that are being read.
+transformers maps a checkpoint's tensors to a model's, and puts some together. It does that here with tensors that are
+not read yet. What is then cut off is never read, and what is left is read once, into its place: a rank holds its own
+part, and the few tensors that are being read.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Weights that are not sharded: gradients are summed over the ranks once a step.
 
-For a float32 model the weights are the model's own parameters. For a bfloat16 model they are float32 masters beside it:
-each micro-batch's gradient is added to a float32 buffer as soon as autograd has it, and an update rounds the masters
-into the model once.
+The weights of a float32 model are its own parameters. Those of a bfloat16 model are float32 masters beside it: each
+micro-batch's gradient is added to a float32 buffer at once, and an update rounds the masters into the model once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from truestep.policy.cuts.pieces import Piece, pieces_of, sum_parts
-from truestep.policy.weights.protocol import StagePass, Weights
+from truestep.policy.weights.protocol import Weights
 from truestep.ranks.group import ALONE, Ranks
 
 
@@ -23,15 +22,11 @@ class WholeWeights(Weights):
     """Takes a model with float32 weights and makes it compute in `dtype`."""
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        dtype: torch.dtype,
-        ranks: Ranks = ALONE,
-        pieces: Mapping[str, Piece] | None = None,
+        self, model: torch.nn.Module, dtype: torch.dtype, ranks: Ranks = ALONE, pieces: dict[str, Piece] | None = None
     ):
-        """`pieces` where the model is cut: of all its weights, by name, in the whole model's order."""
+        """Take over a model. If it is cut, `pieces` has all weights of the uncut one, by name, in its order."""
         self.ranks, self.dtype = ranks, dtype
-        self.pieces = dict(pieces or pieces_of(model))
+        self.pieces = pieces or pieces_of(model)
         self.master, self.frozen = {}, {}
         self._computed: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # masters by the model's parameters
         # `named_parameters` gives a tied tensor once, under the name it is first registered by: its input embedding's.
@@ -40,8 +35,7 @@ class WholeWeights(Weights):
                 self.frozen[name] = parameter.detach()
             else:
                 master = parameter if parameter.dtype == dtype else torch.nn.Parameter(parameter.detach())
-                # Cleared later, never dropped.
-                master.grad = torch.zeros_like(master)
+                master.grad = torch.zeros_like(master)  # cleared later, never dropped
                 self.master[name] = self._computed[parameter] = master
                 if master is not parameter:
                     parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master.grad))
@@ -56,12 +50,6 @@ class WholeWeights(Weights):
     def zero_gradients(self) -> None:
         for gradient in self.gradients.values():
             gradient.zero_()
-
-    def before_forward(self, coming: StagePass) -> None:
-        """Do nothing: all weights are here."""
-
-    def before_backward(self, coming: StagePass) -> None:
-        """Do nothing: gradients are summed when the step has all of them."""
 
     @contextmanager
     def head(self, model: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
@@ -79,16 +67,6 @@ class WholeWeights(Weights):
         for parameter, master in self._computed.items():
             if parameter is not master:
                 parameter.copy_(master)
-
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        yield
-
-    def shard(self, name: str, piece: torch.Tensor) -> torch.Tensor:
-        return piece
-
-    def unshard(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return dict(parts)
 
 
 def _move_gradient(buffer: torch.Tensor, parameter: torch.Tensor) -> None:
