@@ -47,7 +47,7 @@ class Ranks:
     rank: int = 0
     layout: RankLayout = field(default_factory=lambda: RankLayout(data_shard=1))
     host: dist.ProcessGroup | None = None  # for what lies on the host, among all ranks
-    ahead: dist.ProcessGroup | None = None  # the same ranks, for what is told beside the step in hand
+    ahead: dist.ProcessGroup | None = None  # the same ranks, for messages beside the step in hand
     mesh: DeviceMesh | None = None  # of the dimensions MESH; None for a run of one
     # This rank with its fellows, by the names of GROUPS; and `ends`, the first and the last of its pipeline.
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from truestep.ranks.group import Ranks
 
 @dataclass(frozen=True)
 class Piece:
-    shape: torch.Size  # of the whole weight
+    shape: torch.Size  # of the uncut weight
     trained: bool = True
     # The tensor's dimension that is cut over each dimension of the ranks. Slices have the same size, but the last ones
     # may have less or nothing. Ranks that it is not cut over have all of it, and of its gradient what their own tokens

@@ -44,7 +44,7 @@ class Weights(Protocol):
 
     ranks: Ranks
     dtype: torch.dtype  # in which the model computes
-    pieces: dict[str, Piece]  # of all the whole model's weights, by name, in its order
+    pieces: dict[str, Piece]  # of all weights of the uncut model, by name, in its order
     master: dict[str, torch.nn.Parameter]  # this rank's part of each trained weight; what an optimizer updates
     frozen: dict[str, torch.Tensor]  # this rank's part of each weight that is not trained, as it came
 
