@@ -43,7 +43,14 @@ class Piece:
             cuts.append((axis, dimension, shape[dimension]))
             shape[dimension] = slice_of(shape[dimension], ranks, axis)[1]
         for axis, dimension, size in reversed(cuts):
-            part = _join(part, ranks, axis, dimension, size)
+            count = ranks.size_of(axis)
+            if count > 1:
+                lines = part.movedim(dimension, 0)
+                padded = lines.new_zeros(-(-size // count), *lines.shape[1:])
+                padded[: len(lines)] = lines
+                slices = [torch.empty_like(padded) for _ in range(count)]
+                dist.all_gather(slices, padded, group=ranks.group(axis))
+                part = torch.cat(slices)[:size].movedim(0, dimension).contiguous()
         return part
 
 
@@ -52,18 +59,6 @@ def slice_of(size: int, ranks: Ranks, axis: str) -> tuple[int, int]:
     most = -(-size // ranks.size_of(axis))
     start = min(most * ranks.place_on(axis), size)
     return start, min(most, size - start)
-
-
-def _join(part: torch.Tensor, ranks: Ranks, axis: str, dimension: int, size: int) -> torch.Tensor:
-    count = ranks.size_of(axis)
-    if count == 1:
-        return part
-    lines = part.movedim(dimension, 0)
-    padded = lines.new_zeros(-(-size // count), *lines.shape[1:])
-    padded[: len(lines)] = lines
-    slices = [torch.empty_like(padded) for _ in range(count)]
-    dist.all_gather(slices, padded, group=ranks.group(axis))
-    return torch.cat(slices)[:size].movedim(0, dimension).contiguous()
 
 
 def pieces_of(model: Any) -> dict[str, Piece]:

@@ -44,16 +44,16 @@ def _best(
     layers: int, stages: int, cost: Callable[[int, int], float], join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
     """Find where stages begin, so that their joint cost is least."""
-    known: list[tuple[float, list[int]]] = [(0.0, []), *((math.inf, []) for _ in range(layers))]  # of the first layers
+    best: list[tuple[float, list[int]]] = [(0.0, []), *((math.inf, []) for _ in range(layers))]  # of the first layers
     for _ in range(stages):
-        known = [
+        best = [
             min(
-                ((join(known[start][0], cost(start, stop)), [*known[start][1], start]) for start in range(stop)),
+                ((join(best[start][0], cost(start, stop)), [*best[start][1], start]) for start in range(stop)),
                 default=(math.inf, []),
             )
             for stop in range(layers + 1)
         ]
-    return known[layers]
+    return best[layers]
 
 
 class _Layers(torch.nn.ModuleList):
