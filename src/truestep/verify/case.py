@@ -16,7 +16,7 @@ from truestep.assemble.step import make_objective
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.policy.cuts.tensor import tensor_plan
-from truestep.policy.errors import ContextError, CutError, ModelError
+from truestep.policy.errors import ModelError
 from truestep.policy.loading.load import load_policy
 from truestep.policy.model.context import check_heads
 from truestep.ranks.axes import RankLayout
@@ -127,7 +127,7 @@ def _can_be_cut(
             load_policy(
                 model, device="cpu", trust_remote_code=trust_remote_code, ranks=ranks, stages_per_rank=stages_per_rank
             )
-    except (ContextError, CutError, ModelError):
+    except ModelError:
         return False
     return True
 
