@@ -117,11 +117,7 @@ def forward_backward(
 
 
 def _runs(
-    head: HeadRows,
-    loss: LossFunction,
-    size: int,
-    document_labels: Sequence[int] | None,
-    shared: SharedDocuments | None,
+    head: HeadRows, loss: LossFunction, size: int, document_labels: Sequence[int] | None, shared: SharedDocuments | None
 ) -> Iterator[tuple[slice, Coefficients | None]]:
     """All rows, in order; with their coefficients where these need labels of other chunks or other ranks, and so are
     made before the pass that uses them."""

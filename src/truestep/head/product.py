@@ -49,16 +49,7 @@ def _place(index, row_tiles, vocabulary_tiles):
 
 
 @gluon.jit
-def _fetch(
-    hidden,
-    weight,
-    upper,
-    lower,
-    weights,
-    ready,
-    empty,
-    sizes,
-):
+def _fetch(hidden, weight, upper, lower, weights, ready, empty, sizes):
     _, _, row_tiles, vocabulary_tiles, steps = sizes
     count = 0
     for index in range(gl.program_id(0), row_tiles * vocabulary_tiles, gl.num_programs(0)):

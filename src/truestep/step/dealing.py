@@ -117,10 +117,7 @@ class MicroBatch:
         return self.deal.rows(hidden, self.labels.rows)
 
     def score(
-        self,
-        labels: slice | torch.Tensor,
-        statistics: RowStatistics,
-        reduce_documents: DocumentReducer = no_reduction,
+        self, labels: slice | torch.Tensor, statistics: RowStatistics, reduce_documents: DocumentReducer = no_reduction
     ) -> Labels:
         """Some of the labels, with what the head says of them."""
         return Labels.of(self.labels[labels], statistics, self.weight[labels], reduce_documents)

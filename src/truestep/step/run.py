@@ -76,11 +76,7 @@ class StepRunner:
         return math.lcm(self.pad_to_multiple, self._ranks.token_share)
 
     def accumulate(
-        self,
-        plan: StepPlan,
-        *,
-        backward: bool = True,
-        beside: Mapping[str, Metric] | None = None,
+        self, plan: StepPlan, *, backward: bool = True, beside: Mapping[str, Metric] | None = None
     ) -> Accumulated:
         """The plan's metrics over all ranks, and with `backward` its whole gradient. `beside`: this rank's own metrics,
         to be reduced with the rest. Every rank that computes holds a part of the weights, so all run every pass."""
