@@ -26,7 +26,7 @@ from truestep.rollouts.parts import PartedSource
 from truestep.rollouts.rejects import write_rejected
 from truestep.rollouts.source import FileSource
 from truestep.step.plan import plan_exactly
-from truestep.step.run import Accumulated, gradient_norm
+from truestep.step.runner import Accumulated, gradient_norm
 from truestep.types import DocumentScore, Rejected, Rollout, StepPlan
 
 

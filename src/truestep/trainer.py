@@ -24,7 +24,7 @@ from truestep.run_directory import RunDirectory
 from truestep.sampler.evaluate import Evaluator
 from truestep.step.ahead import Planned, PlansAhead
 from truestep.step.optimizer import LearningRate, optimizer_tensors, update
-from truestep.step.run import Accumulated, StepRunner, clip_gradients, gradient_norm
+from truestep.step.runner import Accumulated, StepRunner, clip_gradients, gradient_norm
 from truestep.types import StepPlan
 
 

@@ -16,7 +16,7 @@ from truestep.rollouts.source import Source
 from truestep.step.optimizer import LearningRate, load_optimizer, make_adamw, make_custom_optimizer
 from truestep.step.plan import StepRule
 from truestep.step.queue import PlanQueue
-from truestep.step.run import StepRunner
+from truestep.step.runner import StepRunner
 
 
 def make_objective(config: Config) -> Objective:
