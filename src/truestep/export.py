@@ -1,4 +1,4 @@
-"""A checkpoint to a Hugging Face directory."""
+"""The export of a checkpoint as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ExportError(TruestepError):
 
 
 def export(source: Path, output: Path, dtype: str, trust_remote_code: bool = False) -> Path:
-    """The checkpoint that was exported. `output` is whole or absent."""
+    """Write `output`, which is then whole or absent, and return the checkpoint that was exported."""
     checkpoint = _checkpoint_of(source)
     if output.exists():
         raise ExportError(f"{output} is there already; name a directory that is not")
