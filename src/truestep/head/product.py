@@ -41,7 +41,7 @@ NOTHING = gl.constexpr(-1e30)  # the logit of a column past the vocabulary: fini
 
 @gluon.jit
 def _place(index, row_tiles, vocabulary_tiles):
-    """Tiles in an order in which those at work at one time share most of what they read."""
+    """Order the tiles so that those computed at the same time share most of what they read."""
     first = index // (GROUP * vocabulary_tiles) * GROUP
     rows = gl.minimum(row_tiles - first, GROUP)
     rest = index - first * vocabulary_tiles

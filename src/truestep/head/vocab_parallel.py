@@ -31,7 +31,7 @@ class VocabularyShard:
         return (label_ids >= self.first) & (label_ids < self.first + self.size)
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
-        """Over the ranks, in place: each row's gradient in its hidden state has a part on every rank."""
+        """Sum over the ranks, in place: the gradient of each row's hidden state has a part on every rank."""
         dist.all_reduce(partial, group=self.group)
         return partial
 
@@ -67,7 +67,7 @@ class ShardedPasses:
 
 
 def _join(own: RowStatistics, owned: torch.Tensor, group: dist.ProcessGroup) -> RowStatistics:
-    """Statistics of the whole vocabulary from those of each slice."""
+    """Compute the statistics of the whole vocabulary from those of each slice."""
     label_logit = torch.where(owned, own.logprobs + own.logsumexp, -torch.inf)
     packed = torch.stack([own.logsumexp, own.entropy, label_logit])  # [3, C]
     gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size(group))]

@@ -1,4 +1,4 @@
-"""The losses of a label, and their slopes in its log-probability.
+"""The losses of labels, and their slopes in each label's log-probability.
 
 A loss is a frozen dataclass whose fields are its options, by the names that users type. It takes `Labels` and gives a
 `LabelTerm`. Dimensions: T labels.
@@ -33,7 +33,7 @@ class LabelLoss:
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """Where the ratio is clipped; None where it is not."""
+        """The least and the largest ratio before clipping; None where the loss does not clip."""
         return None
 
     def __call__(self, labels: Labels) -> LabelTerm:
@@ -49,7 +49,7 @@ _BY_TYPE: dict[str, type[LabelLoss]] = {}
 
 
 def _named(name: str) -> Callable[[L], L]:
-    """Make the loss that `loss.type: name` picks."""
+    """Register a loss as the one that `loss.type: name` picks."""
 
     def register(loss: L) -> L:
         _BY_TYPE[name] = loss
@@ -59,7 +59,7 @@ def _named(name: str) -> Callable[[L], L]:
 
 
 def make_label_loss(options: Any) -> LabelLoss:
-    """The loss that a `loss` section of the configuration describes."""
+    """Make the loss that a `loss` section of the configuration describes."""
     if (custom := getattr(options, "custom", None)) is not None:
         if not isinstance(custom, LabelLoss):
             raise CustomError(
@@ -72,7 +72,7 @@ def make_label_loss(options: Any) -> LabelLoss:
 
 
 def round_bounds(epsilon_low: float, epsilon_high: float) -> tuple[float, float]:
-    """The bounds of a ratio rounded to float32, so that a float32 ratio can lie exactly on one."""
+    """Round the bounds of a ratio to float32, so that a float32 ratio can lie exactly on one."""
     low, high = torch.tensor([1 - epsilon_low, 1 + epsilon_high], dtype=torch.float32).tolist()
     return low, high
 
@@ -80,7 +80,7 @@ def round_bounds(epsilon_low: float, epsilon_high: float) -> tuple[float, float]
 def clipped_surrogate(
     ratio: torch.Tensor, advantages: torch.Tensor, bounds: tuple[float, float], dual_clip: float | None
 ) -> LabelTerm:
-    """`-min(ρA, clip(ρ)A)` and its slope in log ρ. A ratio exactly on a bound takes the unclipped slope."""
+    """Compute `-min(ρA, clip(ρ)A)` and its slope in log ρ. A ratio exactly on a bound takes the unclipped slope."""
     low, high = bounds
     negative = advantages < 0
     # A zero advantage times an infinite ratio would be NaN.
@@ -94,7 +94,7 @@ def clipped_surrogate(
 
 
 def weighted_logprob(importance: torch.Tensor, labels: Labels) -> LabelTerm:
-    """`-sg(importance) A logπ`, where the importance is a constant."""
+    """Compute `-importance · A · logπ`, where the importance counts as a constant, and its slope."""
     slope = torch.where(labels.advantages == 0, 0, -importance * labels.advantages)
     return LabelTerm(torch.where(slope == 0, 0, slope * labels.logprobs), slope)
 

@@ -24,7 +24,7 @@ Head = Callable[[MicroBatch, torch.Tensor], torch.Tensor | None]
 
 @dataclass(frozen=True)
 class _Activations:
-    """What a backward pass needs of its forward pass."""
+    """The tensors of a forward pass that its backward pass needs."""
 
     input: torch.Tensor | None  # [S, H], a leaf; None in the first stage
     output: torch.Tensor  # [S, H]; [T, H] in the last stage
