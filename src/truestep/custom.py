@@ -24,9 +24,8 @@ def load_custom(option: str, name: str) -> Any:
     if not separator or not module_name or not attribute:
         raise CustomError(f"{option} {name!r}: write it as package.module:function")
     # A console script does not have the working directory on its path; `python -m` does.
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -48,20 +47,20 @@ def check_options(option: str, maker: Any, options: Mapping[str, Any]) -> dict[s
     """
     import pydantic
 
-    known = {
+    parameters = {
         parameter.name: parameter
         for parameter in inspect.signature(maker).parameters.values()
         if inspect.isclass(maker) or parameter.kind is inspect.Parameter.KEYWORD_ONLY
     }
     for name in options:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'none'}"
+        if name not in parameters:
+            near = get_close_matches(name, parameters, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(parameters) or 'none'}"
             raise CustomError(f"{option}.{name}: {maker.__name__} has no such option; {hint}")
     hints = typing.get_type_hints(maker.__init__ if inspect.isclass(maker) else maker)
     fields: dict[str, Any] = {
         name: (hints.get(name, Any), ... if parameter.default is inspect.Parameter.empty else parameter.default)
-        for name, parameter in known.items()
+        for name, parameter in parameters.items()
     }
     model = pydantic.create_model(f"{maker.__name__} options", **fields)
     try:
@@ -73,8 +72,7 @@ def check_options(option: str, maker: Any, options: Mapping[str, Any]) -> dict[s
     return {name: getattr(checked, name) for name in options}
 
 
-def make_custom(option: str, name: str, options: Mapping[str, Any], options_at: str = "options") -> Any:
-    """An instance of the user's class `name`, made from its checked options."""
-    made = load_custom(option, name)
-    section = option.rpartition(".")[0]
-    return made(**check_options(f"{section}.{options_at}" if section else options_at, made, options))
+def make_custom(option: str, name: str, options: Mapping[str, Any]) -> Any:
+    """Make an instance of the user's class `name` from its checked options, which stand beside `option`."""
+    maker = load_custom(option, name)
+    return maker(**check_options(f"{option.rpartition('.')[0]}.options", maker, options))

@@ -93,7 +93,7 @@ class StepPlan:
         return self.micro_batches[rank :: self.ranks]
 
     def at_once(self, number: int) -> tuple[tuple[int, ...], ...]:
-        """Select the micro-batches that the ranks run side by side, as their number `number` each."""
+        """Select the micro-batches that the ranks run side by side as the `number`th of each."""
         return self.micro_batches[number * self.ranks : (number + 1) * self.ranks]
 
     @property
@@ -193,8 +193,7 @@ class RowStatistics:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The gradient of any loss of labels for one row of logits z with softmax p and label y:
-    `p · (a + b · log p) - c · onehot(y)`."""
+    """The gradient of any loss of labels, `p · (a + b · log p) - c · onehot(y)` for a row of logits with softmax p."""
 
     a: torch.Tensor  # [T]
     b: torch.Tensor | None  # [T]; None where it is zero throughout

@@ -71,7 +71,7 @@ class HeadRows(Rows):
 @dataclass(frozen=True)
 class HeadResult:
     statistics: RowStatistics  # [T]
-    hidden_gradient: torch.Tensor | None  # [T, H] float32; None without a backward pass
+    hidden_gradient: torch.Tensor  # [T, H] float32
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def _sum(left, right):
 
 
 @gluon.jit
-def _multiply_and_weigh(group, mine, staging, weights, ready, empty, values, given, found, sizes, KEEP: gl.constexpr):
+def _multiply_and_weigh(group, half, staging, weights, ready, empty, values, given, found, sizes, KEEP: gl.constexpr):
     factor_pointer, reference_pointer, label_pointer, holds_label_pointer = given
     shift_pointer, total_pointer, weighted_pointer, label_y_pointer = found
     row_count, vocabulary, row_tiles, vocabulary_tiles, steps = sizes
@@ -94,7 +94,7 @@ def _multiply_and_weigh(group, mine, staging, weights, ready, empty, values, giv
             stage = count % STAGES
             mbarrier.wait(ready.index(stage), (count // STAGES) & 1)
             logits = warpgroup_mma(
-                mine.index(stage), weights.index(stage).permute((1, 0)), logits, use_acc=step > 0, is_async=True
+                half.index(stage), weights.index(stage).permute((1, 0)), logits, use_acc=step > 0, is_async=True
             )
             logits = warpgroup_mma_wait(1, deps=(logits,))
             # One product is still under way; the one before it has read its stage.

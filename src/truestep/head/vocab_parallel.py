@@ -57,8 +57,8 @@ class ShardedPasses:
 
     def gradient(self, kept: Any, statistics: RowStatistics, rows: Rows, coefficients: Coefficients) -> Gradient:
         # p is that of the whole vocabulary already; the label's own term belongs to the rank that holds it.
-        here = replace(coefficients, c=torch.where(self.shard.owns(rows.label_ids), coefficients.c, 0))
-        return self.local.gradient(kept, statistics, self._local(rows), here)
+        local = replace(coefficients, c=torch.where(self.shard.owns(rows.label_ids), coefficients.c, 0))
+        return self.local.gradient(kept, statistics, self._local(rows), local)
 
     def _local(self, rows: Rows) -> Rows:
         """Count labels from this slice's first; another slice's become any of them."""

@@ -7,10 +7,9 @@ A loss is a frozen dataclass whose fields are its options, by the names that use
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -42,20 +41,6 @@ class LabelLoss:
     def log_ratio(self, labels: Labels) -> torch.Tensor:  # [T]
         """The log-ratio that this loss looks at: each label's own, or its document's mean."""
         return labels.document_means(labels.log_ratio) if self.whole_documents else labels.log_ratio
-
-
-L = TypeVar("L", bound=type[LabelLoss])
-_BY_TYPE: dict[str, type[LabelLoss]] = {}
-
-
-def _named(name: str) -> Callable[[L], L]:
-    """Register a loss as the one that `loss.type: name` picks."""
-
-    def register(loss: L) -> L:
-        _BY_TYPE[name] = loss
-        return loss
-
-    return register
 
 
 def make_label_loss(options: Any) -> LabelLoss:
@@ -109,7 +94,6 @@ class Clipped(LabelLoss):
         return round_bounds(self.epsilon_low, self.epsilon_high)
 
 
-@_named("grpo")
 @dataclass(frozen=True)
 class Grpo(Clipped):
     dual_clip: float | None = None
@@ -118,7 +102,6 @@ class Grpo(Clipped):
         return clipped_surrogate(self.log_ratio(labels).exp(), labels.advantages, self.bounds, self.dual_clip)
 
 
-@_named("gspo")
 @dataclass(frozen=True)
 class Gspo(Clipped):
     """Clips the document's geometric-mean ratio R_d, with the document's mean advantage.
@@ -135,7 +118,6 @@ class Gspo(Clipped):
         return clipped_surrogate(self.log_ratio(labels).exp(), advantages, self.bounds, self.dual_clip)
 
 
-@_named("reinforce")
 @dataclass(frozen=True)
 class Reinforce(LabelLoss):
     ratio_cap: float | None = None
@@ -145,15 +127,23 @@ class Reinforce(LabelLoss):
         return weighted_logprob(self.log_ratio(labels).exp().clamp(max=cap), labels)
 
 
-@_named("cispo")
 @dataclass(frozen=True)
 class Cispo(Clipped):
     def __call__(self, labels: Labels) -> LabelTerm:
         return weighted_logprob(self.log_ratio(labels).exp().clamp(*self.bounds), labels)
 
 
-@_named("cross_entropy")
 @dataclass(frozen=True)
 class CrossEntropy(LabelLoss):
     def __call__(self, labels: Labels) -> LabelTerm:
         return LabelTerm(-labels.logprobs, torch.full_like(labels.logprobs, -1.0))
+
+
+# The loss that each `loss.type` picks.
+_BY_TYPE: dict[str, type[LabelLoss]] = {
+    "grpo": Grpo,
+    "gspo": Gspo,
+    "reinforce": Reinforce,
+    "cispo": Cispo,
+    "cross_entropy": CrossEntropy,
+}

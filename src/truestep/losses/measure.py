@@ -37,7 +37,7 @@ Measure = Callable[[Labels, StepFacts], Mapping[str, Metric]]
 def measure_labels(
     labels: Labels, step: StepFacts, level: str, custom: Mapping[str, Measure] | None = None
 ) -> dict[str, Metric]:
-    """Measure all metrics of a level that the data at hand allows, and a user's own."""
+    """Measure a level's metrics, so far as the documents have the data for them, and a user's own."""
     wanted = LEVELS[: LEVELS.index(level) + 1]
     metrics: dict[str, Metric] = {}
     for first_level, measure in BUILT_IN:
@@ -134,9 +134,7 @@ def _percentiles(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     present = labels.has_label("logprobs")
     log_ratio = _log_ratio(labels, step)[present]
     edges = LOG_RATIO_EDGES.to(log_ratio.device)
-    return {
-        f"log_ratio_p{percentile}": Histogram.of(log_ratio, edges, percentile) for percentile in LOG_RATIO_PERCENTILES
-    }
+    return {f"log_ratio_p{percent}": Histogram.of(log_ratio, edges, percent) for percent in LOG_RATIO_PERCENTILES}
 
 
 def _advantages(labels: Labels, step: StepFacts) -> dict[str, Metric]:

@@ -71,18 +71,18 @@ class ConsoleSink:
     def __init__(self, console: Console, *, steps: int | None, done: int = 0, title: str = "training"):
         self._console, self._steps, self._live = console, steps, console.is_terminal
         counter = f"{steps or ''}/{steps}" if steps else "0000000"
-        # What a narrow terminal has no room for is left out whole: first the time, then the bar.
+        # A narrow terminal goes without the time, and a narrower one without the bar.
         room = console.width - len(title) - len(counter) - 5
         wide, wider = room > 80, room > 104
         self._numbers_width = room - 18 * wide - 24 * wider
-        whole = Column(no_wrap=True)
-        columns: list[ProgressColumn] = [TextColumn("[bold]{task.description}", table_column=whole)]
+        unwrapped = Column(no_wrap=True)
+        columns: list[ProgressColumn] = [TextColumn("[bold]{task.description}", table_column=unwrapped)]
         if wide:
             columns.append(BarColumn(bar_width=16))
-        columns.append(TextColumn("{task.completed:.0f}" + (f"/{steps}" if steps else ""), table_column=whole))
+        columns.append(TextColumn("{task.completed:.0f}" + (f"/{steps}" if steps else ""), table_column=unwrapped))
         if wider:
             columns += [TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()]
-        columns.append(TextColumn("{task.fields[numbers]}", style="cyan", table_column=whole))
+        columns.append(TextColumn("{task.fields[numbers]}", style="cyan", table_column=unwrapped))
         self._progress = Progress(*columns, console=console)
         self._task = self._progress.add_task(title, total=steps, completed=done, numbers="")
         if self._live:

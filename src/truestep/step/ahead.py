@@ -62,8 +62,8 @@ class PlansAhead:
             return
         usual = max(digests, key=digests.count)
         others = [rank for rank, digest in enumerate(digests) if digest != usual]
-        seen = self._queue.documents_seen if plan is None else plan.documents_seen
+        documents_seen = self._queue.documents_seen if plan is None else plan.documents_seen
         raise RankError(
-            f"ranks {others} planned another step after document {seen} than the rest: they do not see the same data "
-            "or configuration; nothing of it was computed"
+            f"ranks {others} planned another step after document {documents_seen} than the rest: they do not see the "
+            "same data or configuration; nothing of it was computed"
         )

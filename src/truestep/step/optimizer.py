@@ -18,12 +18,12 @@ Groups = dict[str, dict[str, torch.nn.Parameter]]
 
 
 class OptimizerError(TruestepError):
-    """A user's optimizer that cannot be trained with, and why."""
+    """The reason why a user's optimizer cannot be used."""
 
 
 @dataclass(frozen=True)
 class LearningRate:
-    """A function of the step alone, so that a resumed run needs no state for it."""
+    """The learning rate, a function of the step alone: a resumed run needs no state for it."""
 
     peak: float
     schedule: str

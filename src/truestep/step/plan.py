@@ -28,7 +28,7 @@ class StepRule:
 
     @property
     def multiple(self) -> int:
-        """A step has a multiple of so many micro-batches."""
+        """The number of a step's micro-batches is a multiple of this."""
         return self.ranks * self.breadth_first_micro_batches
 
     def cost(self, length: int) -> float:

@@ -148,44 +148,31 @@ class StepRunner:
     ) -> tuple[RowStatistics, torch.Tensor | None]:
         """Compute the statistics of all the micro-batch's labels, and the gradient [T, H] of the hidden states that
         predict this rank's share."""
-        with self.policy.weights.head(self.policy.model) as (weight, weight_gradient):
-            statistics, gradient = self._loss(micro_batch, totals, rows.detach(), weight, weight_gradient, backward)
-        return micro_batch.share.gather(statistics), gradient
-
-    @torch.no_grad()
-    def _loss(
-        self,
-        micro_batch: MicroBatch,
-        totals: StepTotals,
-        rows: torch.Tensor,
-        weight: torch.Tensor,
-        weight_gradient: torch.Tensor | None,
-        backward: bool,
-    ) -> tuple[RowStatistics, torch.Tensor | None]:
-        context, own = micro_batch.share.context, micro_batch.share.own
-        labels = micro_batch.labels[own]
-        head = HeadRows(rows, weight, labels.ids, labels.temperature, self.policy.head, self.policy.vocabulary_shard)
-        if not backward:
-            return chunked.forward(head), None
+        share, objective = micro_batch.share, self.objective
 
         def loss(chunk: slice, statistics: RowStatistics) -> Coefficients:
-            among_all = slice(own.start + chunk.start, own.start + chunk.stop)
-            return self.objective.coefficients(micro_batch.score(among_all, statistics), totals)
+            among_all = slice(share.own.start + chunk.start, share.own.start + chunk.stop)
+            return objective.coefficients(micro_batch.score(among_all, statistics), totals)
 
         def shared_loss(rows: torch.Tensor, statistics: RowStatistics) -> Coefficients:
-            assert context is not None
-            labels = micro_batch.score(own.start + rows, statistics, context.sum)
-            return self.objective.coefficients(labels, totals)
+            assert share.context is not None
+            labels = micro_batch.score(share.own.start + rows, statistics, share.context.sum)
+            return objective.coefficients(labels, totals)
 
-        pieces = micro_batch.share.pieces(micro_batch.label_counts) if self.objective.whole_documents else None
-        result = chunked.forward_backward(
-            head,
-            loss,
-            weight_gradient=weight_gradient,
-            document_labels=None if pieces is None else pieces.whole,
-            shared=SharedDocuments(pieces.lead, pieces.tail, shared_loss) if pieces and context else None,
-        )
-        return result.statistics, result.hidden_gradient
+        labels, shard = micro_batch.labels[share.own], self.policy.vocabulary_shard
+        pieces = share.pieces(micro_batch.label_counts) if objective.whole_documents else None
+        with self.policy.weights.head(self.policy.model) as (weight, weight_gradient), torch.no_grad():
+            head = HeadRows(rows.detach(), weight, labels.ids, labels.temperature, self.policy.head, shard)
+            if not backward:
+                return share.gather(chunked.forward(head)), None
+            result = chunked.forward_backward(
+                head,
+                loss,
+                weight_gradient=weight_gradient,
+                document_labels=None if pieces is None else pieces.whole,
+                shared=SharedDocuments(pieces.lead, pieces.tail, shared_loss) if pieces and share.context else None,
+            )
+        return share.gather(result.statistics), result.hidden_gradient
 
 
 def _counts(plan: StepPlan) -> dict[str, Metric]:
@@ -198,8 +185,8 @@ def _scores(micro_batch: MicroBatch, plan: StepPlan, statistics: RowStatistics) 
     logprobs = statistics.logprobs.cpu().split(micro_batch.label_counts)
     entropy = statistics.entropy.cpu().split(micro_batch.label_counts)
     return {
-        index: DocumentScore(plan.documents[index].id, logprobs[at].numpy(), entropy[at].numpy())
-        for at, index in enumerate(micro_batch.members)
+        index: DocumentScore(plan.documents[index].id, document_logprobs.numpy(), document_entropy.numpy())
+        for index, document_logprobs, document_entropy in zip(micro_batch.members, logprobs, entropy, strict=True)
     }
 
 
