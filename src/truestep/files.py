@@ -30,15 +30,15 @@ def sync_tree(directory: Path) -> None:
 
 def write_whole(path: Path, content: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with beside.open("wb") as file:
+        with partial.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(partial, path)
     finally:
-        beside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
     sync_directory(path.parent)
     return path
 

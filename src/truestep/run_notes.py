@@ -58,7 +58,7 @@ def _changes_since(directory: RunDirectory, config: Config) -> list[str]:
         if before.get(name) != now.get(name)
     ]
     if before.get("model.path") != now.get("model.path"):
-        notes.append("the weights are the checkpoint's all the same: model.path is read at a run's beginning only")
+        notes.append("the weights still come from the checkpoint: model.path is read at a run's beginning only")
     return notes
 
 

@@ -158,7 +158,7 @@ class Trainer:
     def _train(self, plan: StepPlan, start: float, waited: float, num_rejected: int) -> None:
         number = self.step + 1
         self.watch.phase(f"computing step {number}")
-        accumulated = self.runner.accumulate(plan, beside={"data_wait_time": Max(waited)})
+        accumulated = self.runner.accumulate(plan, extra_metrics={"data_wait_time": Max(waited)})
         norm = gradient_norm(self.policy.weights)
         if not math.isfinite(norm):
             loss = accumulated.line()["loss"]

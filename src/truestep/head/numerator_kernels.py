@@ -1,4 +1,4 @@
-"""The kernels beside the product that leaves the softmax's numerators (Triton). They know no loss.
+"""The kernels around the product that leaves the softmax's numerators (Triton). They know no loss.
 
 `label_logits` before it, `join_parts_` after it; for a loss with an entropy term `numerators_gradient_`, the one pass
 over all of them; beside the backward products `scaled_rows`, `scale_and_subtract_label_` and `subtract_labels_`, which

@@ -5,7 +5,7 @@ the other still multiplies, weigh what they have: y = logit - reference, in powe
 numerators 2^y of the softmax, which alone are stored, and their sums, one of each for a row and a tile. A tile whose
 largest y is beyond `SLACK` is shifted down to it, so that nothing overflows whatever the logits are.
 
-A tile is done by whoever comes to it, in no order that could change a number.
+The order in which tiles are computed changes no number.
 """
 
 from __future__ import annotations

@@ -76,12 +76,12 @@ class StepRunner:
         return math.lcm(self.pad_to_multiple, self._ranks.token_share)
 
     def accumulate(
-        self, plan: StepPlan, *, backward: bool = True, beside: Mapping[str, Metric] | None = None
+        self, plan: StepPlan, *, backward: bool = True, extra_metrics: Mapping[str, Metric] | None = None
     ) -> Accumulated:
-        """Reduce the plan's metrics over all ranks, and with `backward` compute its whole gradient. `beside` are
-        metrics of this rank to be reduced with the rest. Each rank has a part of the weights, so all run every pass."""
+        """Reduce the plan's metrics and this rank's `extra_metrics` over all ranks; with `backward`, compute its whole
+        gradient. Each rank has a part of the weights, so all run every pass."""
         sums, passes = self._accumulate(plan, backward)
-        parts = self._ranks.gather((on_host(sums.metrics | dict(beside or {})), sums.scores))
+        parts = self._ranks.gather((on_host(sums.metrics | dict(extra_metrics or {})), sums.scores))
         passes.settle()
         metrics = _counts(plan)
         for part, _ in parts:
