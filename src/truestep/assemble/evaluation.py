@@ -1,4 +1,4 @@
-"""From options to the evaluation of held-out prompts."""
+"""Makes the evaluation of held-out prompts."""
 
 from __future__ import annotations
 

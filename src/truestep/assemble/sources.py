@@ -1,4 +1,4 @@
-"""From options to a source of documents: rollout files, documents that are sent, the policy itself, or servers."""
+"""Makes the source of documents: rollout files, documents that are sent, the policy itself, or servers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 def check_inputs(config: Config, ranks: Ranks) -> None:
-    """Refuse what can be wrong without the model, before the minutes that a large one takes to load."""
+    """Refuse wrong inputs before the model is loaded, which can take minutes."""
     data, sampler = config.data, config.sampler
     if data.path is None and data.source is None and sampler is None:
         raise SourceError(
@@ -127,7 +127,7 @@ def read_documents(config: Config, vocabulary_size: int, rank: int = 0) -> Docum
 
 
 def make_transport(source: RedisSource | DirectorySource) -> Transport:
-    """Reach the server or the directory; an error now where it is not there."""
+    """Connect to the Redis server or the directory; an error where it cannot be reached."""
     if isinstance(source, DirectorySource):
         return DirectoryTransport(Path(source.directory))
     from truestep.rollouts.stream.redis import RedisTransport  # an extra
@@ -151,7 +151,7 @@ def _make_stream_source(config: Config, vocabulary_size: int, ranks: Ranks) -> S
     if not ranks.first:
         return SharedPeekableSource(None, ranks)
     timeout = config.schedule.stall_timeout
-    if ranks.size > 1:  # before the watch over the ranks ends the run, which cannot say what was waited for
+    if ranks.size > 1:  # the watch over the ranks must not end the run first: it cannot say what was waited for
         timeout -= min(5.0, 0.1 * timeout)
     source = StreamSource(make_transport(data.source), checks, timeout)
     return source if ranks.size == 1 else SharedPeekableSource(source, ranks)
@@ -186,7 +186,7 @@ def _make_in_process_source(config: Config, sampler: InProcessSampler, policy: P
 
 
 def server_maker(sampler: ServerSampler) -> Callable[[], list[InferenceServer]]:
-    """Check what the options say of the servers. What is returned connects to them, inside the loop that asks them."""
+    """Check the servers' options, and return a function that connects to them, for the event loop to call."""
     server_class, key = _server_class(sampler.protocol), _api_key(sampler.api_key_env)
     shared = {"model": sampler.model, "api_key": key, "timeout": sampler.request_timeout}
     servers = [check_options("sampler.protocol", server_class, {"url": url, **shared}) for url in sampler.urls]

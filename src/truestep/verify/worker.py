@@ -24,7 +24,7 @@ from truestep.assemble.policy import join_ranks
 from truestep.config.schema import Config
 from truestep.ranks.group import Ranks
 from truestep.ranks.watch import Watch
-from truestep.step.run import Accumulated
+from truestep.step.runner import Accumulated
 from truestep.train import make_trainer
 from truestep.trainer import Hooks, Trainer
 from truestep.types import StepPlan
