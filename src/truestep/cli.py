@@ -134,7 +134,7 @@ def verify(config: Path, output: Path, full: bool, ranks: int, documents: int, o
     forks.begin()
     from truestep.files import finite_or_null, write_text_whole
     from truestep.verify import report
-    from truestep.verify.run import verify as run
+    from truestep.verify.judge import verify as run
 
     console = Console()
     with console.status("making the case") as status:
@@ -182,12 +182,11 @@ def parity(config: Path, output: Path, documents: int, older: tuple[Path, ...], 
     options = load_config(config, overrides)
     from truestep.files import finite_or_null, write_text_whole
     from truestep.parity import report
-    from truestep.parity.run import as_json
-    from truestep.parity.run import parity as run
+    from truestep.parity.gap import parity as run
 
     console = Console()
     result = run(options, documents=documents, older=older)
-    write_text_whole(output / "parity.json", json.dumps(finite_or_null(as_json(result)), indent=2) + "\n")
+    write_text_whole(output / "parity.json", json.dumps(finite_or_null(report.as_json(result)), indent=2) + "\n")
     write_text_whole(output / "parity.svg", report.figure(result))
     console.print(report.table(result))
     worst = result.worst

@@ -23,12 +23,12 @@ from truestep.cli import main
 from truestep.config.load import load_config
 from truestep.errors import TruestepError
 from truestep.verify.case import make_case
+from truestep.verify.judge import Verdict, verify
 from truestep.verify.layouts import layouts_for
 from truestep.verify.oracle.records import read_document
 from truestep.verify.oracle.values import label_values
 from truestep.verify.reference import Reference
 from truestep.verify.report import complaints
-from truestep.verify.run import Verdict, verify
 from verify import faults
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from truestep.verify.run import BOUND, KINDS, UPDATE_BOUND, Verdict, bound_of
+from truestep.verify.judge import BOUND, KINDS, UPDATE_BOUND, Verdict, bound_of
 
 _COLOURS = {
     "loss": "#4053d3",

@@ -88,11 +88,11 @@ def verify(
             config.model.trust_remote_code,
             custom_metrics=bool(config.logging.custom_metrics),
         )
-        court = _Court(case, comparer, plant)
+        judge = _Judge(case, comparer, plant)
         verdicts: list[Verdict] = []
         for batch in _batches(layouts, alone=full):
             progress(batch[0].name if len(batch) == 1 else f"{len(batch)} layouts of {batch[0].ranks} ranks")
-            verdicts += court.judge(batch)
+            verdicts += judge.judge(batch)
     output.mkdir(parents=True, exist_ok=True)
     return sorted(verdicts, key=lambda verdict: layouts.index(verdict.layout))
 
@@ -127,7 +127,7 @@ def _kernels() -> bool:
 
 
 @dataclass
-class _Court:
+class _Judge:
     case: Case
     comparer: Comparer
     plant: Callable[[], None] | None
