@@ -111,7 +111,7 @@ class Trial:
                 yield self._tried("token ids re-tokenised", "completions tokenised anew", advice, logprobs)
 
     def _retokenised(self, document: Rollout) -> Rollout | None:
-        """The same text in other tokens; None where their number differs, or where they are the same."""
+        """Tokenise the completion's text anew; None where the tokens are the same, or not as many."""
         labels = np.flatnonzero(document.loss_mask)
         if not len(labels):
             return None
@@ -166,7 +166,7 @@ class Trial:
 
 
 def _shifted(logprobs: np.ndarray, by: int) -> np.ndarray:
-    """The log-probs of one document, each `by` places earlier: 1, or -1 for later. NaN where none comes."""
+    """Move the log-probs of one document one place earlier (`by` 1) or later (-1), with NaN where none comes."""
     moved = np.roll(logprobs, -by)
     moved[slice(-1, None) if by > 0 else slice(1)] = np.nan
     return moved

@@ -177,16 +177,11 @@ def _gap_note(chart: Chart, vertical: Scale) -> str:
 
 def _readings(chart: Chart) -> list[dict]:
     """List the points that the read-out can name, each as [step, documents, value]."""
-    return [
-        {
-            "name": line.name,
-            "colour": line.colour,
-            "points": [
-                [_short(point.step), _short(point.documents), _short(point.value)] for point in downsample(line.points)
-            ],
-        }
-        for line in chart.lines
-    ]
+    readings = []
+    for line in chart.lines:
+        points = [[_short(p.step), _short(p.documents), _short(p.value)] for p in downsample(line.points)]
+        readings.append({"name": line.name, "colour": line.colour, "points": points})
+    return readings
 
 
 def _short(value: float | None) -> float | int | None:

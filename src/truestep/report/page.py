@@ -23,7 +23,7 @@ MARKS = {
 
 
 def write_report(runs: Sequence[Path], output: Path, *, title: str | None = None) -> Path:
-    """Writes the page of one run, or of several compared, and returns its path."""
+    """Write the page of one run, or of several compared, and return its path."""
     if not runs:
         raise ValueError("a report needs at least one run")
     return write_text_whole(Path(output), _page_html(read_runs(runs), title))

@@ -32,7 +32,7 @@ text{font:13px FONT;fill:var(--muted);font-variant-numeric:tabular-nums}
 
 
 def write_plot(runs: Sequence[Path], output_svg: Path) -> Path:
-    """Writes the held-out reward of the runs over the documents seen, and returns the path."""
+    """Write the held-out reward of the runs over the documents seen, and return the path."""
     if not runs:
         raise ValueError("a plot needs at least one run")
     return write_text_whole(Path(output_svg), _plot_document(read_runs(runs)))

@@ -135,21 +135,24 @@ def read_run(path: Path, name: str | None = None) -> Run:
     return run
 
 
-def _read_text(path: Path) -> str:
-    # The last character of a file that is being written may be cut off.
-    return path.read_text(encoding="utf-8", errors="replace")
+def _read_text(run: Run, file: str, without: str | None = "") -> str | None:
+    """Read a file, or note why it cannot be read. `without`: the consequence where it is missing; None for none."""
+    try:
+        # The last character of a file that is being written may be cut off.
+        return (run.path / file).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        if without is not None:
+            run.problems.append(f"{file} is missing{f': {without}' if without else ''}.")
+    except OSError as error:
+        run.problems.append(f"{file} cannot be read ({error.strerror or error}).")
+    return None
 
 
 def _read_lines(run: Run, file: str, without: str | None) -> list[Record]:
-    try:
-        lines = _read_text(run.path / file).split("\n")
-    except FileNotFoundError:
-        if without:
-            run.problems.append(f"{file} is missing: {without}.")
+    text = _read_text(run, file, without)
+    if text is None:
         return []
-    except OSError as error:
-        run.problems.append(f"{file} cannot be read ({error.strerror or error}).")
-        return []
+    lines = text.split("\n")
     records, bad, cut = [], 0, False
     for index, line in enumerate(lines):
         if not line.strip():
@@ -188,15 +191,9 @@ def _one_per_step(run: Run, file: str, without: str | None) -> list[Record]:
 
 
 def _read_config(run: Run) -> None:
+    run.config_text = _read_text(run, "config.yaml")
     try:
-        run.config_text = _read_text(run.path / "config.yaml")
-        config = yaml.safe_load(run.config_text)
-    except FileNotFoundError:
-        run.problems.append("config.yaml is missing.")
-        return
-    except OSError as error:
-        run.problems.append(f"config.yaml cannot be read ({error.strerror or error}).")
-        return
+        config = yaml.safe_load(run.config_text or "")
     except (yaml.YAMLError, ValueError, RecursionError):
         run.problems.append("config.yaml is no valid YAML; its text is shown as it is.")
         return

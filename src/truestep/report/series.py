@@ -1,4 +1,4 @@
-"""Points of a chart; thins out a series without losing its extremes, and smooths it."""
+"""The points of a chart, thinned out without losing their extremes, or smoothed."""
 
 import math
 from collections.abc import Sequence

@@ -79,7 +79,7 @@ def vertical_scale(chart: Chart) -> Scale:
 
 
 def horizontal_scales(charts: Sequence[Chart]) -> dict[Axis, Scale]:
-    """One horizontal axis of each kind for all charts, so that they can be read one under the other.
+    """Make one horizontal axis of each kind for all charts, so that they can be read one under the other.
 
     An axis on which no point has a place is left out.
     """
