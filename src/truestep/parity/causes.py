@@ -54,8 +54,11 @@ class Trial:
     def __init__(self, config: Config, policy: Policy, documents: Sequence[Rollout], older: Sequence[Path]):
         self._config, self._policy, self._documents, self._older = config, policy, documents, older
         self._budget = config.data.tokens_per_microbatch
-        known = [(document.logprobs, document.loss_mask) for document in documents if document.logprobs is not None]
-        self._by_document = [logprobs[loss_mask].astype(np.float64) for logprobs, loss_mask in known]
+        self._by_document = [  # all of them have log-probs
+            document.logprobs[document.loss_mask].astype(np.float64)
+            for document in documents
+            if document.logprobs is not None
+        ]
         self.sampler = np.concatenate(self._by_document)
         self._wide = score(policy, documents, self._budget, wide=True)
         self.base = Tried("as it is", "nothing", "", self._wide.plain - self.sampler)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import groupby
@@ -151,11 +152,7 @@ class _Judge:
         return Task(options, folder, layout.reverse), records
 
     def _verdict(self, layout: Layout, task: Task, records: Sequence[Record]) -> Verdict:
-        worst: dict[str, Difference] = {}
-        for difference in self._differences(layout, task, records):
-            # NaN is worse than any number.
-            if difference.kind not in worst or not difference.value <= worst[difference.kind].value:
-                worst[difference.kind] = difference
+        worst = worst_of_each_kind(self._differences(layout, task, records))
         seconds = float((task.output / DONE).read_text(encoding="utf-8"))
         if self.plant is None:
             shutil.rmtree(task.output)
@@ -171,6 +168,16 @@ class _Judge:
             self.half_precision_error = error
         ratio = error / max(self.half_precision_error, 1e-30)
         yield Difference(1, "half precision", f"gradient {error:.1e} off, over the one process's", ratio)
+
+
+def worst_of_each_kind(differences: Iterable[Difference]) -> dict[str, Difference]:
+    """Find the largest difference of each kind; NaN is larger than any number."""
+    worst: dict[str, Difference] = {}
+    for difference in differences:
+        known = worst.get(difference.kind)
+        if known is None or difference.value > known.value or math.isnan(difference.value):
+            worst[difference.kind] = difference
+    return worst
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
