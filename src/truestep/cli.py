@@ -134,7 +134,7 @@ def verify(config: Config, output: Path, full: bool, ranks: int, documents: int)
     forks.begin()
     from truestep.files import write_json, write_text_whole
     from truestep.verify import report
-    from truestep.verify.run import verify as run
+    from truestep.verify.judge import verify as run
 
     console = Console()
     with console.status("making the case") as status:
@@ -170,11 +170,10 @@ def parity(config: Config, output: Path, documents: int, older: tuple[Path, ...]
     """Measure how far the sampler's log-probs are from the trainer's, and try each possible cause alone."""
     from truestep.files import write_json, write_text_whole
     from truestep.parity import report
-    from truestep.parity.run import as_json
-    from truestep.parity.run import parity as run
+    from truestep.parity.gap import parity as run
 
     result = run(config, documents=documents, older=older)
-    write_json(output / "parity.json", as_json(result))
+    write_json(output / "parity.json", report.as_json(result))
     write_text_whole(output / "parity.svg", report.figure(result))
     Console().print(report.table(result))
     worst = result.worst

@@ -1,4 +1,4 @@
-"""Rollouts for parity from the sampler of the configuration, as it is now: nothing is synced and nothing is probed."""
+"""Samples rollouts for parity as the configured sampler is now: nothing is synced and nothing is probed."""
 
 from __future__ import annotations
 
