@@ -12,8 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from truestep.rollouts.record import Checks
 from truestep.rollouts.source import Interrupted, SourceError, never, refuse_other_kind
-from truestep.rollouts.stream.intake import Checks, Intake
+from truestep.rollouts.stream.intake import Intake
 from truestep.rollouts.stream.transport import Transport, TransportError
 from truestep.types import Rejected, Rollout
 
