@@ -60,22 +60,22 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """YAML of every option, defaults included; it loads back to an equal Config."""
+    """Write every option as YAML, defaults included; it loads back to an equal Config."""
     return dump(config.model_dump())
 
 
 @dataclass
 class _Source:
-    """Options as given, and where: `file:line` or `command line`."""
+    """The options as they were given, and where each was given: `file:line` or `command line`."""
 
     file: str
     data: dict[str, Any] = field(default_factory=dict)
     origins: dict[Name, str] = field(default_factory=dict)
 
     def where(self, name: Name) -> str:
-        """Where the option is, or the nearest section around it that was given (as a whole, or something in it)."""
+        """Find the place of an option, or of the nearest section around it that was given, whole or in part."""
         while name:
-            inside = [origin for given, origin in self.origins.items() if given[: len(name)] == name]
+            inside = [origin for option, origin in self.origins.items() if option[: len(name)] == name]
             if inside:
                 return self.origins.get(name, inside[0])
             name = name[:-1]
@@ -135,7 +135,7 @@ def _refuse_repeat(flag: str, name: Name, seen: dict[Name, str]) -> None:
 
 
 def _override_value(flag: str, name: Name, text: str | None) -> tuple[Any, dict[Name, str]]:
-    """The value, and the origins of options inside it where it is a whole section."""
+    """Read an override's value, and the origins of the options inside it where it is a whole section."""
     option = options().get(dotted(name))
     if text is None and (option.is_bool if option else dotted(name) not in sections()):
         return True, {}  # an unknown name is better reported as unknown than as a flag without value
@@ -153,7 +153,7 @@ def _override_value(flag: str, name: Name, text: str | None) -> tuple[Any, dict[
 
 
 def _is_yaml(text: str) -> bool:
-    """For an option that takes text: `*.jsonl`, `12` and `a: b` are the text itself, not YAML."""
+    """Tell YAML from text for an option that takes text: `*.jsonl`, `12` and `a: b` are the text itself."""
     return text in ("null", "~") or text[:1] in ("[", "{", "'", '"')
 
 
@@ -173,7 +173,7 @@ def _set(source: _Source, flag: str, name: Name, value: Any) -> None:
 
 
 def _problems(detail: ErrorDetails, source: _Source) -> list[str]:
-    """One of pydantic's errors in the words of the file; several where a section is missing."""
+    """Word one of pydantic's errors as the file says it; there are several where a section is missing."""
     name, variant = locate(detail["loc"])
     where = source.where(name)
     cause = detail.get("ctx", {}).get("error")
@@ -191,19 +191,19 @@ def _problems(detail: ErrorDetails, source: _Source) -> list[str]:
 
 
 def _unknown(name: Name, variant: str, source: _Source) -> str:
-    whole, section = dotted(name), dotted(name[:-1])
-    option = options().get(whole)
+    full, section = dotted(name), dotted(name[:-1])
+    option = options().get(full)
     if option is None:
-        return f"{whole} is unknown: {explain_unknown(name, variant)}"
+        return f"{full} is unknown: {explain_unknown(name, variant)}"
     have = "has" if len(option.variants) == 1 else "have"
     chosen = source.origins.get((*name[:-1], "type"))
     by = f"set at {chosen}" if chosen not in (None, COMMAND_LINE) else f"from the {chosen}" if chosen else "the default"
     owners = join_words(option.variants, "and")
-    return f"{whole} is not an option of {section}.type: {variant} ({by}); {owners} {have} it"
+    return f"{full} is not an option of {section}.type: {variant} ({by}); {owners} {have} it"
 
 
 def _disagreement(message: str, name: Name, source: _Source) -> str:
-    """A contradiction, at every place where an option that it names was given."""
+    """Word a contradiction, with every place where an option that it names was given."""
     optional = {section.name for section in sections().values() if section.optional}
     places: dict[str, None] = {}
     for word in re.findall(r"\w+(?:\.\w+)*", message):

@@ -24,6 +24,8 @@ HISTOGRAM_WIDTH = 40
 
 @dataclass(frozen=True)
 class Spread:
+    """The distribution of a count over documents."""
+
     minimum: float
     median: float
     percentile_95: float
@@ -170,17 +172,13 @@ def _facts(summary: DataSummary) -> Table:
     table.add_row("records", Text.assemble(f"{summary.records:,}: {summary.documents:,} documents, ", rejected))
     table.add_row("tokens", f"{summary.tokens:,}, of which {summary.labels:,} labels")
     if summary.documents_without_labels:
-        table.add_row("without labels", f"{_count(summary.documents_without_labels, 'document')}")
+        table.add_row("without labels", _count(summary.documents_without_labels, "document"))
     labelled = summary.documents - summary.documents_without_labels
     table.add_row("log-probs", _presence(summary.without_logprobs, labelled))
     table.add_row("advantages", _presence(summary.without_advantages, labelled, "own or from rewards"))
-    if summary.rewards is not None:
-        rewards = summary.rewards
-        table.add_row(
-            "rewards",
-            f"mean {rewards.mean:.4g}, from {rewards.minimum:.4g} to {rewards.maximum:.4g} "
-            f"({_count(rewards.count, 'document')})",
-        )
+    if (rewards := summary.rewards) is not None:
+        bounds = f"from {rewards.minimum:.4g} to {rewards.maximum:.4g}"
+        table.add_row("rewards", f"mean {rewards.mean:.4g}, {bounds} ({_count(rewards.count, 'document')})")
     if summary.temperatures:
         table.add_row("temperatures", _temperatures(summary.temperatures))
     if summary.model_versions is not None:

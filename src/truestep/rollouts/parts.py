@@ -1,7 +1,7 @@
-"""Documents of which each data rank sees only its own part; ranks that share micro-batches see the same.
+"""Documents in parts, of which each data rank sees one; ranks that share micro-batches see the same.
 
-Their one global order is by place in a part, then by rank: the first of every part, then the second of every part, and
-so on; a part that has come to its end is passed over. It depends on the parts alone, not on steps or budgets.
+The global order is the first document of every part, then the second of every part, and so on; a part that has come to
+its end is passed over. It depends on the parts alone, not on steps or budgets.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def next_parts(taken: Sequence[int], sizes: Sequence[int], count: int) -> list[i
 
 @dataclass
 class PartedSource(StillSource):
-    """Documents of every rank's part. Every rank asks for the same documents at the same time and gets them all."""
+    """A source of the documents in all parts. Every rank asks for the same at the same time and gets them all."""
 
     plans_ahead = True
     own_part: FileSource

@@ -1,4 +1,4 @@
-"""Messages become documents: checked, new, and each group complete before any of its documents is used."""
+"""The conversion of messages to documents: checked, new, and used only when their group is complete."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from truestep.rollouts.stream.transport import Message
 from truestep.rollouts.values import describe
 from truestep.types import Rejected, Rollout
 
-_DIGEST = 8  # bytes of an id that are kept: of a million ids two are alike with a chance of 3 in 100 million
+_DIGEST = 8  # bytes of an id's digest: among a million ids two are alike with a chance of 3 in 100 million
 
 
 class Intake:
     """The documents that were received and not yet taken, and the ids of all that ever were received.
 
-    Documents become ready in the order in which their groups become complete, members in the order they came.
+    Documents become ready in the order in which their groups become complete, members in the order they came in.
     """
 
     def __init__(self, checks: Checks):
