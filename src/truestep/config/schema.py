@@ -7,42 +7,31 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from truestep.config import sections
 from truestep.config.losses import LossConfig, default_loss
 from truestep.config.section import Section
-from truestep.config.sections import (
-    AdamWConfig,
-    CheckpointConfig,
-    DataConfig,
-    EvaluationConfig,
-    LoggingConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    SamplerConfig,
-    ScheduleConfig,
-)
 
 
 class Config(Section):
-    model: ModelConfig
+    model: sections.ModelConfig
     """The policy."""
     loss: LossConfig = default_loss()
     """The loss that is minimised; `type` picks it."""
-    data: DataConfig = DataConfig()
+    data: sections.DataConfig = sections.DataConfig()
     """The documents: their source, their advantages and how they are packed."""
-    sampler: SamplerConfig | None = None
+    sampler: sections.SamplerConfig | None = None
     """The sampler of rollouts. Without one they are read from data.path or data.source."""
-    evaluation: EvaluationConfig | None = None
+    evaluation: sections.EvaluationConfig | None = None
     """Evaluation on held-out prompts, every so many steps."""
-    schedule: ScheduleConfig = ScheduleConfig()
+    schedule: sections.ScheduleConfig = sections.ScheduleConfig()
     """The size of a step and the length of the run."""
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: sections.ParallelConfig = sections.ParallelConfig()
     """The split of a step over processes."""
-    optimizer: OptimizerConfig = AdamWConfig()
+    optimizer: sections.OptimizerConfig = sections.AdamWConfig()
     """The optimizer, its learning rate and the clipping of gradients."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
+    checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
     """The run's directory and its checkpoints."""
-    logging: LoggingConfig = LoggingConfig()
+    logging: sections.LoggingConfig = sections.LoggingConfig()
     """The places that metrics are written to."""
     seed: Annotated[int, Field(ge=0)] = 0
     """The seed of sampling, of shuffling and of the order of prompts."""

@@ -113,14 +113,10 @@ class FileSource(StillSource):
     rejected: tuple[Rejected, ...] = ()
     epochs: int = 1
     shuffle_seed: int | None = None  # None: file order
-    _position: int = 0  # over all epochs
+    position: int = 0  # over all epochs
     _orders: dict[int, np.ndarray] = field(default_factory=dict)
     _digest: Any = None  # of the first `_hashed` documents
     _hashed: int = 0
-
-    @property
-    def position(self) -> int:
-        return self._position
 
     @property
     def total(self) -> int:
@@ -140,12 +136,12 @@ class FileSource(StillSource):
         return self.documents[self._order(epoch)[index]]
 
     def peek(self, count: int) -> list[Rollout]:
-        end = min(self._position + count, self.total)
-        return [self._at(position) for position in range(self._position, end)]
+        end = min(self.position + count, self.total)
+        return [self._at(position) for position in range(self.position, end)]
 
     def take(self, count: int, documents_seen: int) -> list[Rollout]:
         taken = self.peek(count)
-        self._position += len(taken)
+        self.position += len(taken)
         return taken
 
     def _fingerprint(self, position: int) -> str:
@@ -161,7 +157,7 @@ class FileSource(StillSource):
         return self._digest.copy().hexdigest()
 
     def state(self) -> dict[str, Any]:
-        return {"position": self._position, "fingerprint": self._fingerprint(self._position)}
+        return {"position": self.position, "fingerprint": self._fingerprint(self.position)}
 
     def restore(self, state: dict[str, Any]) -> None:
         refuse_other_kind("data.path", "position", state)
@@ -171,7 +167,7 @@ class FileSource(StillSource):
                 "data.shuffle was changed; give it the same files in the same order (they may have grown at the end, "
                 "unless shuffled), or another checkpoint.directory"
             )
-        self._position = state["position"]
+        self.position = state["position"]
 
     def drain_rejected(self) -> list[Rejected]:
         rejected, self.rejected = list(self.rejected), ()
