@@ -35,7 +35,7 @@ def dump(values: dict[str, Any]) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Numbers as in YAML 1.2 (1e-6 is one, 010 is ten, 1:30 is text), no dates; yes and no stay true and false."""
+    """Reads numbers of YAML 1.2 (1e-6 is one, 010 is ten, 1:30 is text), no dates; yes and no stay true and false."""
 
 
 class _Dumper(yaml.SafeDumper):

@@ -1,4 +1,4 @@
-"""Rollout files: which ones a pattern names, their records one by one, and all of them as documents in file order."""
+"""Rollout files: the files that a pattern names, their records one by one, and their documents in file order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS_AT_A_TIME = 128  # of a Parquet file, as Arrow arrays; one row at a time be
 
 
 class DataError(TruestepError):
-    """The files as a whole cannot be used, or one record is bad and the run was told to stop."""
+    """Files that cannot be used, or a bad record where the run was told to stop."""
 
 
 @dataclass(frozen=True, eq=False)

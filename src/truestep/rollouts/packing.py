@@ -50,7 +50,7 @@ def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]
 
 
 def balance(lengths: Sequence[int], costs: Sequence[float], budget: int, multiple: int) -> list[list[int]]:
-    """Make micro-batches of near equal cost, the costliest first; their number is the least multiple that holds all.
+    """Make micro-batches of near equal cost, the costliest first: as few as hold all, but a multiple of `multiple`.
 
     The costliest document goes first, each into the cheapest micro-batch that has room. Where that needs more
     micro-batches than `first_fit_decreasing`, those are taken and the largest are halved.

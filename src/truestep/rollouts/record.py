@@ -35,7 +35,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Needs:
-    """What this run's loss needs of a document that has labels."""
+    """The values that the loss of a run needs of a document with labels."""
 
     logprobs: bool
     advantages: bool
@@ -44,7 +44,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Checks:
-    """What a run demands of its records and of their groups."""
+    """The demands of a run on its records and their groups."""
 
     needs: Needs
     vocabulary_size: int | None = None

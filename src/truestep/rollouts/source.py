@@ -15,7 +15,7 @@ from truestep.types import Rejected, Rollout
 
 
 class SourceError(TruestepError):
-    """Documents are not there, or are not those that a checkpoint was made with."""
+    """Documents that are missing, or are not those that a checkpoint was made with."""
 
 
 class Interrupted(Exception):  # noqa: N818  (nothing is wrong)
