@@ -18,11 +18,10 @@ from truestep.policy.policy import Policy
 from truestep.ranks.group import Ranks
 from truestep.rollouts.files import DataError, Documents, expand_paths, load_documents
 from truestep.rollouts.parts import PartedSource
-from truestep.rollouts.record import Needs
+from truestep.rollouts.record import Checks, Needs
 from truestep.rollouts.shared import SharedPeekableSource, SharedSource
 from truestep.rollouts.source import FileSource, Source, SourceError
 from truestep.rollouts.stream.directory import DirectoryTransport
-from truestep.rollouts.stream.intake import Checks
 from truestep.rollouts.stream.source import StreamSource
 from truestep.rollouts.stream.transport import Transport
 from truestep.sampler.decode import DecodeOptions
@@ -91,9 +90,16 @@ def _make_file_source(config: Config, vocabulary_size: int, ranks: Ranks) -> Sou
     return PartedSource(files, ranks) if parted else files
 
 
-def _needs(config: Config) -> Needs:
-    supervised = config.loss.supervised
-    return Needs(logprobs=not supervised, advantages=not supervised, advantage_rule=config.data.advantages)
+def _checks(config: Config, vocabulary_size: int) -> Checks:
+    data, supervised = config.data, config.loss.supervised
+    return Checks(
+        Needs(logprobs=not supervised, advantages=not supervised, advantage_rule=data.advantages),
+        vocabulary_size,
+        data.temperature,
+        max_tokens=data.tokens_per_microbatch,
+        group_size=data.group_size,
+        stop_at_rejected=data.on_bad_record == "stop",
+    )
 
 
 def own_part(config: Config) -> bool:
@@ -110,17 +116,7 @@ def data_paths(config: Config, rank: int) -> list[Path]:
 
 
 def read_documents(config: Config, vocabulary_size: int, rank: int = 0) -> Documents:
-    data = config.data
-    return load_documents(
-        data_paths(config, rank),
-        vocabulary_size=vocabulary_size,
-        default_temperature=data.temperature,
-        max_tokens=data.tokens_per_microbatch,
-        needs=_needs(config),
-        advantage_rule=data.advantages,
-        group_size=data.group_size,
-        on_bad_record=data.on_bad_record,
-    )
+    return load_documents(data_paths(config, rank), _checks(config, vocabulary_size))
 
 
 # ---- documents that are sent
@@ -140,20 +136,12 @@ def make_transport(source: RedisSource | DirectorySource) -> Transport:
 def _make_stream_source(config: Config, vocabulary_size: int, ranks: Ranks) -> Source:
     data = config.data
     assert data.source is not None
-    checks = Checks(
-        vocabulary_size=vocabulary_size,
-        default_temperature=data.temperature,
-        max_tokens=data.tokens_per_microbatch,
-        needs=_needs(config),
-        group_size=data.group_size,
-        stop_at_rejected=data.on_bad_record == "stop",
-    )
     if not ranks.first:
         return SharedPeekableSource(None, ranks)
     timeout = config.schedule.stall_timeout
     if ranks.size > 1:  # the watch over the ranks must not end the run first: it cannot say what was waited for
         timeout -= min(5.0, 0.1 * timeout)
-    source = StreamSource(make_transport(data.source), checks, timeout)
+    source = StreamSource(make_transport(data.source), _checks(config, vocabulary_size), timeout)
     return source if ranks.size == 1 else SharedPeekableSource(source, ranks)
 
 

@@ -1,4 +1,4 @@
-"""A document to a line of JSON and back, every bit kept."""
+"""The conversion of a document to a line of JSON and back, every bit kept."""
 
 from __future__ import annotations
 
