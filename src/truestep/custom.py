@@ -1,7 +1,5 @@
 """The loader of users' own code, named in the configuration by import path, and the check of its options."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """The export of a checkpoint as a Hugging Face directory."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

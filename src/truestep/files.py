@@ -1,7 +1,5 @@
 """Files that are whole or absent: written under another name, synced, renamed."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The process's random state, which a user's reward may draw from. truestep itself draws from seeds and counters."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

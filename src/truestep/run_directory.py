@@ -4,8 +4,6 @@ Lines are appended as steps are made. A restart rolls every file back to the che
 step stands in them twice.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket

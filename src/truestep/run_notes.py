@@ -1,7 +1,5 @@
 """The notes that a run prints before its first step: where it goes on, which options changed, what was rejected."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The window into a step: one step's forward, and backward, over the whole of `data.path`, written to files."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass

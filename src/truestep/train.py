@@ -1,7 +1,5 @@
 """Makes a trainer of a configuration, puts it where its last checkpoint left it, and starts its loop."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

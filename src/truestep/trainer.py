@@ -1,7 +1,5 @@
 """The training loop: it joins the parts of a run and computes nothing of its own."""
 
-from __future__ import annotations
-
 import math
 import signal
 import time

@@ -1,7 +1,5 @@
 """Makes the evaluation of held-out prompts."""
 
-from __future__ import annotations
-
 from truestep.config.schema import Config
 from truestep.environments.prompts import load_prompts
 from truestep.environments.rewards import load_reward

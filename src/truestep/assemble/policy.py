@@ -1,7 +1,5 @@
 """Makes the ranks of a run, and the policy on them."""
 
-from __future__ import annotations
-
 from truestep.config.schema import Config
 from truestep.head.logits import HeadSettings
 from truestep.policy.loading.load import load_policy

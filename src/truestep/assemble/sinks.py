@@ -1,7 +1,5 @@
 """Makes the sinks that a run's numbers go to."""
 
-from __future__ import annotations
-
 from rich.console import Console
 
 from truestep.config.schema import Config

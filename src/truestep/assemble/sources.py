@@ -1,7 +1,5 @@
 """Makes the source of documents: rollout files, documents that are sent, the policy itself, or servers."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

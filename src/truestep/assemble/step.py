@@ -1,7 +1,5 @@
 """Makes the parts of a step: its objective, its runner, its plans, the learning rate, the optimizer."""
 
-from __future__ import annotations
-
 import torch
 
 from truestep.config.schema import Config

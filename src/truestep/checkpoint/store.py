@@ -8,8 +8,6 @@ A checkpoint is a Hugging Face directory (float32 weights) with a folder `truest
     carried.jsonl            documents taken from the source and not yet done with
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

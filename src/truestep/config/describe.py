@@ -3,8 +3,6 @@
 `python -m truestep.config.describe > docs/configuration.md` writes the reference. Imports no torch.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import types

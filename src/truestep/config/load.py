@@ -3,8 +3,6 @@
 YAML is read as nodes, not as values, so that the line of every option is known. Imports no torch.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field

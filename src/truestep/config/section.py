@@ -1,7 +1,5 @@
 """The base of every section of the configuration, and the types that options share."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field

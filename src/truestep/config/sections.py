@@ -3,8 +3,6 @@
 A field enters this file only together with the code that obeys it.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag

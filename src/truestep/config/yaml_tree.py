@@ -3,8 +3,6 @@
 Numbers are YAML 1.2's: PyYAML's own reader takes `1e-6` for text.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

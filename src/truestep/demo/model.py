@@ -1,7 +1,5 @@
 """A tiny model made on the spot: a real Qwen3 configuration and a real tokenizer in a Hugging Face directory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

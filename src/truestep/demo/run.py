@@ -3,8 +3,6 @@
 Both phases go through the trainer that a real run uses; only the model and the data are small.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Prompts from a JSONL file or a Hugging Face dataset on disk, tokenised once."""
 
-from __future__ import annotations
-
 import codecs
 import json
 from collections.abc import Iterator

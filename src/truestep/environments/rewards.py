@@ -1,7 +1,5 @@
 """A reward is a Python callable named by import path: `reward(prompt, completion, **fields) -> float`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A task whose answer can be checked: put digits in order. `sort 7 2 9 4 =` wants `2 4 7 9`."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator

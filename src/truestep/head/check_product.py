@@ -1,7 +1,5 @@
 """A self-test: compare the Gluon product with torch on this machine. A compiler's error would be silent."""
 
-from __future__ import annotations
-
 import torch
 
 from truestep.head.numerators import PART, SLACK

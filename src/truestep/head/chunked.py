@@ -10,8 +10,6 @@ product, for its rows alone. Rows whose coefficients are all zero make no backwa
 Dimensions: T labels, H hidden, V vocabulary.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Dimensions: C rows of a chunk, V vocabulary, N parts of the vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -6,8 +6,6 @@ row are exchanged, and each rank has those of the whole vocabulary. No rank ever
 Dimensions: C rows of a chunk, R ranks.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

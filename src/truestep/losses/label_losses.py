@@ -4,8 +4,6 @@ A loss is a frozen dataclass whose fields are its options, by the names that use
 `LabelTerm`. Dimensions: T labels.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, fields
 from functools import cached_property

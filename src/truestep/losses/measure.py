@@ -4,8 +4,6 @@ A measure is a function from `Labels` and `StepFacts` to metrics by name; `BUILT
 users add their own by import path. T: labels, D: documents of the micro-batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

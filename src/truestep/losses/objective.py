@@ -3,8 +3,6 @@
 T: labels of a micro-batch; N, D: labels and documents of the whole step.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

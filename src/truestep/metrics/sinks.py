@@ -1,7 +1,5 @@
 """The sinks of a run's numbers: metrics.jsonl, the console, Weights & Biases, TensorBoard."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Mapping
 from pathlib import Path

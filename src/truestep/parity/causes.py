@@ -3,8 +3,6 @@
 A cause is judged by the gap that is left once it is switched: the mean of |log π - log π_sampler| over all labels.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

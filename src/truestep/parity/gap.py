@@ -1,7 +1,5 @@
 """The gap between the sampler's log-probs and the trainer's, over rollouts of files or of a sampler, and its causes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The results of parity as a table, as JSON, and as a figure of the log-ratio by position in the completion."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Samples rollouts for parity as the configured sampler is now: nothing is synced and nothing is probed."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from itertools import cycle, islice

@@ -3,8 +3,6 @@
 Dimensions: T labels of all documents, in order; C rows of a chunk; V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Saving a policy as a Hugging Face directory: the files that came in, with the trained weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ tokens and a part of the computation.
 Dimensions: S tokens of the micro-batch, R ranks, H hidden.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

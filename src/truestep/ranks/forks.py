@@ -1,8 +1,6 @@
 """The server that ranks of this machine are forked from. It has imported torch and transformers, which costs a rank
 milliseconds instead of seconds; this module imports neither."""
 
-from __future__ import annotations
-
 import multiprocessing
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext

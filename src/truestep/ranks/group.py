@@ -4,8 +4,6 @@ The ranks of a context or tensor group, and the stages of a pipeline, compute a 
 groups that have micro-batches of their own. Weights are spread over `shards` = data_shard · context ranks (`axes`).
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

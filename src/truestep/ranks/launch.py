@@ -1,7 +1,5 @@
 """Start ranks of this machine without torchrun: for `verify`, and for tests."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

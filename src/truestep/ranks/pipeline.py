@@ -1,7 +1,5 @@
 """The stages of a pipeline: the rank of each, and the groups over which they send."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

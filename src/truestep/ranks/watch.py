@@ -4,8 +4,6 @@ A thread of each rank writes the number and name of its phase into the launcher'
 go through the same phases in the same order, so the one with the lowest number is waited for.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

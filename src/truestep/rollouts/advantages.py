@@ -1,7 +1,5 @@
 """Advantages from the rewards of a group: the rollouts of one prompt."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace

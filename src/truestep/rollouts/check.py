@@ -1,7 +1,5 @@
 """The command `truestep data check`: a summary of rollout files, before a run is spent on finding out."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

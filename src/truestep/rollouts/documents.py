@@ -1,7 +1,5 @@
 """The conversion of a document to a line of JSON and back, every bit kept."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rollout files: the files that a pattern names, their records one by one, and their documents in file order."""
 
-from __future__ import annotations
-
 import glob
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """The division of documents into micro-batches of a token budget, and of a micro-batch into tensors. Deterministic."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Sequence

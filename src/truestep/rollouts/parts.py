@@ -4,8 +4,6 @@ The global order is the first document of every part, then the second of every p
 its end is passed over. It depends on the parts alone, not on steps or budgets.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Nothing of a record is trusted. Each check has one message that names the field, the index and the value.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The file `rejected.jsonl`: records that were never trained on, and why; and the kinds of their reasons."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """A source that the first rank reads for all: one process reads a stream or asks servers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast

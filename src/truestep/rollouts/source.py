@@ -1,7 +1,5 @@
 """The sources of documents: each an ordered stream with a position that a checkpoint can hold."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

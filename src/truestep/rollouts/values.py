@@ -4,8 +4,6 @@ A `Check` is written twice: once for a single value, which also words what is wr
 only says yes or no. A long list is checked as an array first, and value by value where that says no.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Held-out prompts, answered greedily and sampled: what the policy can do, beside what it is trained on."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Sequence

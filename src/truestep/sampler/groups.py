@@ -1,7 +1,5 @@
 """What every sampler does alike: a group's prompt, its documents, their advantages, and what a restart accepts."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence

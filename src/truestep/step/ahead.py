@@ -4,8 +4,6 @@ A checkpoint is of the step that was made last, and by then the plan of the next
 plan carries the state that its queue had once it was made.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass

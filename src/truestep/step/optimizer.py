@@ -1,7 +1,5 @@
 """The optimizer of the float32 weights, AdamW or a user's own, its state in checkpoints, and the learning rate."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Dimensions: S tokens of the micro-batch, T its labels, H hidden.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

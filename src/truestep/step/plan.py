@@ -4,8 +4,6 @@ exact    the next `docs_per_step` documents, then packed: the set depends on no 
 packed   the next micro-batches, packed in order, until a rule says stop: their set depends on the budget
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

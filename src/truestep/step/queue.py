@@ -1,7 +1,5 @@
 """The queue of plans made from a source. It holds the only state that a plan depends on, besides the source's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Dimensions: S tokens of the micro-batch, T its labels, D its documents.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field

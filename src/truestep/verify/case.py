@@ -1,7 +1,5 @@
 """The case that every layout of `verify` computes: the user's model and rollouts, reduced or whole, as files."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A scalar's difference is relative to the same sum of absolute terms; a tensor's 
 log-probs and entropies are absolute; counts are equal.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

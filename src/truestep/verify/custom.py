@@ -1,7 +1,5 @@
 """A user's own loss as the float64 oracle takes it: one document at a time, differentiated by autograd."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Runs a case under every layout and holds what each wrote against the float64 reference and the bounds."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """The layouts that `verify` runs a step under."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

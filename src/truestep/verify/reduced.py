@@ -6,8 +6,6 @@ their token ids are taken modulo the small vocabulary. A random model's log-prob
 one's, so the sampler's are made anew around them, with ratios on both sides of both clip bounds.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ transformers computes norms, rotary embeddings and softmax in float32, whatever 
 for float32 becomes one for float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

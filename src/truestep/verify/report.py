@@ -1,7 +1,5 @@
 """The verdicts as a table for the terminal, as JSON, and as a figure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from html import escape

@@ -6,8 +6,6 @@
 2/weights.safetensors     … and so on; after the last step, the weights alone
 """
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,7 +1,5 @@
 """The one rule that finds a model's decoder layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

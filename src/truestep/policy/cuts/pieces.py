@@ -3,8 +3,6 @@
 Sharding is not part of it: FSDP spreads a rank's piece over the shard group, whose ranks all have the same piece.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

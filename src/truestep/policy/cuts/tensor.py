@@ -7,8 +7,6 @@ Between halves a rank has a run of the tokens for norms and residual sums. Param
 Dimensions: S tokens of the micro-batch, R ranks, H hidden, V vocabulary.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

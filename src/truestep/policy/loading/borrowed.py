@@ -8,8 +8,6 @@ The same values in every layer may blow rounding up until two right answers diff
 add is divided by the number of layers; a fault in any of them stays far above the rounding that a probe allows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Loading a Hugging Face directory as a policy."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from pathlib import Path

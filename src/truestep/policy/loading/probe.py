@@ -6,8 +6,6 @@ rotary embedding). In half precision, whose attention may be another kernel, pac
 float32 than single ones.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -11,8 +11,6 @@ Ranks that share a micro-batch's tokens attend with a share of the heads each (`
 Dimensions: S tokens of the micro-batch, Q query heads, K key-value heads, E head size; R rows of X tokens in a bucket.
 """
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ one kind share the compiled code, and so do micro-batches of any size. Compiled 
 the documents' places; no guard depends on them. Recomputation stays outside, and recomputes compiled code.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from typing import Any

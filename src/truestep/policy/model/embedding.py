@@ -3,8 +3,6 @@
 Dimensions: S tokens, U different tokens among them, H hidden.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

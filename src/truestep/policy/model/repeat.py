@@ -1,7 +1,5 @@
 """Rows that are picked, some of them more than once: their gradients are added up in float32 before one rounding."""
 
-from __future__ import annotations
-
 import torch
 
 from truestep.ranks.exchange import transfer

@@ -1,7 +1,5 @@
 """The settings of a transformers model for training: it draws nothing, and may recompute activations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

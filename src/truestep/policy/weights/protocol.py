@@ -1,7 +1,5 @@
 """The interface of a policy's weights, wherever they lie."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ summed in float32 on a step's last micro-batch (or on each, to save memory). The
 micro-batch, and its gradient is added up in float32 over chunks and micro-batches before it is reduced.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

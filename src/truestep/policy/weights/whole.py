@@ -4,8 +4,6 @@ The weights of a float32 model are its own parameters. Those of a bfloat16 model
 micro-batch's gradient is added to a float32 buffer at once, and an update rounds the masters into the model once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

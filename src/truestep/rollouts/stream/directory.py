@@ -4,8 +4,6 @@ A sender renames a whole file to `NAME.jsonl`, or appends whole lines to it. A l
 written: it is read when it has an end, or when a file `END` says that nothing more comes.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections import deque

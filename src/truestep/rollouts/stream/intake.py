@@ -1,7 +1,5 @@
 """The conversion of messages to documents: checked, new, and used only when their group is complete."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections import deque

@@ -4,8 +4,6 @@ The run knows its own place in the stream and sets the group back to it on every
 handed to a process that died, or in a reply that was lost, is given again in the stream's order.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -4,8 +4,6 @@ A checkpoint holds the transport's place and every document that came before tha
 are acknowledged when the checkpoint that holds them is complete; later ones are given again after a restart.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from itertools import islice

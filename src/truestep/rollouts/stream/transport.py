@@ -1,7 +1,5 @@
 """The interface of whatever carries a stream's messages: an order, a place in it, and events for the senders."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Protocol
 

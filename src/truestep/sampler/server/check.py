@@ -1,7 +1,5 @@
 """What a server says of itself, against what the trainer knows: before the first weights are sent."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from truestep.environments.prompts import Prompt

@@ -1,7 +1,5 @@
 """What can go wrong with a server, by what is done about it."""
 
-from __future__ import annotations
-
 from truestep.errors import TruestepError
 
 

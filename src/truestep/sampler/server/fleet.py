@@ -4,8 +4,6 @@ An answer counts only once a probe that began after it has shown that its server
 (`confirm`): a server that was restarted in between serves the weights it was started with, and says nothing of it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Collection, Sequence

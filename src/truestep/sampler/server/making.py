@@ -1,7 +1,5 @@
 """Make a group: ask for completions of a prompt, have them rated, and make again what cannot be used."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import Counter, deque
