@@ -31,7 +31,7 @@ from truestep.policy.policy import Policy
 from truestep.ranks.group import Layout, Ranks, join
 from truestep.step.optimizer import make_adamw, update
 from truestep.step.plan import StepRule, plan_exactly
-from truestep.step.run import StepRunner, clip_gradients, gradient_norm
+from truestep.step.runner import StepRunner, clip_gradients, gradient_norm
 from truestep.types import Rollout
 
 GIB = 2**30

@@ -26,7 +26,7 @@ from truestep.losses.objective import Denominator, Objective
 from truestep.policy.loading.load import load_policy
 from truestep.step.optimizer import make_adamw, update
 from truestep.step.plan import StepRule, plan_exactly
-from truestep.step.run import StepRunner, clip_gradients, gradient_norm
+from truestep.step.runner import StepRunner, clip_gradients, gradient_norm
 from truestep.types import Rollout
 
 

@@ -16,7 +16,7 @@ from truestep.head.logits import HeadSettings, row_statistics, scaled_logits
 from truestep.policy.loading.load import load_policy
 from truestep.policy.model import attention
 from truestep.rollouts.packing import pack
-from truestep.rollouts.record import Needs, parse_record
+from truestep.rollouts.record import Checks, Needs, parse_record
 from truestep.types import Coefficients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -72,11 +72,8 @@ def test_the_fused_attention_is_used_and_keeps_documents_apart(
     documents = [
         parse_record(
             {"input_ids": torch.randint(61, (length,), generator=generator).tolist(), "prompt_length": 1},
-            where=str(length),
-            vocabulary_size=61,
-            default_temperature=1.0,
-            max_tokens=None,
-            needs=needs,
+            str(length),
+            Checks(needs, vocabulary_size=61),
         )
         for length in (3, 40, 1, 17)
     ]

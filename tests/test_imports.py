@@ -123,7 +123,7 @@ def test_every_room_has_a_floor() -> None:
 
 
 def test_an_import_that_runs_back_up_is_caught() -> None:
-    assert wrong_imports("losses", "from truestep.step.run import StepRunner\n") == ["step"]
+    assert wrong_imports("losses", "from truestep.step.runner import StepRunner\n") == ["step"]
     assert wrong_imports("losses", "def late():\n    import truestep.cli\n") == ["cli"]
     assert wrong_imports("head", "from truestep import losses\n") == ["losses"]
 

@@ -1,4 +1,4 @@
-"""The commands. Each reads its arguments, calls one function, and shows what went wrong in one message."""
+"""The commands. Each reads its arguments, calls one function, and reports what went wrong in one message."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from rich.console import Console
 
 from truestep import __version__
 from truestep.errors import TruestepError
+
+if TYPE_CHECKING:  # each command imports what it runs: help must not wait for torch
+    from truestep.config.schema import Config
 
 _FREE_OPTIONS = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 
@@ -33,31 +36,36 @@ class ConfigCommand(click.Command):
         formatter.write(capture.get())
 
 
-def _said_once(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A mistake that the user can mend is one message on standard error, and exit code 1."""
+def _guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """Report a mistake that the user can mend as one message on standard error, with exit code 1."""
 
     @wraps(command)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
+    def guarded(*args: Any, **kwargs: Any) -> None:
         try:
-            return command(*args, **kwargs)
+            command(*args, **kwargs)
         except TruestepError as error:
-            _complain(str(error))
+            _fail(str(error))
         except OSError as error:
             if error.filename is None:
                 raise
             # A file where a directory should be, no permission, a full disk.
-            _complain(f"{error.filename}: {error.strerror}")
+            _fail(f"{error.filename}: {error.strerror}")
         except KeyboardInterrupt:
             sys.exit(130)
 
     return guarded
 
 
-def _complain(message: str) -> NoReturn:
+def _fail(message: str) -> NoReturn:
     from rich.markup import escape
 
     Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
     sys.exit(1)
+
+
+def _print(text: str) -> None:
+    """Print text as it is: paths and names may look like markup."""
+    Console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -66,137 +74,112 @@ def main() -> None:
     """RL fine-tuning of language models in which every step is exactly the step you asked for."""
 
 
-_config = click.argument("config", type=click.Path(path_type=Path))
-_overrides = click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--section.option VALUE]...")
+def _config_command(command: Callable[..., None]) -> click.Command:
+    """Make a command of a function that takes a configuration, which CONFIG and overrides give."""
+
+    @wraps(command)
+    def with_config(config: Path, overrides: tuple[str, ...], **options: Any) -> None:
+        from truestep.config.load import load_config
+
+        command(load_config(config, overrides), **options)
+
+    words = click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--section.option VALUE]...")
+    file = click.argument("config", type=click.Path(path_type=Path))
+    return main.command(cls=ConfigCommand, context_settings=_FREE_OPTIONS)(file(words(_guarded(with_config))))
 
 
-@main.command(cls=ConfigCommand, context_settings=_FREE_OPTIONS)
-@_config
-@_overrides
-@_said_once
-def train(config: Path, overrides: tuple[str, ...]) -> None:
+_output = click.option("--output", required=True, type=click.Path(path_type=Path), help="Where the files are written.")
+
+
+@_config_command
+def train(config: Config) -> None:
     """Train as CONFIG says, from the run's last checkpoint if it has one."""
-    from truestep.config.load import load_config
-
-    options = load_config(config, overrides)
     from truestep.ranks.group import leave
     from truestep.train import train as run
 
-    stopped_by = run(options, Console()).stopped_by
+    stopped_by = run(config, Console()).stopped_by
     leave()
     if stopped_by is not None:
         sys.exit(128 + stopped_by)
 
 
-@main.command(cls=ConfigCommand, context_settings=_FREE_OPTIONS)
-@_config
-@click.option("--output", required=True, type=click.Path(path_type=Path), help="Where the files are written.")
+@_config_command
+@_output
 @click.option("--gradients", is_flag=True, help="Also the backward pass: gradients.safetensors and grad_norm.")
-@_overrides
-@_said_once
-def score(config: Path, output: Path, gradients: bool, overrides: tuple[str, ...]) -> None:
+def score(config: Config, output: Path, gradients: bool) -> None:
     """Run all of data.path as one step, update nothing, and write what the step is made of."""
-    from truestep.config.load import load_config
-
-    options = load_config(config, overrides)
     from truestep.metrics.tables import step_table
     from truestep.ranks.group import leave
     from truestep.score import score as run
 
-    result = run(options, output, gradients=gradients)
+    result = run(config, output, gradients=gradients)
     leave()
-    if int(os.environ.get("RANK", "0")):  # the first rank speaks
+    if int(os.environ.get("RANK", "0")):  # the first rank alone prints
         return
-    console = Console()
-    console.print(step_table(result.step))
-    console.print(f"written to {output}", highlight=False, markup=False, soft_wrap=True)
+    Console().print(step_table(result.step))
+    _print(f"written to {output}")
 
 
-@main.command(cls=ConfigCommand, context_settings=_FREE_OPTIONS)
-@_config
-@click.option("--output", required=True, type=click.Path(path_type=Path), help="Where the files are written.")
+@_config_command
+@_output
 @click.option("--full", is_flag=True, help="The model and rollouts as they are, not reduced in size.")
+@click.option("--ranks", type=click.IntRange(min=1), default=4, show_default=True, help="The most processes at a time.")
 @click.option(
-    "--ranks", type=click.IntRange(min=1), default=4, show_default=True, help="At most so many processes at a time."
+    "--documents", type=click.IntRange(min=4), default=14, show_default=True, help="The number of rollouts to use."
 )
-@click.option(
-    "--documents", type=click.IntRange(min=4), default=14, show_default=True, help="How many of the rollouts."
-)
-@_overrides
-@_said_once
-def verify(config: Path, output: Path, full: bool, ranks: int, documents: int, overrides: tuple[str, ...]) -> None:
+def verify(config: Config, output: Path, full: bool, ranks: int, documents: int) -> None:
     """Prove the numbers of CONFIG: the same steps under many layouts, each against a float64 reference."""
-    from truestep.config.load import load_config
-
-    options = load_config(config, overrides)
     from truestep.ranks import forks
 
     forks.begin()
-    from truestep.files import finite_or_null, write_text_whole
+    from truestep.files import write_json, write_text_whole
     from truestep.verify import report
-    from truestep.verify.run import verify as run
+    from truestep.verify.judge import verify as run
 
     console = Console()
     with console.status("making the case") as status:
-        verdicts = run(
-            options,
-            output,
-            most_ranks=ranks,
-            documents=documents,
-            full=full,
-            progress=lambda name: status.update(f"running: {name}"),
-        )
-    write_text_whole(output / "verify.json", json.dumps(finite_or_null(report.as_json(verdicts)), indent=2) + "\n")
+
+        def show(name: str) -> None:
+            status.update(f"running: {name}")
+
+        verdicts = run(config, output, most_ranks=ranks, documents=documents, full=full, progress=show)
+    write_json(output / "verify.json", report.as_json(verdicts))
     write_text_whole(output / "verify.svg", report.figure(verdicts))
     console.print(report.table(verdicts))
     failed = [verdict for verdict in verdicts if not verdict.passed]
     for verdict in failed:
         for complaint in report.complaints(verdict):
-            console.print(f"{verdict.layout.name}: {complaint}", highlight=False, markup=False, soft_wrap=True)
+            _print(f"{verdict.layout.name}: {complaint}")
     if failed:
-        _complain(f"{len(failed)} of {len(verdicts)} layouts are out of bounds; written to {output}")
-    console.print(
-        f"all {len(verdicts)} layouts are within {report.BOUND:g} of float64; written to {output}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
+        _fail(f"{len(failed)} of {len(verdicts)} layouts are out of bounds; written to {output}")
+    _print(f"all {len(verdicts)} layouts are within {report.BOUND:g} of float64; written to {output}")
 
 
-@main.command(cls=ConfigCommand, context_settings=_FREE_OPTIONS)
-@_config
-@click.option("--output", required=True, type=click.Path(path_type=Path), help="Where the files are written.")
-@click.option("--documents", type=click.IntRange(min=1), default=64, show_default=True, help="How many rollouts.")
+@_config_command
+@_output
+@click.option(
+    "--documents", type=click.IntRange(min=1), default=64, show_default=True, help="The number of rollouts to use."
+)
 @click.option(
     "--older",
     multiple=True,
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="An earlier version of the weights, to recognise stale ones by; a run's own checkpoints are tried anyway.",
 )
-@_overrides
-@_said_once
-def parity(config: Path, output: Path, documents: int, older: tuple[Path, ...], overrides: tuple[str, ...]) -> None:
-    """How far the sampler's log-probs are from the trainer's, and why: each cause is tried by switching only it."""
-    from truestep.config.load import load_config
-
-    options = load_config(config, overrides)
-    from truestep.files import finite_or_null, write_text_whole
+def parity(config: Config, output: Path, documents: int, older: tuple[Path, ...]) -> None:
+    """Measure how far the sampler's log-probs are from the trainer's, and try each possible cause alone."""
+    from truestep.files import write_json, write_text_whole
     from truestep.parity import report
-    from truestep.parity.run import as_json
-    from truestep.parity.run import parity as run
+    from truestep.parity.gap import parity as run
 
-    console = Console()
-    result = run(options, documents=documents, older=older)
-    write_text_whole(output / "parity.json", json.dumps(finite_or_null(as_json(result)), indent=2) + "\n")
+    result = run(config, documents=documents, older=older)
+    write_json(output / "parity.json", report.as_json(result))
     write_text_whole(output / "parity.svg", report.figure(result))
-    console.print(report.table(result))
+    Console().print(report.table(result))
     worst = result.worst
-    console.print(
+    _print(
         f"worst: document {worst.document}, position {worst.position}, token {worst.token} {worst.text!r}: sampler "
-        f"{worst.sampler:.4f}, trainer {worst.trainer:.4f}\n{result.verdict}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
+        f"{worst.sampler:.4f}, trainer {worst.trainer:.4f}\n{result.verdict}"
     )
 
 
@@ -208,16 +191,16 @@ def parity(config: Path, output: Path, documents: int, older: tuple[Path, ...], 
     type=click.Choice(["float32", "bfloat16", "float16"]),
     default="bfloat16",
     show_default=True,
-    help="Of the written weights.",
+    help="The type of the written weights.",
 )
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model.")
-@_said_once
+@_guarded
 def export(source: Path, output: Path, dtype: str, trust_remote_code: bool) -> None:
     """Turn a checkpoint, or the last one of a run's directory SOURCE, into a Hugging Face directory."""
     from truestep.export import export as run
 
     checkpoint = run(source, output, dtype, trust_remote_code)
-    Console().print(f"{checkpoint} -> {output} ({dtype})", highlight=False, markup=False, soft_wrap=True)
+    _print(f"{checkpoint} -> {output} ({dtype})")
 
 
 @main.group()
@@ -234,11 +217,11 @@ def data() -> None:
     type=click.FloatRange(min=0, min_open=True),
     default=1.0,
     show_default=True,
-    help="Of records without their own.",
+    help="The temperature of records that have none.",
 )
-@_said_once
+@_guarded
 def check(files: tuple[str, ...], model: Path | None, tokens_per_microbatch: int | None, temperature: float) -> None:
-    """Counts, lengths, groups and rejected records of rollout FILES, with the reasons."""
+    """Show the counts, lengths, groups and rejected records of rollout FILES, with the reasons."""
     from truestep.rollouts.check import check_files, render
 
     vocabulary_size = None if model is None else _vocabulary_size(model)
@@ -247,8 +230,6 @@ def check(files: tuple[str, ...], model: Path | None, tokens_per_microbatch: int
 
 
 def _vocabulary_size(model: Path) -> int:
-    import json
-
     try:
         return int(json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"])
     except (OSError, ValueError, KeyError) as error:
@@ -258,26 +239,30 @@ def _vocabulary_size(model: Path) -> int:
 @main.command()
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--output", type=click.Path(path_type=Path), help="The page; by default report.html in the first run.")
-@_said_once
+@_guarded
 def report(runs: tuple[Path, ...], output: Path | None) -> None:
-    """A self-contained page of one run, or of several compared."""
+    """Write a self-contained page of one run, or of several compared."""
     from truestep.report import write_report
 
     for run in runs:
         if not (run / "metrics.jsonl").is_file():
-            raise TruestepError(f"{run} is no run's directory: it has no metrics.jsonl")
+            raise TruestepError(f"{run} is not a run's directory: it has no metrics.jsonl")
     page = write_report(list(runs), output or runs[0] / "report.html")
-    Console().print(f"{page}", highlight=False, markup=False, soft_wrap=True)
+    _print(str(page))
 
 
 @main.command()
 @click.option("--output", type=click.Path(path_type=Path), default=Path("runs/demo"), show_default=True)
 @click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the model, the task and the sampling."
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Seeds the model, the task and the sampling.",
 )
-@_said_once
+@_guarded
 def demo(output: Path, seed: int) -> None:
-    """A whole RL run on this machine: make a tiny model, warm it up, train it by GRPO, write the report."""
+    """Do a whole RL run on this machine: make a tiny model, warm it up, train it by GRPO, write the report."""
     from truestep.demo.run import run
 
     run(output, seed, Console())

@@ -1,6 +1,4 @@
-"""A user's own code, named in the configuration by import path, with options of its own that are checked like ours."""
-
-from __future__ import annotations
+"""The loader of users' own code, named in the configuration by import path, and the check of its options."""
 
 import importlib
 import inspect
@@ -24,46 +22,45 @@ def load_custom(option: str, name: str) -> Any:
     if not separator or not module_name or not attribute:
         raise CustomError(f"{option} {name!r}: write it as package.module:function")
     # A console script does not have the working directory on its path; `python -m` does.
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise CustomError(f"{option} {name!r}: {error}") from error
     except (Exception, SystemExit) as error:  # the module is the user's: importing it can raise anything
-        said = f"importing {module_name} raised {type(error).__name__}: {error}"
-        raise CustomError(f"{option} {name!r}: {said}") from error
+        problem = f"importing {module_name} raised {type(error).__name__}: {error}"
+        raise CustomError(f"{option} {name!r}: {problem}") from error
     found = getattr(module, attribute, None)
     if not callable(found):
         raise CustomError(f"{option} {name!r}: {module_name} has no function {attribute}")
     return found
 
 
-def check_options(option: str, made: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a user's class or function, converted to the types that its signature names.
+def check_options(option: str, maker: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the options of a user's class or function to the types that its signature names.
 
     A class takes all parameters of its constructor as options, a function its keyword-only ones. An unknown option, a
     missing one or a value of another type is an error that names `option` and the nearest name.
     """
     import pydantic
 
-    known = {
+    parameters = {
         parameter.name: parameter
-        for parameter in inspect.signature(made).parameters.values()
-        if inspect.isclass(made) or parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        for parameter in inspect.signature(maker).parameters.values()
+        if inspect.isclass(maker) or parameter.kind is inspect.Parameter.KEYWORD_ONLY
     }
     for name in options:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'none'}"
-            raise CustomError(f"{option}.{name}: {made.__name__} has no such option; {hint}")
-    hints = typing.get_type_hints(made.__init__ if inspect.isclass(made) else made)
+        if name not in parameters:
+            near = get_close_matches(name, parameters, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(parameters) or 'none'}"
+            raise CustomError(f"{option}.{name}: {maker.__name__} has no such option; {hint}")
+    hints = typing.get_type_hints(maker.__init__ if inspect.isclass(maker) else maker)
     fields: dict[str, Any] = {
         name: (hints.get(name, Any), ... if parameter.default is inspect.Parameter.empty else parameter.default)
-        for name, parameter in known.items()
+        for name, parameter in parameters.items()
     }
-    model = pydantic.create_model(f"{made.__name__} options", **fields)
+    model = pydantic.create_model(f"{maker.__name__} options", **fields)
     try:
         checked = model.model_validate(dict(options))
     except pydantic.ValidationError as error:
@@ -73,8 +70,7 @@ def check_options(option: str, made: Any, options: Mapping[str, Any]) -> dict[st
     return {name: getattr(checked, name) for name in options}
 
 
-def make_custom(option: str, name: str, options: Mapping[str, Any], options_at: str = "options") -> Any:
-    """An instance of the user's class `name`, made from its checked options."""
-    made = load_custom(option, name)
-    section = option.rpartition(".")[0]
-    return made(**check_options(f"{section}.{options_at}" if section else options_at, made, options))
+def make_custom(option: str, name: str, options: Mapping[str, Any]) -> Any:
+    """Make an instance of the user's class `name` from its checked options, which stand beside `option`."""
+    maker = load_custom(option, name)
+    return maker(**check_options(f"{option.rpartition('.')[0]}.options", maker, options))

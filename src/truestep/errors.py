@@ -1,6 +1,4 @@
-"""What a person can mend: shown as one message, without a traceback."""
-
-from __future__ import annotations
+"""The errors that a user can mend: each is shown as one message, without a traceback."""
 
 
 class TruestepError(Exception):

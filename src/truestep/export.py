@@ -1,6 +1,4 @@
-"""A checkpoint to a Hugging Face directory."""
-
-from __future__ import annotations
+"""The export of a checkpoint as a Hugging Face directory."""
 
 import os
 import shutil
@@ -21,19 +19,19 @@ class ExportError(TruestepError):
 
 
 def export(source: Path, output: Path, dtype: str, trust_remote_code: bool = False) -> Path:
-    """The checkpoint that was exported. `output` is whole or absent."""
+    """Write `output`, which is then whole or absent, and return the checkpoint that was exported."""
     checkpoint = _checkpoint_of(source)
     if output.exists():
         raise ExportError(f"{output} is there already; name a directory that is not")
     policy = load_policy(checkpoint, device="cpu", trust_remote_code=trust_remote_code)
-    beside = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
     try:
-        save_policy(policy, beside, getattr(torch, dtype))
-        sync_tree(beside)
-        os.replace(beside, output)
+        save_policy(policy, partial, getattr(torch, dtype))
+        sync_tree(partial)
+        os.replace(partial, output)
         sync_directory(output.parent)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
     return checkpoint
 
 

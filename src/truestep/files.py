@@ -1,6 +1,4 @@
-"""Files that are whole or absent: written beside, synced, renamed."""
-
-from __future__ import annotations
+"""Files that are whole or absent: written under another name, synced, renamed."""
 
 import json
 import math
@@ -20,7 +18,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """All files below, before a rename makes them count."""
+    """Sync all files below, before a rename makes them count."""
     for folder, _, names in os.walk(directory):
         for name in names:
             with (Path(folder) / name).open("rb") as file:
@@ -30,26 +28,26 @@ def sync_tree(directory: Path) -> None:
 
 def write_whole(path: Path, content: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with beside.open("wb") as file:
+        with partial.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(partial, path)
     finally:
-        beside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
     sync_directory(path.parent)
     return path
 
 
 def write_text_whole(path: Path, text: str) -> Path:
-    """Text that people read: half a surrogate pair in a completion must not stop it."""
+    """Write text that people read: half a surrogate pair in a completion must not stop it."""
     return write_whole(path, text.encode("utf-8", errors="replace"))
 
 
 def json_line(value: Mapping[str, Any]) -> str:
-    """One line; floats keep every digit, so that what is read is bit for bit what was written."""
+    """Format one line. Floats keep every digit, so that what is read is bit for bit what was written."""
     try:
         line = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:  # JSON has no NaN and no infinity
@@ -63,12 +61,16 @@ def json_line(value: Mapping[str, Any]) -> str:
 
 
 def finite_or_null(value: Any) -> Any:
-    """null for what is no finite number."""
+    """Replace numbers that are not finite, at any depth, by None: JSON has none of them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {name: finite_or_null(item) for name, item in value.items()}
     return [finite_or_null(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text_whole(path, json.dumps(finite_or_null(value), indent=2) + "\n")
 
 
 def write_json_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -82,7 +84,7 @@ def append_json_line(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines; a last line cut short by a kill is left out."""
+    """Read all whole lines: a last line cut short by a kill is left out."""
     if not path.is_file():
         return []
     lines = path.read_bytes().split(b"\n")

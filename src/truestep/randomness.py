@@ -1,9 +1,4 @@
-"""The process's random state, for what draws from it outside truestep: a reward, most of all.
-
-truestep's own draws come from seeds and counters and need none of it.
-"""
-
-from __future__ import annotations
+"""The process's random state, which a user's reward may draw from. truestep itself draws from seeds and counters."""
 
 import random
 from collections.abc import Iterator
@@ -15,7 +10,6 @@ import torch
 
 
 def seed_random(seed: int) -> None:
-    """At a run's beginning."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -49,7 +43,7 @@ def restore_random(state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> N
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """What is drawn inside is as if it had not been."""
+    """Put the random state back at the end, as if nothing had been drawn inside."""
     state, tensors = random_state(), random_tensors()
     try:
         yield

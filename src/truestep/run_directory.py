@@ -4,8 +4,6 @@ Lines are appended as steps are made. A restart rolls every file back to the che
 step stands in them twice.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket
@@ -20,11 +18,11 @@ from truestep.types import Rejected, StepPlan
 
 
 class RunError(TruestepError):
-    """A run's directory that cannot be used."""
+    """The error of a run's directory that cannot be used."""
 
 
 class RunDirectory:
-    """`writes`: whether this process is the one that does; on the other ranks of a run nothing is written."""
+    """The paths of a run's files, and the one process that writes them; `writes` is False on the other ranks."""
 
     def __init__(self, path: Path, writes: bool = True):
         self.path = path
@@ -38,7 +36,7 @@ class RunDirectory:
         self._lock: TextIO | None = None
 
     def lock(self) -> None:
-        """One process writes a run. The lock is the process's own: it goes when the process does, however it ends."""
+        """Keep other processes from writing this run. The lock goes with the process, however that ends."""
         if self._lock is not None or not self.writes:
             return
         self.path.mkdir(parents=True, exist_ok=True)
@@ -59,15 +57,14 @@ class RunDirectory:
             self._lock = None
 
     def roll_back(self, step: int, rejected_lines: int) -> None:
-        """To the end of `step`; 0 is a run's beginning."""
+        """Remove the lines written after the end of `step`; 0 is a run's beginning."""
         if not self.writes:
             return
         for file in (self.ledger, self.metrics, self.evaluations):
             if file.is_file():
                 # A run that starts over evaluates its first weights anew.
                 lines = read_json_lines(file)
-                kept = [line for line in lines if line["step"] <= step and (step or line["step"])]
-                write_json_lines(file, kept)
+                write_json_lines(file, [line for line in lines if line["step"] <= step and (step or line["step"])])
         if self.rejected.is_file():
             write_json_lines(self.rejected, read_json_lines(self.rejected)[:rejected_lines])
 
@@ -76,19 +73,17 @@ class RunDirectory:
             append_json_line(file, line)
 
     def record_step(self, step: int, plan: StepPlan) -> None:
-        self._append(
-            self.ledger,
-            {
-                "step": step,
-                "documents": [document.id for document in plan.documents],
-                "num_documents": plan.totals.num_documents,
-                "num_labels": plan.totals.num_labels,
-                "documents_seen": plan.documents_seen_after,
-            },
-        )
+        line = {
+            "step": step,
+            "documents": [document.id for document in plan.documents],
+            "num_documents": plan.totals.num_documents,
+            "num_labels": plan.totals.num_labels,
+            "documents_seen": plan.documents_seen_after,
+        }
+        self._append(self.ledger, line)
 
     def sync(self) -> None:
-        """Before a checkpoint counts, the lines of its steps are on the disk."""
+        """Put the lines of all steps on the disk, before a checkpoint of them counts."""
         for file in (self.ledger, self.metrics, self.evaluations) if self.writes else ():
             if file.is_file():
                 with file.open("rb") as stream:

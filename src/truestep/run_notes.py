@@ -1,6 +1,4 @@
-"""What a run says before its first step: where it goes on, which options changed, what was rejected."""
-
-from __future__ import annotations
+"""The notes that a run prints before its first step: where it goes on, which options changed, what was rejected."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -27,7 +25,6 @@ def run_notes(
     latest: Path | None,
     step: int,
 ) -> list[str]:
-    """Say what somebody who starts a run wants to know before the first step."""
     notes = []
     if latest is not None:
         notes += [f"going on after step {step} of {latest}", *_changes_since(directory, config)]
@@ -36,8 +33,8 @@ def run_notes(
     if rejected:
         kinds = Counter(reason_kind(record.reason) for record in rejected)
         reasons = "; ".join(f"{count} × {kind}" for kind, count in kinds.most_common(3))
-        of = f" of {len(rejected) + len(source.documents)} records" if isinstance(source, FileSource) else " records"
-        notes.append(f"{len(rejected)}{of} are rejected: {reasons}; see {directory.rejected}")
+        total = f"of {len(rejected) + len(source.documents)} " if isinstance(source, FileSource) else ""
+        notes.append(f"{len(rejected)} {total}records are rejected: {reasons}; see {directory.rejected}")
     if config.sampler is not None and not stop_ids(policy):
         notes.append(
             "warning: neither the model's configuration nor its tokenizer names an end-of-text token: every completion "
@@ -47,7 +44,7 @@ def run_notes(
 
 
 def _changes_since(directory: RunDirectory, config: Config) -> list[str]:
-    """Name the options that differ from those the run was started with. They may; nobody should be surprised."""
+    """Name the options that differ from those the run was started with. That is allowed, but should not surprise."""
     try:
         before = _flat(load_config(directory.config).model_dump())
     except ConfigError:  # written by another version, or gone
@@ -59,7 +56,7 @@ def _changes_since(directory: RunDirectory, config: Config) -> list[str]:
         if before.get(name) != now.get(name)
     ]
     if before.get("model.path") != now.get("model.path"):
-        notes.append("the weights are the checkpoint's all the same: model.path is read at a run's beginning only")
+        notes.append("the weights still come from the checkpoint: model.path is read at a run's beginning only")
     return notes
 
 

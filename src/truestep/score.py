@@ -1,9 +1,6 @@
 """The window into a step: one step's forward, and backward, over the whole of `data.path`, written to files."""
 
-from __future__ import annotations
-
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +10,12 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from truestep.assemble.policy import join_ranks, make_deterministic, make_policy
+from truestep.assemble.policy import join_ranks, make_policy
 from truestep.assemble.sources import own_part, read_documents
 from truestep.assemble.step import make_rule, make_runner
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
-from truestep.files import finite_or_null, write_json_lines, write_whole
+from truestep.files import write_json, write_json_lines, write_whole
 from truestep.policy.policy import Policy
 from truestep.ranks.group import Ranks
 from truestep.ranks.watch import Watch
@@ -26,12 +23,8 @@ from truestep.rollouts.parts import PartedSource
 from truestep.rollouts.rejects import write_rejected
 from truestep.rollouts.source import FileSource
 from truestep.step.plan import plan_exactly
-from truestep.step.run import Accumulated, gradient_norm
+from truestep.step.runner import Accumulated, gradient_norm
 from truestep.types import DocumentScore, Rejected, Rollout, StepPlan
-
-
-class ScoreError(TruestepError):
-    pass
 
 
 @dataclass(frozen=True)
@@ -43,9 +36,9 @@ class Score:
 def score(config: Config, output: Path, *, gradients: bool) -> Score:
     """Write scores.jsonl, step.json and, if asked for, gradients.safetensors and the gradient's norm."""
     if config.data.path is None:
-        raise ScoreError("score needs data.path: the rollouts of the step that is to be scored")
+        raise TruestepError("score needs data.path: the rollouts of the step that is to be scored")
     if config.deterministic:
-        make_deterministic()
+        torch.use_deterministic_algorithms(True)
     ranks = join_ranks(config)
     watch = Watch(ranks, config.schedule.stall_timeout)
     with watch.watching():
@@ -59,15 +52,16 @@ def _score(config: Config, output: Path, gradients: bool, ranks: Ranks, watch: W
     rollouts, rejected = _documents(config, policy, ranks)
     ranks.share(lambda: _clear(output, rejected))
     if not rollouts:
-        raise ScoreError(f"no record of {config.data.path} is usable: see {output / 'rejected.jsonl'}")
+        raise TruestepError(f"no record of {config.data.path} is usable: see {output / 'rejected.jsonl'}")
     plan = plan_exactly(rollouts, make_rule(config, policy), documents_seen=0)
     runner = dataclasses.replace(make_runner(config, policy), keep_scores=True)
     watch.phase("computing the step")
     accumulated = runner.accumulate(plan, backward=gradients)
-    whole = runner.objective.whole_documents
+    whole_documents = runner.objective.whole_documents
+    scored = zip(plan.documents, accumulated.scores, strict=True)
     result = Score(
         _step_line(accumulated, plan, policy, gradients, len(rejected)),
-        [_document_line(rollout, said, whole) for rollout, said in _pairs(plan, accumulated)],
+        [_document_line(rollout, score, whole_documents) for rollout, score in scored],
     )
     watch.phase("writing the scores")
     tensors = policy.weights.collect_gradients() if gradients else None
@@ -76,11 +70,11 @@ def _score(config: Config, output: Path, gradients: bool, ranks: Ranks, watch: W
 
 
 def _documents(config: Config, policy: Policy, ranks: Ranks) -> tuple[Sequence[Rollout], Sequence[Rejected]]:
-    mine = read_documents(config, policy.vocabulary_size, ranks.data_rank)
+    documents = read_documents(config, policy.vocabulary_size, ranks.data_rank)
     if not own_part(config):
-        return mine.rollouts, mine.rejected
-    source = PartedSource(FileSource(mine.rollouts, mine.rejected), ranks)
-    return source.peek(sum(ranks.gather_parts(len(mine.rollouts)))), source.drain_rejected()
+        return documents.rollouts, documents.rejected
+    source = PartedSource(FileSource(documents.rollouts, documents.rejected), ranks)
+    return source.peek(sum(ranks.gather_parts(len(documents.rollouts)))), source.drain_rejected()
 
 
 def _clear(output: Path, rejected: Sequence[Rejected]) -> None:
@@ -96,39 +90,31 @@ def _write(output: Path, result: Score, gradients: dict[str, torch.Tensor] | Non
         tensors = {name: gradient.float().cpu().contiguous() for name, gradient in gradients.items()}
         write_whole(output / "gradients.safetensors", save(tensors))
     # The step's file is last: where it stands, the others are whole.
-    write_whole(output / "step.json", (json.dumps(finite_or_null(result.step), indent=2) + "\n").encode())
-
-
-def _pairs(plan: StepPlan, accumulated: Accumulated) -> zip[tuple[Rollout, DocumentScore]]:
-    return zip(plan.documents, accumulated.scores, strict=True)
+    write_json(output / "step.json", result.step)
 
 
 def _step_line(
     accumulated: Accumulated, plan: StepPlan, policy: Policy, gradients: bool, rejected: int
 ) -> dict[str, Any]:
-    line = accumulated.line()
-    line["documents_seen"] = plan.documents_seen + plan.totals.num_documents
-    line["num_rejected"] = rejected
-    if gradients:
-        line["grad_norm"] = gradient_norm(policy.weights)
-    return line
+    line = accumulated.line() | {"documents_seen": plan.documents_seen_after, "num_rejected": rejected}
+    return line | {"grad_norm": gradient_norm(policy.weights)} if gradients else line
 
 
-def _document_line(rollout: Rollout, said: DocumentScore, whole_documents: bool) -> dict[str, Any]:
-    return {
+def _document_line(rollout: Rollout, score: DocumentScore, whole_documents: bool) -> dict[str, Any]:
+    line = {
         "id": rollout.id,
-        "logprobs": said.logprobs.tolist(),
-        "entropy": said.entropy.tolist(),
-        "ratio": _ratios(rollout, said, whole_documents),
-        **({"metadata": dict(rollout.metadata)} if rollout.metadata else {}),
+        "logprobs": score.logprobs.tolist(),
+        "entropy": score.entropy.tolist(),
+        "ratio": _ratios(rollout, score, whole_documents),
     }
+    return line | {"metadata": dict(rollout.metadata)} if rollout.metadata else line
 
 
-def _ratios(rollout: Rollout, said: DocumentScore, whole_documents: bool) -> list[float]:
-    """The ratio of each label, as the loss looks at it: its own, or its document's. Empty without old log-probs."""
-    if rollout.logprobs is None or not len(said.logprobs):
+def _ratios(rollout: Rollout, score: DocumentScore, whole_documents: bool) -> list[float]:
+    """Compute each label's ratio as the loss looks at it: its own, or its document's. Empty without old log-probs."""
+    if rollout.logprobs is None or not len(score.logprobs):
         return []
-    log_ratio = said.logprobs.astype(np.float64) - rollout.logprobs[rollout.loss_mask]
+    log_ratio = score.logprobs.astype(np.float64) - rollout.logprobs[rollout.loss_mask]
     if whole_documents:
         log_ratio = np.full_like(log_ratio, log_ratio.mean())
     return np.exp(log_ratio).tolist()

@@ -1,7 +1,5 @@
 """Makes a trainer of a configuration, puts it where its last checkpoint left it, and starts its loop."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +8,7 @@ from rich.console import Console
 from safetensors import SafetensorError
 
 from truestep.assemble.evaluation import make_evaluator
-from truestep.assemble.policy import join_ranks, make_deterministic, make_policy
+from truestep.assemble.policy import join_ranks, make_policy
 from truestep.assemble.sinks import make_sinks
 from truestep.assemble.sources import check_inputs, make_source
 from truestep.assemble.step import check_custom_code, make_learning_rate, make_optimizer, make_queue, make_runner
@@ -35,7 +33,7 @@ from truestep.types import Rejected
 
 
 def train(config: Config, console: Console, title: str = "training") -> Trainer:
-    """Train to the end; give the trainer that did it."""
+    """Train to the end, and return the trainer that did it."""
     ranks = join_ranks(config)
     watch = Watch(ranks, config.schedule.stall_timeout)
     with watch.watching():
@@ -46,8 +44,8 @@ def train(config: Config, console: Console, title: str = "training") -> Trainer:
             for sink in trainer.sinks:
                 sink.close()
     if config.logging.console and ranks.first:
-        where = f"the run is in {trainer.directory.path}"
-        console.print(f"{ended}; {where}", highlight=False, markup=False, soft_wrap=True)
+        text = f"{ended}; the run is in {trainer.directory.path}"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
     return trainer
 
 
@@ -56,7 +54,7 @@ def make_trainer(
 ) -> Trainer:
     watch = watch or Watch(ranks, config.schedule.stall_timeout)
     if config.deterministic:
-        make_deterministic()
+        torch.use_deterministic_algorithms(True)
     check_inputs(config, ranks)
     check_custom_code(config)
     assert config.checkpoint.directory is not None
@@ -81,7 +79,7 @@ def make_trainer(
         for note in notes if config.logging.console else ():
             console.print(note, highlight=False, markup=False, soft_wrap=True)
     _lay_out(directory, config, rejected, step, rejected_lines)
-    if latest is not None:  # a kill may have come between its completion and the word of it
+    if latest is not None:  # a kill may have come after its completion, and before the source was told
         source.checkpointed(latest, step, queue.documents_seen)
     return Trainer(
         policy=policy,
@@ -118,7 +116,7 @@ def _policy_of(config: Config, ranks: Ranks, checkpoint: Path | None) -> Policy:
 
 
 def _restore(checkpoint: Path, queue: PlanQueue, optimizer: torch.optim.Optimizer, policy: Policy) -> tuple[int, int]:
-    """Put the run back to where the checkpoint left it; its step, and how many records were rejected by then."""
+    """Put the run back to where the checkpoint left it; return its step, and how many records were rejected by then."""
     try:
         progress = read_progress(checkpoint)
     except (OSError, ValueError, KeyError, SafetensorError) as error:

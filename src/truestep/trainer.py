@@ -1,6 +1,4 @@
-"""The training loop: wires the rooms together and does nothing of its own."""
-
-from __future__ import annotations
+"""The training loop: it joins the parts of a run and computes nothing of its own."""
 
 import math
 import signal
@@ -8,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -24,17 +21,17 @@ from truestep.run_directory import RunDirectory
 from truestep.sampler.evaluate import Evaluator
 from truestep.step.ahead import Planned, PlansAhead
 from truestep.step.optimizer import LearningRate, optimizer_tensors, update
-from truestep.step.run import Accumulated, StepRunner, clip_gradients, gradient_norm
+from truestep.step.runner import Accumulated, StepRunner, clip_gradients, gradient_norm
 from truestep.types import StepPlan
 
 
 class TrainingError(TruestepError):
-    """The run cannot go on, and why."""
+    """The reason why a run cannot go on."""
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a caller may see and change of a run besides its options, as `verify` and benchmarks do."""
+    """The parts of a run that a caller may see and change besides its options, as `verify` and benchmarks do."""
 
     saves: bool = True  # False: the run leaves no checkpoint
     change_plan: Callable[[StepPlan], StepPlan] | None = None  # of each step, before it is computed
@@ -43,7 +40,7 @@ class Hooks:
 
 @dataclass
 class RunState:
-    """Where a run stands: all that its steps change, besides the weights and the optimizer."""
+    """The state of a run: all that its steps change, besides the weights and the optimizer."""
 
     step: int = 0  # done so far
     documents_seen: int = 0
@@ -143,24 +140,23 @@ class Trainer:
         return f"all {self.steps} steps are done"
 
     def _asked_to_stop(self) -> bool:
-        """Agree with all ranks, so that they end after the same step, whichever of them was asked. What is asked from
-        here on, while they tell each other, is for the next step."""
+        """Agree with all ranks, so that they end after the same step, whichever of them was asked. A signal that comes
+        while they tell each other is for the next step."""
         asked = self.stopped_by
-        told = next((number for number in self.ranks.gather(asked) if number is not None), None)
-        if told is not None and self.stopped_by is None:
-            self.ask_to_stop(told)
-        return told is not None
+        agreed = next((number for number in self.ranks.gather(asked) if number is not None), None)
+        if agreed is not None and self.stopped_by is None:
+            self.ask_to_stop(agreed)
+        return agreed is not None
 
     def _end_of_data(self, dropped: int) -> str:
+        total = f" of {self.steps}" if self.steps else ""
         note = f"; the last {dropped} documents make no whole step and were dropped" if dropped else ""
-        of = f" of {self.steps}" if self.steps else ""
-        return f"the data ended after step {self.step}{of}{note}"
+        return f"the data ended after step {self.step}{total}{note}"
 
     def _train(self, plan: StepPlan, start: float, waited: float, num_rejected: int) -> None:
         number = self.step + 1
         self.watch.phase(f"computing step {number}")
-        accumulated = self.runner.accumulate(plan, beside={"data_wait_time": Max(waited)})
-        gradients = self.policy.weights.gradients
+        accumulated = self.runner.accumulate(plan, extra_metrics={"data_wait_time": Max(waited)})
         norm = gradient_norm(self.policy.weights)
         if not math.isfinite(norm):
             loss = accumulated.line()["loss"]
@@ -170,7 +166,7 @@ class Trainer:
             )
         if self.hooks.on_gradient is not None:
             self.hooks.on_gradient(plan, accumulated, norm)
-        clip_gradients(gradients, norm, self.gradient_clip)
+        clip_gradients(self.policy.weights.gradients, norm, self.gradient_clip)
         rate = self.learning_rate.at(number)
         update(self.optimizer, self.policy.weights, rate)
         self.state.step = number
@@ -178,9 +174,11 @@ class Trainer:
         self.watch.phase(f"ending step {number}")
         self.source.updated(self.state.documents_seen)
         self.directory.record_step(number, plan)
-        line: dict[str, Any] = {"step": number, **accumulated.line()}
+        metrics = accumulated.line()
         elapsed = time.perf_counter() - start
-        line |= {
+        line = {
+            "step": number,
+            **metrics,
             "documents_seen": self.state.documents_seen,
             "num_rejected": num_rejected,
             "grad_norm": norm,
@@ -231,7 +229,7 @@ class Trainer:
         try:
             for kind in kinds:
                 signal.signal(kind, ask)
-        except ValueError:  # not the main thread: whoever runs us there handles its own signals
+        except ValueError:  # not the main thread: a caller who runs us there handles its own signals
             before = {}
         try:
             yield

@@ -49,7 +49,7 @@ OPTIONAL_FIELDS = ("logprobs", "advantages", "model_version", "reward")
 
 @dataclass(frozen=True)
 class Rejected:
-    """A record that is never trained on, and why."""
+    """A record that is never trained on, and the reason."""
 
     file: str
     line: int  # 1-based line of a JSONL file, or row of a Parquet file
@@ -69,7 +69,7 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Which documents make one step, and how they are packed. Made on the host, knows no model."""
+    """The documents of one step, and how they are packed. Made on the host, knows no model."""
 
     documents: tuple[Rollout, ...]  # in the global order
     # Indices into `documents`; each is one forward pass, and may be empty. Number k · ranks + r is rank r's k-th.
@@ -93,12 +93,12 @@ class StepPlan:
         return self.micro_batches[rank :: self.ranks]
 
     def at_once(self, number: int) -> tuple[tuple[int, ...], ...]:
-        """What the ranks run side by side."""
+        """Select the micro-batches that the ranks run side by side as the `number`th of each."""
         return self.micro_batches[number * self.ranks : (number + 1) * self.ranks]
 
     @property
     def digest(self) -> str:
-        """Of all that ranks must agree on before they compute."""
+        """A digest of all that ranks must agree on before they compute."""
         content = hashlib.sha256(f"{self.micro_batches} {self.totals} {self.documents_seen} {self.ranks}\n".encode())
         for document in self.documents:
             content.update(
@@ -132,7 +132,7 @@ def per_label(rollout_field: str | None = None, dtype: type = np.int64) -> Mappi
 
 @dataclass(frozen=True, eq=False)
 class PackedLabels:
-    """What is known of a micro-batch's T labels, in order, and of its D documents. Every field is listed here alone.
+    """The data of a micro-batch's T labels, in order, and of its D documents. Every field is listed here alone.
 
     The hidden state that predicts the token at position t is that of t - 1: `rows` is shifted, once, before anything
     is cut. Example: documents `[5, 6, 7]` and `[8, 9]` whose last token is a label: rows = [1, 3], ids = [7, 9].
@@ -148,7 +148,7 @@ class PackedLabels:
     # Per document.
     num_labels: torch.Tensor  # [D] int64
     reward: torch.Tensor  # [D] float32; 0 where the document has none
-    has: Mapping[str, torch.Tensor]  # [D] bool by a rollout's field that may be absent: whether the document has it
+    has: Mapping[str, torch.Tensor]  # [D] bool by rollout field: whether the document has it
 
     @classmethod
     def label_fields(cls) -> list[Field[Any]]:
@@ -159,7 +159,7 @@ class PackedLabels:
         return len(self.ids)
 
     def __getitem__(self, labels: slice | torch.Tensor) -> Self:
-        """Some of the labels, of the same documents."""
+        """Select some of the labels. The documents stay the same."""
         return replace(self, **{item.name: getattr(self, item.name)[labels] for item in self.label_fields()})
 
     def to(self, device: torch.device) -> Self:
@@ -173,7 +173,7 @@ class PackedLabels:
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """One micro-batch: what the model reads, and what is known of the labels."""
+    """One micro-batch: the tokens that the model reads, and the data of the labels."""
 
     tokens: PackedTokens
     labels: PackedLabels
@@ -184,7 +184,7 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """What the head says of rows of logits."""
+    """The head's statistics of rows of logits."""
 
     logprobs: torch.Tensor  # [T] of the label
     entropy: torch.Tensor  # [T]
@@ -193,8 +193,7 @@ class RowStatistics:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The gradient of any loss of labels for one row of logits z with softmax p and label y:
-    `p · (a + b · log p) - c · onehot(y)`."""
+    """The gradient of any loss of labels, `p · (a + b · log p) - c · onehot(y)` for a row of logits with softmax p."""
 
     a: torch.Tensor  # [T]
     b: torch.Tensor | None  # [T]; None where it is zero throughout
@@ -212,7 +211,7 @@ class Coefficients:
 
 @dataclass(frozen=True, eq=False)
 class DocumentScore:
-    """What the policy says of one document's labels, in order."""
+    """The policy's log-probabilities and entropies of one document's labels, in order."""
 
     id: str
     logprobs: np.ndarray  # [labels of the document] float32

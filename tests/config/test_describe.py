@@ -71,7 +71,7 @@ def test_no_field_of_the_schema_is_left_out() -> None:
 @pytest.mark.parametrize(
     "expected",
     [
-        Option("seed", "int >= 0", "0", "Of sampling, shuffling and prompt order."),
+        Option("seed", "int >= 0", "0", "The seed of sampling, of shuffling and of the order of prompts."),
         Option(
             "model.path",
             "text",
@@ -82,7 +82,7 @@ def test_no_field_of_the_schema_is_left_out() -> None:
             "loss.dual_clip",
             "float > 1 | null",
             "null",
-            "c > 1: where the advantage is negative the loss is at most -c x advantage.",
+            "A number c > 1: where the advantage is negative, the loss is at most -c x advantage.",
             ("grpo", "gspo"),
         ),
     ],

@@ -18,8 +18,8 @@ from truestep.config.schema import Config
 from truestep.custom import CustomError
 from truestep.losses.label_losses import make_label_loss
 from truestep.score import score
+from truestep.verify.judge import verify
 from truestep.verify.layouts import Layout
-from truestep.verify.run import verify
 
 LAYOUTS = ("one process", "head: 1 row a chunk", "FSDP 2", "context 2")
 

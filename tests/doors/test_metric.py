@@ -14,7 +14,7 @@ from small_runs import file_config, quiet_trainer, read_lines, write_rollouts
 from truestep.config.schema import Config
 from truestep.report.page import write_report
 from truestep.score import score
-from truestep.verify.run import verify
+from truestep.verify.judge import verify
 
 LAYOUTS = ("one process", "smallest micro-batches", "FSDP 2")
 

@@ -16,8 +16,8 @@ from doors import own_model
 from small_runs import file_config, quiet_trainer, read_lines, write_rollouts
 from truestep.policy.errors import ModelError
 from truestep.score import score
+from truestep.verify.judge import verify
 from truestep.verify.report import complaints
-from truestep.verify.run import verify
 
 CLASSES = {"AutoConfig": "own_model.OwnConfig", "AutoModelForCausalLM": "own_model.OwnForCausalLM"}
 

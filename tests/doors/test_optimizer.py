@@ -19,8 +19,8 @@ from truestep.errors import TruestepError
 from truestep.score import score
 from truestep.step.optimizer import OptimizerError
 from truestep.trainer import Hooks, Trainer
+from truestep.verify.judge import verify
 from truestep.verify.report import complaints
-from truestep.verify.run import verify
 
 Model = Callable[[str], Path]
 OWN: dict[str, Any] = {

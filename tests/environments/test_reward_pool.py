@@ -32,7 +32,7 @@ def test_a_reward_is_what_the_function_returns(pool: RewardPool) -> None:
         ("hang", r"took longer than sampler.reward_timeout: 2 s"),
         ("die", r"ended its process \(exit code 7\)"),
         ("raise", "the reward raised ValueError: no such answer"),
-        ("text", "returned '1.0', which is no number"),
+        ("text", "returned '1.0', which is not a number"),
     ],
 )
 def test_a_reward_that_fails_says_why_and_the_next_is_rated(completion: str, reason: str, pool: RewardPool) -> None:

@@ -22,10 +22,10 @@ from head.head_cases import (
     make_rows,
     relative,
 )
+from head.plain import plain_statistics
 from truestep.head import chunked, passes
 from truestep.head.chunked import HeadResult, HeadRows, SharedDocuments, forward, forward_backward
 from truestep.head.logits import HeadSettings
-from truestep.head.plain import plain_statistics
 from truestep.types import Coefficients, RowStatistics
 
 

@@ -120,7 +120,7 @@ def labels_of(**known: Any) -> Labels:
 
 
 def make_labels(case: Case, denominator: Denominator, dtype: torch.dtype = torch.float64) -> Labels:
-    """As `step.run` builds them of one micro-batch with every document of the step."""
+    """As `step.runner` builds them of one micro-batch with every document of the step."""
     log_p = torch.log_softmax(case.logits, -1)
     num_labels = torch.tensor(case.counts)
     return labels_of(

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from small_runs import merged
 from tiny import label_positions, make_model, make_records
 from truestep.config.schema import Config
-from truestep.parity.run import Parity, parity
+from truestep.parity.gap import Parity, parity
 
 Record = dict[str, Any]
 SMALL = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 96}

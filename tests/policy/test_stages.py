@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tiny import KINDS, make_model
 from truestep.policy.cuts.pieces import pieces_of
 from truestep.policy.cuts.stages import Stages, cut_by_cost, keep_own, stages_of
-from truestep.policy.errors import CutError
+from truestep.policy.errors import ModelError
 from truestep.policy.loading.load import load_policy
-from truestep.policy.loading.probe import Probe, _tokens, probe_stages
+from truestep.policy.loading.probe import Probe, _tokens, make_documents, probe_stages
 from truestep.policy.model import attention
 from truestep.policy.policy import packed_hidden, stage_hidden
 from truestep.ranks.pipeline import Pipeline
@@ -70,7 +70,7 @@ def whole_model(directory: Path, kind: str, layers: int = 4) -> Any:
 
 
 def documents(model: Any) -> Any:
-    return _tokens(Probe.documents_for(model, 64))
+    return _tokens(make_documents(model, 64))
 
 
 def staged(model: Any, pipeline: Pipeline) -> Stages:
@@ -142,14 +142,14 @@ def test_a_model_that_does_something_between_its_layers_is_refused(tmp_path: Pat
     """Learned positions are added before the first layer, which no later stage could tell."""
     config = AutoConfig.for_model("gpt2", vocab_size=61, n_embd=32, n_layer=4, n_head=4, n_positions=64)
     model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(CutError, match="wpe elsewhere than behind its layers"):
+    with pytest.raises(ModelError, match="wpe elsewhere than behind its layers"):
         stages_of(model, Pipeline(2), lambda: model(input_ids=torch.tensor([[1, 2, 3]])))
 
 
 def test_a_weight_that_two_layers_share_is_refused(tmp_path: Path) -> None:
     model = whole_model(tmp_path / "model", "llama")
     model.model.layers[3].mlp = model.model.layers[0].mlp
-    with pytest.raises(CutError, match="shares a weight between layers"):
+    with pytest.raises(ModelError, match="shares a weight between layers"):
         keep_own(model, staged(model, Pipeline(2)), 0, pieces_of(model))
 
 
@@ -169,6 +169,6 @@ def test_a_model_whose_stages_give_other_values_is_refused(
         return output
 
     monkeypatch.setattr(type(policy.model.base_model), "forward", marked)
-    probe = Probe(Probe.documents_for(policy.model, 64), torch.zeros(0))
-    with pytest.raises(CutError, match="its layers in stages give other values"):
+    probe = Probe(make_documents(policy.model, 64), torch.zeros(0))
+    with pytest.raises(ModelError, match="its layers in stages give other values"):
         probe_stages(policy.model, Pipeline(2), probe, CPU)

@@ -95,9 +95,9 @@ def train_and_do(config: dict[str, Any], rank: int, phase: str, what: str) -> No
 
 def score_padded(runs: list[tuple[dict[str, Any], str, int | None]]) -> None:
     """With that number for every token and position of the padding, which there is."""
-    from truestep.step import run
+    from truestep.step import runner
 
-    honest = run.pack
+    honest = runner.pack
     for config, output, poison in runs:
 
         def pack(*arguments: Any, poison: int | None = poison) -> PackedBatch:
@@ -115,7 +115,7 @@ def score_padded(runs: list[tuple[dict[str, Any], str, int | None]]) -> None:
             )
             return dataclasses.replace(batch, tokens=poisoned)
 
-        run.pack = pack
+        runner.pack = pack
         score(Config.model_validate(config), Path(output), gradients=True)
 
 

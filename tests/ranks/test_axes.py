@@ -80,11 +80,12 @@ def test_groups_and_places_of_every_product(size: int) -> None:
         assert layout.groups(("data_replicate", "data_shard"))[0] == speakers
         for place in everyone:
             ranks = Ranks(place.rank, layout)
-            assert (ranks.stage, ranks.context_rank, ranks.tensor_rank) == (place.stage, place.run, place.slice)
+            own = (ranks.stage, ranks.place_on("context"), ranks.place_on("tensor"))
+            assert own == (place.stage, place.run, place.slice)
             assert ranks.shard == place.part * context + place.run
             assert ranks.data_rank == place.replica * data_shard + place.part
             assert (ranks.size, ranks.data, ranks.shards) == (size, replicas * data_shard, data_shard * context)
-            assert (ranks.token_share, ranks.replicas) == (context * tensor, replicas)
+            assert (ranks.token_share, ranks.size_of("data_replicate")) == (context * tensor, replicas)
             assert ranks.first_of_stage == (place.run == place.slice == 0)
             assert [ranks.of_stage(stage) for stage in range(pipeline)] in pipelines
             assert ranks.of_stage(place.stage) == layout.rank_at(layout.places(place.rank)) == place.rank

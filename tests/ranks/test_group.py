@@ -24,14 +24,20 @@ def test_every_rank_has_a_place_of_its_own(pipeline: int, replicas: int, parts: 
             pipeline=pipeline, data_replicate=replicas, data_shard=parts, context=context, tensor=tensor
         )
         ranks = Ranks(rank, layout.over(size))
-        assert (ranks.stage, ranks.context_rank, ranks.tensor_rank) == (stage, run, cut)
+        assert (ranks.stage, ranks.place_on("context"), ranks.place_on("tensor")) == (stage, run, cut)
         assert ranks.shard == part * context + run
         assert ranks.data_rank == replica * parts + part
-        assert (ranks.replicas, ranks.data) == (replicas, replicas * parts)
+        assert (ranks.size_of("data_replicate"), ranks.data) == (replicas, replicas * parts)
 
 
 def test_one_process_is_every_place_at_once() -> None:
-    assert (ALONE.data, ALONE.data_rank, ALONE.replicas, ALONE.stage, ALONE.first) == (1, 0, 1, 0, True)
+    assert (ALONE.data, ALONE.data_rank, ALONE.size_of("data_replicate"), ALONE.stage, ALONE.first) == (
+        1,
+        0,
+        1,
+        0,
+        True,
+    )
     assert ALONE.group("shard") is None
     assert ALONE.sum_over("tensor", torch.ones(2)).tolist() == [1, 1]
 

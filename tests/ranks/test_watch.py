@@ -15,7 +15,7 @@ from small_runs import read_lines, write_rollouts
 from truestep.ranks.axes import RankError, RankLayout
 from truestep.ranks.group import Ranks, join
 from truestep.ranks.launch import run_ranks, start_ranks
-from truestep.ranks.watch import ENDED_BY_ANOTHER, Seen, verdict
+from truestep.ranks.watch import ENDED_BY_ANOTHER, RankState, verdict
 from truestep.rollouts.source import FileSource
 from truestep.step.ahead import PlansAhead
 from truestep.step.plan import StepRule
@@ -24,8 +24,8 @@ from truestep.step.queue import PlanQueue
 TIMEOUT = 3.0
 
 
-def seen(rank: int, number: int, since: float, silent: float = 0.0, phase: str = "working") -> Seen:
-    return Seen(rank, number, phase, since, silent)
+def seen(rank: int, number: int, since: float, silent: float = 0.0, phase: str = "working") -> RankState:
+    return RankState(rank, number, phase, since, silent)
 
 
 def test_nobody_is_late() -> None:
@@ -52,8 +52,8 @@ def test_all_in_one_phase() -> None:
 
 
 def test_in_one_phase_the_one_that_waits_for_nobody_is_late() -> None:
-    waiting = Seen(0, 5, "working", 4.0, 0.0, ", at run.py:7 in step", waits=True)
-    busy = Seen(1, 5, "working", 4.0, 0.0, ", at reward.py:3 in score", waits=False)
+    waiting = RankState(0, 5, "working", 4.0, 0.0, ", at run.py:7 in step", waits=True)
+    busy = RankState(1, 5, "working", 4.0, 0.0, ", at reward.py:3 in score", waits=False)
     said = verdict(waiting, [busy], 3.0, 10.0) or ""
     assert said.startswith("rank 1 has been working for 4 s, at reward.py:3 in score, and the others wait for it")
 

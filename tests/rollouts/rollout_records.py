@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from truestep.rollouts.files import load_documents
-from truestep.rollouts.record import BadRecord, Needs, parse_record
+from truestep.rollouts.record import BadRecord, Checks, Needs, parse_record
 from truestep.types import Rollout
 
 EVERYTHING = Needs(logprobs=True, advantages=True, advantage_rule="group_normalized")
@@ -31,14 +31,7 @@ MISSING = object()
 
 
 def parse(record, needs=EVERYTHING, vocabulary_size=100, max_tokens=10, default_temperature=1.0):
-    return parse_record(
-        record,
-        where="file.jsonl:3",
-        vocabulary_size=vocabulary_size,
-        default_temperature=default_temperature,
-        max_tokens=max_tokens,
-        needs=needs,
-    )
+    return parse_record(record, "file.jsonl:3", Checks(needs, vocabulary_size, default_temperature, max_tokens))
 
 
 def changed(**fields):
@@ -97,16 +90,8 @@ def write(path: Path, *lines) -> Path:
 
 
 def load(*paths, **options):
-    defaults = {
-        "vocabulary_size": 100,
-        "default_temperature": 1.0,
-        "max_tokens": 16,
-        "needs": NEEDS,
-        "advantage_rule": RULE,
-        "group_size": None,
-        "on_bad_record": "reject",
-    }
-    return load_documents(list(paths), **(defaults | options))
+    defaults = {"needs": NEEDS, "vocabulary_size": 100, "max_tokens": 16}
+    return load_documents(list(paths), Checks(**(defaults | options)))
 
 
 def advantages(documents):

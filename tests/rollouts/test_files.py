@@ -172,9 +172,9 @@ def test_an_id_that_is_another_records_default(tmp_path):
 def test_stop_names_the_place_and_the_reason(tmp_path, bad):
     file = write(tmp_path / "r.jsonl", record("a", 0), b"", bad, record("c", 1))
     with pytest.raises(DataError) as caught:
-        load(file, on_bad_record="stop")
+        load(file, stop_at_rejected=True)
     assert str(caught.value) == f"{file}:3: {reasons(load(file))[0][1]}"
-    assert load(write(file, record("a", 0)), on_bad_record="stop").rejected == ()
+    assert load(write(file, record("a", 0)), stop_at_rejected=True).rejected == ()
 
 
 def test_supervised_data_needs_no_rewards_and_gets_no_advantages(tmp_path):
@@ -184,14 +184,6 @@ def test_supervised_data_needs_no_rewards_and_gets_no_advantages(tmp_path):
     rollouts = load(file, needs=needs).rollouts
     assert [rollout.advantages is None for rollout in rollouts] == [True, True, True, False]
     assert [rollout.reward for rollout in rollouts] == [None, 1, 2, None]
-
-
-def test_arguments_that_disagree(tmp_path):
-    file = write(tmp_path / "r.jsonl", record("a", 0))
-    with pytest.raises(ValueError, match="advantage_rule is leave_one_out but"):
-        load(file, advantage_rule="leave_one_out")
-    with pytest.raises(ValueError, match="on_bad_record is 'ignore'"):
-        load(file, on_bad_record="ignore")
 
 
 def test_read_records_gives_bad_lines_as_values(tmp_path):

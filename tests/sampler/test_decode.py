@@ -24,7 +24,7 @@ from truestep.policy.model import attention
 from truestep.policy.policy import Policy
 from truestep.sampler.decode import Completion, DecodeOptions, Request, decode
 from truestep.step.plan import make_plan
-from truestep.step.run import StepRunner
+from truestep.step.runner import StepRunner
 from truestep.types import Rollout
 
 Model = Callable[[str], Path]

@@ -38,7 +38,7 @@ from truestep.rollouts.source import PeekableSource, SourceError
 from truestep.sampler.decode import DecodeOptions
 from truestep.sampler.in_process import InProcessSource, stop_ids
 from truestep.step.plan import make_plan
-from truestep.step.run import StepRunner
+from truestep.step.runner import StepRunner
 from truestep.types import Rollout
 
 

@@ -21,7 +21,7 @@ from truestep.losses.label_losses import CrossEntropy
 from truestep.losses.objective import Denominator, Objective
 from truestep.policy.policy import Policy
 from truestep.step.plan import make_plan
-from truestep.step.run import StepRunner
+from truestep.step.runner import StepRunner
 from truestep.trainer import Trainer
 from truestep.types import Rollout
 

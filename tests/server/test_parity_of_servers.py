@@ -11,7 +11,7 @@ from server.conftest import Servers
 from server.models import make_model
 from server.runs import server_config
 from server.vllm_server import give_weights
-from truestep.parity.run import parity
+from truestep.parity.gap import parity
 from truestep.policy.loading.load import load_policy
 from truestep.sampler.server.sync import WeightsDirectory
 

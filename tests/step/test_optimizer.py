@@ -10,7 +10,7 @@ import torch
 from truestep.policy.weights.protocol import Weights
 from truestep.policy.weights.whole import WholeWeights
 from truestep.step.optimizer import LearningRate, make_adamw, optimizer_tensors, restore_optimizer, update
-from truestep.step.run import gradient_norm
+from truestep.step.runner import gradient_norm
 
 
 class Small(torch.nn.Module):

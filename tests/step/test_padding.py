@@ -18,7 +18,7 @@ from truestep.assemble.step import make_rule, make_runner
 from truestep.config.schema import Config
 from truestep.metrics.types import values
 from truestep.ranks.group import ALONE
-from truestep.step import run
+from truestep.step import runner as step_runner
 from truestep.step.plan import plan_exactly
 from truestep.types import PackedBatch
 
@@ -37,7 +37,7 @@ def test_poisoned_padding_changes_no_bit(
     plan = plan_exactly(documents, make_rule(config, policy), documents_seen=0)
     runner = make_runner(config, policy)
     padded_tokens = 0
-    honest = run.pack
+    honest = step_runner.pack
 
     def step(poison: int | None) -> tuple[dict[str, float], list[torch.Tensor]]:
         def pack(*arguments: object) -> PackedBatch:
@@ -53,7 +53,7 @@ def test_poisoned_padding_changes_no_bit(
             poisoned = dataclasses.replace(tokens, input_ids=input_ids, position_ids=position_ids)
             return dataclasses.replace(batch, tokens=poisoned)
 
-        monkeypatch.setattr(run, "pack", pack)
+        monkeypatch.setattr(step_runner, "pack", pack)
         accumulated = runner.accumulate(plan)
         return values(accumulated.metrics), [gradient.clone() for gradient in policy.weights.gradients.values()]
 

@@ -61,7 +61,7 @@ class Played:
         sender = self.pipeline.rank_of(made.source)
         wire = self.wires.setdefault((sender, rank, made.forward), deque())
         expected = self.expected.setdefault(
-            (sender, rank, made.forward), deque(self.schedule.takes(sender, rank, made.forward))
+            (sender, rank, made.forward), deque(self.schedule.received(sender, rank, made.forward))
         )
         while made not in self.there and wire:
             taken, when = wire.popleft()

@@ -153,7 +153,7 @@ def test_events_that_cannot_be_written_are_written_later(tmp_path: Path, reader:
 
 def test_a_directory_that_is_gone(tmp_path: Path) -> None:
     directory = tmp_path / "sent"
-    with pytest.raises(SourceError, match=r"data.source.directory: .*sent is no directory"):
+    with pytest.raises(SourceError, match=r"data.source.directory: .*sent is not a directory"):
         DirectoryTransport(directory)
     directory.mkdir()
     reader = DirectoryTransport(directory)

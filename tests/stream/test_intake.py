@@ -16,19 +16,14 @@ from documents import same_document
 from rollouts.rollout_records import NEEDS, NOTHING, record
 from truestep.rollouts.advantages import assign_advantages
 from truestep.rollouts.files import DataError
-from truestep.rollouts.stream.intake import Checks, Intake
+from truestep.rollouts.record import Checks
+from truestep.rollouts.stream.intake import Intake
 from truestep.rollouts.stream.transport import Message
 from truestep.types import Rejected
 
 
 def make_intake(**options: Any) -> Intake:
-    defaults = {
-        "vocabulary_size": 100,
-        "default_temperature": 1.0,
-        "max_tokens": 16,
-        "needs": NEEDS,
-        "group_size": 2,
-    }
+    defaults = {"vocabulary_size": 100, "max_tokens": 16, "needs": NEEDS, "group_size": 2}
     return Intake(Checks(**(defaults | options)))
 
 

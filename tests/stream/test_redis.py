@@ -297,7 +297,7 @@ def test_no_server_is_said_at_once(redis_server: RedisServer) -> None:
 
 def test_what_is_no_stream_is_said_at_once(redis_server: RedisServer) -> None:
     redis_server.client.set("s", "text")
-    with pytest.raises(SourceError, match=r"data.source.stream: .* holds a string and is no stream"):
+    with pytest.raises(SourceError, match=r"data.source.stream: .* is not a stream: it holds a string"):
         transport(redis_server)
     with pytest.raises(SourceError, match="data.source.url: Redis URL must specify"):
         transport(redis_server, url="localhost:6379")

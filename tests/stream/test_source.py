@@ -15,9 +15,9 @@ from rollouts.rollout_records import NEEDS, record
 from small_runs import read_lines, write_lines
 from stream.clock import Clock
 from stream.redis_server import RedisServer, needs_redis
+from truestep.rollouts.record import Checks
 from truestep.rollouts.source import SourceError
 from truestep.rollouts.stream.directory import DirectoryTransport
-from truestep.rollouts.stream.intake import Checks
 from truestep.rollouts.stream.redis import RedisTransport
 from truestep.rollouts.stream.source import StreamSource
 from truestep.rollouts.stream.transport import Transport

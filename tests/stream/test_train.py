@@ -198,7 +198,7 @@ def test_a_run_that_gets_nothing_ends_with_an_error(model: Path, tmp_path: Path)
 
 
 def test_what_is_not_there_is_said_before_the_model_is_loaded(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match=r"data\.source\.directory: .* is no directory"):
+    with pytest.raises(SourceError, match=r"data\.source\.directory: .* is not a directory"):
         run(directory_config(tmp_path / "no model", tmp_path / "sent", tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 

@@ -17,10 +17,10 @@ from truestep.policy.weights import sharded, whole
 from truestep.policy.weights.protocol import StagePass
 from truestep.policy.weights.sharded import ShardedWeights
 from truestep.ranks.group import Ranks
-from truestep.step import run
-from truestep.step.dealing import MicroBatch
+from truestep.step import runner
+from truestep.step.label_shares import MicroBatch
 from truestep.step.passes import Passes
-from truestep.step.run import StepRunner
+from truestep.step.runner import StepRunner
 from truestep.step.schedule import Pass
 from truestep.types import PackedBatch, StepPlan, StepTotals
 
@@ -124,14 +124,14 @@ def wrong_temperature() -> None:
 
 
 def labels_shifted_by_one() -> None:
-    honest = run.pack
+    honest = runner.pack
 
     def shifted(*arguments: Any) -> PackedBatch:
         batch = honest(*arguments)
         labels = dataclasses.replace(batch.labels, rows=batch.labels.rows + 1)
         return dataclasses.replace(batch, labels=labels)
 
-    run.pack = shifted
+    runner.pack = shifted
 
 
 def clip_sides_swapped() -> None:
@@ -177,7 +177,7 @@ def labels_counted_from_each_ranks_first() -> None:
     honest = MicroBatch.score
 
     def local(self: MicroBatch, labels: Any, *arguments: Any) -> Any:
-        context = self.deal.context
+        context = self.share.context
         if context is not None and isinstance(labels, slice) and labels.start is not None:
             first = len(self.labels) // 2 * context.rank
             labels = slice(labels.start - first, labels.stop - first)
@@ -204,13 +204,13 @@ def extremes_of_a_stage_without_a_loss() -> None:
     honest = StepRunner._accumulate
 
     def reporting(self: StepRunner, plan: StepPlan, backward: bool) -> Any:
-        mine, counts, passes = honest(self, plan, backward)
+        sums, passes = honest(self, plan, backward)
         extremes: dict[str, Metric] = {"max_advantage": Max(0.0), "min_advantage": Min(0.0)}
-        if mine.metrics:
+        if sums.metrics:
             for name in extremes:
-                del mine.metrics[name]
+                del sums.metrics[name]
         else:
-            mine.metrics.update(extremes)
-        return mine, counts, passes
+            sums.metrics.update(extremes)
+        return sums, passes
 
     StepRunner._accumulate = reporting  # type: ignore[method-assign]

@@ -23,12 +23,13 @@ from truestep.cli import main
 from truestep.config.load import load_config
 from truestep.errors import TruestepError
 from truestep.verify.case import make_case
-from truestep.verify.layouts import layouts_for
+from truestep.verify.compare import Difference
+from truestep.verify.judge import Verdict, verify, worst_of_each_kind
+from truestep.verify.layouts import Layout, layouts_for
 from truestep.verify.oracle.records import read_document
 from truestep.verify.oracle.values import label_values
 from truestep.verify.reference import Reference
 from truestep.verify.report import complaints
-from truestep.verify.run import Verdict, verify
 from verify import faults
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -276,6 +277,16 @@ def test_under_torchrun_it_is_refused(examples: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(TruestepError, match="starts its own ranks"):
         verify(load_config(examples / "grpo.yaml"), Path("out"))
+
+
+def test_a_difference_that_is_not_a_number_is_the_worst() -> None:
+    """Later and smaller differences of the same kind do not hide it."""
+    values = {"gradient": (1e-9, float("nan"), 1e-7), "loss": (1e-9, 1e-7, 1e-8)}
+    worst = worst_of_each_kind(
+        Difference(step, kind, str(step), value) for kind in values for step, value in enumerate(values[kind])
+    )
+    assert {kind: difference.step for kind, difference in worst.items()} == {"gradient": 1, "loss": 1}
+    assert [difference.kind for difference in Verdict(Layout("one process"), worst).wrong] == ["gradient"]
 
 
 def test_layouts_that_need_more_ranks_than_there_are_are_left_out() -> None:

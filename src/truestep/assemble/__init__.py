@@ -1,1 +1,1 @@
-"""From options to parts. The one place that reads the configuration's values into the rooms that know no config."""
+"""Makes the parts of a run. Only here are a configuration's values handed to parts that know no configuration."""

@@ -1,6 +1,4 @@
-"""From options to the evaluation of held-out prompts."""
-
-from __future__ import annotations
+"""Makes the evaluation of held-out prompts."""
 
 from truestep.config.schema import Config
 from truestep.environments.prompts import load_prompts

@@ -1,8 +1,4 @@
-"""From options to ranks and the policy on them."""
-
-from __future__ import annotations
-
-import torch
+"""Makes the ranks of a run, and the policy on them."""
 
 from truestep.config.schema import Config
 from truestep.head.logits import HeadSettings
@@ -35,7 +31,3 @@ def make_policy(config: Config, ranks: Ranks, path: str | None = None) -> Policy
         reduce_each=config.parallel.reduce_each_micro_batch,
         stages_per_rank=config.parallel.stages_per_rank,
     )
-
-
-def make_deterministic() -> None:
-    torch.use_deterministic_algorithms(True)

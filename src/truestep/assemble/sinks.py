@@ -1,6 +1,4 @@
-"""From options to the sinks that a run's numbers go to."""
-
-from __future__ import annotations
+"""Makes the sinks that a run's numbers go to."""
 
 from rich.console import Console
 
@@ -10,7 +8,7 @@ from truestep.run_directory import RunDirectory
 
 
 def make_sinks(config: Config, directory: RunDirectory, console: Console, title: str, done: int) -> list[Sink]:
-    """Make those that the options ask for; `done` steps were made before this start."""
+    """Make the sinks that the options ask for. `done` steps were made before this start."""
     logging = config.logging
     sinks: list[Sink] = []
     if logging.jsonl:
@@ -18,16 +16,7 @@ def make_sinks(config: Config, directory: RunDirectory, console: Console, title:
     if logging.tensorboard is not None:
         sinks.append(TensorBoardSink(logging.tensorboard, done))
     if logging.wandb is not None:
-        options = logging.wandb
-        sinks.append(
-            WandbSink(
-                directory.path,
-                project=options.project,
-                name=options.name,
-                mode=options.mode,
-                config=config.model_dump(mode="json"),
-            )
-        )
+        sinks.append(WandbSink(directory.path, config.model_dump(mode="json"), **logging.wandb.model_dump()))
     if logging.console:
         sinks.append(ConsoleSink(console, steps=config.schedule.steps, done=done, title=title))
     return sinks

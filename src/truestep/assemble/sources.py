@@ -1,6 +1,4 @@
-"""From options to a source of documents: rollout files, documents that are sent, the policy itself, or servers."""
-
-from __future__ import annotations
+"""Makes the source of documents: rollout files, documents that are sent, the policy itself, or servers."""
 
 import os
 from collections.abc import Callable
@@ -18,11 +16,10 @@ from truestep.policy.policy import Policy
 from truestep.ranks.group import Ranks
 from truestep.rollouts.files import DataError, Documents, expand_paths, load_documents
 from truestep.rollouts.parts import PartedSource
-from truestep.rollouts.record import Needs
+from truestep.rollouts.record import Checks, Needs
 from truestep.rollouts.shared import SharedPeekableSource, SharedSource
 from truestep.rollouts.source import FileSource, Source, SourceError
 from truestep.rollouts.stream.directory import DirectoryTransport
-from truestep.rollouts.stream.intake import Checks
 from truestep.rollouts.stream.source import StreamSource
 from truestep.rollouts.stream.transport import Transport
 from truestep.sampler.decode import DecodeOptions
@@ -39,7 +36,7 @@ _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 def check_inputs(config: Config, ranks: Ranks) -> None:
-    """Refuse what can be wrong without the model, before the minutes that a large one takes to load."""
+    """Refuse wrong inputs before the model is loaded, which can take minutes."""
     data, sampler = config.data, config.sampler
     if data.path is None and data.source is None and sampler is None:
         raise SourceError(
@@ -91,9 +88,16 @@ def _make_file_source(config: Config, vocabulary_size: int, ranks: Ranks) -> Sou
     return PartedSource(files, ranks) if parted else files
 
 
-def _needs(config: Config) -> Needs:
-    supervised = config.loss.supervised
-    return Needs(logprobs=not supervised, advantages=not supervised, advantage_rule=config.data.advantages)
+def _checks(config: Config, vocabulary_size: int) -> Checks:
+    data, supervised = config.data, config.loss.supervised
+    return Checks(
+        Needs(logprobs=not supervised, advantages=not supervised, advantage_rule=data.advantages),
+        vocabulary_size,
+        data.temperature,
+        max_tokens=data.tokens_per_microbatch,
+        group_size=data.group_size,
+        stop_at_rejected=data.on_bad_record == "stop",
+    )
 
 
 def own_part(config: Config) -> bool:
@@ -110,24 +114,14 @@ def data_paths(config: Config, rank: int) -> list[Path]:
 
 
 def read_documents(config: Config, vocabulary_size: int, rank: int = 0) -> Documents:
-    data = config.data
-    return load_documents(
-        data_paths(config, rank),
-        vocabulary_size=vocabulary_size,
-        default_temperature=data.temperature,
-        max_tokens=data.tokens_per_microbatch,
-        needs=_needs(config),
-        advantage_rule=data.advantages,
-        group_size=data.group_size,
-        on_bad_record=data.on_bad_record,
-    )
+    return load_documents(data_paths(config, rank), _checks(config, vocabulary_size))
 
 
 # ---- documents that are sent
 
 
 def make_transport(source: RedisSource | DirectorySource) -> Transport:
-    """Reach the server or the directory; an error now where it is not there."""
+    """Connect to the Redis server or the directory; an error where it cannot be reached."""
     if isinstance(source, DirectorySource):
         return DirectoryTransport(Path(source.directory))
     from truestep.rollouts.stream.redis import RedisTransport  # an extra
@@ -140,20 +134,12 @@ def make_transport(source: RedisSource | DirectorySource) -> Transport:
 def _make_stream_source(config: Config, vocabulary_size: int, ranks: Ranks) -> Source:
     data = config.data
     assert data.source is not None
-    checks = Checks(
-        vocabulary_size=vocabulary_size,
-        default_temperature=data.temperature,
-        max_tokens=data.tokens_per_microbatch,
-        needs=_needs(config),
-        group_size=data.group_size,
-        stop_at_rejected=data.on_bad_record == "stop",
-    )
     if not ranks.first:
         return SharedPeekableSource(None, ranks)
     timeout = config.schedule.stall_timeout
-    if ranks.size > 1:  # before the watch over the ranks ends the run, which cannot say what was waited for
+    if ranks.size > 1:  # the watch over the ranks must not end the run first: it cannot say what was waited for
         timeout -= min(5.0, 0.1 * timeout)
-    source = StreamSource(make_transport(data.source), checks, timeout)
+    source = StreamSource(make_transport(data.source), _checks(config, vocabulary_size), timeout)
     return source if ranks.size == 1 else SharedPeekableSource(source, ranks)
 
 
@@ -186,7 +172,7 @@ def _make_in_process_source(config: Config, sampler: InProcessSampler, policy: P
 
 
 def server_maker(sampler: ServerSampler) -> Callable[[], list[InferenceServer]]:
-    """Check what the options say of the servers. What is returned connects to them, inside the loop that asks them."""
+    """Check the servers' options, and return a function that connects to them, for the event loop to call."""
     server_class, key = _server_class(sampler.protocol), _api_key(sampler.api_key_env)
     shared = {"model": sampler.model, "api_key": key, "timeout": sampler.request_timeout}
     servers = [check_options("sampler.protocol", server_class, {"url": url, **shared}) for url in sampler.urls]

@@ -1,6 +1,4 @@
-"""From options to what a step needs: its objective, its runner, its plans, the learning rate, the optimizer."""
-
-from __future__ import annotations
+"""Makes the parts of a step: its objective, its runner, its plans, the learning rate, the optimizer."""
 
 import torch
 
@@ -16,7 +14,7 @@ from truestep.rollouts.source import Source
 from truestep.step.optimizer import LearningRate, load_optimizer, make_adamw, make_custom_optimizer
 from truestep.step.plan import StepRule
 from truestep.step.queue import PlanQueue
-from truestep.step.run import StepRunner
+from truestep.step.runner import StepRunner
 
 
 def make_objective(config: Config) -> Objective:
@@ -42,7 +40,7 @@ def make_runner(config: Config, policy: Policy) -> StepRunner:
 
 
 def check_custom_code(config: Config) -> None:
-    """Import what the user wrote, before the minutes that a large model takes to load."""
+    """Import the user's own code before the model is loaded, which can take minutes."""
     make_objective(config)
     load_metrics(config)
     if isinstance(config.optimizer, CustomOptimizer):
@@ -50,7 +48,7 @@ def check_custom_code(config: Config) -> None:
 
 
 def load_metrics(config: Config) -> dict[str, Measure]:
-    """The user's own metrics by their import paths."""
+    """Import the user's own metrics, by their import paths."""
     return {name: load_custom("logging.custom_metrics", name) for name in config.logging.custom_metrics or ()}
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: written beside, synced, renamed. A kill at any instant leaves the last complete one.
+"""Checkpoints on disk: written under another name, synced, renamed. A kill at any instant leaves the last complete one.
 
 A checkpoint is a Hugging Face directory (float32 weights) with a folder `truestep` in it:
 
@@ -7,8 +7,6 @@ A checkpoint is a Hugging Face directory (float32 weights) with a folder `truest
     random.safetensors       torch's random state
     carried.jsonl            documents taken from the source and not yet done with
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -33,7 +31,7 @@ _FOLDER = "truestep"
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands, besides its weights."""
+    """The state of a run besides its weights."""
 
     step: int
     queue: dict[str, Any]
@@ -48,41 +46,38 @@ class CheckpointStore:
         self._keep = keep
 
     def complete(self) -> list[Path]:
-        """Oldest first."""
+        """List the complete checkpoints, oldest first."""
         return sorted(path for path in self._directory.glob("step-*") if (path / _FOLDER / "state.json").is_file())
 
     def latest(self) -> Path | None:
         return next(reversed(self.complete()), None)
 
     def save(self, policy: Policy, progress: Progress) -> Path:
-        """Every rank calls this with its part of the weights; the first one writes."""
+        """Save a checkpoint. Every rank calls this with its part of the weights; the first one writes."""
         ranks = policy.weights.ranks
         final = self._directory / f"step-{progress.step:08d}"
         if ranks.share(lambda: final in self.complete()):
             return final
-        beside = self._directory / f".{final.name}.partial"
-        ranks.share(self._make_room)
-        save_policy(policy, beside)
-        ranks.share(lambda: self._complete(beside, final, progress))
+        partial = self._directory / f".{final.name}.partial"
+        ranks.share(self._prepare)
+        save_policy(policy, partial)
+        ranks.share(lambda: self._complete(partial, final, progress))
         return final
 
-    def _make_room(self) -> None:
+    def _prepare(self) -> None:
+        """Make the directory, and remove what a kill left half-written or half-removed."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._remove_partial()
-
-    def _complete(self, beside: Path, final: Path, progress: Progress) -> None:
-        _write_progress(beside / _FOLDER, progress)
-        sync_tree(beside)
-        if final.exists():
-            shutil.rmtree(final)  # not complete: a copy that was cut short
-        os.replace(beside, final)
-        sync_directory(self._directory)
-        self._remove_old()
-
-    def _remove_partial(self) -> None:
-        """What a kill left half-written or half-removed."""
         for leftover in self._directory.glob(".*.partial"):
             shutil.rmtree(leftover)
+
+    def _complete(self, partial: Path, final: Path, progress: Progress) -> None:
+        _write_progress(partial / _FOLDER, progress)
+        sync_tree(partial)
+        if final.exists():
+            shutil.rmtree(final)  # not complete: a copy that was cut short
+        os.replace(partial, final)
+        sync_directory(self._directory)
+        self._remove_old()
 
     def _remove_old(self) -> None:
         for old in self.complete()[: -self._keep]:
@@ -107,7 +102,7 @@ def _write_progress(folder: Path, progress: Progress) -> None:
 
 
 def read_progress(checkpoint: Path) -> Progress:
-    """Also puts the random state back."""
+    """Read a checkpoint's progress, and put the random state back."""
     folder = checkpoint / _FOLDER
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     restore_random(state["random"], load_file(folder / "random.safetensors"))

@@ -1,27 +1,25 @@
-"""Every option with its type, default and meaning, walked from the schema: for `--help`, the docs and error messages.
+"""The options with their types, defaults and meanings, read from the schema for `--help`, the docs and error messages.
 
 `python -m truestep.config.describe > docs/configuration.md` writes the reference. Imports no torch.
 """
 
-from __future__ import annotations
-
+import json
 import re
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
-from itertools import groupby
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel, Tag
 from pydantic.fields import FieldInfo
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
 
 from truestep.config.schema import Config
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 TEXT, BOOL, NULL, REQUIRED = "text", "true | false", "null", "required"
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -36,11 +34,11 @@ class Option:
     default: str
     meaning: str
     variants: tuple[str, ...] = ()
-    """The values of the section's `type` that have this option; empty where all of them do."""
+    """The values of the section's `type` that have this option; empty where all of them have it."""
 
     @property
     def section(self) -> str:
-        return _parent(self.name)
+        return self.name.rpartition(".")[0]
 
     @property
     def choices(self) -> list[str]:
@@ -66,15 +64,15 @@ class SectionInfo:
     name: str
     meaning: str
     optional: bool
-    """Absent unless the file gives it: its default is null."""
+    """True where the section is absent unless the file gives it: its default is null."""
 
 
 Models = dict[str, type[BaseModel]]
-"""The models that a section may be, by the value of `type` that picks each; a section without variants has ''."""
+"""The variants of a section by their values of `type`; a section without variants has the key ''."""
 
 
 def section_models(field: FieldInfo) -> Models:
-    """The models behind a field, or {} for a plain option."""
+    """Find the models behind a field; {} for a plain option."""
     return dict(_models_in(field.annotation, ""))
 
 
@@ -113,7 +111,7 @@ def _walk(models: Models, prefix: str) -> Iterator[Option | SectionInfo]:
 
 
 def list_options() -> list[Option]:
-    """Every option that a file may give, in the order of the schema, one for each dotted name."""
+    """List every option that a file may give, in the order of the schema, one for each dotted name."""
     return [item for item in _walk_schema() if isinstance(item, Option)]
 
 
@@ -133,7 +131,7 @@ def _option(dotted: str, name: str, holders: Models, models: Models) -> Option:
 
 
 def _default(name: str, fields: dict[str, FieldInfo]) -> str:
-    """The default of most variants, and in parentheses those that differ: `0.2 (gspo: 0.0003)`."""
+    """Show the first variant's default, and in parentheses those that differ from it: `0.2 (gspo: 0.0003)`."""
     defaults = {tag: REQUIRED if field.is_required() else show_value(field.default) for tag, field in fields.items()}
     if name == "type":  # without a type, the variant whose own `type` has a default is taken
         return next((default for default in defaults.values() if default != REQUIRED), REQUIRED)
@@ -143,16 +141,16 @@ def _default(name: str, fields: dict[str, FieldInfo]) -> str:
 
 
 def show_value(value: Any) -> str:
-    """A plain value as the file would give it: null, true, 3e-4."""
+    """Write a plain value as the file would give it: null, true, 3e-4."""
     if value is None or isinstance(value, bool):
-        return {None: NULL, True: "true", False: "false"}[value]
+        return json.dumps(value)
     if isinstance(value, float):
         return re.sub(r"e([+-])0+(?=\d)", r"e\1", repr(value))
     return str(value)
 
 
 def show(value: Any) -> str:
-    """A value as the file gives it, short and on one line."""
+    """Write a value as the file gives it, short and on one line."""
     if isinstance(value, dict):
         return "a section of options"
     if isinstance(value, list):
@@ -164,15 +162,15 @@ def show(value: Any) -> str:
 
 
 def _meaning(name: str, holders: Models) -> str:
-    """The attribute's docstring. Variants that say different things get a line each."""
-    said = {tag: _description(model, name) for tag, model in holders.items()}
-    if len(set(said.values())) == 1:
-        return next(iter(said.values()))
-    return "\n".join(f"{tag}: {text}" for tag, text in said.items() if text)
+    """Read the attribute's docstring. Variants that say different things get a line each."""
+    texts = {tag: _description(model, name) for tag, model in holders.items()}
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return "\n".join(f"{tag}: {text}" for tag, text in texts.items() if text)
 
 
 def _description(model: type[BaseModel], name: str) -> str:
-    """A field redeclared without a docstring (pydantic: None) means what its parent's docstring says."""
+    """Read a field's docstring, or its parent's where a redeclared field has none (pydantic: None)."""
     for parent in model.__mro__:
         field = getattr(parent, "__pydantic_fields__", {}).get(name)
         if field is not None and field.description:
@@ -181,7 +179,7 @@ def _description(model: type[BaseModel], name: str) -> str:
 
 
 def _type_texts(annotation: Any, metadata: Iterable[Any] = ()) -> Iterator[str]:
-    """The alternatives of a type, in words. Example: Annotated[int, Field(ge=1)] | None: `int >= 1`, `null`."""
+    """Word the alternatives of a type. Example: Annotated[int, Field(ge=1)] | None: `int >= 1`, `null`."""
     arguments = get_args(annotation)
     if get_origin(annotation) is Annotated:
         yield from _type_texts(arguments[0], [*metadata, *arguments[1:]])
@@ -194,8 +192,6 @@ def _type_texts(annotation: Any, metadata: Iterable[Any] = ()) -> Iterator[str]:
         yield "mapping"
     elif get_origin(annotation) is list:
         yield f"list of {' or '.join(_type_texts(arguments[0]))}"
-    elif get_origin(annotation) is dict:
-        yield "options by name"
     elif annotation in (int, float):
         bounds = " and ".join(_bounds(metadata))
         yield f"{annotation.__name__} {bounds}".rstrip()
@@ -212,17 +208,13 @@ def _bounds(metadata: Iterable[Any]) -> Iterator[str]:
             yield f"{_BOUNDS[word]} {show_value(getattr(item, word))}"
 
 
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
 def join_words(words: Sequence[str], last: str) -> str:
-    """Example: `grpo, gspo and cispo`."""
+    """Join words as a sentence lists them. Example: `text, list of text or null`."""
     return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def locate(location: Sequence[str | int]) -> tuple[tuple[str, ...], str]:
-    """The option's name, in parts, behind pydantic's location of an error, and the variant of its section.
+    """Turn pydantic's location of an error into the option's name, in parts, and the variant of its section.
 
     Example: ("loss", "grpo", "ratio_cap") is ("loss", "ratio_cap") of `grpo`. Pydantic puts a variant's tag in the
     middle, and the alternatives of a plain option's type at the end.
@@ -242,28 +234,28 @@ def locate(location: Sequence[str | int]) -> tuple[tuple[str, ...], str]:
 
 
 def explain_unknown(name: Sequence[str], variant: str = "") -> str:
-    """What to write for a name that no section has: a near name of the same section, the same name or a near one of
-    another section, or what the section has."""
+    """Suggest what to write for a name that no section has.
+
+    It is a near name of the same section, the same name or a near one of another section, or all that the section has.
+    """
     section, leaf = ".".join(name[:-1]), name[-1]
-    everywhere = [item.name for item in _walk_schema()]
-    if "." in leaf and leaf in everywhere:
-        return f"in a file it is {leaf.rpartition('.')[2]} under {_parent(leaf)}"
-    mine = [option.name for option in list_options() if not option.variants or variant in option.variants]
-    siblings = [known.rpartition(".")[2] for known in [*mine, *sections()] if _parent(known) == section]
+    split = {item.name: item.name.rpartition(".") for item in _walk_schema()}
+    if "." in leaf and leaf in split:
+        return f"in a file it is {split[leaf][2]} under {split[leaf][0]}"
+    other_variants = {option.name for option in list_options() if option.variants and variant not in option.variants}
+    siblings = [last for full, (parent, _, last) in split.items() if parent == section and full not in other_variants]
     if near := get_close_matches(leaf, siblings, n=1):
         return f"did you mean {section}{'.' if section else ''}{near[0]}?"
-    same = [known for known in everywhere if known.rpartition(".")[2] == leaf]
-    if same:
-        homes = [f"section {_parent(known)}" if "." in known else "no section" for known in same]
+    if same := [full for full, (_, _, last) in split.items() if last == leaf]:
+        homes = [f"section {split[full][0]}" if split[full][0] else "no section" for full in same]
         return f"option '{leaf}' is in {join_words(homes, 'and')}: {', '.join(same)}"
-    if near := get_close_matches(leaf, [known.rpartition(".")[2] for known in everywhere], n=1):
-        found = [known for known in everywhere if known.rpartition(".")[2] == near[0]]
-        return f"did you mean {join_words(found, 'or')}?"
+    if near := get_close_matches(leaf, [last for _, _, last in split.values()], n=1):
+        return f"did you mean {join_words([full for full in split if split[full][2] == near[0]], 'or')}?"
     return f"{f'section {section}' if section else 'the file'} has {', '.join(siblings)}"
 
 
 def explain_wrong(name: str, value: Any) -> str:
-    """Why a value cannot be the option's (or the section's), and what can."""
+    """Say why a value cannot be the option's (or the section's), and what can."""
     option = options().get(name)
     if option is None:
         null = " or null" if name in sections() and sections()[name].optional else ""
@@ -275,18 +267,13 @@ def explain_wrong(name: str, value: Any) -> str:
 
 
 def _grouped() -> list[tuple[SectionInfo | None, list[Option]]]:
-    """Options by section; those of no section first."""
-    order = ["", *sections()]
-    ordered = sorted(list_options(), key=lambda option: order.index(option.section))
-    return [(sections().get(name), list(group)) for name, group in groupby(ordered, key=lambda option: option.section)]
+    """Group the options by section; those of no section come first."""
+    found: dict[str, SectionInfo | None] = {"": None, **sections()}
+    return [(info, [option for option in list_options() if option.section == name]) for name, info in found.items()]
 
 
 def render_options() -> RenderableType:
-    """The options for `truestep train --help`: a line with name, type and default, the meaning indented below it."""
-    from rich.console import Group
-    from rich.padding import Padding
-    from rich.text import Text
-
+    """Lay the options out for `truestep train --help`: name, type and default, and the meaning indented below them."""
     parts: list[RenderableType] = []
     for section, options in _grouped():
         title = section.name if section else "run"
@@ -323,7 +310,7 @@ YAML (`null`, `true`, `1e-6`, `'[a.jsonl, b.jsonl]'`); an option that is true or
 
 
 def markdown_reference() -> str:
-    """docs/configuration.md, whole."""
+    """Write all of docs/configuration.md."""
     lines = [_MARKDOWN_HEAD]
     for section, options in _grouped():
         title, note = (f"`{section.name}`", _section_note(section)) if section else ("Options of no section", "")
@@ -341,12 +328,9 @@ def _markdown_row(option: Option) -> str:
 
 
 def _cell(text: str) -> str:
-    """A bar or a new line would end the cell, and a bare `<` would be markup."""
-    escaped = text.replace("|", "\\|")
-    outside = [
-        part if index % 2 else part.replace("<", "&lt;") for index, part in enumerate(re.split(r"(`[^`]*`)", escaped))
-    ]
-    return "".join(outside).replace("\n", "<br>")
+    """Escape what a cell cannot hold: a bar or a new line would end it, and a `<` outside of code would be markup."""
+    escaped = re.sub(r"`[^`]*`|<", lambda found: "&lt;" if found[0] == "<" else found[0], text.replace("|", "\\|"))
+    return escaped.replace("\n", "<br>")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 YAML is read as nodes, not as values, so that the line of every option is known. Imports no torch.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,29 +12,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from truestep.config.describe import (
-    REQUIRED,
-    explain_unknown,
-    explain_wrong,
-    join_words,
-    locate,
-    options,
-    sections,
-    show,
-)
+from truestep.config import describe, yaml_tree
 from truestep.config.schema import Config
-from truestep.config.yaml_tree import (
-    UNREADABLE,
-    ConfigError,
-    Name,
-    TreeReader,
-    compose,
-    dotted,
-    dump,
-    forget,
-    line_of,
-    reason_of,
-)
+from truestep.config.yaml_tree import ConfigError, Name, TreeReader, dotted
 
 COMMAND_LINE = "command line"
 
@@ -60,22 +38,22 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """YAML of every option, defaults included; it loads back to an equal Config."""
-    return dump(config.model_dump())
+    """Write every option as YAML, defaults included; it loads back to an equal Config."""
+    return yaml_tree.dump(config.model_dump())
 
 
 @dataclass
 class _Source:
-    """Options as given, and where: `file:line` or `command line`."""
+    """The options as they were given, and where each was given: `file:line` or `command line`."""
 
     file: str
     data: dict[str, Any] = field(default_factory=dict)
     origins: dict[Name, str] = field(default_factory=dict)
 
     def where(self, name: Name) -> str:
-        """Where the option is, or the nearest section around it that was given (as a whole, or something in it)."""
+        """Find the place of an option, or of the nearest section around it that was given, whole or in part."""
         while name:
-            inside = [origin for given, origin in self.origins.items() if given[: len(name)] == name]
+            inside = [origin for option, origin in self.origins.items() if option[: len(name)] == name]
             if inside:
                 return self.origins.get(name, inside[0])
             name = name[:-1]
@@ -95,14 +73,16 @@ def _read_file(path: Path) -> _Source:
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     reader = TreeReader(lambda node: f"{path}:{node.start_mark.line + 1}")
     try:
-        node = compose(text)
+        node = yaml_tree.compose(text)
         data = None if node is None else reader.read(node, ())
-    except UNREADABLE as error:
-        raise ConfigError(f"{path}{line_of(error, text)}: not valid YAML: {reason_of(error)}") from None
+    except yaml_tree.UNREADABLE as error:
+        raise ConfigError(
+            f"{path}{yaml_tree.line_of(error, text)}: not valid YAML: {yaml_tree.reason_of(error)}"
+        ) from None
     if data is None:
         raise ConfigError(f"{path}: the file is empty: model.path is required")
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}:1: the file must be sections of options (model:, loss:), not {show(data)}")
+        raise ConfigError(f"{path}:1: the file must be sections of options (model:, loss:), not {describe.show(data)}")
     return _Source(str(path), data, reader.origins)
 
 
@@ -116,12 +96,14 @@ def _apply_overrides(source: _Source, tokens: list[str]) -> None:
         flag, equals, text = token.partition("=")
         name = tuple(flag.removeprefix("--").replace("-", "_").split("."))
         if not flag.startswith("--") or not all(re.fullmatch(r"\w+", part) for part in name):
-            raise ConfigError(f"{COMMAND_LINE}: {show(token)} is not an override: write --section.option value")
+            raise ConfigError(
+                f"{COMMAND_LINE}: {describe.show(token)} is not an override: write --section.option value"
+            )
         _refuse_repeat(flag, name, seen)
         follows = not equals and tokens and not tokens[0].startswith("--")
         value, origins = _override_value(flag, name, text if equals else tokens.pop(0) if follows else None)
         _set(source, flag, name, value)
-        forget(source.origins, name)
+        yaml_tree.forget(source.origins, name)
         source.origins |= {name: COMMAND_LINE} | origins
 
 
@@ -135,9 +117,9 @@ def _refuse_repeat(flag: str, name: Name, seen: dict[Name, str]) -> None:
 
 
 def _override_value(flag: str, name: Name, text: str | None) -> tuple[Any, dict[Name, str]]:
-    """The value, and the origins of options inside it where it is a whole section."""
-    option = options().get(dotted(name))
-    if text is None and (option.is_bool if option else dotted(name) not in sections()):
+    """Read an override's value, and the origins of the options inside it where it is a whole section."""
+    option = describe.options().get(dotted(name))
+    if text is None and (option.is_bool if option else dotted(name) not in describe.sections()):
         return True, {}  # an unknown name is better reported as unknown than as a flag without value
     if text is not None and option is not None and option.takes_text and not _is_yaml(text):
         return text, {}
@@ -145,15 +127,17 @@ def _override_value(flag: str, name: Name, text: str | None) -> tuple[Any, dict[
         raise ConfigError(f"{COMMAND_LINE}: {flag} needs a value{f': {option.allowed}' if option else ''}")
     reader = TreeReader(lambda node: COMMAND_LINE)
     try:
-        node = compose(text)
+        node = yaml_tree.compose(text)
         value = None if node is None else reader.read(node, name)
-    except UNREADABLE as error:
-        raise ConfigError(f"{COMMAND_LINE}: {flag} {show(text)}: not valid YAML: {reason_of(error)}") from None
+    except yaml_tree.UNREADABLE as error:
+        raise ConfigError(
+            f"{COMMAND_LINE}: {flag} {describe.show(text)}: not valid YAML: {yaml_tree.reason_of(error)}"
+        ) from None
     return value, reader.origins
 
 
 def _is_yaml(text: str) -> bool:
-    """For an option that takes text: `*.jsonl`, `12` and `a: b` are the text itself, not YAML."""
+    """Tell YAML from text for an option that takes text: `*.jsonl`, `12` and `a: b` are the text itself."""
     return text in ("null", "~") or text[:1] in ("[", "{", "'", '"')
 
 
@@ -163,7 +147,7 @@ def _set(source: _Source, flag: str, name: Name, value: Any) -> None:
         if section.get(part) is None:
             section[part] = {}
         if not isinstance(section[part], dict):
-            outer = f"{dotted(name[:depth])} is {show(section[part])}, not a section"
+            outer = f"{dotted(name[:depth])} is {describe.show(section[part])}, not a section"
             raise ConfigError(f"{COMMAND_LINE}: {flag} cannot be set: {source.where(name[:depth])}: {outer}")
         section = section[part]
     section[name[-1]] = value
@@ -173,38 +157,38 @@ def _set(source: _Source, flag: str, name: Name, value: Any) -> None:
 
 
 def _problems(detail: ErrorDetails, source: _Source) -> list[str]:
-    """One of pydantic's errors in the words of the file; several where a section is missing."""
-    name, variant = locate(detail["loc"])
+    """Word one of pydantic's errors as the file says it; there are several where a section is missing."""
+    name, variant = describe.locate(detail["loc"])
     where = source.where(name)
     cause = detail.get("ctx", {}).get("error")
     if cause is not None:
         return [_disagreement(str(cause), name, source)]
     if detail["type"] == "missing":
-        required = [option for option in options().values() if option.default == REQUIRED]
+        required = [option for option in describe.options().values() if option.default == describe.REQUIRED]
         inside = [option.name for option in required if option.section == dotted(name)]
         return [f"{where}: {missing} is required" for missing in inside or [dotted(name)]]
     if detail["type"] == "extra_forbidden":
         return [f"{where}: {_unknown(name, variant, source)}"]
     if detail["type"].startswith("union_tag") and isinstance(source.value(name), dict):
         name = (*name, "type")
-    return [f"{source.where(name)}: {explain_wrong(dotted(name), source.value(name))}"]
+    return [f"{source.where(name)}: {describe.explain_wrong(dotted(name), source.value(name))}"]
 
 
 def _unknown(name: Name, variant: str, source: _Source) -> str:
-    whole, section = dotted(name), dotted(name[:-1])
-    option = options().get(whole)
+    full, section = dotted(name), dotted(name[:-1])
+    option = describe.options().get(full)
     if option is None:
-        return f"{whole} is unknown: {explain_unknown(name, variant)}"
+        return f"{full} is unknown: {describe.explain_unknown(name, variant)}"
     have = "has" if len(option.variants) == 1 else "have"
     chosen = source.origins.get((*name[:-1], "type"))
     by = f"set at {chosen}" if chosen not in (None, COMMAND_LINE) else f"from the {chosen}" if chosen else "the default"
-    owners = join_words(option.variants, "and")
-    return f"{whole} is not an option of {section}.type: {variant} ({by}); {owners} {have} it"
+    owners = describe.join_words(option.variants, "and")
+    return f"{full} is not an option of {section}.type: {variant} ({by}); {owners} {have} it"
 
 
 def _disagreement(message: str, name: Name, source: _Source) -> str:
-    """A contradiction, at every place where an option that it names was given."""
-    optional = {section.name for section in sections().values() if section.optional}
+    """Word a contradiction, with every place where an option that it names was given."""
+    optional = {section.name for section in describe.sections().values() if section.optional}
     places: dict[str, None] = {}
     for word in re.findall(r"\w+(?:\.\w+)*", message):
         mentioned = (*name, *word.split("."))

@@ -8,32 +8,32 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
-from truestep.config.section import Section
+from truestep.config.section import Count, NotNegative, Positive, Section, by_type
 from truestep.custom import CustomError, make_custom
 
 NormalizeBy = Literal["labels", "documents", "document_means", "constant"]
 
 
 class LossBase(Section):
-    supervised: ClassVar[bool] = False  # needs no advantage and no log-probs of a sampler
+    supervised: ClassVar[bool] = False  # True: the loss needs no advantage and no log-probs of a sampler
 
     normalize_by: NormalizeBy = "labels"
-    """The denominator: all labels of the step (labels), its documents (documents), each document's own labels and
-    then the documents (document_means), or documents x max_labels (constant, Dr. GRPO)."""
-    max_labels: Annotated[int, Field(ge=1)] | None = None
-    """The constant of normalize_by: constant, usually the longest completion allowed."""
+    """The denominator of every term. labels: all labels of the step. documents: its documents. document_means: each
+    document's own labels, and then the documents. constant: documents x max_labels (Dr. GRPO)."""
+    max_labels: Count | None = None
+    """The constant of normalize_by: constant. It is usually the longest completion allowed."""
     gradient_divisor: Literal["none", "deepspeed"] = "none"
-    """deepspeed divides the gradient, not the reported loss, once more by the step's documents: the implicit
-    1/(accumulation x world) that clip thresholds tuned there expect."""
-    entropy_bonus: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Weight w of the term -w x entropy, with the same denominator as the loss."""
-    z_loss: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Weight of the term logsumexp squared, with the same denominator as the loss."""
+    """deepspeed: the gradient is divided once more by the step's documents, and the reported loss is not. DeepSpeed
+    divides so (1 / (accumulation x world)), and clip thresholds that were tuned there expect it."""
+    entropy_bonus: NotNegative = 0.0
+    """The weight w of the term -w x entropy, which has the same denominator as the loss."""
+    z_loss: NotNegative = 0.0
+    """The weight of the term logsumexp squared, which has the same denominator as the loss."""
     metrics: Literal["none", "basic", "full"] = "basic"
-    """Which metrics are logged: none leaves only those that every run has, full adds entropy and percentiles of the
-    log-ratio."""
+    """The metrics that are logged. none: only those that every run has. basic: ratios, advantages, rewards and
+    staleness too. full: entropy and percentiles of the log-ratio too."""
 
     @model_validator(mode="after")
     def _constant_needs_its_constant(self) -> LossBase:
@@ -42,51 +42,48 @@ class LossBase(Section):
         return self
 
 
-Epsilon = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
 class Clipped(LossBase):
-    epsilon_low: Epsilon = 0.2
+    epsilon_low: NotNegative = 0.2
     """The ratio is clipped at 1 - epsilon_low from below."""
-    epsilon_high: Epsilon = 0.2
+    epsilon_high: NotNegative = 0.2
     """The ratio is clipped at 1 + epsilon_high from above."""
 
 
 class DualClipped(Clipped):
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
-    """c > 1: where the advantage is negative the loss is at most -c x advantage."""
+    """A number c > 1: where the advantage is negative, the loss is at most -c x advantage."""
 
 
 class GrpoLoss(DualClipped):
     type: Literal["grpo"] = "grpo"
-    """Clipped importance ratio per label."""
+    """The importance ratio of each label is clipped."""
 
 
 class GspoLoss(DualClipped):
     type: Literal["gspo"]
-    """Clipped importance ratio per document: the geometric mean over its labels."""
+    """The importance ratio of each document, the geometric mean over its labels, is clipped."""
     normalize_by: NormalizeBy = "document_means"
-    epsilon_low: Epsilon = 3e-4
-    epsilon_high: Epsilon = 4e-4
+    epsilon_low: NotNegative = 3e-4
+    epsilon_high: NotNegative = 4e-4
 
 
 class ReinforceLoss(LossBase):
     type: Literal["reinforce"]
-    """Truncated importance weight, held constant, times the log-prob."""
-    ratio_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """The importance weight is at most this; null leaves it uncapped."""
+    """The log-prob is weighted by the importance ratio, which is capped and held constant."""
+    ratio_cap: Positive | None = None
+    """The importance ratio counts as at most this. null: it is not capped."""
 
 
 class CispoLoss(Clipped):
     type: Literal["cispo"]
-    """Clipped importance weight, held constant, times the log-prob: no label loses its gradient."""
-    epsilon_low: Epsilon = 1.0
-    epsilon_high: Epsilon = 4.0
+    """The log-prob is weighted by the clipped importance ratio, held constant: no label loses its gradient."""
+    epsilon_low: NotNegative = 1.0
+    epsilon_high: NotNegative = 4.0
 
 
 class CrossEntropyLoss(LossBase):
     type: Literal["cross_entropy"]
-    """Supervised: needs no advantage and no sampler log-probs."""
+    """Supervised learning: it needs neither advantages nor the sampler's log-probs."""
     supervised: ClassVar[bool] = True
 
 
@@ -101,7 +98,7 @@ class CustomLoss(LossBase):
 
     @cached_property
     def custom(self) -> Any:
-        """The loss itself, made from its options. This imports the user's module."""
+        """Make the loss from its options. This imports the user's module."""
         return make_custom("loss.function", self.function, self.options or {})
 
     @property
@@ -117,10 +114,6 @@ class CustomLoss(LossBase):
         return self
 
 
-def _loss_type(value: Any) -> Any:
-    return value.get("type", "grpo") if isinstance(value, dict) else getattr(value, "type", None)
-
-
 LossConfig = Annotated[
     Annotated[GrpoLoss, Tag("grpo")]
     | Annotated[GspoLoss, Tag("gspo")]
@@ -128,7 +121,7 @@ LossConfig = Annotated[
     | Annotated[CispoLoss, Tag("cispo")]
     | Annotated[CrossEntropyLoss, Tag("cross_entropy")]
     | Annotated[CustomLoss, Tag("custom")],
-    Discriminator(_loss_type),
+    by_type("grpo"),
 ]
 
 

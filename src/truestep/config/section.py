@@ -1,9 +1,22 @@
-"""What every section of the configuration is."""
+"""The base of every section of the configuration, and the types that options share."""
 
-from __future__ import annotations
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Discriminator, Field
+
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+
+
+def by_type(default: str | None = None) -> Discriminator:
+    """Choose among the kinds of a section by its option `type`, which has this default."""
+
+    def read_type(value: Any) -> Any:
+        return value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
+
+    return Discriminator(read_type)

@@ -1,9 +1,7 @@
-"""YAML as nodes, not as values, so that the line of every option is known; and plain values from them.
+"""YAML read as nodes, not as values, so that the line of every option is known; and plain values made of them.
 
 Numbers are YAML 1.2's: PyYAML's own reader takes `1e-6` for text.
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Callable
@@ -23,7 +21,7 @@ UNREADABLE = (yaml.YAMLError, ValueError, OverflowError, RecursionError)  # all 
 
 
 class ConfigError(TruestepError):
-    """What is wrong with the configuration: a line an error."""
+    """The errors of a configuration, a line each."""
 
 
 def compose(text: str) -> yaml.Node | None:
@@ -35,7 +33,7 @@ def dump(values: dict[str, Any]) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Numbers as in YAML 1.2 (1e-6 is one, 010 is ten, 1:30 is text), no dates; yes and no stay true and false."""
+    """Reads numbers of YAML 1.2 (1e-6 is one, 010 is ten, 1:30 is text), no dates; yes and no stay true and false."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -62,13 +60,13 @@ for _kind, _pattern in _NUMBERS.items():
 
 
 def _number(text: str) -> int | float:
-    """1e4 counts as the whole number it is, so that `tokens_per_microbatch: 1e4` works."""
+    """Read a number. 1e4 counts as the whole number it is, so that `tokens_per_microbatch: 1e4` works."""
     plain = text.replace("_", "")
     if _NUMBERS["int"].match(text):
-        whole = int(plain, 0 if plain.lstrip("+-")[:2] in ("0x", "0o") else 10)
-        if whole.bit_length() > 63:
+        integer = int(plain, 0 if plain.lstrip("+-")[:2] in ("0x", "0o") else 10)
+        if integer.bit_length() > 63:
             raise ValueError("no option takes a number this large")
-        return whole
+        return integer
     value = float(re.sub(r"\.(inf|nan)$", r"\1", plain.lower()))
     return int(value) if "e" in plain.lower() and abs(value) < 2**53 and value.is_integer() else value
 
@@ -120,7 +118,7 @@ class TreeReader:
         return values
 
     def _merge(self, nodes: list[yaml.Node], name: Name) -> dict[str, Any]:
-        """What `<<` brings in. The first of several mappings wins, so it is read last."""
+        """Read what `<<` brings in. The first of several mappings wins, so it is read last."""
         values: dict[str, Any] = {}
         for node in reversed(nodes):
             if not isinstance(node, yaml.MappingNode):
@@ -143,12 +141,13 @@ class TreeReader:
 
 
 def forget(origins: dict[Name, str], name: Name) -> None:
-    for given in [given for given in origins if given[: len(name)] == name]:
-        del origins[given]
+    """Remove the origins of an option and of all inside it."""
+    for option in [option for option in origins if option[: len(name)] == name]:
+        del origins[option]
 
 
 def line_of(error: Exception, text: str) -> str:
-    """`:line` of a syntax error, where PyYAML knows it."""
+    """Give `:line` of a syntax error, where PyYAML knows it."""
     mark, position = getattr(error, "problem_mark", None), getattr(error, "position", None)
     line = mark.line if mark else text.count("\n", 0, position) if position is not None else None
     return "" if line is None else f":{line + 1}"
@@ -162,5 +161,5 @@ def reason_of(error: Exception) -> str:
 
 
 def dotted(name: Name) -> str:
-    """Quotes what could not be a name, so that a key `loss.type` is told from `type` in `loss`."""
+    """Join a name's parts; what could not be a part is quoted, so that a key `loss.type` is not `type` in `loss`."""
     return ".".join(part if re.fullmatch(r"[\w-]+", part) else show(part) for part in name)

@@ -1,1 +1,1 @@
-"""A whole RL run on this machine: no GPU, no download."""
+"""A whole RL run on this machine, without a GPU or a download."""

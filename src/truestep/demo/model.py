@@ -1,7 +1,5 @@
 """A tiny model made on the spot: a real Qwen3 configuration and a real tokenizer in a Hugging Face directory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +9,7 @@ END = "<end>"
 
 
 def make_tokenizer(directory: Path, words: Sequence[str]) -> int:
-    """A word a token; the size of its vocabulary."""
+    """Make a tokenizer with a token for each word; return the size of its vocabulary."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -30,9 +28,8 @@ def make_model(directory: Path, words: Sequence[str], seed: int) -> Path:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    vocabulary_size = make_tokenizer(directory, words)
     config = Qwen3Config(
-        vocab_size=vocabulary_size,
+        vocab_size=make_tokenizer(directory, words),
         hidden_size=96,
         intermediate_size=256,
         num_hidden_layers=2,

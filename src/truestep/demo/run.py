@@ -3,8 +3,6 @@
 Both phases go through the trainer that a real run uses; only the model and the data are small.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import shutil
@@ -36,10 +34,6 @@ RIGHT = 0.35
 MARK = ".truestep-demo"  # in a directory that a demo made and may remove
 
 
-class DemoError(TruestepError):
-    pass
-
-
 @dataclass(frozen=True)
 class Outcome:
     before: float
@@ -64,15 +58,15 @@ def run(output: Path, seed: int, console: Console) -> Outcome:
 
 
 def _start_afresh(output: Path) -> None:
-    """A demo starts from nothing each time; what no demo made is not removed."""
+    """Remove what an earlier demo left, and nothing else."""
     if output.exists() and any(output.iterdir()) and not (output / MARK).is_file():
-        raise DemoError(f"{output} is there already and no demo made it: name a directory that is new or empty")
+        raise TruestepError(f"{output} is there already and no demo made it: name a directory that is new or empty")
     shutil.rmtree(output, ignore_errors=True)
     write_whole(output / MARK, b"")
 
 
 def _write_task(output: Path, model: Path, seed: int) -> None:
-    """Prompts to train on, others held out, and the corpus of the warm-up."""
+    """Write prompts to train on, others held out, and the corpus of the warm-up."""
     stream = sorting.prompts(seed)
     write_json_lines(output / "held_out.jsonl", itertools.islice(stream, HELD_OUT))
     prompts = list(itertools.islice(stream, PROMPTS))

@@ -1,7 +1,5 @@
 """Prompts from a JSONL file or a Hugging Face dataset on disk, tokenised once."""
 
-from __future__ import annotations
-
 import codecs
 import json
 from collections.abc import Iterator
@@ -61,15 +59,14 @@ def _tokenise(prompt: Any, tokenizer: Any, where: str) -> tuple[int, ...]:
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
-            raise PromptError(f"{where}: the prompt holds half of a surrogate pair, which is no text") from error
+            raise PromptError(f"{where}: the prompt holds half of a surrogate pair, which is not text") from error
         ids = tokenizer(prompt)["input_ids"]
     elif isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
         if not tokenizer.chat_template:
             raise PromptError(f"{where}: the prompt is chat messages and the tokenizer has no chat template")
         try:
-            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)[
-                "input_ids"
-            ]
+            chat = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
+            ids = chat["input_ids"]
         except (ValueError, TypeError, TemplateError) as error:
             raise PromptError(f"{where}: the chat template refuses these messages: {error}") from error
     else:
@@ -94,9 +91,8 @@ def _read_dataset(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         import datasets
     except ImportError as error:
-        raise PromptError(
-            f"{path} is a directory: reading a dataset needs `pip install 'truestep[datasets]'`"
-        ) from error
+        needed = "reading a dataset needs `pip install 'truestep[datasets]'`"
+        raise PromptError(f"{path} is a directory: {needed}") from error
     try:
         loaded = datasets.load_from_disk(str(path))
     except (FileNotFoundError, ValueError) as error:

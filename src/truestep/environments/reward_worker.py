@@ -3,8 +3,6 @@
 It is in a session of its own, so that an interrupt in the terminal is the trainer's to handle.
 """
 
-from __future__ import annotations
-
 import sys
 from multiprocessing.connection import Connection
 

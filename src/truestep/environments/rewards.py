@@ -1,7 +1,5 @@
 """A reward is a Python callable named by import path: `reward(prompt, completion, **fields) -> float`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +16,7 @@ class RewardError(TruestepError):
 
 
 def load_reward(name: str) -> Reward:
-    """`package.module:function`; the working directory is searched too."""
+    """Import the reward that `package.module:function` names; the working directory is searched too."""
     try:
         return load_custom("reward", name)
     except CustomError as error:
@@ -26,17 +24,17 @@ def load_reward(name: str) -> Reward:
 
 
 def rate(reward: Reward, prompt: Prompt, completion: str) -> float:
-    """The reward of one completion; RewardError says what went wrong in the user's function."""
+    """Rate one completion. RewardError says what went wrong in the user's function."""
     try:
-        given: Any = reward(prompt.prompt, completion, **prompt.fields)
+        returned: Any = reward(prompt.prompt, completion, **prompt.fields)
     except Exception as error:
         raise RewardError(f"the reward raised {type(error).__name__}: {error}") from error
     try:
-        if isinstance(given, str | bytes):  # float() would read some of them as numbers
+        if isinstance(returned, str | bytes):  # float() would read some of them as numbers
             raise TypeError
-        value = float(given)
+        value = float(returned)
     except (TypeError, ValueError, OverflowError) as error:
-        raise RewardError(f"the reward returned {given!r}, which is no number") from error
+        raise RewardError(f"the reward returned {returned!r}, which is not a number") from error
     if not abs(value) <= LARGEST_REWARD:
         raise RewardError(f"the reward returned {value}; at most {LARGEST_REWARD:g} in size is a reward")
     return value

@@ -1,7 +1,5 @@
 """A task whose answer can be checked: put digits in order. `sort 7 2 9 4 =` wants `2 4 7 9`."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator
@@ -11,7 +9,7 @@ WORDS = ("sort", "=", *DIGITS)
 
 
 def prompts(seed: int, length: int = 4) -> Iterator[dict[str, str]]:
-    """Different prompts until there is no other, the same for the same seed."""
+    """Generate different prompts until there is no other, the same ones for the same seed."""
     generator = random.Random(seed)
     seen: set[tuple[str, ...]] = set()
     wrongly_ordered = len(DIGITS) ** length - math.comb(len(DIGITS) + length - 1, length)
@@ -23,5 +21,5 @@ def prompts(seed: int, length: int = 4) -> Iterator[dict[str, str]]:
 
 
 def reward(prompt: str, completion: str, *, answer: str, **_: object) -> float:
-    """1 for the right digits in the right order, 0 for anything else."""
+    """Give 1 for the right digits in the right order, 0 for anything else."""
     return float(completion.split() == answer.split())

@@ -1,1 +1,1 @@
-"""From hidden states to log-probabilities and back. The head knows no loss and a loss never sees a logit."""
+"""The head: log-probabilities from hidden states, and gradients back. It knows no loss; no loss sees a logit."""

@@ -1,9 +1,4 @@
-"""A self-test: compare the Gluon product with torch on this machine.
-
-Its language is young, and a compiler's error would be silent.
-"""
-
-from __future__ import annotations
+"""A self-test: compare the Gluon product with torch on this machine. A compiler's error would be silent."""
 
 import torch
 
@@ -15,7 +10,7 @@ _TOLERANCE = 1e-4
 
 
 def wrong(device: torch.device) -> str | None:
-    """Say what the product gets wrong on this device; None where all is right."""
+    """Name what the product gets wrong on this device; None where all is right."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(_ROWS, _HIDDEN, generator=generator).to(device, torch.bfloat16)
     weight = torch.randn(_VOCABULARY, _HIDDEN, generator=generator).to(device, torch.bfloat16)
@@ -28,17 +23,16 @@ def wrong(device: torch.device) -> str | None:
     y -= reference[:, None]
     for part in range(found.shift.shape[1]):
         columns = slice(part * PART, (part + 1) * PART)
-        mine = y[:, columns]
-        shift = (mine.amax(1) - SLACK).clamp(min=0)
-        mine = mine - shift[:, None]
-        numerators = mine.exp2()
-        for name, given, wanted, tolerance in (
+        shift = (y[:, columns].amax(1) - SLACK).clamp(min=0)
+        shifted = y[:, columns] - shift[:, None]
+        numerators = shifted.exp2()
+        for name, actual, expected, tolerance in (
             ("shift", found.shift[:, part], shift, _TOLERANCE),
             ("sum", found.total[:, part], numerators.sum(1), _TOLERANCE),
-            ("weighted sum", found.weighted[:, part], (numerators * mine).sum(1), _TOLERANCE),
+            ("weighted sum", found.weighted[:, part], (numerators * shifted).sum(1), _TOLERANCE),
             ("numerators", found.values[:, columns], numerators, 2**-7),
         ):
-            error = float((given - wanted).norm() / wanted.norm().clamp(min=1e-30))
+            error = float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
             if not error <= tolerance:
                 return f"{name} of part {part}: off by {error:.1e}"
     return None if float(found.label.abs().max()) <= _TOLERANCE else "labels"

@@ -1,4 +1,4 @@
-"""The head, a chunk of rows at a time: logits are never held whole, and nothing depends on where chunks end.
+"""The head, computed a chunk of rows at a time: the logits never exist all at once, and where chunks end has no effect.
 
     hidden rows ──GEMM──> logits chunk ──statistics──> loss ──> coefficients ──in place──> dL/dlogits
                                                      d hidden <──GEMM──┴──GEMM──> d weight
@@ -9,8 +9,6 @@ product, for its rows alone. Rows whose coefficients are all zero make no backwa
 
 Dimensions: T labels, H hidden, V vocabulary.
 """
-
-from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -24,19 +22,19 @@ from truestep.head.passes import Gradient, HeadPasses, passes_for
 from truestep.head.vocab_parallel import ShardedPasses, VocabularyShard
 from truestep.types import Coefficients, RowStatistics
 
-# Statistics of some rows, and which rows they are, to the coefficients of the gradient.
+# Takes some rows and their statistics; gives the coefficients of the gradient.
 LossFunction = Callable[[slice, RowStatistics], Coefficients]
 
-# The same of rows that do not lie together.
+# The same for rows that do not lie together.
 SharedLossFunction = Callable[[torch.Tensor, RowStatistics], Coefficients]
 
-# Backward products of fewer rows pay for gathering them when at most this share is left.
+# Backward products of the active rows alone pay for gathering them when at most this share is active.
 _WORTH_GATHERING = 0.75
 
 
 @dataclass(frozen=True)
 class HeadRows(Rows):
-    """All T rows of a micro-batch that predict labels. Prompt, masked and padding tokens never enter the head."""
+    """The T rows of a micro-batch that predict labels. Prompt, masked and padding tokens never enter the head."""
 
     settings: HeadSettings
     shard: VocabularyShard | None = None  # where `weight` is a slice of the vocabulary's rows
@@ -52,13 +50,13 @@ class HeadRows(Rows):
         rows = self.settings.rows_per_chunk(
             len(self.label_ids), self.weight.shape[0], self.passes.bytes_per_logit, device
         )
-        # Every chunk has its exchange, so that ranks must agree on their number; what is free may differ.
+        # Every chunk has its exchange, so that ranks must agree on their number; their free memory may differ.
         if self.shard is None or self.settings.chunk_size is not None:
             return rows
         return self.shard.least(rows, device)
 
     def forward(self, rows: slice, *, keep: bool) -> tuple[Any, RowStatistics]:
-        """What the backward pass of these rows starts from, where there is to be one, and their statistics."""
+        """Compute the statistics of some rows, and with `keep` what their backward pass starts from."""
         return self.passes.forward(self[rows], keep)
 
     def backward(self, rows: slice, kept: Any, statistics: RowStatistics, coefficients: Coefficients) -> Gradient:
@@ -71,14 +69,14 @@ class HeadRows(Rows):
 @dataclass(frozen=True)
 class HeadResult:
     statistics: RowStatistics  # [T]
-    hidden_gradient: torch.Tensor | None  # [T, H] float32; None without a backward pass
+    hidden_gradient: torch.Tensor  # [T, H] float32
 
 
 @dataclass(frozen=True)
 class SharedDocuments:
     """Documents that have labels on other ranks too: here the first `lead` rows and the last `tail` rows are theirs.
 
-    `loss` sums over those ranks, so each of them calls it once, for all of its rows of such documents, none included.
+    `loss` sums over those ranks, so each of them calls it once, for all of its rows of such documents, even if none.
     """
 
     lead: int
@@ -98,33 +96,30 @@ def forward_backward(
     document_labels: Sequence[int] | None = None,
     shared: SharedDocuments | None = None,
 ) -> HeadResult:
-    """Both gradients of `loss`: of the hidden rows, returned, and of the weight, added into `weight_gradient` (None for
-    a frozen head: it is then not computed).
+    """Compute both gradients of `loss`: the hidden rows' is returned, the weight's is added into `weight_gradient`
+    (None for a frozen head: it is then not computed).
 
     `document_labels`, the number of labels of each document in order, says that the loss needs whole documents: it is
-    then only ever given rows that hold all labels of each of theirs. The documents of `shared` are not among those.
+    then only called with rows that hold all labels of each of theirs. The documents of `shared` are not among those.
     """
     size = head.rows_per_chunk
     gradient = torch.zeros_like(head.hidden, dtype=wide(head.hidden.dtype))
-    seen = []
-    for span, ready in _runs(head, loss, size, document_labels, shared):
+    statistics = []
+    for span, span_coefficients in _runs(head, loss, size, document_labels, shared):
         for rows in _cut(span, size):
-            given = None if ready is None else ready[slice(rows.start - span.start, rows.stop - span.start)]
-            seen.append(_chunk(head, rows, loss, given, gradient, weight_gradient))
+            place = slice(rows.start - span.start, rows.stop - span.start)
+            coefficients = None if span_coefficients is None else span_coefficients[place]
+            statistics.append(_chunk(head, rows, loss, coefficients, gradient, weight_gradient))
     if head.shard is not None:
         head.shard.sum(gradient)
-    return HeadResult(_join(seen, head), gradient)
+    return HeadResult(_join(statistics, head), gradient)
 
 
 def _runs(
-    head: HeadRows,
-    loss: LossFunction,
-    size: int,
-    document_labels: Sequence[int] | None,
-    shared: SharedDocuments | None,
+    head: HeadRows, loss: LossFunction, size: int, document_labels: Sequence[int] | None, shared: SharedDocuments | None
 ) -> Iterator[tuple[slice, Coefficients | None]]:
-    """All rows, in order; with their coefficients where these need labels of other chunks or other ranks, and so are
-    made before the pass that uses them."""
+    """Cut the rows into runs, in order. A run comes with its coefficients where these need labels of other chunks or
+    other ranks, and so must be known before the pass that uses them."""
     count = len(head.label_ids)
     if document_labels is None:
         yield slice(0, count), None
@@ -155,7 +150,7 @@ def _chunk(
     gradient: torch.Tensor,
     weight_gradient: torch.Tensor | None,
 ) -> RowStatistics:
-    """All of one chunk. Its logits are gone when this returns: two chunks' never exist at a time."""
+    """Run one chunk forward and backward. Its logits are gone when this returns: two chunks' never exist at a time."""
     kept, statistics = head.forward(rows, keep=True)
     if coefficients is None:
         coefficients = loss(rows, statistics)
@@ -180,8 +175,8 @@ def _chunk(
 
 
 def _spans(start: int, size: int, document_labels: Sequence[int]) -> list[slice]:
-    """Runs of whole documents that fit a chunk, as few as there can be, and documents that do not fit. Of as few runs,
-    those whose longest is the shortest: a last one of few rows would waste its products."""
+    """Find the fewest runs of whole documents that fit a chunk; a document that does not fit is a run of its own. The
+    longest of as few runs is made as short as it can be: a last run of few rows would waste its products."""
     fewest = len(_runs_of_at_most(size, start, document_labels))
     sizes = range(1, size)
     least = bisect_left(sizes, -fewest, key=lambda most: -len(_runs_of_at_most(most, start, document_labels)))

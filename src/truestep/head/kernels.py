@@ -21,7 +21,7 @@ _GRADIENT_BLOCK, _GRADIENT_WARPS = 4096, 16
 
 @triton.jit
 def _z(raw, multiplier, softcap, CAPPED: tl.constexpr):
-    """z = softcap(raw) · multiplier. tanh by exp of a negative number, which cannot overflow."""
+    """Compute z = softcap(raw) · multiplier, with tanh by exp of a negative number, which cannot overflow."""
     if CAPPED:
         scaled = raw / softcap
         shrunk = tl.exp(-2 * tl.abs(scaled))
@@ -39,7 +39,7 @@ def _load_z(raw_row, start, lanes, vocabulary, multiplier, softcap, CAPPED: tl.c
 
 @triton.jit
 def _weigh(z, highest):
-    """exp(z - highest), and the same times z - highest: of -inf, nothing."""
+    """Compute exp(z - highest), and the same times z - highest: both 0 for -inf."""
     distance = tl.where(z == float("-inf"), 0.0, z - highest)
     p = tl.where(z == float("-inf"), 0.0, tl.exp(distance))
     return p, p * distance
@@ -59,8 +59,8 @@ def _statistics_kernel(
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row, four blocks at a time, which share one rescaling: exponentials are what it would wait for. A running
-    maximum for each lane of the block; lanes are joined once, at the end."""
+    """Reduce one row, four blocks at a time, which share one rescaling: exponentials are what it would wait for. Each
+    lane of the block has a running maximum; lanes are joined once, at the end."""
     row = tl.program_id(0).to(tl.int64)
     raw_row = raw_pointer + row * row_stride
     multiplier = tl.load(multiplier_pointer + row)
@@ -119,7 +119,7 @@ def _gradient_kernel(
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row, block by block in ascending order: what is written never lies ahead of what has been read."""
+    """Differentiate one row, block by block in ascending order: no write is ever ahead of what has been read."""
     row = tl.program_id(0).to(tl.int64)
     raw_row = raw_pointer + row * raw_stride
     high_row = high_pointer + row * high_stride

@@ -1,4 +1,4 @@
-"""What the head computes for one chunk of rows: logits, their statistics, and the two backward products.
+"""The head's arithmetic for one chunk of rows: logits, their statistics, and the two backward products.
 
 Dimensions: C rows of a chunk, H hidden, V vocabulary.
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 _BLOCK_BYTES = 64 * 2**20
 # More of a chunk's rows make no matrix product faster: 8,192, or twice as many where a logit takes half the memory.
 _MOST_ROWS, _MOST_ROW_BYTES = 8192, 32768
-# Of the memory that is free, what a chunk of logits may take.
+# The share of the free memory that a chunk of logits may take.
 _SHARE = 0.5
 
 
@@ -50,7 +50,7 @@ class HeadSettings:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows that predict labels, and what they are multiplied with."""
+    """Some rows that predict labels, and the weight that they are multiplied with."""
 
     hidden: torch.Tensor  # [C, H]
     weight: torch.Tensor  # [V, H]
@@ -68,17 +68,16 @@ def _free_bytes(device: torch.device) -> int:
 
 @cache
 def _log_choice(rows: int, vocabulary: int, device: str) -> None:
-    """Once for each choice."""
     log.info("logits_chunk_size: auto is %d rows of %d logits on %s", rows, vocabulary, device)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type that sums are kept in: float32, or float64 for float64 inputs."""
+    """Give the type that sums are kept in: float32, or float64 for float64 inputs."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _weight_blocks(weight: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Blocks of the weight's rows in the wide type, never a whole copy."""
+    """Copy the weight's rows in the wide type, block by block: never the whole weight at a time."""
     rows = max(1, _BLOCK_BYTES // (4 * weight.shape[1]))
     for start in range(0, weight.shape[0], rows):
         block = slice(start, min(start + rows, weight.shape[0]))
@@ -86,7 +85,7 @@ def _weight_blocks(weight: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]
 
 
 def raw_logits(hidden: torch.Tensor, weight: torch.Tensor, fp32: bool) -> torch.Tensor:  # [C, H], [V, H] -> [C, V]
-    """h Wᵀ in float32 or wider; rounded to the inputs' half precision unless `fp32`."""
+    """Compute h Wᵀ in float32 or wider, and round it to the inputs' half precision unless `fp32`."""
     if not fp32 or hidden.dtype == wide(hidden.dtype):
         return hidden @ weight.T
     if hidden.is_cuda:
@@ -98,7 +97,7 @@ def raw_logits(hidden: torch.Tensor, weight: torch.Tensor, fp32: bool) -> torch.
 
 
 def scale_(raw: torch.Tensor, temperature: torch.Tensor, settings: HeadSettings) -> torch.Tensor:  # [C, V], [C]
-    """z = softcap(raw) · scale / temperature, over the memory of `raw` where that is wide enough."""
+    """Compute z = softcap(raw) · scale / temperature, over the memory of `raw` where that is wide enough."""
     z = raw.to(wide(raw.dtype))
     if settings.softcap is not None:
         z = z.div_(settings.softcap).tanh_().mul_(settings.softcap)
@@ -112,7 +111,7 @@ def multiplier(temperature: torch.Tensor, settings: HeadSettings, dtype: torch.d
 def scaled_logits(
     hidden: torch.Tensor, weight: torch.Tensor, temperature: torch.Tensor, settings: HeadSettings
 ) -> torch.Tensor:  # [C, H], [V, H], [C] -> [C, V]
-    """z = softcap(h Wᵀ) · scale / temperature, in float32 or wider."""
+    """Compute z = softcap(h Wᵀ) · scale / temperature, in float32 or wider."""
     return scale_(raw_logits(hidden, weight, settings.fp32), temperature, settings)
 
 
@@ -133,7 +132,7 @@ def logits_gradient_(
     coefficients: Coefficients,
     settings: HeadSettings,
 ) -> torch.Tensor:  # [C, V], written over z
-    """d loss / d (h Wᵀ): `p·(a + b·log p) - c·onehot(y)` times the derivatives of scale, temperature and softcap."""
+    """Compute dL/d(h Wᵀ): `p·(a + b·log p) - c·onehot(y)` times the slopes of scale, temperature and softcap."""
     chain = multiplier(temperature, settings, z.dtype)[:, None]
     slope = None
     if settings.softcap is not None:
@@ -164,7 +163,7 @@ class LogitsGradient:
         return LogitsGradient(self.high[rows], None if self.low is None else self.low[rows])
 
     def of_hidden_(self, weight: torch.Tensor, out: torch.Tensor) -> None:  # [V, H], [C, H]
-        """In `out`, which is float32 or wider: before its one cast."""
+        """Write the gradient of the hidden states into `out`, which is float32 or wider."""
         if self.high.dtype == weight.dtype == out.dtype:
             torch.mm(self.high, weight, out=out)
         elif weight.is_cuda:
@@ -178,7 +177,7 @@ class LogitsGradient:
                 out.addmm_(self.high[:, block], block_weight)
 
     def add_of_weight_(self, buffer: torch.Tensor, hidden: torch.Tensor) -> None:  # [V, H], [C, H]
-        """Accumulated in the buffer's float32 by the product itself."""
+        """Add the weight's gradient to the buffer: the product itself accumulates in the buffer's float32."""
         for part in self._parts:
             if part.is_cuda and part.dtype != buffer.dtype:
                 torch.addmm(buffer, part.T, hidden, out_dtype=buffer.dtype, out=buffer)
@@ -187,7 +186,7 @@ class LogitsGradient:
 
 
 def round_gradient(gradient: torch.Tensor, dtype: torch.dtype, split: bool) -> LogitsGradient:
-    """A GPU multiplies in the weight's type; a CPU keeps the gradient as it is."""
+    """Round a gradient to the weight's type, in which a GPU multiplies; a CPU keeps it as it is."""
     if not gradient.is_cuda or gradient.dtype == dtype:
         return LogitsGradient(gradient)
     high = gradient.to(dtype)

@@ -1,4 +1,4 @@
-"""What is computed beside a product that leaves the softmax's numerators (Triton). It knows no loss.
+"""The kernels around the product that leaves the softmax's numerators (Triton). They know no loss.
 
 `label_logits` before it, `join_parts_` after it; for a loss with an entropy term `numerators_gradient_`, the one pass
 over all of them; beside the backward products `scaled_rows`, `scale_and_subtract_label_` and `subtract_labels_`, which
@@ -177,7 +177,7 @@ def _subtract_labels_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A label's rows in their order, by the first of them: a sum of the same terms in the same order every time."""
+    """Sum a label's rows in their order, where the first of them runs: the same terms in the same order every time."""
     first = tl.program_id(0)
     label = tl.load(label_pointer + first).to(tl.int64)
     before = tl.load(label_pointer + first - 1, mask=first > 0, other=-1)
@@ -198,7 +198,7 @@ def _subtract_labels_kernel(
 
 
 def label_logits(hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor) -> torch.Tensor:  # [C]
-    """h · W[y] in float32, of no more than the labels."""
+    """Compute h · W[y] in float32, for each row's label alone."""
     logits = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     if len(hidden):
         block = min(_DOT_BLOCK, triton.next_power_of_2(hidden.shape[1]))
@@ -211,7 +211,7 @@ def label_logits(hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Te
 def join_parts_(
     parts: Numerators, reference: torch.Tensor
 ) -> tuple[torch.Tensor, RowStatistics]:  # [C] in powers of two
-    """What the numerators of each row are relative to, all of them alike from now on, and the rows' statistics."""
+    """Bring all numerators of a row to one base, and return it with the rows' statistics."""
     rows, count = parts.total.shape
     logprobs, entropy, logsumexp, base = torch.empty(4, rows, dtype=torch.float32, device=reference.device)
     values = parts.total if parts.values is None else parts.values
@@ -244,7 +244,7 @@ def numerators_gradient_(
     factor: torch.Tensor,  # [C]
     coefficients: Coefficients,
 ) -> None:
-    """`p · (a + b · log p)`; the label's part is apart."""
+    """Write `p · (a + b · log p)`, the gradient without the label's part, over the numerators."""
     rows, vocabulary = values.shape
     if rows:
         _numerators_gradient_kernel[(rows,)](
@@ -261,7 +261,7 @@ def numerators_gradient_(
 
 
 def scaled_rows(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:  # [C, H], [C]
-    """Multiplied in float32, in the rows' own type."""
+    """Multiply each row by its scale, in float32; the result has the rows' own type."""
     scaled = torch.empty_like(rows)
     count, size = rows.shape
     if count:
@@ -277,7 +277,7 @@ def scale_and_subtract_label_(
     label_ids: torch.Tensor,  # [C]
     c: torch.Tensor,  # [C]
 ) -> None:
-    """product · scale - c · W[y], of each row."""
+    """Compute product · scale - c · W[y] for each row, in place."""
     rows, size = product.shape
     if rows:
         block = min(_DOT_BLOCK, triton.next_power_of_2(size))
@@ -292,7 +292,7 @@ def subtract_labels_(
     label_ids: torch.Tensor,  # [C]
     c: torch.Tensor,  # [C]
 ) -> None:
-    """buffer[y] -= c · h, of every row; the same bits every time."""
+    """Subtract c · h from buffer[y] for every row, with the same bits every time."""
     rows, (vocabulary, size) = len(hidden), buffer.shape
     if rows:
         labels, order = torch.where(c == 0, vocabulary, label_ids).sort(stable=True)

@@ -3,8 +3,6 @@
 Dimensions: C rows of a chunk, V vocabulary, N parts of the vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +14,8 @@ SLACK = 40.0
 
 @dataclass(frozen=True)
 class Numerators:
-    """Numerators of the softmax of each row, in parts of `PART` of the vocabulary that have a shift each: 2^y with
-    y = z · log2 e - reference - shift."""
+    """The numerators of each row's softmax: 2^y with y = z · log2 e - reference - shift. Each part of `PART` columns of
+    the vocabulary has a shift of its own."""
 
     values: torch.Tensor | None  # [C, V]
     shift: torch.Tensor  # [C, N] 0 but where a numerator would otherwise be too large

@@ -1,7 +1,7 @@
-"""What is done to a chunk of rows before and after its loss is known: in the product itself where that can be, by fused
+"""The passes over a chunk of rows before and after its loss is known: in the product itself where that can be, by fused
 kernels where those run, by torch elsewhere.
 
-All give the same numbers; which one serves is a matter of speed. What `forward` keeps is for `gradient` alone.
+All give the same numbers; the choice is a matter of speed. What `forward` keeps is for `gradient` alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Gradient(Protocol):
-    """dL/d(h Wᵀ), of what is needed of it: the two backward products."""
+    """The gradient dL/d(h Wᵀ), as the two backward products that it enters."""
 
     def __getitem__(self, rows: torch.Tensor) -> Gradient: ...
 
@@ -43,11 +43,11 @@ class Gradient(Protocol):
 class HeadPasses(Protocol):
     @property
     def bytes_per_logit(self) -> int:
-        """While a chunk's loss is found."""
+        """The memory that each logit of a chunk takes while its loss is found."""
         ...
 
     def forward(self, rows: Rows, keep: bool) -> tuple[Any, RowStatistics]:
-        """What `gradient` needs, where that is to be kept, and the statistics of each row."""
+        """Compute the statistics of each row, and with `keep` what `gradient` needs."""
         ...
 
     def gradient(self, kept: Any, statistics: RowStatistics, rows: Rows, coefficients: Coefficients) -> Gradient: ...
@@ -119,7 +119,7 @@ def passes_for(settings: HeadSettings, hidden: torch.Tensor, weight: torch.Tenso
 
 @cache
 def _kernels_run(device_type: str) -> bool:
-    """Triton is there, and so is a GPU or its interpreter."""
+    """Tell whether Triton is installed, and a GPU or its interpreter runs what it compiles."""
     if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return False
     try:
@@ -130,8 +130,8 @@ def _kernels_run(device_type: str) -> bool:
 
 
 def _fits_the_product(settings: HeadSettings, hidden: torch.Tensor, weight: torch.Tensor) -> bool:
-    """bfloat16 throughout, with its range of exponents; rows that the copy engine can fetch; a softmax of the plain
-    product; a gradient of one part."""
+    """Tell whether the product that makes the softmax can serve: bfloat16 throughout, for its range of exponents; rows
+    that the copy engine can fetch; a softmax of the plain product; a gradient of one part."""
     plain = settings.fp32 and settings.softcap is None and settings.scale > 0 and not settings.split_gradient
     typed = hidden.dtype == weight.dtype == torch.bfloat16
     laid_out = all(t.is_contiguous() and t.shape[1] % 8 == 0 and t.data_ptr() % 16 == 0 for t in (hidden, weight))
@@ -140,7 +140,7 @@ def _fits_the_product(settings: HeadSettings, hidden: torch.Tensor, weight: torc
 
 @cache
 def _product_serves(device: torch.device) -> bool:
-    """A Hopper GPU, and a Triton whose Gluon makes of the product what it is to be."""
+    """Tell whether this is a Hopper GPU, and a Triton whose Gluon compiles the product correctly."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return False
     try:

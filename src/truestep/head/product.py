@@ -5,7 +5,7 @@ the other still multiplies, weigh what they have: y = logit - reference, in powe
 numerators 2^y of the softmax, which alone are stored, and their sums, one of each for a row and a tile. A tile whose
 largest y is beyond `SLACK` is shifted down to it, so that nothing overflows whatever the logits are.
 
-A tile is done by whoever comes to it, in no order that could change a number.
+The order in which tiles are computed changes no number.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NOTHING = gl.constexpr(-1e30)  # the logit of a column past the vocabulary: fini
 
 @gluon.jit
 def _place(index, row_tiles, vocabulary_tiles):
-    """Tiles in an order in which those at work at one time share most of what they read."""
+    """Order the tiles so that those computed at the same time share most of what they read."""
     first = index // (GROUP * vocabulary_tiles) * GROUP
     rows = gl.minimum(row_tiles - first, GROUP)
     rest = index - first * vocabulary_tiles
@@ -49,16 +49,7 @@ def _place(index, row_tiles, vocabulary_tiles):
 
 
 @gluon.jit
-def _fetch(
-    hidden,
-    weight,
-    upper,
-    lower,
-    weights,
-    ready,
-    empty,
-    sizes,
-):
+def _fetch(hidden, weight, upper, lower, weights, ready, empty, sizes):
     _, _, row_tiles, vocabulary_tiles, steps = sizes
     count = 0
     for index in range(gl.program_id(0), row_tiles * vocabulary_tiles, gl.num_programs(0)):
@@ -87,7 +78,7 @@ def _sum(left, right):
 
 
 @gluon.jit
-def _multiply_and_weigh(group, mine, staging, weights, ready, empty, values, given, found, sizes, KEEP: gl.constexpr):
+def _multiply_and_weigh(group, half, staging, weights, ready, empty, values, given, found, sizes, KEEP: gl.constexpr):
     factor_pointer, reference_pointer, label_pointer, holds_label_pointer = given
     shift_pointer, total_pointer, weighted_pointer, label_y_pointer = found
     row_count, vocabulary, row_tiles, vocabulary_tiles, steps = sizes
@@ -103,7 +94,7 @@ def _multiply_and_weigh(group, mine, staging, weights, ready, empty, values, giv
             stage = count % STAGES
             mbarrier.wait(ready.index(stage), (count // STAGES) & 1)
             logits = warpgroup_mma(
-                mine.index(stage), weights.index(stage).permute((1, 0)), logits, use_acc=step > 0, is_async=True
+                half.index(stage), weights.index(stage).permute((1, 0)), logits, use_acc=step > 0, is_async=True
             )
             logits = warpgroup_mma_wait(1, deps=(logits,))
             # One product is still under way; the one before it has read its stage.

@@ -6,8 +6,6 @@ row are exchanged, and each rank has those of the whole vocabulary. No rank ever
 Dimensions: C rows of a chunk, R ranks.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +29,7 @@ class VocabularyShard:
         return (label_ids >= self.first) & (label_ids < self.first + self.size)
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
-        """Over the ranks, in place: each row's gradient in its hidden state has a part on every rank."""
+        """Sum over the ranks, in place: the gradient of each row's hidden state has a part on every rank."""
         dist.all_reduce(partial, group=self.group)
         return partial
 
@@ -57,8 +55,8 @@ class ShardedPasses:
 
     def gradient(self, kept: Any, statistics: RowStatistics, rows: Rows, coefficients: Coefficients) -> Gradient:
         # p is that of the whole vocabulary already; the label's own term belongs to the rank that holds it.
-        here = replace(coefficients, c=torch.where(self.shard.owns(rows.label_ids), coefficients.c, 0))
-        return self.local.gradient(kept, statistics, self._local(rows), here)
+        local = replace(coefficients, c=torch.where(self.shard.owns(rows.label_ids), coefficients.c, 0))
+        return self.local.gradient(kept, statistics, self._local(rows), local)
 
     def _local(self, rows: Rows) -> Rows:
         """Count labels from this slice's first; another slice's become any of them."""
@@ -67,7 +65,7 @@ class ShardedPasses:
 
 
 def _join(own: RowStatistics, owned: torch.Tensor, group: dist.ProcessGroup) -> RowStatistics:
-    """Statistics of the whole vocabulary from those of each slice."""
+    """Compute the statistics of the whole vocabulary from those of each slice."""
     label_logit = torch.where(owned, own.logprobs + own.logsumexp, -torch.inf)
     packed = torch.stack([own.logsumexp, own.entropy, label_logit])  # [3, C]
     gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size(group))]

@@ -1,16 +1,13 @@
-"""The losses of a label, and their slopes in its log-probability.
+"""The losses of labels, and their slopes in each label's log-probability.
 
 A loss is a frozen dataclass whose fields are its options, by the names that users type. It takes `Labels` and gives a
 `LabelTerm`. Dimensions: T labels.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -33,7 +30,7 @@ class LabelLoss:
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """Where the ratio is clipped; None where it is not."""
+        """The least and the largest ratio before clipping; None where the loss does not clip."""
         return None
 
     def __call__(self, labels: Labels) -> LabelTerm:
@@ -44,22 +41,8 @@ class LabelLoss:
         return labels.document_means(labels.log_ratio) if self.whole_documents else labels.log_ratio
 
 
-L = TypeVar("L", bound=type[LabelLoss])
-_BY_TYPE: dict[str, type[LabelLoss]] = {}
-
-
-def _named(name: str) -> Callable[[L], L]:
-    """Make the loss that `loss.type: name` picks."""
-
-    def register(loss: L) -> L:
-        _BY_TYPE[name] = loss
-        return loss
-
-    return register
-
-
 def make_label_loss(options: Any) -> LabelLoss:
-    """The loss that a `loss` section of the configuration describes."""
+    """Make the loss that a `loss` section of the configuration describes."""
     if (custom := getattr(options, "custom", None)) is not None:
         if not isinstance(custom, LabelLoss):
             raise CustomError(
@@ -72,7 +55,7 @@ def make_label_loss(options: Any) -> LabelLoss:
 
 
 def round_bounds(epsilon_low: float, epsilon_high: float) -> tuple[float, float]:
-    """The bounds of a ratio rounded to float32, so that a float32 ratio can lie exactly on one."""
+    """Round the bounds of a ratio to float32, so that a float32 ratio can lie exactly on one."""
     low, high = torch.tensor([1 - epsilon_low, 1 + epsilon_high], dtype=torch.float32).tolist()
     return low, high
 
@@ -80,7 +63,7 @@ def round_bounds(epsilon_low: float, epsilon_high: float) -> tuple[float, float]
 def clipped_surrogate(
     ratio: torch.Tensor, advantages: torch.Tensor, bounds: tuple[float, float], dual_clip: float | None
 ) -> LabelTerm:
-    """`-min(ρA, clip(ρ)A)` and its slope in log ρ. A ratio exactly on a bound takes the unclipped slope."""
+    """Compute `-min(ρA, clip(ρ)A)` and its slope in log ρ. A ratio exactly on a bound takes the unclipped slope."""
     low, high = bounds
     negative = advantages < 0
     # A zero advantage times an infinite ratio would be NaN.
@@ -94,7 +77,7 @@ def clipped_surrogate(
 
 
 def weighted_logprob(importance: torch.Tensor, labels: Labels) -> LabelTerm:
-    """`-sg(importance) A logπ`, where the importance is a constant."""
+    """Compute `-importance · A · logπ`, where the importance counts as a constant, and its slope."""
     slope = torch.where(labels.advantages == 0, 0, -importance * labels.advantages)
     return LabelTerm(torch.where(slope == 0, 0, slope * labels.logprobs), slope)
 
@@ -109,7 +92,6 @@ class Clipped(LabelLoss):
         return round_bounds(self.epsilon_low, self.epsilon_high)
 
 
-@_named("grpo")
 @dataclass(frozen=True)
 class Grpo(Clipped):
     dual_clip: float | None = None
@@ -118,7 +100,6 @@ class Grpo(Clipped):
         return clipped_surrogate(self.log_ratio(labels).exp(), labels.advantages, self.bounds, self.dual_clip)
 
 
-@_named("gspo")
 @dataclass(frozen=True)
 class Gspo(Clipped):
     """Clips the document's geometric-mean ratio R_d, with the document's mean advantage.
@@ -135,7 +116,6 @@ class Gspo(Clipped):
         return clipped_surrogate(self.log_ratio(labels).exp(), advantages, self.bounds, self.dual_clip)
 
 
-@_named("reinforce")
 @dataclass(frozen=True)
 class Reinforce(LabelLoss):
     ratio_cap: float | None = None
@@ -145,15 +125,23 @@ class Reinforce(LabelLoss):
         return weighted_logprob(self.log_ratio(labels).exp().clamp(max=cap), labels)
 
 
-@_named("cispo")
 @dataclass(frozen=True)
 class Cispo(Clipped):
     def __call__(self, labels: Labels) -> LabelTerm:
         return weighted_logprob(self.log_ratio(labels).exp().clamp(*self.bounds), labels)
 
 
-@_named("cross_entropy")
 @dataclass(frozen=True)
 class CrossEntropy(LabelLoss):
     def __call__(self, labels: Labels) -> LabelTerm:
         return LabelTerm(-labels.logprobs, torch.full_like(labels.logprobs, -1.0))
+
+
+# The loss that each `loss.type` picks.
+_BY_TYPE: dict[str, type[LabelLoss]] = {
+    "grpo": Grpo,
+    "gspo": Gspo,
+    "reinforce": Reinforce,
+    "cispo": Cispo,
+    "cross_entropy": CrossEntropy,
+}

@@ -1,4 +1,4 @@
-"""What a loss and a metric are given: the labels of one micro-batch, and how to sum over its documents.
+"""The input of losses and metrics: the labels of one micro-batch, and sums over its documents.
 
 Dimensions: T labels, D documents of the micro-batch.
 """
@@ -6,7 +6,7 @@ Dimensions: T labels, D documents of the micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,14 +22,13 @@ def no_reduction(sums: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Labels(PackedLabels):
-    """Labels with what the policy says of them. Example: `labels.logprobs - labels.old_logprobs` is [T]."""
+    """Labels and the policy's statistics of them. Example: `labels.logprobs - labels.old_logprobs` is [T]."""
 
     logprobs: torch.Tensor = field(metadata=per_label())  # of the policy being trained
     entropy: torch.Tensor = field(metadata=per_label())
     logsumexp: torch.Tensor = field(metadata=per_label())
-    weight: torch.Tensor = field(
-        metadata=per_label()
-    )  # one over the step's denominator: the only place where anything is divided
+    # One over the step's denominator: the only place where anything is divided.
+    weight: torch.Tensor = field(metadata=per_label())
     reduce_documents: DocumentReducer = no_reduction
 
     @staticmethod
@@ -40,10 +39,8 @@ class Labels(PackedLabels):
         reduce_documents: DocumentReducer = no_reduction,
     ) -> Labels:
         return Labels(
-            **{item.name: getattr(packed, item.name) for item in fields(PackedLabels)},
-            logprobs=statistics.logprobs,
-            entropy=statistics.entropy,
-            logsumexp=statistics.logsumexp,
+            **vars(packed),
+            **vars(statistics),
             weight=weight.to(statistics.logprobs.dtype),
             reduce_documents=reduce_documents,
         )
@@ -53,7 +50,7 @@ class Labels(PackedLabels):
         return self.logprobs - self.old_logprobs
 
     def has_label(self, name: str) -> torch.Tensor:  # [T] bool
-        """Tell of each label whether its document has a field that a record may lack."""
+        """Tell for each label whether its document has a field that a record may lack."""
         return self.has[name][self.document]
 
     def document_sums(self, values: torch.Tensor) -> torch.Tensor:  # [T] -> [D]

@@ -4,8 +4,6 @@ A measure is a function from `Labels` and `StepFacts` to metrics by name; `BUILT
 users add their own by import path. T: labels, D: documents of the micro-batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -25,7 +23,7 @@ LEVELS = ("none", "basic", "full")  # each has the metrics of those before it
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What is known of the whole step beside its labels."""
+    """The facts about the whole step that a metric may need beside its labels."""
 
     objective: Objective
     documents_seen: int  # before this step
@@ -37,22 +35,22 @@ Measure = Callable[[Labels, StepFacts], Mapping[str, Metric]]
 def measure_labels(
     labels: Labels, step: StepFacts, level: str, custom: Mapping[str, Measure] | None = None
 ) -> dict[str, Metric]:
-    """Measure all metrics of a level that the data at hand allows, and a user's own."""
+    """Measure a level's metrics, so far as the documents have the data for them, and a user's own."""
     wanted = LEVELS[: LEVELS.index(level) + 1]
     metrics: dict[str, Metric] = {}
-    for at, measure in BUILT_IN:
-        if at in wanted:
+    for first_level, measure in BUILT_IN:
+        if first_level in wanted:
             metrics |= measure(labels, step)
     for name, measure in (custom or {}).items():
         measured = measure(labels, step)
-        if known := sorted(set(measured) & set(metrics)):
-            raise ValueError(f"{name} gives {', '.join(known)}, which is the name of another metric")
+        if repeated := sorted(set(measured) & set(metrics)):
+            raise ValueError(f"{name} gives {', '.join(repeated)}, which is the name of another metric")
         metrics |= measured
     return metrics
 
 
 def document_mean(labels: Labels, values: torch.Tensor, present: torch.Tensor | None = None) -> Mean:
-    """The mean, over the documents that have labels and are `present` [D], of the document's mean over its labels."""
+    """Average over each document's labels, and then over the documents that have labels and are `present` [D]."""
     counted = labels.num_labels > 0
     if present is not None:
         counted = counted & present
@@ -61,7 +59,7 @@ def document_mean(labels: Labels, values: torch.Tensor, present: torch.Tensor | 
 
 
 def extremes(name: str, values: torch.Tensor) -> dict[str, Metric]:
-    """The largest and the smallest value, as `max_NAME` and `min_NAME`."""
+    """Measure the largest and the smallest value, as `max_NAME` and `min_NAME`."""
     return {f"max_{name}": Max(_largest(values)), f"min_{name}": Min(-_largest(-values))}
 
 
@@ -86,7 +84,7 @@ def _new_logprobs(labels: Labels, step: StepFacts) -> dict[str, Metric]:
 
 
 def _log_ratio(labels: Labels, step: StepFacts) -> torch.Tensor:  # [T] float64
-    """The log-ratio that the loss looks at; 0 where the document has no old log-probs.
+    """Compute the log-ratio that the loss looks at; 0 where the document has no old log-probs.
 
     Not the logarithm of the ratio, which may be 0 or infinite; and expm1 in float64 keeps the digits of a divergence
     far smaller than the ratio's own rounding.
@@ -115,7 +113,7 @@ def _ratio(labels: Labels, step: StepFacts) -> dict[str, Metric]:
 
 
 def _clipped(labels: Labels, step: StepFacts) -> dict[str, Metric]:
-    """The loss compares a float32 ratio with its bounds, and so does the clipped fraction."""
+    """Measure the clipped fractions. The ratio is float32, as it is where the loss compares it with its bounds."""
     label_loss = step.objective.label_loss
     if label_loss.bounds is None:
         return {}
@@ -134,9 +132,7 @@ def _percentiles(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     present = labels.has_label("logprobs")
     log_ratio = _log_ratio(labels, step)[present]
     edges = LOG_RATIO_EDGES.to(log_ratio.device)
-    return {
-        f"log_ratio_p{percentile}": Histogram.of(log_ratio, edges, percentile) for percentile in LOG_RATIO_PERCENTILES
-    }
+    return {f"log_ratio_p{percent}": Histogram.of(log_ratio, edges, percent) for percent in LOG_RATIO_PERCENTILES}
 
 
 def _advantages(labels: Labels, step: StepFacts) -> dict[str, Metric]:

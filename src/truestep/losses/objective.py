@@ -3,8 +3,6 @@
 T: labels of a micro-batch; N, D: labels and documents of the whole step.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -16,13 +14,13 @@ from truestep.types import Coefficients, StepTotals
 
 @dataclass(frozen=True)
 class Denominator:
-    """`normalize_by` of the configuration."""
+    """The denominator that `loss.normalize_by` names."""
 
     normalize_by: str
     max_labels: int | None = None
 
     def label_weights(self, num_labels: torch.Tensor, totals: StepTotals) -> torch.Tensor:  # [T], [T]
-        """One over the denominator for each label, given the number of labels of its document."""
+        """Compute one over the denominator for each label, given the number of labels of its document."""
         documents, labels = max(totals.num_documents, 1), max(totals.num_labels, 1)
         match self.normalize_by:
             case "labels":
@@ -52,7 +50,7 @@ class Objective:
         return self.label_loss.whole_documents
 
     def coefficients(self, labels: Labels, totals: StepTotals) -> Coefficients:
-        """The coefficients of the step's gradient, all denominators included."""
+        """Compute the coefficients of the step's gradient, all denominators included."""
         weight = labels.weight
         if self.deepspeed_divisor:
             weight = weight / max(totals.num_documents, 1)
@@ -66,7 +64,7 @@ class Objective:
         return Coefficients(a, b, c)
 
     def terms(self, labels: Labels) -> dict[str, torch.Tensor]:
-        """Each term's contribution per label, [T] in float64; their sum over the step's labels is its loss."""
+        """Compute each term's contribution per label, [T] in float64: over the step's labels they sum to its loss."""
         weight = labels.weight.double()
         terms = {"policy_loss": self.label_loss(labels).loss * weight}
         if self.entropy_bonus:

@@ -1,1 +1,1 @@
-"""Metrics, whose types carry their reduction, and the sinks that they are logged to."""
+"""Metrics, whose types say how they are reduced, and the sinks that they are logged to."""

@@ -1,21 +1,12 @@
-"""Where numbers go: the run's metrics.jsonl, a console that is pleasant to watch, Weights & Biases, TensorBoard."""
-
-from __future__ import annotations
+"""The sinks of a run's numbers: metrics.jsonl, the console, Weights & Biases, TensorBoard."""
 
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
 from truestep.errors import TruestepError
@@ -31,7 +22,6 @@ _LIVE = {
     "grad_norm": "grad {:.3g}",
     "tokens_per_second": "{:,.0f} tok/s",
 }
-
 
 _RATIO_TOLERANCE = 1e-3
 
@@ -62,11 +52,11 @@ class JsonLines:
 
 
 def live_line(line: Mapping[str, Any], width: int | None = None) -> str:
-    """As many of the numbers, the most telling first, as fit whole."""
+    """Format as many of the numbers as fit, the most telling first."""
     shown = ""
     for name, form in _LIVE.items():
         if line.get(name) is not None:
-            longer = f"{shown}  {form.format(line[name])}" if shown else form.format(line[name])
+            longer = f"{shown}  {form.format(line[name])}".lstrip()
             if width is not None and len(longer) > width:
                 break
             shown = longer
@@ -74,25 +64,23 @@ def live_line(line: Mapping[str, Any], width: int | None = None) -> str:
 
 
 class ConsoleSink:
-    """A bar with a live line on a terminal; a plain line a step elsewhere."""
+    """A bar with a live line on a terminal; elsewhere, one plain line for each step."""
 
     def __init__(self, console: Console, *, steps: int | None, done: int = 0, title: str = "training"):
-        self._console = console
-        self._steps = steps
-        self._live = console.is_terminal
+        self._console, self._steps, self._live = console, steps, console.is_terminal
         counter = f"{steps or ''}/{steps}" if steps else "0000000"
-        # What a narrow terminal has no room for is left out whole: first the time, then the bar.
+        # A narrow terminal goes without the time, and a narrower one without the bar.
         room = console.width - len(title) - len(counter) - 5
         wide, wider = room > 80, room > 104
         self._numbers_width = room - 18 * wide - 24 * wider
-        whole = Column(no_wrap=True)
-        columns: list[ProgressColumn] = [TextColumn("[bold]{task.description}", table_column=whole)]
+        unwrapped = Column(no_wrap=True)
+        columns: list[ProgressColumn] = [TextColumn("[bold]{task.description}", table_column=unwrapped)]
         if wide:
             columns.append(BarColumn(bar_width=16))
-        columns.append(TextColumn("{task.completed:.0f}" + (f"/{steps}" if steps else ""), table_column=whole))
+        columns.append(TextColumn("{task.completed:.0f}" + (f"/{steps}" if steps else ""), table_column=unwrapped))
         if wider:
             columns += [TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()]
-        columns.append(TextColumn("{task.fields[numbers]}", style="cyan", table_column=whole))
+        columns.append(TextColumn("{task.fields[numbers]}", style="cyan", table_column=unwrapped))
         self._progress = Progress(*columns, console=console)
         self._task = self._progress.add_task(title, total=steps, completed=done, numbers="")
         if self._live:
@@ -103,9 +91,8 @@ class ConsoleSink:
             numbers = live_line(line, self._numbers_width)
             self._progress.update(self._task, completed=line["step"], numbers=numbers)
         else:
-            of = f"/{self._steps}" if self._steps else ""
-            self._console.print(f"step {line['step']}{of}  {live_line(line)}", highlight=False, soft_wrap=True)
-
+            total = f"/{self._steps}" if self._steps else ""
+            self._console.print(f"step {line['step']}{total}  {live_line(line)}", highlight=False, soft_wrap=True)
         ratio = line.get("ratio_new_old")
         if line["step"] == 1 and ratio is not None and not abs(ratio - 1) <= _RATIO_TOLERANCE:
             self._console.print(
@@ -131,7 +118,7 @@ class ConsoleSink:
 
 
 class TensorBoardSink:
-    """`done`: the step that a restart goes on after; what an earlier run wrote of later ones is not shown."""
+    """Event files for TensorBoard, which shows nothing that an earlier start wrote of steps after `done`."""
 
     def __init__(self, directory: str, done: int = 0):
         try:
@@ -153,37 +140,24 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """documents_seen is the x-axis that two runs share."""
+    """A run at Weights & Biases, with documents_seen as its x-axis: two runs share that one.
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        project: str,
-        name: str | None,
-        mode: Literal["online", "offline"],
-        config: Mapping[str, Any],
-    ):
+    `options` are `project`, `name` and `mode` of wandb.init.
+    """
+
+    def __init__(self, directory: Path, config: Mapping[str, Any], **options: Any):
         try:
             import wandb
         except ImportError as error:
             raise SinkError("logging.wandb needs `pip install 'truestep[wandb]'`") from error
         # One run on the server for all starts of this one.
-        known = directory / "wandb_id"
-        run_id = known.read_text(encoding="utf-8") if known.is_file() else uuid.uuid4().hex[:12]
+        id_file = directory / "wandb_id"
+        run_id = id_file.read_text(encoding="utf-8") if id_file.is_file() else uuid.uuid4().hex[:12]
         try:
-            self._run = wandb.init(
-                dir=str(directory),
-                project=project,
-                name=name,
-                mode=mode,
-                config=dict(config),
-                id=run_id,
-                resume="allow",
-            )
+            self._run = wandb.init(dir=str(directory), config=dict(config), id=run_id, resume="allow", **options)
         except wandb.Error as error:
             raise SinkError(f"logging.wandb: {error}") from error
-        write_whole(known, run_id.encode())
+        write_whole(id_file, run_id.encode())
         self._run.define_metric("*", step_metric="documents_seen")
 
     def step(self, line: Mapping[str, Any]) -> None:

@@ -1,7 +1,5 @@
 """A step's numbers as a table for the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -24,12 +24,8 @@ class Metric(Protocol):
         ...
 
 
-def _float(value: torch.Tensor | float) -> float:
-    return float(value)
-
-
 def _double(value: torch.Tensor | float) -> torch.Tensor:
-    """Not torch's default float32: an extreme is one of the values, to the last digit."""
+    """Convert to float64: an extreme is one of the values, to the last digit."""
     return torch.as_tensor(value, dtype=torch.float64)
 
 
@@ -41,7 +37,7 @@ class Sum:
         return Sum(self.total + other.total)
 
     def value(self) -> float | None:
-        return _float(self.total)
+        return float(self.total)
 
 
 @dataclass(frozen=True)
@@ -53,13 +49,12 @@ class Mean:
         return Mean(self.total + other.total, self.count + other.count)
 
     def value(self) -> float | None:
-        count = _float(self.count)
-        return _float(self.total) / count if count else None
+        return float(self.total) / float(self.count) if self.count else None
 
 
 @dataclass(frozen=True)
 class Max:
-    """The largest value; -inf stands for none."""
+    """The largest of some values; -inf stands for none."""
 
     largest: torch.Tensor | float
 
@@ -68,13 +63,12 @@ class Max:
         return Max(torch.maximum(_double(self.largest), _double(other.largest)))
 
     def value(self) -> float | None:
-        largest = _float(self.largest)
-        return None if largest == -math.inf else largest
+        return None if self.largest == -math.inf else float(self.largest)
 
 
 @dataclass(frozen=True)
 class Min:
-    """The smallest value; +inf stands for none."""
+    """The smallest of some values; +inf stands for none."""
 
     smallest: torch.Tensor | float
 
@@ -82,8 +76,7 @@ class Min:
         return Min(torch.minimum(_double(self.smallest), _double(other.smallest)))
 
     def value(self) -> float | None:
-        smallest = _float(self.smallest)
-        return None if smallest == math.inf else smallest
+        return None if self.smallest == math.inf else float(self.smallest)
 
 
 @dataclass(frozen=True)
@@ -94,8 +87,8 @@ class Derived:
     function: Callable[..., float | None]
 
     def merge(self, other: Derived) -> Derived:
-        merged = tuple(mine.merge(theirs) for mine, theirs in zip(self.parts, other.parts, strict=True))
-        return Derived(merged, self.function)
+        parts = zip(self.parts, other.parts, strict=True)
+        return Derived(tuple(first.merge(second) for first, second in parts), self.function)
 
     def value(self) -> float | None:
         return self.function(*(part.value() for part in self.parts))
@@ -118,7 +111,7 @@ class Histogram:
         return Histogram(self.counts + other.counts, self.edges, self.percentile)
 
     def value(self) -> float | None:
-        total = _float(self.counts.sum())
+        total = float(self.counts.sum())
         if not total:
             return None
         target = self.percentile / 100 * total
@@ -126,16 +119,15 @@ class Histogram:
         index = int(torch.searchsorted(cumulative, cumulative.new_tensor(target)))
         # The outermost bins are open: their one known edge is all that can be said.
         if index == 0:
-            return _float(self.edges[0])
+            return float(self.edges[0])
         if index >= len(self.edges):
-            return _float(self.edges[-1])
-        low, high = _float(self.edges[index - 1]), _float(self.edges[index])
-        before = _float(cumulative[index - 1])
-        return low + (high - low) * (target - before) / _float(self.counts[index])
+            return float(self.edges[-1])
+        low, high = float(self.edges[index - 1]), float(self.edges[index])
+        return low + (high - low) * (target - float(cumulative[index - 1])) / float(self.counts[index])
 
 
 def merge(first: Mapping[str, Metric], second: Mapping[str, Metric]) -> dict[str, Metric]:
-    """The union of two sets of metrics; what both have is reduced as its type says."""
+    """Unite two sets of metrics. A metric that both have is reduced as its type says."""
     merged = dict(first)
     for name, metric in second.items():
         merged[name] = merged[name].merge(metric) if name in merged else metric
@@ -143,7 +135,7 @@ def merge(first: Mapping[str, Metric], second: Mapping[str, Metric]) -> dict[str
 
 
 def on_host(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """With every number on the host, where ranks exchange them."""
+    """Move every number to the host, where ranks exchange them."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -158,6 +150,6 @@ def on_host(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The numbers to log; a metric that measured nothing is absent."""
+    """Read the numbers to log. A metric that measured nothing is absent."""
     read = {name: metric.value() for name, metric in metrics.items()}
     return {name: value for name, value in read.items() if value is not None}

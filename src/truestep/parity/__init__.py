@@ -1,1 +1,1 @@
-"""How far the sampler's log-probs are from the trainer's, and why: each cause measured by switching only it."""
+"""Measures how far the sampler's log-probs are from the trainer's, and each cause of it by switching only that."""

@@ -1,9 +1,7 @@
-"""What makes a sampler's log-probs differ from a trainer's, each tried by switching only it.
+"""The causes that make a sampler's log-probs differ from a trainer's, each tried by switching only it.
 
 A cause is judged by the gap that is left once it is switched: the mean of |log π - log π_sampler| over all labels.
 """
-
-from __future__ import annotations
 
 import contextlib
 import json
@@ -18,7 +16,7 @@ import numpy as np
 
 from truestep.assemble.policy import make_policy
 from truestep.config.schema import Config
-from truestep.parity.scores import retokenised, score, score_after_stale_prompt, shifted
+from truestep.parity.scores import score, score_after_stale_prompt
 from truestep.policy.errors import ModelError
 from truestep.policy.policy import Policy
 from truestep.ranks.group import ALONE
@@ -27,22 +25,25 @@ from truestep.types import Rollout
 
 @dataclass(frozen=True)
 class Tried:
-    """One switch."""
+    """A cause, what was switched to try it, and the log-ratios that it left."""
 
     cause: str
-    switch: str  # what exactly was switched
+    switch: str
     advice: str
     left: np.ndarray  # [T] log-ratio with it switched; NaN where it says nothing
 
     @property
     def gap(self) -> float:
-        known = self.left[np.isfinite(self.left)]
-        return float(np.abs(known).mean()) if len(known) else float("inf")
+        """The mean of what is left, without its sign."""
+        return float(self._sizes.mean()) if len(self._sizes) else float("inf")
 
     @property
     def worst(self) -> float:
-        known = self.left[np.isfinite(self.left)]
-        return float(np.abs(known).max()) if len(known) else float("inf")
+        return float(self._sizes.max()) if len(self._sizes) else float("inf")
+
+    @property
+    def _sizes(self) -> np.ndarray:
+        return np.abs(self.left[np.isfinite(self.left)])
 
 
 class Trial:
@@ -51,7 +52,12 @@ class Trial:
     def __init__(self, config: Config, policy: Policy, documents: Sequence[Rollout], older: Sequence[Path]):
         self._config, self._policy, self._documents, self._older = config, policy, documents, older
         self._budget = config.data.tokens_per_microbatch
-        self.sampler = np.concatenate([_old(document) for document in documents])
+        self._by_document = [  # all of them have log-probs
+            document.logprobs[document.loss_mask].astype(np.float64)
+            for document in documents
+            if document.logprobs is not None
+        ]
+        self.sampler = np.concatenate(self._by_document)
         self._wide = score(policy, documents, self._budget, wide=True)
         self.base = Tried("as it is", "nothing", "", self._wide.plain - self.sampler)
 
@@ -87,7 +93,7 @@ class Trial:
 
     def _tokens(self) -> Iterator[Tried]:
         for by in (1, -1):
-            moved = np.concatenate([_shifted(document, by) for document in self._documents])
+            moved = np.concatenate([_shifted(logprobs, by) for logprobs in self._by_document])
             side = "late" if by > 0 else "early"
             advice = (
                 f"the records' log-probs stand one label too {side}: write each beside the token that it is the "
@@ -97,23 +103,25 @@ class Trial:
         if self._policy.tokenizer is not None:
             others = [self._retokenised(document) for document in self._documents]
             if any(other is not None for other in others):
-                known = [other or document for other, document in zip(others, self._documents, strict=True)]
+                documents = [other or document for other, document in zip(others, self._documents, strict=True)]
                 advice = (
                     "the log-probs are of the text tokenised anew, not of the ids in the records: record the ids that "
                     "the sampler drew, and never tokenise a completion again"
                 )
-                logprobs = score(self._policy, known, self._budget).plain
+                logprobs = score(self._policy, documents, self._budget).plain
                 yield self._tried("token ids re-tokenised", "completions tokenised anew", advice, logprobs)
 
     def _retokenised(self, document: Rollout) -> Rollout | None:
+        """Tokenise the completion's text anew; None where the tokens are the same, or not as many."""
         labels = np.flatnonzero(document.loss_mask)
         if not len(labels):
             return None
-        cut = int(labels[0])
-        tokenizer = self._policy.tokenizer
-        text = tokenizer.decode(document.input_ids[cut:].tolist(), skip_special_tokens=False)
-        again = tokenizer.encode(text, add_special_tokens=False)
-        return retokenised(document, [*document.input_ids[:cut].tolist(), *again])
+        ids, prompt, tokenizer = document.input_ids.tolist(), int(labels[0]), self._policy.tokenizer
+        text = tokenizer.decode(ids[prompt:], skip_special_tokens=False)
+        again = [*ids[:prompt], *tokenizer.encode(text, add_special_tokens=False)]
+        if len(again) != len(ids) or again == ids:
+            return None
+        return replace(document, input_ids=np.array(again, dtype=np.int64))
 
     def _head(self) -> Iterator[Tried]:
         if self._config.model.dtype == "float32":
@@ -128,17 +136,14 @@ class Trial:
 
     def _dtype(self) -> Iterator[Tried]:
         other = "bfloat16" if self._config.model.dtype == "float32" else "float32"
-        with _loaded(self._config, self._policy.path, dtype=other) as policy:
-            if policy is not None:
-                advice = f"the sampler computes in {other}: run both in one type (model.dtype, or vLLM's --dtype)"
-                logprobs = score(policy, self._documents, self._budget).plain
-                yield self._tried("compute dtype", f"dtype: {other}", advice, logprobs)
+        if policy := _load(self._config, self._policy.path, dtype=other):
+            advice = f"the sampler computes in {other}: run both in one type (model.dtype, or vLLM's --dtype)"
+            logprobs = score(policy, self._documents, self._budget).plain
+            yield self._tried("compute dtype", f"dtype: {other}", advice, logprobs)
 
     def _weights(self) -> Iterator[Tried]:
         for path in self._older:
-            with _loaded(self._config, path) as policy:
-                if policy is None:
-                    continue
+            if policy := _load(self._config, path):
                 advice = f"the sampler still has the weights of {path}: sync them before it goes on"
                 logprobs = score(policy, self._documents, self._budget).plain
                 yield self._tried("stale weights", f"weights of {path.name}", advice, logprobs)
@@ -151,40 +156,34 @@ class Trial:
 
     def _rope(self) -> Iterator[Tried]:
         for switch, change in _rope_variants(self._policy.path):
-            with _changed_copy(self._policy.path, change) as directory, _loaded(self._config, directory) as policy:
-                if policy is None:
-                    continue
-                advice = (
-                    f"the sampler's rotary embedding is another ({switch}): serve the config.json that is trained, "
-                    "without an override of rope settings"
-                )
-                logprobs = score(policy, self._documents, self._budget).plain
-                yield self._tried("rope settings", switch, advice, logprobs)
+            with _changed_copy(self._policy.path, change) as directory:
+                if policy := _load(self._config, directory):
+                    advice = (
+                        f"the sampler's rotary embedding is another ({switch}): serve the config.json that is trained, "
+                        "without an override of rope settings"
+                    )
+                    logprobs = score(policy, self._documents, self._budget).plain
+                    yield self._tried("rope settings", switch, advice, logprobs)
 
 
-def _old(document: Rollout) -> np.ndarray:
-    assert document.logprobs is not None
-    return document.logprobs[document.loss_mask].astype(np.float64)
-
-
-def _shifted(document: Rollout, by: int) -> np.ndarray:
-    moved = shifted(document, by)
-    assert moved is not None
+def _shifted(logprobs: np.ndarray, by: int) -> np.ndarray:
+    """Move the log-probs of one document one place earlier (`by` 1) or later (-1), with NaN where none comes."""
+    moved = np.roll(logprobs, -by)
+    moved[slice(-1, None) if by > 0 else slice(1)] = np.nan
     return moved
 
 
-@contextlib.contextmanager
-def _loaded(config: Config, path: Path, dtype: str | None = None) -> Iterator[Policy | None]:
-    """Another version of the model; None where it cannot be made."""
+def _load(config: Config, path: Path, dtype: str | None = None) -> Policy | None:
+    """Load other weights, or the weights in another type; None where that cannot be done."""
     model = config.model if dtype is None else config.model.model_copy(update={"dtype": dtype})
     try:
-        yield make_policy(config.model_copy(update={"model": model}), ALONE, str(path))
+        return make_policy(config.model_copy(update={"model": model}), ALONE, str(path))
     except ModelError:
-        yield None
+        return None
 
 
 def _rope_variants(model: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Of the settings that servers are known to override or to ignore."""
+    """List the settings of rotary embeddings that servers are known to override or to ignore."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     rope = config.get("rope_parameters") or {}
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
@@ -203,7 +202,7 @@ def _rope_variants(model: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @contextlib.contextmanager
 def _changed_copy(model: Path, change: dict[str, Any]) -> Iterator[Path]:
-    """The directory with another config.json; nothing else is copied."""
+    """Make a directory of links to the model's files, with another config.json."""
     with tempfile.TemporaryDirectory(prefix="truestep-parity-") as folder:
         copy = Path(folder) / "model"
         copy.mkdir()

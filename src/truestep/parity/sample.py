@@ -1,6 +1,4 @@
-"""Rollouts for parity from the sampler of the configuration, as it is now: nothing is synced and nothing is probed."""
-
-from __future__ import annotations
+"""Samples rollouts for parity as the configured sampler is now: nothing is synced and nothing is probed."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,12 +1,11 @@
-"""Log-probs of documents' labels as the trainer gives them, and as it would with one thing switched.
+"""The log-probs of documents' labels as the trainer gives them, and as it would with one thing switched.
 
-Dimensions: T labels of all documents, in order; C rows of a chunk, V vocabulary.
+Dimensions: T labels of all documents, in order; C rows of a chunk; V vocabulary.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,24 +17,23 @@ from truestep.types import Rollout
 
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
 TOP_PS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
-_ROWS = 256  # of logits at a time
+_ROWS = 256  # so many rows of logits at a time
 
 
 @dataclass(frozen=True)
 class Scores:
     plain: np.ndarray  # [T] float64
-    by_temperature: Mapping[float, np.ndarray]  # sampled at this one, whatever the record says
-    by_top_p: Mapping[float, np.ndarray]  # of the distribution that nucleus sampling leaves
+    by_temperature: Mapping[float, np.ndarray]  # as if sampled at this temperature, whatever the record says
+    by_top_p: Mapping[float, np.ndarray]  # renormalised over the tokens that nucleus sampling leaves
 
 
 def score(
     policy: Policy, documents: Sequence[Rollout], budget: int, *, wide: bool = False, head: HeadSettings | None = None
 ) -> Scores:
-    """`wide`: also at other temperatures and after nucleus sampling."""
-    settings = head or policy.head
-    temperatures = TEMPERATURES if wide else ()
-    top_ps = TOP_PS if wide else ()
-    parts: dict[tuple[str, float], list[np.ndarray]] = {}
+    """Compute the log-probs of all labels; if `wide`, also at other temperatures and after nucleus sampling."""
+    plain: list[np.ndarray] = []
+    by_temperature: dict[float, list[np.ndarray]] = defaultdict(list)
+    by_top_p: dict[float, list[np.ndarray]] = defaultdict(list)
     with torch.no_grad():
         for members in fill_in_order([document.num_tokens for document in documents], budget):
             batch = pack([documents[index] for index in members]).to(policy.device)
@@ -43,39 +41,38 @@ def score(
             rows = policy.hidden(batch.tokens).index_select(0, packed.rows)
             for start in range(0, len(rows), _ROWS):
                 chunk = slice(start, start + _ROWS)
-                z = scaled_logits(rows[chunk], policy.head_weight, packed.temperature[chunk], settings).double()
-                labels, given = packed.ids[chunk, None], packed.temperature[chunk].double()
-                parts.setdefault(("plain", 0.0), []).append(_of_label(z, labels))
-                for value in temperatures:
-                    parts.setdefault(("temperature", value), []).append(_of_label(z * (given / value)[:, None], labels))
-                if top_ps:
-                    _nucleus(z, labels, top_ps, parts)
-    joined = {key: np.concatenate(arrays) for key, arrays in parts.items()}
+                z = scaled_logits(rows[chunk], policy.head_weight, packed.temperature[chunk], head or policy.head)
+                z, labels = z.double(), packed.ids[chunk, None]
+                plain.append(_label_logprobs(z, labels))
+                if wide:
+                    recorded = packed.temperature[chunk, None].double()
+                    for value in TEMPERATURES:
+                        by_temperature[value].append(_label_logprobs(z * (recorded / value), labels))
+                    for value, logprobs in _nucleus_logprobs(z, labels):
+                        by_top_p[value].append(logprobs)
     return Scores(
-        joined.get(("plain", 0.0), np.zeros(0)),
-        {value: joined["temperature", value] for value in temperatures if ("temperature", value) in joined},
-        {value: joined["top_p", value] for value in top_ps if ("top_p", value) in joined},
+        np.concatenate([np.zeros(0), *plain]),
+        {value: np.concatenate(arrays) for value, arrays in by_temperature.items()},
+        {value: np.concatenate(arrays) for value, arrays in by_top_p.items()},
     )
 
 
-def _of_label(z: torch.Tensor, labels: torch.Tensor) -> np.ndarray:  # [C, V], [C, 1] -> [C]
+def _label_logprobs(z: torch.Tensor, labels: torch.Tensor) -> np.ndarray:  # [C, V], [C, 1] -> [C]
     return (z.gather(-1, labels).squeeze(-1) - z.logsumexp(-1)).cpu().numpy()
 
 
-def _nucleus(
-    z: torch.Tensor, labels: torch.Tensor, top_ps: Sequence[float], parts: dict[tuple[str, float], list[np.ndarray]]
-) -> None:
+def _nucleus_logprobs(z: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[float, np.ndarray]]:
     p = z.softmax(-1)
     ordered = p.sort(dim=-1, descending=True).values
     before = ordered.cumsum(-1) - ordered
     plain = p.gather(-1, labels).squeeze(-1).log()
-    for value in top_ps:
-        surviving = torch.where(before < value, ordered, 0.0).sum(-1)  # the token that crosses it included
-        parts.setdefault(("top_p", value), []).append((plain - surviving.log()).cpu().numpy())
+    for value in TOP_PS:
+        surviving = torch.where(before < value, ordered, 0.0).sum(-1)  # includes the token that crosses the bound
+        yield value, (plain - surviving.log()).cpu().numpy()
 
 
 def score_after_stale_prompt(old: Policy, new: Policy, documents: Sequence[Rollout]) -> np.ndarray:  # [T]
-    """The prompt's keys and values are those of the old weights, as a prefix cache that was not reset holds them."""
+    """Score with the prompt's keys and values of the old weights, as a prefix cache that was not reset holds them."""
     parts = []
     with torch.no_grad(), old.plain_attention(), new.plain_attention():
         for document in documents:
@@ -85,32 +82,10 @@ def score_after_stale_prompt(old: Policy, new: Policy, documents: Sequence[Rollo
             ids = torch.from_numpy(document.input_ids)[None].to(new.device)
             # The last token before the first label is computed anew: it is what the first label is drawn from.
             prompt = max(0, int(labels[0]) - 1)
-            cache = None
-            if prompt:
-                cache = old.model.base_model(input_ids=ids[:, :prompt], use_cache=True).past_key_values
+            cache = old.model.base_model(input_ids=ids[:, :prompt], use_cache=True).past_key_values if prompt else None
             output = new.model.base_model(input_ids=ids[:, prompt:], past_key_values=cache, use_cache=True)
             rows = output.last_hidden_state[0, torch.from_numpy(labels - 1 - prompt).to(new.device)]
             temperature = torch.full((len(rows),), document.temperature, device=new.device)
             z = scaled_logits(rows, new.head_weight, temperature, new.head).double()
-            parts.append(_of_label(z, ids[0, torch.from_numpy(labels).to(new.device)][:, None]))
-    return np.concatenate(parts) if parts else np.zeros(0)
-
-
-def shifted(document: Rollout, by: int) -> np.ndarray | None:
-    """The sampler's log-probs of this document's labels, if they had been written `by` places off; NaN where none."""
-    if document.logprobs is None:
-        return None
-    values = document.logprobs[document.loss_mask].astype(np.float64)
-    moved = np.full_like(values, np.nan)
-    if by > 0:
-        moved[:-by] = values[by:]
-    else:
-        moved[-by:] = values[:by]
-    return moved
-
-
-def retokenised(document: Rollout, ids: Sequence[int]) -> Rollout | None:
-    """The same text by other tokens, where there are as many; None where not, or where they are the same."""
-    if len(ids) != document.num_tokens or list(ids) == document.input_ids.tolist():
-        return None
-    return replace(document, input_ids=np.array(ids, dtype=np.int64))
+            parts.append(_label_logprobs(z, ids[0, torch.from_numpy(labels).to(new.device)][:, None]))
+    return np.concatenate([np.zeros(0), *parts])

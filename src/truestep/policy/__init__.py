@@ -1,1 +1,1 @@
-"""A Hugging Face model as a policy: load, attention over packed documents, float32 weights, save."""
+"""A Hugging Face model as a policy: loading, attention over packed documents, float32 weights, saving."""

@@ -27,10 +27,10 @@ from truestep.types import PackedTokens
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of the whole model, of which a rank may have no more than a part."""
+    """Facts of the uncut model, of which a rank may have a part only."""
 
     vocabulary_size: int
-    tied: bool  # whether the head is the input embedding
+    tied: bool  # the head is the input embedding
     even_length: float  # tokens of a document at which its attention costs as much as its matrix products
     device: torch.device
 
@@ -69,8 +69,9 @@ class Policy:
 
     @property
     def head_weight(self) -> torch.nn.Parameter:  # [V, H]
-        """Where weights are sharded, its own values are there in `Weights.head` and `Weights.gathered` only."""
-        return self.weights.head_parameter(self.model)
+        """The head's weight. Where weights are sharded, it has its values inside `Weights.head` and `gathered` only."""
+        module = self.model.get_input_embeddings() if self.facts.tied else self.model.get_output_embeddings()
+        return module.weight
 
     @property
     def context(self) -> Context | None:
@@ -79,15 +80,13 @@ class Policy:
 
     @property
     def vocabulary_shard(self) -> VocabularyShard | None:
-        """Where the head's weight is a slice: tensor ranks."""
+        """The slice of the head's weight that this tensor rank has; None: all of it."""
         ranks = self.weights.ranks
         group = ranks.group("tensor")
-        if group is None:
-            return None
-        return VocabularyShard(group, *slice_of(self.vocabulary_size, ranks, "tensor"))
+        return None if group is None else VocabularyShard(group, *slice_of(self.vocabulary_size, ranks, "tensor"))
 
     def hidden(self, tokens: PackedTokens) -> torch.Tensor:  # [S, H], or of this context rank's tokens
-        """The last hidden state of every token of a packed micro-batch, with its graph."""
+        """Compute the last hidden state of every token of a packed micro-batch, with its graph."""
         return self.through(0, tokens, None)
 
     @property
@@ -95,10 +94,10 @@ class Policy:
         return Pipeline() if self.stages is None else self.stages.pipeline
 
     def through(self, stage: int, tokens: PackedTokens, received: torch.Tensor | None) -> torch.Tensor:  # [S, H]
-        """Run a stage that is here on a packed micro-batch and on what the stage before gave.
+        """Run a stage that is here on a packed micro-batch and on the hidden states that the stage before gave.
 
-        Between stages it gives the tokens that are here. Behind the last, tensor ranks have all of their context
-        rank's alike, and each must be given the whole gradient."""
+        Between stages, each rank has its own tokens. The last stage gathers them, so that tensor ranks all have their
+        context rank's; each of them must be given the full gradient."""
         if self.stages is None:
             hidden = packed_hidden(self.model, tokens, self.device, self.context)
         else:
@@ -117,7 +116,7 @@ def packed_hidden(
     context: Context | None = None,
     embedded: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [S, H], or of the tokens that are here
-    """`embedded`, like the result, where the embedding is elsewhere."""
+    """Run the model's body. `embedded`, like the result, takes the place of an embedding that is elsewhere."""
     layout = attention.make_layout(tokens.segments, device, context)
     end = int(tokens.segments[tokens.num_documents])
     # Whatever stands in the padding is replaced here: an id outside the vocabulary must not reach the embedding.
@@ -148,14 +147,14 @@ def stage_hidden(
     context: Context | None = None,
 ) -> torch.Tensor:  # [S, H], or of the tokens that are here
     nothing = None if received is None else received.detach().new_zeros(1, 1).expand_as(received)
-    with stages.opened(stage, received) as taken:
+    with stages.opened(stage, received) as output:
         hidden = packed_hidden(model, tokens, device, context, nothing)
-    return hidden if taken is None else taken.hidden[0]
+    return hidden if output is None else output.hidden[0]
 
 
 @contextmanager
 def plain_attention(model: Any) -> Iterator[None]:
-    """Transformers' own attention, which knows caches and batches of rows: for decoding and for the probe."""
+    """Use transformers' own attention, which knows caches and batches of rows: for decoding and for the probe."""
     # sdpa has no softcap.
     capped = getattr(model.config, "attn_logit_softcapping", None) is not None
     model.set_attn_implementation("eager" if capped else "sdpa")

@@ -1,6 +1,4 @@
-"""A policy to a Hugging Face directory: what came in goes out, with the trained weights."""
-
-from __future__ import annotations
+"""Saving a policy as a Hugging Face directory: the files that came in, with the trained weights."""
 
 import json
 from pathlib import Path
@@ -17,7 +15,7 @@ _REPLACED = ("config.json", "generation_config.json")
 
 
 def read_companions(directory: Path) -> dict[str, bytes]:
-    """Read with the model, not when it is saved: the directory may be a checkpoint that is gone by then."""
+    """Read the directory's other files with the model: when it is saved, the directory may be gone."""
     return {
         file.name: file.read_bytes()
         for file in directory.iterdir()
@@ -29,14 +27,13 @@ def read_companions(directory: Path) -> dict[str, bytes]:
 
 
 def saved_buffers(model: Any) -> dict[str, torch.Tensor]:
-    """Buffers that belong to the weights, such as a router's correction; the same names are what a load asks for."""
+    """Give the buffers that belong to the weights, such as a router's correction, by the names that a load asks for."""
     named = dict(model.named_parameters(remove_duplicate=False))
     return {name: value for name, value in model.state_dict().items() if name not in named}
 
 
 def save_policy(policy: Policy, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Into a new directory, written by the first rank; every rank calls this. The float32 weights by default; another
-    type is rounded to once."""
+    """Write a new directory on the first rank; every rank calls this. The float32 weights are rounded once."""
     tensors = policy.weights.collect(dtype)
     if not policy.weights.ranks.first:
         return

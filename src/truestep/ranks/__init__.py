@@ -1,1 +1,1 @@
-"""The processes of a run: who they are, what they tell each other, and how one that is missing is noticed."""
+"""The processes of a run: their places and groups, what they send each other, and a watch over them."""

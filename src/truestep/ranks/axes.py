@@ -5,7 +5,6 @@ rank = (((stage · replicas + replica) · data_shard + part) · context + run) �
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ class RankError(TruestepError):
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension. Its name is that of its option in `parallel`."""
+    """A dimension, named after its option in `parallel`."""
 
     name: str
     order: int  # of its digit in a rank's number, the most significant first
@@ -33,7 +32,7 @@ class Axis:
 
     @property
     def group(self) -> str:
-        """The group of ranks that have the weights in this way, by name: several dimensions may be in one."""
+        """The name of the group of ranks that have the weights in this way; several dimensions may share one."""
         return {"same": "replicate", "spread": "shard"}.get(self.weights, self.name)
 
 
@@ -66,7 +65,7 @@ WEIGHT_PARTS = tuple(dict.fromkeys(axis.group for axis in AXES if axis.weights !
 
 @dataclass(frozen=True, init=False)
 class RankLayout:
-    """How many ranks there are in each dimension."""
+    """The number of ranks in each dimension."""
 
     sizes: tuple[int, ...]  # by AXES; -1: all that the rest leaves
 
@@ -84,14 +83,14 @@ class RankLayout:
         """Give data_shard what the rest leaves. Refuses a layout that does not make up the ranks."""
         sizes = self.by_name
         rest = math.prod(many for name, many in sizes.items() if name != "data_shard")
-        said = [f"parallel.{name}: {many}" for name, many in sizes.items() if many not in (-1, 1)]
+        options = [f"parallel.{name}: {many}" for name, many in sizes.items() if many not in (-1, 1)]
         if size % rest:
-            makes = f" make a multiple of {rest}, which" if len(said) > 1 else ""
-            raise RankError(f"{' x '.join(said)}{makes} does not divide the {size} ranks that were started")
+            makes = f" make a multiple of {rest}, which" if len(options) > 1 else ""
+            raise RankError(f"{' x '.join(options)}{makes} does not divide the {size} ranks that were started")
         data_shard = size // rest if sizes["data_shard"] == -1 else sizes["data_shard"]
         if data_shard * rest != size:
             raise RankError(
-                f"{' x '.join(said) or 'parallel.data_shard: 1'} make {data_shard * rest} ranks and {size} were "
+                f"{' x '.join(options) or 'parallel.data_shard: 1'} make {data_shard * rest} ranks and {size} were "
                 "started: start that many with torchrun --nproc-per-node, or set data_shard: -1"
             )
         return RankLayout(**sizes | {"data_shard": data_shard})
@@ -102,11 +101,7 @@ class RankLayout:
 
     def number(self, rank: int, names: Collection[str]) -> int:
         """Number a rank among those of these dimensions."""
-        sizes, places, number = self.by_name, self.places(rank), 0
-        for name in _DIGITS:
-            if name in names:
-                number = number * sizes[name] + places[name]
-        return number
+        return self._number_at(self.places(rank), names)
 
     def places(self, rank: int) -> dict[str, int]:
         """Find a rank's place in each dimension."""
@@ -116,19 +111,20 @@ class RankLayout:
         return places
 
     def rank_at(self, places: Mapping[str, int]) -> int:
-        """Find the rank of these places; the first in every dimension that is not named."""
-        rank, sizes = 0, self.by_name
+        """Find the rank of these places: the first in every dimension that is not named."""
+        return self._number_at(places, _DIGITS)
+
+    def _number_at(self, places: Mapping[str, int], names: Collection[str]) -> int:
+        number, sizes = 0, self.by_name
         for name in _DIGITS:
-            rank = rank * sizes[name] + places.get(name, 0)
-        return rank
+            if name in names:
+                number = number * sizes[name] + places.get(name, 0)
+        return number
 
     def groups(self, names: Collection[str]) -> list[list[int]]:
         """Divide all ranks into groups that differ in these dimensions alone, each and all in order."""
-
-        def every(chosen: list[str]) -> list[dict[str, int]]:
-            places = itertools.product(*(range(self.by_name[name]) for name in chosen))
-            return [dict(zip(chosen, place, strict=True)) for place in places]
-
-        inside = every([name for name in _DIGITS if name in names])
-        outside = every([name for name in _DIGITS if name not in names])
-        return [[self.rank_at(place | fellow) for fellow in inside] for place in outside]
+        others = [name for name in _DIGITS if name not in names]
+        groups: dict[int, list[int]] = {}
+        for rank in range(math.prod(self.sizes)):
+            groups.setdefault(self.number(rank, others), []).append(rank)
+        return list(groups.values())

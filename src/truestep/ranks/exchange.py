@@ -1,12 +1,10 @@
-"""Tokens that go between ranks, with their gradients.
+"""Exchange of tokens between ranks, with their gradients.
 
-Between a layer's attention and its other halves each of a group's ranks has a run of the micro-batch's tokens; inside
-them each has all tokens and a part of the computation.
+Between attention and MLP, each of a group's ranks has a run of the micro-batch's tokens; inside them each has all
+tokens and a part of the computation.
 
 Dimensions: S tokens of the micro-batch, R ranks, H hidden.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
@@ -21,11 +19,9 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 
 
 def transfer(
-    tensor: torch.Tensor,
-    there: Callable[[torch.Tensor], torch.Tensor],
-    back: Callable[[torch.Tensor], torch.Tensor],
+    tensor: torch.Tensor, there: Callable[[torch.Tensor], torch.Tensor], back: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """What `there` makes of a tensor; its gradient goes `back`."""
+    """Apply `there` to a tensor, and `back` to its gradient."""
     transferred: torch.Tensor = _Transfer.apply(tensor, there, back)
     return transferred
 
@@ -42,17 +38,17 @@ class _Transfer(torch.autograd.Function):
 
 
 def gather_tokens(own_tokens: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [1, S/R, H] -> [1, S, H]
-    """Gather all tokens, for a computation of which every rank does a part: the gradient is their sum."""
+    """Gather all tokens, for a computation of which every rank does a part: gradients are summed."""
     return transfer(own_tokens, partial(_gathered, group=group), partial(_summed, group=group))
 
 
 def sum_to_own_tokens(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [1, S, H] -> [1, S/R, H]
-    """Sum what every rank computed; give this rank's tokens of it."""
+    """Sum what every rank computed, and keep this rank's tokens of it."""
     return transfer(parts, partial(_summed, group=group), partial(_gathered, group=group))
 
 
 def gather_same(own_tokens: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [S/R, H] -> [S, H]
-    """Gather all tokens, for what every rank does alike: each has the whole gradient, and takes its own tokens'."""
+    """Gather all tokens, for a computation that every rank does alike: each takes its own tokens' gradient."""
     return transfer(own_tokens, partial(_gathered, group=group), partial(_own, group=group))
 
 

@@ -1,15 +1,12 @@
 """The ranks of a run and their groups. One process is a run of one rank: the same code, and nothing to send.
 
-The ranks of a context or tensor group, and the stages of a pipeline, compute one micro-batch together; `data` counts
-those that have micro-batches of their own. For weights, ranks that see other tokens of a micro-batch are like ranks
-that see other micro-batches: they are spread over `shards` = data_shard · context ranks (`axes`).
+The ranks of a context or tensor group, and the stages of a pipeline, compute a micro-batch together; `data` counts the
+groups that have micro-batches of their own. Weights are spread over `shards` = data_shard · context ranks (`axes`).
 """
-
-from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
@@ -22,39 +19,36 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from truestep.ranks.axes import DATA, GROUPS, MESH, SPREAD, TOGETHER, TOKENS, RankError, RankLayout
 from truestep.ranks.pipeline import wires
 
-K = TypeVar("K")
 T = TypeVar("T")
 R = TypeVar("R")
 
+_BUCKET = 2**24  # numbers that go in one message, unless a single tensor has more
 
-_BUCKET = 2**24  # numbers that go in one message, if one tensor is not more
 
-
-def in_buckets(sizes: Mapping[K, int]) -> Iterator[list[K]]:
-    """Neighbours that are worth one message."""
-    bucket: list[K] = []
+def in_buckets(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Divide items into neighbours that are worth one message."""
+    bucket: list[T] = []
     room = _BUCKET
-    for name, size in sizes.items():
+    for item in items:
+        size = size_of(item)
         if bucket and size > room:
             yield bucket
             bucket, room = [], _BUCKET
-        bucket.append(name)
+        bucket.append(item)
         room -= size
     if bucket:
         yield bucket
 
 
-_ONE = RankLayout(data_shard=1)
-
-
 @dataclass(frozen=True)
 class Ranks:
     rank: int = 0
-    layout: RankLayout = _ONE
+    layout: RankLayout = field(default_factory=lambda: RankLayout(data_shard=1))
     host: dist.ProcessGroup | None = None  # for what lies on the host, among all ranks
-    ahead: dist.ProcessGroup | None = None  # the same ranks, for what is told beside the step in hand
+    ahead: dist.ProcessGroup | None = None  # the same ranks, for messages beside the step in hand
     mesh: DeviceMesh | None = None  # of the dimensions MESH; None for a run of one
-    groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)  # by name, of this rank and its fellows
+    # This rank with its fellows, by the names of GROUPS; and `ends`, the first and the last of its pipeline.
+    groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
 
     def size_of(self, axis: str) -> int:
         return self.layout.by_name[axis]
@@ -73,17 +67,17 @@ class Ranks:
 
     @property
     def data(self) -> int:
-        """How many ranks, or groups of them, have micro-batches of their own."""
+        """The number of ranks, or groups of them, that have micro-batches of their own."""
         return self.layout.count(DATA)
 
     @property
     def data_rank(self) -> int:
-        """Whose micro-batches this rank computes, or has a share in."""
+        """The number of the micro-batches, among these, that this rank computes or has a share in."""
         return self.layout.number(self.rank, DATA)
 
     @property
     def token_share(self) -> int:
-        """How many ranks have a share each of a micro-batch's tokens between layers."""
+        """The number of ranks that divide a micro-batch's tokens among them between layers."""
         return self.layout.count(TOKENS)
 
     @property
@@ -92,17 +86,13 @@ class Ranks:
         return self.layout.number(self.rank, TOGETHER) == 0
 
     @property
-    def replicas(self) -> int:
-        return self.size_of("data_replicate")
-
-    @property
     def shards(self) -> int:
-        """How many ranks each set of weights is spread over."""
+        """The number of ranks that each set of weights is spread over."""
         return self.layout.count(SPREAD)
 
     @property
     def shard(self) -> int:
-        """Which part of every weight is here."""
+        """The number, among these, of the part of every weight that is here."""
         return self.layout.number(self.rank, SPREAD)
 
     @property
@@ -110,16 +100,8 @@ class Ranks:
         return self.size_of("context")
 
     @property
-    def context_rank(self) -> int:
-        return self.place_on("context")
-
-    @property
     def tensor(self) -> int:
         return self.size_of("tensor")
-
-    @property
-    def tensor_rank(self) -> int:
-        return self.place_on("tensor")
 
     @property
     def pipeline(self) -> int:
@@ -127,15 +109,15 @@ class Ranks:
 
     @property
     def stage(self) -> int:
-        """Which of the pipeline's ranks this is."""
+        """The place of this rank in its pipeline."""
         return self.place_on("pipeline")
 
     def of_stage(self, stage: int) -> int:
-        """The number of the rank that is in this one's place at another of the pipeline's ranks."""
+        """Find the rank in this one's place at another stage of its pipeline."""
         return self.layout.rank_at(self.layout.places(self.rank) | {"pipeline": stage})
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        """Give this rank and its fellows of GROUPS, or `ends`, the first and last of its pipeline. None: alone."""
+        """Give one of `groups`; None where this rank would be alone in it."""
         return self.groups.get(name)
 
     def gather(self, value: T, ahead: bool = False) -> list[T]:
@@ -147,13 +129,13 @@ class Ranks:
         return values
 
     def gather_parts(self, value: T, ahead: bool = False) -> list[T]:
-        """Give what the first of the ranks that share micro-batches has, for each data rank in their order."""
+        """Give the values of the first rank of each group that shares micro-batches, in order of data rank."""
         firsts = self.layout.groups(DATA)[0]
         values: list[Any] = self.gather(value if self.rank in firsts else None, ahead)
         return [values[rank] for rank in firsts]
 
     def share(self, make: Callable[[], T], ahead: bool = False) -> T:
-        """Give what rank 0 makes to every rank. What it raises instead, every rank raises."""
+        """Make a value on rank 0 and give it to every rank. What is raised instead, every rank raises."""
         if self.size == 1:
             return make()
         result: list[Any] = [None, None]  # and the error
@@ -168,7 +150,7 @@ class Ranks:
         return result[0]
 
     def spread(self, items: Sequence[T], work: Callable[[Sequence[T]], Sequence[R]]) -> list[R]:
-        """Do the work on all items, each on one rank; results are in the items' order."""
+        """Divide items over the ranks, do the work, and give every rank the results in the items' order."""
         if self.size == 1:
             return list(work(items))
         done = self.gather(list(work(items[self.rank :: self.size])))
@@ -182,13 +164,11 @@ class Ranks:
         return value
 
     def sum_all(self, name: str, values: Sequence[torch.Tensor]) -> None:
-        """Sum several in place, small ones of a kind in one message."""
+        """Sum several tensors in place, small ones of a type in one message."""
         if self.group(name) is None:
             return
         for dtype in dict.fromkeys(value.dtype for value in values):
-            some = [value for value in values if value.dtype == dtype]
-            for members in in_buckets({index: value.numel() for index, value in enumerate(some)}):
-                bucket = [some[index] for index in members]
+            for bucket in in_buckets((value for value in values if value.dtype == dtype), torch.Tensor.numel):
                 if len(bucket) == 1 and bucket[0].is_contiguous():
                     self.sum_over(name, bucket[0])
                     continue
@@ -197,7 +177,7 @@ class Ranks:
                     value.copy_(part.view_as(value))
 
     def to_first(self, value: torch.Tensor | None, like: torch.Tensor, stage: int) -> torch.Tensor | None:
-        """Send what the first rank of a stage has to the first rank; None elsewhere. `like` has its shape and type."""
+        """Send a stage's value to the first rank; other ranks get None. `like` has its shape and type."""
         holder = self.layout.rank_at({"pipeline": stage})
         if holder == self.rank == 0:
             return value
@@ -219,7 +199,7 @@ def world_size() -> int:
 
 
 def join(layout: RankLayout, *, device: str, stall_timeout: float) -> Ranks:
-    """Lay out the ranks that torchrun started, as `parallel` says. Nothing is allocated if they cannot be."""
+    """Lay out the ranks that torchrun started. A layout that does not fit is refused before anything is allocated."""
     size = world_size()
     layout = layout.over(size)
     if size == 1:
@@ -243,7 +223,7 @@ def join(layout: RankLayout, *, device: str, stall_timeout: float) -> Ranks:
 
 @cache
 def _lay_out(layout: RankLayout, kind: str, patience: timedelta) -> Ranks:
-    """A process that runs several things in a layout makes its groups once: each costs threads and connections."""
+    """Make the groups once for a process that runs several things in a layout: each costs threads and connections."""
     shape = tuple(layout.count(axes) for axes in MESH.values())
     mesh = init_device_mesh(kind, shape, mesh_dim_names=tuple(MESH))
     host, ahead = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
@@ -263,7 +243,7 @@ def _groups(rank: int, layout: RankLayout, mesh: DeviceMesh, patience: timedelta
 
 
 def _own_group(rank: int, groups: Sequence[Sequence[int]], patience: timedelta) -> dist.ProcessGroup | None:
-    """Make the one of these groups that this rank is in; every rank makes them all, in the same order."""
+    """Make all of these groups, as every rank must in the same order, and give the one that this rank is in."""
     if len(groups[0]) == 1:
         return None
     own = None
@@ -275,7 +255,7 @@ def _own_group(rank: int, groups: Sequence[Sequence[int]], patience: timedelta) 
 
 
 def leave() -> None:
-    """Give the process group back, where every rank has come to its end."""
+    """Destroy the process group; every rank has come to its end."""
     _lay_out.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,6 +1,4 @@
-"""Ranks of this machine, started without torchrun: for `verify`, and for tests."""
-
-from __future__ import annotations
+"""Start ranks of this machine without torchrun: for `verify`, and for tests."""
 
 import os
 import shutil
@@ -26,12 +24,11 @@ def run_ranks(
     target: Callable[..., None],
     arguments: Sequence[Any] = (),
     *,
-    threads: int = 1,
     timeout: float = 600.0,
     environment: dict[str, str] | None = None,
 ) -> None:
-    """`target(*arguments)` on so many ranks, each a process. The first one that fails ends all, and says why."""
-    processes, folder, store = start_ranks(size, target, arguments, threads=threads, environment=environment)
+    """Run `target(*arguments)` in a process for each rank. The first one that fails ends all, and says why."""
+    processes, folder, store = start_ranks(size, target, arguments, environment)
     deadline = time.monotonic() + timeout
     try:
         while any(process.exitcode is None for process in processes):
@@ -42,40 +39,31 @@ def run_ranks(
             process.join(timeout=max(0.0, min(20.0, deadline - time.monotonic())))
     finally:
         stuck = [rank for rank, process in enumerate(processes) if process.exitcode is None]
-        for process in processes:
-            if process.exitcode is None:
-                process.kill()
-                process.join()
+        for rank in stuck:
+            processes[rank].kill()
+            processes[rank].join()
         del store
     failed = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode}
-    said = "\n".join(filter(None, (last_words(folder, rank) for rank in range(size))))
+    output = "\n".join(f"rank {rank}: {line}" for rank in range(size) for line in _last_lines(folder / str(rank)))
     shutil.rmtree(folder, ignore_errors=True)
     if failed or stuck:
-        raise RankError(f"ranks that failed, with their exit codes: {failed}; ranks that were stuck: {stuck}\n{said}")
+        raise RankError(f"ranks that failed, with their exit codes: {failed}; ranks that were stuck: {stuck}\n{output}")
 
 
-def last_words(folder: Path, rank: int) -> str:
-    """The end of what a rank wrote to its console."""
-    file = folder / str(rank)
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
-    return "\n".join(f"rank {rank}: {line}" for line in lines[-12:])
+def _last_lines(console: Path) -> list[str]:
+    return console.read_text(encoding="utf-8", errors="replace").splitlines()[-12:] if console.is_file() else []
 
 
 def start_ranks(
-    size: int,
-    target: Callable[..., None],
-    arguments: Sequence[Any] = (),
-    *,
-    threads: int = 1,
-    environment: dict[str, str] | None = None,
+    size: int, target: Callable[..., None], arguments: Sequence[Any] = (), environment: dict[str, str] | None = None
 ) -> tuple[list[BaseProcess], Path, dist.TCPStore]:
-    """The processes, the folder of what they write to their consoles, and the store, which must outlive them."""
+    """Start ranks. Give their processes, the folder of their consoles, and the store, which must outlive them."""
     context = fork_context()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     folder = Path(tempfile.mkdtemp(prefix="truestep-ranks-"))
     processes: list[BaseProcess] = []
     for rank in range(size):
-        place = {
+        variables = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(size),
@@ -84,20 +72,18 @@ def start_ranks(
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             **(environment or {}),
         }
-        process = context.Process(target=_rank, args=(target, tuple(arguments), place, threads, folder / str(rank)))
+        process = context.Process(target=_rank, args=(target, tuple(arguments), variables, folder / str(rank)))
         process.start()
         processes.append(process)
     return processes, folder, store
 
 
-def _rank(
-    target: Callable[..., None], arguments: tuple[Any, ...], place: dict[str, str], threads: int, console: Path
-) -> None:
-    os.environ.update(place)
-    written = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(written, 1)
-    os.dup2(written, 2)
-    torch.set_num_threads(threads)
+def _rank(target: Callable[..., None], arguments: tuple[Any, ...], variables: dict[str, str], console: Path) -> None:
+    os.environ.update(variables)
+    file = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    torch.set_num_threads(1)
     try:
         target(*arguments)
     except BaseException:

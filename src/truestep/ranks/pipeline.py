@@ -1,6 +1,4 @@
-"""The stages of a pipeline: which rank each is on, and which way what they give each other goes."""
-
-from __future__ import annotations
+"""The stages of a pipeline: the rank of each, and the groups over which they send."""
 
 from dataclasses import dataclass
 
@@ -28,10 +26,10 @@ class Pipeline:
 
 
 def wires(ranks: int) -> tuple[str, ...]:
-    """The groups over which ranks of a pipeline send, by name.
+    """Name the groups over which ranks of a pipeline send.
 
-    What goes through one group is done in order, and a send is done when its receive is. Were all in one group, two
-    ranks could each wait for the other to receive. So no rank has two others in one group, nor both directions.
+    A group does what it is given in order, and a send is done when its receive is. Were all in one group, two ranks
+    could each wait for the other to receive. So no rank has two others in one group, nor both directions.
     """
     return tuple(f"{direction} {number}" for direction in ("forward", "backward") for number in range(2 + ranks % 2))
 

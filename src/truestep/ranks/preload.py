@@ -1,8 +1,8 @@
 """Imported first by the server that ranks are forked from, which must never start CUDA: its forks could not use it.
 
-Without a GPU, Triton's kernels are to run interpreted where a rank asks for that, and they can only if Triton was first
-imported so. That variable is taken back at once. And what loading any model needs is made ready here once, where
-otherwise each rank would spend a second or two on it.
+Without a GPU, a rank may ask for Triton's kernels interpreted, which works only if Triton was imported that way first;
+so the variable is set for that import alone. What loading any model needs is imported here once, which spares each rank
+a second or two.
 """
 
 import contextlib

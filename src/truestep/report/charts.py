@@ -1,117 +1,71 @@
-"""Which charts the page has, built from one run or from several, and each as HTML."""
+"""The charts of the page, built from one run or from several, and each as HTML."""
 
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 
 from truestep.report.runs import Run
 from truestep.report.scale import Scale
 from truestep.report.series import Axis, downsample
 from truestep.report.style import COLOURS
-from truestep.report.svg import Chart, Line, horizontal_scale, plot_svg, vertical_scale
+from truestep.report.svg import AXIS_LABELS, Chart, Line, Plan, plot_svg, vertical_scale
 
 MINUS = "\N{MINUS SIGN}"
-AXIS_LABELS: dict[Axis, str] = {"documents": "documents seen", "step": "step"}
 
-
-@dataclass(frozen=True)
-class Plan:
-    """A chart as planned. The metrics are pairs of a key and a name, the first the one to compare runs by."""
-
-    title: str
-    metrics: tuple[tuple[str, str], ...]
-    unit: str = ""
-    from_evaluation: bool = False
-    # Several runs are compared by one metric a chart: by the first only, or by each in a chart of its own.
-    compare_each: bool = False
-    from_zero: bool = False
-    logarithmic_if_wide: bool = False
-    reference: float | None = None
-    least_range: float = 0.0
-    # What follows a schedule has no noise to smooth away.
-    smoothed: bool = True
-    # The chart a run is judged by gets the most room; among several runs there are several of it.
-    wide: bool = False
-
-
-GROUPS: tuple[tuple[str, tuple[Plan, ...]], ...] = (
-    (
-        "Reward",
-        (
-            Plan(
-                "Held-out reward",
-                (("greedy_reward", "greedy"), ("sampled_reward", "sampled")),
-                unit="mean",
-                from_evaluation=True,
-                compare_each=True,
-                from_zero=True,
-                wide=True,
-            ),
-            Plan("Training reward", (("reward", "mean"),), unit="mean of the step", from_zero=True),
-            Plan(
-                "Advantage",
-                (("advantage", "mean"), ("max_advantage", "largest"), ("min_advantage", "smallest")),
-                unit="of the step",
-                reference=0.0,
-                least_range=1e-3,
-            ),
+GROUPS: dict[str, tuple[Plan, ...]] = {
+    "Reward": (
+        Plan(
+            "Held-out reward",
+            {"greedy_reward": "greedy", "sampled_reward": "sampled"},
+            unit="mean",
+            from_evaluation=True,
+            compare_each=True,
+            from_zero=True,
+            wide=True,
+        ),
+        Plan("Training reward", {"reward": "mean"}, unit="mean of the step", from_zero=True),
+        Plan(
+            "Advantage",
+            {"advantage": "mean", "max_advantage": "largest", "min_advantage": "smallest"},
+            unit="of the step",
+            reference=0.0,
+            least_range=1e-3,
         ),
     ),
-    (
-        "New policy against old",
-        (
-            Plan("Ratio new/old", (("ratio_new_old", "ratio"),), unit="mean", reference=1.0, least_range=1e-3),
-            Plan(
-                "Clipped fraction",
-                (
-                    ("clipped_ratio_fraction", "all"),
-                    ("clipped_ratio_fraction_low", "low"),
-                    ("clipped_ratio_fraction_high", "high"),
-                ),
-                unit="share of tokens",
-                from_zero=True,
-                least_range=1e-3,
-            ),
-            Plan("KL new/old", (("kl_new_old", "KL"),), unit="nats", reference=0.0, least_range=1e-5),
-            Plan("Effective sample size", (("effective_sample_size", "size"),)),
+    "New policy against old": (
+        Plan("Ratio new/old", {"ratio_new_old": "ratio"}, unit="mean", reference=1.0, least_range=1e-3),
+        Plan(
+            "Clipped fraction",
+            {f"clipped_ratio_fraction{side}": side[1:] or "all" for side in ("", "_low", "_high")},
+            unit="share of tokens",
+            from_zero=True,
+            least_range=1e-3,
+        ),
+        Plan("KL new/old", {"kl_new_old": "KL"}, unit="nats", reference=0.0, least_range=1e-5),
+        Plan("Effective sample size", {"effective_sample_size": "size"}),
+    ),
+    "Policy and loss": (
+        Plan("Loss", {"loss": "loss"}, least_range=1e-6),
+        Plan("Entropy", {"entropy": "entropy"}, unit="nats", from_zero=True),
+        Plan("Log-probability", {"new_logprobs": "new policy", "old_logprobs": "old policy"}, unit="nats"),
+    ),
+    "Optimizer": (
+        Plan("Gradient norm", {"grad_norm": "norm"}, logarithmic_if_wide=True, from_zero=True),
+        Plan("Learning rate", {"learning_rate": "rate"}, from_zero=True, smoothed=False),
+    ),
+    "Data and speed": (
+        Plan("Staleness", {"staleness": "mean", "max_staleness": "largest"}, from_zero=True),
+        Plan("Throughput", {"tokens_per_second": "tokens/s"}, unit="tokens/s", from_zero=True),
+        Plan(
+            "Time of a step",
+            {"step_time": "step", "data_wait_time": "waiting for data"},
+            unit="seconds",
+            compare_each=True,
+            from_zero=True,
         ),
     ),
-    (
-        "Policy and loss",
-        (
-            Plan("Loss", (("loss", "loss"),), least_range=1e-6),
-            Plan("Entropy", (("entropy", "entropy"),), unit="nats", from_zero=True),
-            Plan(
-                "Log-probability",
-                (("new_logprobs", "new policy"), ("old_logprobs", "old policy")),
-                unit="nats",
-            ),
-        ),
-    ),
-    (
-        "Optimizer",
-        (
-            Plan("Gradient norm", (("grad_norm", "norm"),), logarithmic_if_wide=True, from_zero=True),
-            Plan("Learning rate", (("learning_rate", "rate"),), from_zero=True, smoothed=False),
-        ),
-    ),
-    (
-        "Data and speed",
-        (
-            Plan("Staleness", (("staleness", "mean"), ("max_staleness", "largest")), from_zero=True),
-            Plan("Throughput", (("tokens_per_second", "tokens/s"),), unit="tokens/s", from_zero=True),
-            Plan(
-                "Time of a step",
-                (("step_time", "step"), ("data_wait_time", "waiting for data")),
-                unit="seconds",
-                compare_each=True,
-                from_zero=True,
-            ),
-        ),
-    ),
-)
+}
 
 
 # These are logged for other programs, or stand in a chart above as a part of another number.
@@ -121,41 +75,34 @@ _NOT_DRAWN = re.compile(
 )
 
 
-def groups_for(runs: Sequence[Run]) -> list[tuple[str, tuple[Plan, ...]]]:
-    """Our charts, and one for each metric that has none: a user's own, most of all."""
-    drawn = {key for _, plans in GROUPS for plan in plans for key, _ in plan.metrics}
+def groups_for(runs: Sequence[Run]) -> dict[str, tuple[Plan, ...]]:
+    """List our charts, and one for each metric that has none, such as a user's own."""
+    drawn = {key for plans in GROUPS.values() for plan in plans for key in plan.metrics}
     logged = dict.fromkeys(key for run in runs for record in run.metrics for key in record)
     own = [key for key in logged if key not in drawn and not _NOT_DRAWN.fullmatch(key)]
-    return [*GROUPS, ("More metrics", tuple(Plan(key, ((key, key),)) for key in own))]
+    return GROUPS | {"More metrics": tuple(Plan(key, {key: key}) for key in own)}
 
 
 def charts_of(plan: Plan, runs: Sequence[Run]) -> list[Chart]:
-    """The charts of a plan that have anything to show."""
+    """Make the charts of a plan that have anything to show."""
+    metrics = list(plan.metrics.items())
     if len(runs) == 1:
-        lines = [_line(runs[0], plan, key, name, index) for index, (key, name) in enumerate(plan.metrics)]
+        lines = [_line(runs[0], plan, key, name, index) for index, (key, name) in enumerate(metrics)]
         candidates = [(plan.title, lines)]
     else:
         # Colours are for the runs here, so that a chart has one metric.
-        metrics = plan.metrics if plan.compare_each else plan.metrics[:1]
-        candidates = []
-        for key, name in metrics:
-            title = f"{plan.title}, {name}" if plan.compare_each else plan.title
-            candidates.append((title, [_line(run, plan, key, run.name, index) for index, run in enumerate(runs)]))
-    return [
-        Chart(
-            title=title,
-            unit=plan.unit,
-            lines=[line for line in lines if line.points],
-            from_zero=plan.from_zero,
-            logarithmic_if_wide=plan.logarithmic_if_wide,
-            reference=plan.reference,
-            least_range=plan.least_range,
-            smoothed=plan.smoothed,
-            wide=plan.wide and len(runs) == 1,
-        )
+        candidates = [
+            (
+                f"{plan.title}, {name}" if plan.compare_each else plan.title,
+                [_line(run, plan, key, run.name, index) for index, run in enumerate(runs)],
+            )
+            for key, name in (metrics if plan.compare_each else metrics[:1])
+        ]
+    charts = [
+        Chart(plan, title, [line for line in lines if line.points], wide=plan.wide and len(runs) == 1)
         for title, lines in candidates
-        if any(point.value is not None for line in lines for point in line.points)
     ]
+    return [chart for chart in charts if chart.values]
 
 
 def _line(run: Run, plan: Plan, key: str, name: str, index: int) -> Line:
@@ -163,39 +110,30 @@ def _line(run: Run, plan: Plan, key: str, name: str, index: int) -> Line:
     return Line(name, index % COLOURS, points, dashed=index >= COLOURS)
 
 
-def shared_scales(charts: Sequence[Chart]) -> dict[Axis, Scale]:
-    """One horizontal axis for all charts, so that they can be read one under the other."""
-    lines = [line for chart in charts for line in chart.lines]
-    axes: tuple[Axis, ...] = ("documents", "step")
-    return {axis: scale for axis in axes if (scale := horizontal_scale(lines, axis)) is not None}
-
-
-def figure_html(chart: Chart, scales: dict[Axis, Scale], *, legend: bool) -> str:
-    """A chart with its title, the plot over each of the axes, and the data of its read-out."""
-    vertical = vertical_scale(chart)
-    unit = ", ".join(part for part in (chart.unit, "logarithmic" if vertical.logarithmic else "") if part)
-    parts = [f'<figure class="chart{" wide" if chart.wide else ""}">', "<figcaption>"]
-    parts.append(f"<h3>{escape(chart.title)}</h3>")
-    if unit:
-        parts.append(f'<span class="unit">{escape(unit)}</span>')
-    if legend and len(chart.lines) > 1:
-        parts.append(legend_html(chart.lines))
-    parts.append("</figcaption>")
-    for axis, horizontal in scales.items():
-        parts.append(_variant_html(chart, axis, horizontal, vertical))
-    parts.append(f'<script type="application/json">{_json(_readings(chart))}</script></figure>')
-    return "".join(parts)
-
-
 def group_html(title: str, charts: Sequence[Chart], scales: dict[Axis, Scale], *, legend: bool) -> str:
-    """The charts of a group in a grid without holes where their number allows one."""
+    """Write the charts of a group in a grid, without holes where their number allows one."""
     if not charts:
         return ""
     cells = sum(2 if chart.wide else 1 for chart in charts)
-    figures = "\n".join(figure_html(chart, scales, legend=legend) for chart in charts)
+    figures = "\n".join(_figure_html(chart, scales, legend=legend) for chart in charts)
     return (
         f'<h2>{escape(title)}</h2>\n<div class="charts {"even" if cells in (1, 2, 4) else "odd"}">\n{figures}\n</div>\n'
     )
+
+
+def _figure_html(chart: Chart, scales: dict[Axis, Scale], *, legend: bool) -> str:
+    """Write a chart with its title, the plot over each of the axes, and the data of its read-out."""
+    vertical = vertical_scale(chart)
+    unit = ", ".join(part for part in (chart.plan.unit, "logarithmic" if vertical.logarithmic else "") if part)
+    parts = [
+        f'<figure class="chart{" wide" if chart.wide else ""}"><figcaption><h3>{escape(chart.title)}</h3>',
+        f'<span class="unit">{escape(unit)}</span>' if unit else "",
+        legend_html(chart.lines) if legend and len(chart.lines) > 1 else "",
+        "</figcaption>",
+        *(_variant_html(chart, axis, horizontal, vertical) for axis, horizontal in scales.items()),
+        f'<script type="application/json">{_json(_readings(chart))}</script></figure>',
+    ]
+    return "".join(parts)
 
 
 def legend_html(lines: Sequence[Line]) -> str:
@@ -229,37 +167,31 @@ def _tick(text: str) -> str:
 
 
 def _gap_note(chart: Chart, vertical: Scale) -> str:
-    """What the lines cannot show."""
-    points = [point for line in chart.lines for point in line.points]
-    gaps = sum(point.value is None for point in points)
+    """Say what the lines cannot show."""
+    gaps = sum(point.value is None for point in chart.points)
     notes = [f"{gaps:,} {'value' if gaps == 1 else 'values'} not finite: gaps in the line."] if gaps else []
-    if vertical.logarithmic and (zeros := sum(point.value == 0 for point in points)):
+    if vertical.logarithmic and (zeros := sum(value == 0 for value in chart.values)):
         notes.append(f"{zeros:,} {'value' if zeros == 1 else 'values'} of 0 at the lower edge.")
     return " ".join(notes)
 
 
 def _readings(chart: Chart) -> list[dict]:
-    """The points that the read-out can name: [step, documents, value] each."""
-    return [
-        {
-            "name": line.name,
-            "colour": line.colour,
-            "points": [
-                [_short(point.step), _short(point.documents), _short(point.value)] for point in downsample(line.points)
-            ],
-        }
-        for line in chart.lines
-    ]
+    """List the points that the read-out can name, each as [step, documents, value]."""
+    readings = []
+    for line in chart.lines:
+        points = [[_short(p.step), _short(p.documents), _short(p.value)] for p in downsample(line.points)]
+        readings.append({"name": line.name, "colour": line.colour, "points": points})
+    return readings
 
 
 def _short(value: float | None) -> float | int | None:
-    """A number with no more digits than anyone reads, which halves the page."""
+    """Cut a number to the digits that anyone reads, which halves the page."""
     if value is None:
         return None
     return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.7g}")
 
 
 def _json(value: object) -> str:
-    """JSON that may stand in a script element whatever it holds."""
+    """Write JSON that may stand in a script element whatever it holds."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

@@ -12,18 +12,18 @@ LONGEST_TEXT = 4000
 
 
 def examples_html(runs: Sequence[Run]) -> str:
-    """The section with the examples of every run that has any."""
-    parts = []
+    """Write the section with the examples of every run that has any."""
+    html = ""
     for run in runs:
         if examples := _examples(run):
             shown = f'<div class="examples">{"".join(examples)}</div>'
-            # One run's examples are open; of several, each has its block to open.
+            # One run's examples stay open; several runs have a block each, of which the first is open.
             if len(runs) == 1:
-                parts.append(f'<div class="card">{shown}</div>\n')
+                html = f'<div class="card">{shown}</div>\n'
             else:
-                opened = "" if parts else " open"
-                parts.append(f'<details class="card"{opened}><summary>{escape(run.name)}</summary>{shown}</details>\n')
-    return "<h2>Completions, first and last evaluation</h2>\n" + "".join(parts) if parts else ""
+                opened = "" if html else " open"
+                html += f'<details class="card"{opened}><summary>{escape(run.name)}</summary>{shown}</details>\n'
+    return "<h2>Completions, first and last evaluation</h2>\n" + html if html else ""
 
 
 def _examples(run: Run) -> list[str]:
@@ -31,19 +31,18 @@ def _examples(run: Run) -> list[str]:
     if not with_examples:
         return []
     first, last = with_examples[0], with_examples[-1]
-    if first is last:
-        return [_row(_text(example, "prompt"), [(first, example)]) for example in _listed(first)[:MOST_EXAMPLES]]
-    # An example belongs to the one of the same prompt; a prompt drawn once only stands alone.
-    later = list(_listed(last))
+    # Examples of the same prompt are a pair; a prompt that was drawn only once stands alone.
+    later = [] if first is last else _listed(last)
     rows: list[tuple[str, list[tuple[Record, Record]]]] = []
     for example in _listed(first):
         prompt = _text(example, "prompt")
+        rows.append((prompt, [(first, example)]))
         match = next((other for other in later if _text(other, "prompt") == prompt), None)
         if match is not None:
             later.remove(match)
-        rows.append((prompt, [(first, example)] + ([(last, match)] if match is not None else [])))
+            rows[-1][1].append((last, match))
     rows += [(_text(example, "prompt"), [(last, example)]) for example in later]
-    # Pairs say the most.
+    # Pairs show the most.
     rows.sort(key=lambda row: -len(row[1]))
     return [_row(prompt, cells) for prompt, cells in rows[:MOST_EXAMPLES]]
 

@@ -5,17 +5,18 @@ from html import escape
 from pathlib import Path
 
 from truestep.files import write_text_whole
-from truestep.report.charts import AXIS_LABELS, MINUS
+from truestep.report.charts import MINUS
 from truestep.report.runs import Run, read_runs
-from truestep.report.series import Axis
 from truestep.report.style import COLOURS, FONT, palette_css
-from truestep.report.svg import Chart, Line, horizontal_scale, plot_svg, vertical_scale
+from truestep.report.svg import AXIS_LABELS, Chart, Line, Plan, horizontal_scales, plot_svg, vertical_scale
 
 WIDTH, HEIGHT = 800, 420
 LEFT, RIGHT, BOTTOM = 64, 28, 56
 LEGEND_LINE = 20
-# An average character of 13 pixels; there is nothing to measure text with here.
+# The width of an average character of 13 pixels; there is nothing to measure text with here.
 CHARACTER = 7.0
+
+_PLAN = Plan("Held-out reward", {"greedy_reward": "greedy", "sampled_reward": "sampled"}, from_zero=True)
 
 CSS = """
 .card{fill:var(--card)}
@@ -31,18 +32,14 @@ text{font:13px FONT;fill:var(--muted);font-variant-numeric:tabular-nums}
 
 
 def write_plot(runs: Sequence[Path], output_svg: Path) -> Path:
-    """Writes the held-out reward of the runs over the documents seen, and returns the path."""
+    """Write the held-out reward of the runs over the documents seen, and return the path."""
     if not runs:
         raise ValueError("a plot needs at least one run")
-    return write_text_whole(Path(output_svg), plot_document(read_runs(runs)))
+    return write_text_whole(Path(output_svg), _plot_document(read_runs(runs)))
 
 
-def plot_document(runs: Sequence[Run]) -> str:
-    chart = Chart("Held-out reward", "mean over prompts", _lines(runs), from_zero=True)
-    axis: Axis = "documents"
-    horizontal = horizontal_scale(chart.lines, axis)
-    if horizontal is None:
-        axis, horizontal = "step", horizontal_scale(chart.lines, "step")
+def _plot_document(runs: Sequence[Run]) -> str:
+    chart = Chart(_PLAN, _PLAN.title, _lines(runs))
     legend, rows = _legend(chart.lines)
     top = 60 + LEGEND_LINE * rows
     parts = [
@@ -51,11 +48,13 @@ def plot_document(runs: Sequence[Run]) -> str:
         f'<rect class="card" width="{WIDTH}" height="{HEIGHT}"/>\n'
         f'<text class="title" x="20" y="32">{chart.title}</text>\n'
     ]
-    if horizontal is None or not chart.values():
+    scales = horizontal_scales([chart])
+    if not scales or not chart.values:
         parts.append(
             f'<text x="{WIDTH / 2}" y="{HEIGHT / 2}" text-anchor="middle">No evaluation has been logged.</text>'
         )
         return "".join([*parts, "\n</svg>\n"])
+    axis, horizontal = next(iter(scales.items()))
     width, height = WIDTH - LEFT - RIGHT, max(80, HEIGHT - top - BOTTOM)
     vertical = vertical_scale(chart)
     area = plot_svg(chart, axis, horizontal, vertical, "Held-out reward")
@@ -72,10 +71,10 @@ def plot_document(runs: Sequence[Run]) -> str:
 
 
 def _lines(runs: Sequence[Run]) -> list[Line]:
-    """Greedy and sampled reward: told apart by colour for one run, by dashes where colours are for the runs."""
+    """Make the lines of both rewards, told apart by colour for one run and by dashes where colours are for runs."""
     lines = []
     for index, run in enumerate(runs):
-        for offset, (key, name) in enumerate((("greedy_reward", "greedy"), ("sampled_reward", "sampled"))):
+        for offset, (key, name) in enumerate(_PLAN.metrics.items()):
             colour = offset if len(runs) == 1 else index % COLOURS
             label = name if len(runs) == 1 else f"{run.name}, {name}"
             if points := run.evaluation_points(key):
@@ -84,7 +83,7 @@ def _lines(runs: Sequence[Run]) -> list[Line]:
 
 
 def _legend(lines: Sequence[Line]) -> tuple[str, int]:
-    """The names of the lines under the title, over as many rows as they need, and the number of rows."""
+    """Write the names of the lines under the title; also give the number of rows that they need."""
     parts, x, row = [], 20.0, 0
     longest = int((WIDTH - 80) / CHARACTER)
     for line in lines:

@@ -1,9 +1,10 @@
-"""Reads the directory of a run. Any file may be missing or cut off: what is there is read, what is not is noted."""
+"""Reads the directory of a run. Any file may be missing or cut off: the rest is read, and the fault noted."""
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -17,7 +18,7 @@ LARGEST_VALUE = 1e300
 
 @dataclass
 class Run:
-    """What the directory of a run holds."""
+    """The contents of a run's directory."""
 
     name: str
     path: Path
@@ -28,18 +29,18 @@ class Run:
     config_text: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
-    # What is missing or unreadable, a sentence each.
+    # A sentence for each file that is missing or unreadable.
     problems: list[str] = field(default_factory=list)
-    # Documents seen once each step is done, as far as anything says.
+    # The documents seen once each step is done, as far as any file says.
     documents_at: dict[float, float] = field(default_factory=dict)
 
     def option(self, section: str, name: str) -> Any:
-        """As the run's configuration has it; None where that says nothing."""
+        """Look up an option of the run's configuration; None where that says nothing."""
         inside = self.config.get(section)
         return inside.get(name) if isinstance(inside, dict) else None
 
     def points(self, key: str) -> list[Point]:
-        """The series of a metric. A line without the key is passed over, one without a finite value is a gap."""
+        """Collect the series of a metric. A line without the key is left out, one without a finite value is a gap."""
         return self._points(self.metrics, key)
 
     def evaluation_points(self, key: str) -> list[Point]:
@@ -49,32 +50,26 @@ class Run:
         result = []
         for record in records:
             if key in record:
-                value = number(record, key)
-                step = step_of(record)
-                documents = number(record, "documents_seen")
-                documents = documents if is_finite(documents) else self.documents_at.get(step)
-                result.append(Point(step, documents, value if is_finite(value) else None))
+                step, documents = step_of(record), finite(record, "documents_seen")
+                if documents is None:
+                    documents = self.documents_at.get(step)
+                result.append(Point(step, documents, finite(record, key)))
         return result
 
+    def by_step(self, key: str) -> dict[float, float]:
+        """Collect the finite values of a metric by their steps."""
+        return {point.step: point.value for point in self.points(key) if point.value is not None}
+
     def values(self, key: str) -> list[float]:
-        """The finite values of a metric."""
-        return [point.value for point in self.points(key) if point.value is not None]
+        return list(self.by_step(key).values())
 
     def last(self, key: str) -> float | None:
-        """The value on the last line that has the metric, NaN included: a run that ends in NaN must not hide it."""
+        """Find the value on the last line that has the metric; a run that ends in NaN must not hide it."""
         for record in reversed(self.metrics):
             if key in record:
                 value = number(record, key)
                 return math.nan if value is None else value
         return None
-
-    @property
-    def steps(self) -> int:
-        return len(self.metrics)
-
-    @property
-    def documents(self) -> float | None:
-        return max(self.documents_at.values(), default=None)
 
 
 def is_finite(value: float | None) -> TypeGuard[float]:
@@ -82,7 +77,7 @@ def is_finite(value: float | None) -> TypeGuard[float]:
 
 
 def number(record: Mapping[str, Any], key: str) -> float | None:
-    """The number under `key`, None for anything that is no number."""
+    """Read the number under `key`; None for anything that is no number."""
     value = record.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -92,20 +87,24 @@ def number(record: Mapping[str, Any], key: str) -> float | None:
     return float(value)
 
 
+def finite(record: Mapping[str, Any], key: str) -> float | None:
+    value = number(record, key)
+    return value if is_finite(value) else None
+
+
 def step_of(record: Mapping[str, Any]) -> float:
-    """The step of a record; those without one are left out on reading."""
-    step = number(record, "step")
-    return step if is_finite(step) else math.nan
+    """Read the step of a record; records without one are left out when files are read."""
+    step = finite(record, "step")
+    return math.nan if step is None else step
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Reads every run, under names that tell them apart."""
-    paths = [Path(path) for path in paths]
+    """Read every run, under names that tell them apart."""
     return [read_run(path, name) for path, name in zip(paths, run_names(paths), strict=True)]
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """The directory's name, with its parent's where two are the same, with a number where that is no help."""
+    """Name runs by their directories, with the parent's name or else a number where two are the same."""
     resolved = [path.resolve() for path in paths]
     names = [path.name or str(path) for path in resolved]
     longer = [f"{path.parent.name}/{path.name}" for path in resolved]
@@ -117,17 +116,16 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 
 
 def read_run(path: Path, name: str | None = None) -> Run:
-    path = Path(path)
     run = Run(name=name or path.resolve().name, path=path)
     if not path.is_dir():
         run.problems.append(f"The directory {path} does not exist.")
         return run
     _read_config(run)
     run.metrics = _one_per_step(run, "metrics.jsonl", "no training metrics")
-    # A run that was asked for no evaluation lacks none.
+    # Only a run that was to be evaluated lacks an evaluation.
     asked = not run.config or run.config.get("evaluation") is not None
     run.evaluations = _one_per_step(run, "evaluation.jsonl", "no held-out reward" if asked else None)
-    # The ledger keeps its repeated steps: a document trained twice is what it is there to show.
+    # The ledger keeps its repeated steps: it is there to show a document that was trained twice.
     run.ledger = _read_lines(run, "ledger.jsonl", "documents trained twice cannot be found")
     # A run that rejected nothing has no such file.
     run.rejected = _read_lines(run, "rejected.jsonl", None)
@@ -137,21 +135,24 @@ def read_run(path: Path, name: str | None = None) -> Run:
     return run
 
 
-def _read_text(path: Path) -> str:
-    # The last character of a file that is being written may be cut off.
-    return path.read_text(encoding="utf-8", errors="replace")
+def _read_text(run: Run, file: str, without: str | None = "") -> str | None:
+    """Read a file, or note why it cannot be read. `without`: the consequence where it is missing; None for none."""
+    try:
+        # The last character of a file that is being written may be cut off.
+        return (run.path / file).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        if without is not None:
+            run.problems.append(f"{file} is missing{f': {without}' if without else ''}.")
+    except OSError as error:
+        run.problems.append(f"{file} cannot be read ({error.strerror or error}).")
+    return None
 
 
 def _read_lines(run: Run, file: str, without: str | None) -> list[Record]:
-    try:
-        lines = _read_text(run.path / file).split("\n")
-    except FileNotFoundError:
-        if without:
-            run.problems.append(f"{file} is missing: {without}.")
+    text = _read_text(run, file, without)
+    if text is None:
         return []
-    except OSError as error:
-        run.problems.append(f"{file} cannot be read ({error.strerror or error}).")
-        return []
+    lines = text.split("\n")
     records, bad, cut = [], 0, False
     for index, line in enumerate(lines):
         if not line.strip():
@@ -176,9 +177,9 @@ def _read_lines(run: Run, file: str, without: str | None) -> list[Record]:
 
 
 def _one_per_step(run: Run, file: str, without: str | None) -> list[Record]:
-    """The records in the order of their steps. A run resumed from a checkpoint repeats steps: the later counts."""
+    """Read records in the order of their steps. A run resumed from a checkpoint repeats steps: the later counts."""
     records = _read_lines(run, file, without)
-    with_step = [record for record in records if is_finite(number(record, "step"))]
+    with_step = [record for record in records if finite(record, "step") is not None]
     if len(with_step) < len(records):
         run.problems.append(f"{file}: {len(records) - len(with_step):,} lines without a step were left out.")
     by_step = {step_of(record): record for record in with_step}
@@ -190,15 +191,9 @@ def _one_per_step(run: Run, file: str, without: str | None) -> list[Record]:
 
 
 def _read_config(run: Run) -> None:
+    run.config_text = _read_text(run, "config.yaml")
     try:
-        run.config_text = _read_text(run.path / "config.yaml")
-        config = yaml.safe_load(run.config_text)
-    except FileNotFoundError:
-        run.problems.append("config.yaml is missing.")
-        return
-    except OSError as error:
-        run.problems.append(f"config.yaml cannot be read ({error.strerror or error}).")
-        return
+        config = yaml.safe_load(run.config_text or "")
     except (yaml.YAMLError, ValueError, RecursionError):
         run.problems.append("config.yaml is no valid YAML; its text is shown as it is.")
         return
@@ -213,25 +208,17 @@ def _read_config(run: Run) -> None:
 
 
 def _documents_at(run: Run) -> dict[float, float]:
-    """Documents seen by step: what the files say, else the sum of the documents of each step."""
+    """Find the documents seen by each step: what the files say, else the sum over the steps so far."""
     result: dict[float, float] = {}
-    for records in (run.ledger, run.metrics, run.evaluations):
-        result |= dict(_pairs(records, "documents_seen"))
+    for record in (*run.ledger, *run.metrics, *run.evaluations):
+        step, documents = finite(record, "step"), finite(record, "documents_seen")
+        if step is not None and documents is not None:
+            result[step] = documents
     if not any(value > 0 for value in result.values()):
-        total = 0.0
-        for step, documents in _pairs(run.metrics, "num_documents"):
-            total += documents
-            result[step] = total
-        if total <= 0:
+        counts = run.by_step("num_documents")
+        result |= dict(zip(counts, accumulate(counts.values()), strict=True))
+        if sum(counts.values()) <= 0:
             return {}
         # The evaluation before training has seen none.
         result.setdefault(0.0, 0.0)
     return result
-
-
-def _pairs(records: Iterable[Record], key: str) -> Iterable[tuple[float, float]]:
-    for record in records:
-        step = number(record, "step")
-        value = number(record, key)
-        if is_finite(step) and is_finite(value):
-            yield step, value

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-# A series whose relative range is smaller than this reads as constant: its digits would be all noise and no number.
+# A series whose relative range is smaller than this is shown as constant: the labels' digits would be all noise.
 SMALLEST_RELATIVE_RANGE = 2e-4
 # A range wider than this factor is drawn on a logarithmic axis where the chart allows it.
 LOGARITHMIC_FACTOR = 100.0
@@ -29,22 +29,19 @@ class Scale:
 
 
 def bounded(value: float) -> float:
-    """The value without the ends of the range of doubles, where differences overflow and steps vanish."""
+    """Keep a value off the ends of the range of doubles, where differences overflow and steps vanish."""
     return 0.0 if abs(value) < 1e-300 else min(max(value, -1e300), 1e300)
 
 
 def nice_step(span: float, count: int) -> float:
-    """The smallest step of 1, 2 or 5 times a power of ten that covers `span` in at most `count` steps."""
+    """Find the smallest 1, 2 or 5 times a power of ten that covers `span` in at most `count` steps."""
     rough = span / count
     power = 10.0 ** math.floor(math.log10(rough))
-    for factor in (1.0, 2.0, 5.0):
-        if factor * power >= rough * (1 - 1e-9):
-            return factor * power
-    return 10.0 * power
+    return next((factor * power for factor in (1.0, 2.0, 5.0) if factor * power >= rough * (1 - 1e-9)), 10.0 * power)
 
 
 def linear_scale(values: Iterable[float], *, count: int = 5, snap: bool = True, whole: bool = False) -> Scale:
-    """A linear axis over `values`. With `snap` it ends on ticks; with `whole` ticks are whole numbers."""
+    """Make a linear axis over `values`. With `snap` it ends on ticks; with `whole` ticks are whole numbers."""
     finite = [bounded(value) for value in values if math.isfinite(value)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
     largest = max(abs(low), abs(high))
@@ -64,7 +61,7 @@ def linear_scale(values: Iterable[float], *, count: int = 5, snap: bool = True, 
 
 
 def logarithmic_scale(values: Iterable[float]) -> Scale:
-    """A logarithmic axis over the positive ones of `values`, with ticks at powers of ten."""
+    """Make a logarithmic axis over the positive ones of `values`, with ticks at powers of ten."""
     positive = [value for value in values if math.isfinite(value) and value > 0]
     first = math.floor(math.log10(min(positive)) + 1e-9)
     last = max(math.ceil(math.log10(max(positive)) - 1e-9), first + 1)
@@ -77,7 +74,7 @@ def logarithmic_scale(values: Iterable[float]) -> Scale:
 
 
 def wants_logarithm(values: Sequence[float]) -> bool:
-    """Whether `values` are positive numbers (or zero) that a linear axis would flatten."""
+    """Tell whether `values` are positive numbers (or zero) that a linear axis would flatten."""
     positive = [value for value in values if math.isfinite(value) and value > 0]
     if len(positive) < 2 or any(value < 0 for value in values):
         return False
@@ -85,7 +82,7 @@ def wants_logarithm(values: Sequence[float]) -> bool:
 
 
 def format_ticks(ticks: Sequence[float], step: float) -> list[str]:
-    """Labels with as many decimals as the step needs, thousands as k, M or B, small numbers with an exponent."""
+    """Write ticks with the decimals that the step needs, thousands as k, M or B, small numbers with an exponent."""
     largest = max((abs(tick) for tick in ticks), default=0.0)
     if largest == 0:
         return ["0" for _ in ticks]
@@ -103,13 +100,13 @@ def format_ticks(ticks: Sequence[float], step: float) -> list[str]:
 
 
 def short_exponent(text: str) -> str:
-    """`1e-06` as `1e-6`."""
+    """Write `1e-06` as `1e-6`."""
     mantissa, mark, exponent = text.partition("e")
     return f"{mantissa}e{int(exponent)}" if mark else text
 
 
 def format_number(value: float | None, significant: int = 4) -> str:
-    """A number for a tile: thousands separators, about `significant` digits, a dash where there is none."""
+    """Write a number for a tile: thousands separators, about `significant` digits, a dash where there is none."""
     if value is None:
         return "\N{EN DASH}"
     if not math.isfinite(value):
@@ -126,18 +123,18 @@ def format_number(value: float | None, significant: int = 4) -> str:
 
 
 def format_compact(value: float | None) -> str:
-    """A count with k, M or B: `18.2M`."""
+    """Write a count with k, M or B: `18.2M`."""
     if value is None or not math.isfinite(value):
         return format_number(value)
-    for unit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e5, "k")):
+    for unit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if abs(value) >= unit:
-            # From a hundred thousand on, so that a number of five digits stays exact.
-            return f"{value / (1e3 if suffix == 'k' else unit):.{0 if suffix == 'k' else 1}f}{suffix}"
-    return f"{value:,.0f}"
+            return f"{value / unit:.1f}{suffix}"
+    # A number of five digits stays exact.
+    return f"{value / 1e3:.0f}k" if abs(value) >= 1e5 else f"{value:,.0f}"
 
 
 def format_duration(seconds: float | None) -> str:
-    """Seconds as the two largest units that matter: `3 h 12 min`."""
+    """Write seconds in the two largest units that matter: `3 h 12 min`."""
     if seconds is None or not math.isfinite(seconds):
         return format_number(None)
     if seconds < 60:

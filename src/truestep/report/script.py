@@ -49,10 +49,10 @@ PAGE_SCRIPT = """
         series = series || JSON.parse(figure.querySelector('script').textContent);
         const box = plot.getBoundingClientRect();
         const x = x0 + (event.clientX - box.left) / box.width * (x1 - x0);
-        const found = series.map(one => [one, nearest(one.points, column, x)]).filter(pair => pair[1])
+        const found = series.map(line => [line, nearest(line.points, column, x)]).filter(pair => pair[1])
           // A run that ended long before, or starts long after, has nothing to say here.
-          .filter(([one, point]) => Math.abs(point[column] - x) <= .03 * (x1 - x0) ||
-            one.points.some(other => other[column] !== null && (other[column] > x) !== (point[column] > x)));
+          .filter(([line, point]) => Math.abs(point[column] - x) <= .03 * (x1 - x0) ||
+            line.points.some(other => other[column] !== null && (other[column] > x) !== (point[column] > x)));
         clear();
         if (!found.length) return;
         const place = found.map(pair => pair[1][column])
@@ -60,16 +60,16 @@ PAGE_SCRIPT = """
         const left = value => (value - x0) / (x1 - x0);
         make('div', 'cross', plot).style.left = 100 * left(place) + '%';
         const tip = make('div', 'tip', plot);
-        for (const [one, point] of found) {
-          const spot = make('i', 'spot colour-' + one.colour, plot);
+        for (const [line, point] of found) {
+          const spot = make('i', 'spot colour-' + line.colour, plot);
           spot.style.left = 100 * left(point[column]) + '%';
           spot.style.top = 100 * height(point[2]) + '%';
           const row = make('div', '', tip);
           const name = make('span', '', row);
-          make('i', 'swatch colour-' + one.colour, name);
+          make('i', 'swatch colour-' + line.colour, name);
           // Runs have points at places of their own: say which one a value is from where it is another.
           const other = point[column] !== place ? ' @ ' + format(point[column]) : '';
-          name.append(one.name + other);
+          name.append(line.name + other);
           make('b', '', row, format(point[2]));
         }
         const point = found.map(pair => pair[1]).find(candidate => candidate[column] === place);

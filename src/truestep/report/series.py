@@ -1,4 +1,4 @@
-"""Points of a chart: a series thinned out without losing its extremes, and a smoothed one."""
+"""The points of a chart, thinned out without losing their extremes, or smoothed."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class Point:
 
 
 def downsample(points: Sequence[Point], limit: int = LONGEST_SERIES, buckets: int = BUCKETS) -> list[Point]:
-    """Keeps the smallest and the largest of each bucket, the first gap in it, and both ends."""
+    """Keep the smallest and the largest of each bucket, the first gap in it, and both ends."""
     if len(points) <= limit:
         return list(points)
     kept = {0, len(points) - 1}
@@ -41,7 +41,7 @@ def downsample(points: Sequence[Point], limit: int = LONGEST_SERIES, buckets: in
 
 
 def smooth(points: Sequence[Point], *, logarithmic: bool = False, outputs: int = BUCKETS) -> list[Point]:
-    """A centred mean with weights falling off linearly, at no more than `outputs` points; gaps stay gaps."""
+    """Take a centred mean with weights falling off linearly, at no more than `outputs` points; gaps stay gaps."""
     half = max(3, len(points) // 40)
     count = min(outputs, len(points))
     chosen = sorted({index * (len(points) - 1) // max(1, count - 1) for index in range(count)})

@@ -1,4 +1,4 @@
-"""The style sheet and the script of the page."""
+"""The style sheet of the page, and the colours of charts."""
 
 # Okabe and Ito's palette, told apart by colour-blind readers too; yellow is left out, being faint on white.
 # The order puts the two that differ the most first. The second set is lighter, for dark pages.
@@ -6,52 +6,39 @@ LIGHT_PALETTE = ("#0072b2", "#d55e00", "#009e73", "#b5568f", "#b98500", "#3d9bd6
 DARK_PALETTE = ("#56a8e8", "#ff8f4d", "#35c79a", "#e093bd", "#e3b341", "#9fd4f5", "#b0b0b0")
 COLOURS = len(LIGHT_PALETTE)
 
-LIGHT = {
-    "page": "#f7f7f5",
-    "card": "#ffffff",
-    "border": "#e3e2dd",
-    "grid": "#ecebe7",
-    "text": "#1d1d1b",
-    "muted": "#66645e",
-    "reference": "#8f8c84",
-    "bad": "#b3261e",
-    "warning": "#8a5a00",
-    "good": "#17703a",
-    "note": "#55626e",
-}
-DARK = {
-    "page": "#121314",
-    "card": "#1a1b1d",
-    "border": "#2d2f32",
-    "grid": "#292b2e",
-    "text": "#e9e8e4",
-    "muted": "#a3a29c",
-    "reference": "#77766f",
-    "bad": "#ff8a80",
-    "warning": "#f0b849",
-    "good": "#62cf8c",
-    "note": "#a4b3c0",
+# The other colours, for light and for dark pages.
+SHADES = {
+    "page": ("#f7f7f5", "#121314"),
+    "card": ("#ffffff", "#1a1b1d"),
+    "border": ("#e3e2dd", "#2d2f32"),
+    "grid": ("#ecebe7", "#292b2e"),
+    "text": ("#1d1d1b", "#e9e8e4"),
+    "muted": ("#66645e", "#a3a29c"),
+    "reference": ("#8f8c84", "#77766f"),
+    "bad": ("#b3261e", "#ff8a80"),
+    "warning": ("#8a5a00", "#f0b849"),
+    "good": ("#17703a", "#62cf8c"),
+    "note": ("#55626e", "#a4b3c0"),
 }
 
 
 def palette_css(root: str = ":root") -> str:
-    """The colours as custom properties, for light and for dark."""
-
-    def declarations(names: dict[str, str], palette: tuple[str, ...]) -> str:
-        named = "".join(f"--{name}:{colour};" for name, colour in names.items())
-        return named + "".join(f"--c{index}:{colour};" for index, colour in enumerate(palette))
-
+    """Write the colours as custom properties, for light and for dark."""
+    light, dark = (
+        "".join(f"--{name}:{shades[index]};" for name, shades in SHADES.items())
+        + "".join(f"--c{number}:{colour};" for number, colour in enumerate(palette))
+        for index, palette in enumerate((LIGHT_PALETTE, DARK_PALETTE))
+    )
     classes = "".join(f".colour-{index}{{--c:var(--c{index})}}" for index in range(COLOURS))
     return (
-        f"{root}{{color-scheme:light dark;{declarations(LIGHT, LIGHT_PALETTE)}}}\n"
-        f"@media (prefers-color-scheme:dark){{{root}{{{declarations(DARK, DARK_PALETTE)}}}}}\n{classes}\n"
+        f"{root}{{color-scheme:light dark;{light}}}\n"
+        f"@media (prefers-color-scheme:dark){{{root}{{{dark}}}}}\n{classes}\n"
     )
 
 
 FONT = 'system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif'
 
-PAGE_CSS = (
-    """
+PAGE_CSS = """
 *{box-sizing:border-box}
 html{-webkit-text-size-adjust:100%}
 body{margin:0;background:var(--page);color:var(--text);font:15px/1.5 FONT;font-variant-numeric:tabular-nums}
@@ -158,10 +145,8 @@ max-width:min(280px,80vw);width:max-content}
 details{margin-top:12px}
 summary{cursor:pointer;padding:12px 16px;font-weight:600;overflow-wrap:anywhere}
 pre{margin:0;padding:0 16px 16px;overflow-x:auto;font:13px/1.55 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
-footer{margin-top:40px;font-size:13px;color:var(--muted)}
 @media (max-width:520px){main{padding-top:20px}.tile{padding:12px}
 .tile dd{font-size:clamp(15px,4.5vw,18px)}.tile .detail{font-size:12px}
 .chart{padding:12px 14px 8px 8px}.x.minor{display:none}.bar .legend{width:100%}.bar{position:static}}
 @media print{.bar{position:static}.chart,.tile,.example{break-inside:avoid}}
-"""
-).replace("FONT", FONT)
+""".replace("FONT", FONT)

@@ -1,14 +1,16 @@
-"""Line charts as SVG."""
+"""Line charts, and their lines as SVG."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from truestep.report.scale import Scale, linear_scale, logarithmic_scale, wants_logarithm
 from truestep.report.series import LONGEST_PLAIN_SERIES, Axis, Point, downsample, smooth
 
 # The coordinates of a plot, stretched to whatever room it gets.
 EXTENT = 1000
-# With no more points than this each one gets a dot.
+AXIS_LABELS: dict[Axis, str] = {"documents": "documents seen", "step": "step"}
+# A series no longer than this gets a dot for each point.
 LONGEST_DOTTED_SERIES = 30
 
 
@@ -23,75 +25,103 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Chart:
-    """What a chart shows, and how its vertical axis is chosen."""
+class Plan:
+    """A chart before it has data: its metrics by key, with the names they get there, and how it is drawn."""
 
     title: str
-    unit: str
-    lines: Sequence[Line]
+    metrics: Mapping[str, str]
+    unit: str = ""
+    from_evaluation: bool = False
+    # Several runs are compared by one metric a chart: by the first only, or by each in a chart of its own.
+    compare_each: bool = False
     from_zero: bool = False
     logarithmic_if_wide: bool = False
     reference: float | None = None
     # The least range of the vertical axis, so that rounding is not blown up to a mountain range.
     least_range: float = 0.0
+    # A metric that follows a schedule has no noise to smooth away.
     smoothed: bool = True
+    # The chart a run is judged by gets the most room; among several runs there are several of it.
     wide: bool = False
 
+
+@dataclass(frozen=True)
+class Chart:
+    """A plan with the lines that it shows."""
+
+    plan: Plan
+    title: str
+    lines: Sequence[Line]
+    wide: bool = False
+
+    @property
+    def points(self) -> list[Point]:
+        return [point for line in self.lines for point in line.points]
+
+    @property
     def values(self) -> list[float]:
-        return [point.value for line in self.lines for point in line.points if point.value is not None]
+        return [point.value for point in self.points if point.value is not None]
 
 
 def vertical_scale(chart: Chart) -> Scale:
-    values = chart.values()
-    if chart.logarithmic_if_wide and wants_logarithm(values):
+    """Choose the vertical axis by the values and the plan."""
+    plan, values = chart.plan, chart.values
+    if plan.logarithmic_if_wide and wants_logarithm(values):
         return logarithmic_scale(values)
-    if chart.reference is not None:
-        values.append(chart.reference)
-    if values and chart.from_zero and min(values) >= 0:
+    if plan.reference is not None:
+        values.append(plan.reference)
+    if values and plan.from_zero and min(values) >= 0:
         values.append(0.0)
-    if values and max(values) - min(values) < chart.least_range:
-        middle = chart.reference if chart.reference is not None else (max(values) + min(values)) / 2
-        values += [middle - chart.least_range, middle + chart.least_range]
+    if values and max(values) - min(values) < plan.least_range:
+        middle = plan.reference if plan.reference is not None else (max(values) + min(values)) / 2
+        values += [middle - plan.least_range, middle + plan.least_range]
     return linear_scale(values)
 
 
-def horizontal_scale(lines: Sequence[Line], axis: Axis) -> Scale | None:
-    """The range of an axis over the lines of one or of many charts, None where no point has a place on it."""
-    places = [place for line in lines for point in line.points if (place := point.along(axis)) is not None]
-    return linear_scale(places, count=6, snap=False, whole=True) if places else None
+def horizontal_scales(charts: Sequence[Chart]) -> dict[Axis, Scale]:
+    """Make one horizontal axis of each kind for all charts, so that they can be read one under the other.
+
+    An axis on which no point has a place is left out.
+    """
+    points = [point for chart in charts for point in chart.points]
+    scales: dict[Axis, Scale] = {}
+    for axis in AXIS_LABELS:
+        if places := [place for point in points if (place := point.along(axis)) is not None]:
+            scales[axis] = linear_scale(places, count=6, snap=False, whole=True)
+    return scales
 
 
-def plot_svg(chart: Chart, axis: Axis, horizontal: Scale, vertical: Scale, label: str = "") -> str:
-    """The grid and the lines without any text, stretched to the room there is without stretching the strokes."""
+def plot_svg(chart: Chart, axis: Axis, horizontal: Scale, vertical: Scale, label: str) -> str:
+    """Draw the grid and the lines without any text; the plot stretches to its room, the strokes do not."""
     parts = [
         f'<svg class="area" viewBox="0 0 {EXTENT} {EXTENT}" preserveAspectRatio="none" role="img" aria-label="{label}">'
     ]
     rows = " ".join(f"M0 {_height(vertical, tick)}H{EXTENT}" for tick in vertical.ticks)
     parts.append(f'<path class="grid" d="{rows}"/>')
-    if chart.reference is not None and vertical.low <= chart.reference <= vertical.high and not vertical.logarithmic:
-        parts.append(f'<path class="reference" d="M0 {_height(vertical, chart.reference)}H{EXTENT}"/>')
-    # All lines of a chart have dots or none has, save for a single point, which is nothing without one.
+    reference = chart.plan.reference
+    if reference is not None and vertical.low <= reference <= vertical.high and not vertical.logarithmic:
+        parts.append(f'<path class="reference" d="M0 {_height(vertical, reference)}H{EXTENT}"/>')
+    # Either all lines of a chart have dots or none has; but a single point can only be seen as a dot.
     dotted = all(len(line.points) <= LONGEST_DOTTED_SERIES for line in chart.lines)
     for line in chart.lines:
         dots = dotted or len(line.points) == 1
-        parts += line_paths(line, axis, horizontal, vertical, smoothed=chart.smoothed, dotted=dots)
-    parts.append("</svg>")
-    return "".join(parts)
+        parts += _line_paths(line, axis, horizontal, vertical, smoothed=chart.plan.smoothed, dotted=dots)
+    return "".join([*parts, "</svg>"])
 
 
-def line_paths(
+def _line_paths(
     line: Line, axis: Axis, horizontal: Scale, vertical: Scale, *, smoothed: bool, dotted: bool
 ) -> Iterator[str]:
-    """A line, or where it is long a faint one under a smoothed one; dots where there are few points."""
+    """Draw a line, or a faint line under a smoothed one where it is long; add dots where there are few points."""
     points = [point for point in line.points if point.along(axis) is not None]
     style = f"line colour-{line.colour}" + (" dashed" if line.dashed else "")
     if smoothed and len(points) > LONGEST_PLAIN_SERIES:
-        faint = path_data(downsample(points), axis, horizontal, vertical)
+        faint = _path_data(downsample(points), axis, horizontal, vertical)
         yield f'<path class="line colour-{line.colour} faint" d="{faint}"/>'
-        mean = path_data(smooth(points, logarithmic=vertical.logarithmic), axis, horizontal, vertical)
+        mean = _path_data(smooth(points, logarithmic=vertical.logarithmic), axis, horizontal, vertical)
         yield f'<path class="{style}" d="{mean}"/>'
     elif points:
-        yield f'<path class="{style}" d="{path_data(downsample(points), axis, horizontal, vertical)}"/>'
+        yield f'<path class="{style}" d="{_path_data(downsample(points), axis, horizontal, vertical)}"/>'
     if dotted:
         # A stroke of no length with round ends is a dot that stays round however the plot is stretched.
         places = (_place(point, axis, horizontal, vertical) for point in points if point.value is not None)
@@ -100,28 +130,21 @@ def line_paths(
             yield f'<path class="dots colour-{line.colour}" d="{dots}"/>'
 
 
-def path_data(points: Sequence[Point], axis: Axis, horizontal: Scale, vertical: Scale) -> str:
-    """The data of a path with a gap at each point without a value."""
-    parts, pen_down = [], False
-    for index, point in enumerate(points):
-        if point.value is None:
-            pen_down = False
-            continue
-        x, y = _place(point, axis, horizontal, vertical)
-        parts.append(f"{'L' if pen_down else 'M'}{x} {y}")
-        alone = not pen_down and (index + 1 == len(points) or points[index + 1].value is None)
-        if alone:
+def _path_data(points: Sequence[Point], axis: Axis, horizontal: Scale, vertical: Scale) -> str:
+    """Write the data of a path with a gap at each point without a value."""
+    path = ""
+    for has_value, group in groupby(points, key=lambda point: point.value is not None):
+        if has_value:
+            places = [_place(point, axis, horizontal, vertical) for point in group]
+            path += "M" + "L".join(f"{x} {y}" for x, y in places)
             # A point between two gaps would be invisible.
-            parts.append("h0")
-        pen_down = True
-    return "".join(parts)
+            path += "h0" if len(places) == 1 else ""
+    return path
 
 
 def _place(point: Point, axis: Axis, horizontal: Scale, vertical: Scale) -> tuple[str, str]:
-    """Where a point is; only points with a value and a place on the axis come here."""
     along, value = point.along(axis), point.value
-    assert along is not None
-    assert value is not None
+    assert along is not None and value is not None
     return _compact(EXTENT * horizontal.position(along)), _height(vertical, value)
 
 

@@ -1,10 +1,12 @@
 """A line plot for the terminal, in braille or in plain characters."""
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from truestep.report.runs import is_finite
 from truestep.report.scale import Scale, linear_scale
+
+Pairs = Sequence[tuple[float, float]]
 
 SYMBOLS = "\N{BULLET}\N{MULTIPLICATION SIGN}o+#@%&"
 ASCII_SYMBOLS = "*xo+#@%&"
@@ -14,7 +16,7 @@ NARROWEST, LOWEST = 24, 3
 
 
 def text_plot(
-    series: Mapping[str, Sequence[tuple[float, float]]],
+    series: Mapping[str, Pairs],
     *,
     width: int = 72,
     height: int = 12,
@@ -22,21 +24,18 @@ def text_plot(
     y_label: str = "",
     ascii_only: bool = False,
 ) -> str:
-    """Plots named series of (x, y). One series is drawn in braille, several with a character each.
+    """Plot named series of (x, y): one series in braille, several with a character each.
 
     `width` is that of the whole text, `height` the number of rows of the plot itself. Points that are not finite are
-    left out; of a series with many more points than columns neighbours are averaged. Without any point the text
-    says so.
+    left out, and neighbours are averaged where there are many more points than columns.
     """
-    points = {
-        name: sorted((float(x), float(y)) for x, y in pairs if _finite(x) and _finite(y))
-        for name, pairs in series.items()
-    }
-    points = {name: pairs for name, pairs in points.items() if pairs}
+    width, height = max(width, NARROWEST), max(height, LOWEST)
+    points = {}
+    for name, pairs in series.items():
+        if finite := sorted((float(x), float(y)) for x, y in pairs if is_finite(x) and is_finite(y)):
+            points[name] = _thinned(finite, 2 * width)
     if not points:
         return "(nothing to plot)"
-    width, height = max(width, NARROWEST), max(height, LOWEST)
-    points = {name: _thinned(pairs, 2 * width) for name, pairs in points.items()}
     vertical = linear_scale((y for pairs in points.values() for _, y in pairs), count=min(5, max(2, height // 2)))
     horizontal = linear_scale((x for pairs in points.values() for x, _ in pairs), snap=False)
     margin = max(len(label) for label in vertical.labels)
@@ -53,14 +52,10 @@ def text_plot(
     return text.encode("ascii", "replace").decode() if ascii_only else text
 
 
-def _finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
-
-
-def _thinned(pairs: Sequence[tuple[float, float]], count: int) -> list[tuple[float, float]]:
-    """Means of neighbours: noise finer than a column would fill the plot."""
+def _thinned(pairs: Pairs, count: int) -> Pairs:
+    """Average neighbours: noise finer than a column would fill the plot."""
     if len(pairs) <= count:
-        return list(pairs)
+        return pairs
     bounds = [index * len(pairs) // (count // 2) for index in range(count // 2 + 1)]
     groups = [pairs[start:end] for start, end in pairwise(bounds)]
     # Divided before they are added, so that huge values do not overflow.
@@ -69,29 +64,25 @@ def _thinned(pairs: Sequence[tuple[float, float]], count: int) -> list[tuple[flo
     ]
 
 
-def _grid(
-    pairs: Sequence[tuple[float, float]], columns: int, rows: int, horizontal: Scale, vertical: Scale
-) -> list[tuple[int, int]]:
-    """The cells, as column and row from the top, that the line through the points passes."""
+def _grid(pairs: Pairs, columns: int, rows: int, horizontal: Scale, vertical: Scale) -> list[tuple[int, int]]:
+    """List the cells that the line through the points passes, each as its column and its row from the top."""
+
+    def share(scale: Scale, value: float) -> float:
+        return min(1.0, max(0.0, scale.position(value)))
+
     places = [
-        (
-            round((columns - 1) * min(1.0, max(0.0, horizontal.position(x)))),
-            round((rows - 1) * (1 - min(1.0, max(0.0, vertical.position(y))))),
-        )
-        for x, y in pairs
+        (round((columns - 1) * share(horizontal, x)), round((rows - 1) * (1 - share(vertical, y)))) for x, y in pairs
     ]
     cells = [places[0]]
     for (column, row), (next_column, next_row) in pairwise(places):
         count = max(abs(next_column - column), abs(next_row - row), 1)
         for index in range(1, count + 1):
-            share = index / count
-            cells.append((round(column + share * (next_column - column)), round(row + share * (next_row - row))))
+            part = index / count
+            cells.append((round(column + part * (next_column - column)), round(row + part * (next_row - row))))
     return cells
 
 
-def _braille(
-    pairs: Sequence[tuple[float, float]], columns: int, height: int, horizontal: Scale, vertical: Scale
-) -> list[str]:
+def _braille(pairs: Pairs, columns: int, height: int, horizontal: Scale, vertical: Scale) -> list[str]:
     bits = [[0] * columns for _ in range(height)]
     for column, row in _grid(pairs, 2 * columns, 4 * height, horizontal, vertical):
         bits[row // 4][column // 2] |= BRAILLE[row % 4][column % 2]
@@ -99,12 +90,7 @@ def _braille(
 
 
 def _characters(
-    lines: Sequence[Sequence[tuple[float, float]]],
-    columns: int,
-    height: int,
-    horizontal: Scale,
-    vertical: Scale,
-    symbols: str,
+    lines: Sequence[Pairs], columns: int, height: int, horizontal: Scale, vertical: Scale, symbols: str
 ) -> list[str]:
     canvas = [[" "] * columns for _ in range(height)]
     # The first series is drawn last, so that it lies on top.

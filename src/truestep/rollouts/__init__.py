@@ -1,1 +1,1 @@
-"""Rollout records: reading them, checking them, and turning the rewards of a group into advantages."""
+"""Rollout records: their files and streams, their checks, the advantages of a group, and packing."""

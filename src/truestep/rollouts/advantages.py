@@ -1,7 +1,5 @@
 """Advantages from the rewards of a group: the rollouts of one prompt."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -15,11 +13,11 @@ STANDARD_DEVIATION_FLOOR = 1e-4
 
 
 def group_advantages(rewards: np.ndarray, rule: str) -> np.ndarray:
-    """One advantage a reward, in float64. A group of one, and a group of equal rewards, gets exactly 0.
+    """Make an advantage of each reward, in float64. A group of one, and a group of equal rewards, gets exactly 0.
 
     The sums are exact (`fsum`), so the order of a group's members never shows in the result.
     """
-    _known(rule, RULES)
+    _check_rule(rule, RULES)
     rewards = np.asarray(rewards, dtype=np.float64)
     count = len(rewards)
     if count < 2 or (rewards == rewards[0]).all():
@@ -34,14 +32,14 @@ def group_advantages(rewards: np.ndarray, rule: str) -> np.ndarray:
 
 
 def assign_advantages(items: Iterable[Rollout | Rejected], *, rule: str, group_size: int | None) -> list[Rollout]:
-    """The rollouts in the order they came, with advantages from their groups; rejected records are left out.
+    """List the rollouts in the order they came, with advantages from their groups; rejected records are left out.
 
     A group closes at `group_size` members, and a later record of the same `group_id` opens a new one; otherwise it
     closes at the end. Every record with a readable `group_id` is a member: a rejected one, and one that carries its
     own advantage, fill a place and are no part of the baseline. Rollouts without what the rule needs (a reward and a
     group) stay as they are, and with the rule `none` all do.
     """
-    _known(rule, (*RULES, "none"))
+    _check_rule(rule, (*RULES, "none"))
     rollouts: list[Rollout] = []
     open_groups: dict[str, _Group] = {}
     for item in items:
@@ -73,6 +71,6 @@ def _close(group: _Group, rollouts: list[Rollout], rule: str) -> None:
         rollouts[index] = replace(rollouts[index], advantages=on_labels)
 
 
-def _known(rule: str, rules: tuple[str, ...]) -> None:
+def _check_rule(rule: str, rules: tuple[str, ...]) -> None:
     if rule not in rules:
         raise ValueError(f"advantage rule {rule!r}: expected one of {', '.join(rules)}")

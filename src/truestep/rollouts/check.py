@@ -1,6 +1,4 @@
-"""`truestep data check`: what is in rollout files, before a run is spent on finding out."""
-
-from __future__ import annotations
+"""The command `truestep data check`: a summary of rollout files, before a run is spent on finding out."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,8 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from truestep.rollouts.files import Documents, expand_paths, load_documents
-from truestep.rollouts.record import Needs
+from truestep.rollouts.files import expand_paths, load_documents
+from truestep.rollouts.record import Checks, Needs
 from truestep.rollouts.rejects import reason_kind
 from truestep.types import Rejected, Rollout
 
@@ -24,6 +22,8 @@ HISTOGRAM_WIDTH = 40
 
 @dataclass(frozen=True)
 class Spread:
+    """The distribution of a count over documents."""
+
     minimum: float
     median: float
     percentile_95: float
@@ -77,20 +77,9 @@ def check_files(
     max_tokens: int | None = None,
 ) -> DataSummary:
     """Summarise the files. What a loss will need is not known here: what is missing is counted, not rejected."""
-    documents = load_documents(
-        expand_paths(paths if isinstance(paths, str) else list(paths)),
-        vocabulary_size=vocabulary_size,
-        default_temperature=default_temperature,
-        max_tokens=max_tokens,
-        needs=Needs(logprobs=False, advantages=False, advantage_rule="none"),
-        advantage_rule="none",
-        group_size=None,
-        on_bad_record="reject",
-    )
-    return summarise(documents)
-
-
-def summarise(documents: Documents) -> DataSummary:
+    nothing = Needs(logprobs=False, advantages=False, advantage_rule="none")
+    checks = Checks(nothing, vocabulary_size, default_temperature, max_tokens)
+    documents = load_documents(expand_paths(paths if isinstance(paths, str) else list(paths)), checks)
     rollouts, rejected = documents.rollouts, documents.rejected
     lengths = [rollout.num_tokens for rollout in rollouts]
     label_counts = [rollout.num_labels for rollout in rollouts]
@@ -143,20 +132,20 @@ def _groups_of_equal_reward(rollouts: Iterable[Rollout]) -> int:
 
 
 def _model_versions(rollouts: Iterable[Rollout]) -> tuple[int, int] | None:
-    versioned = [item for item in rollouts if item.model_version is not None and item.loss_mask.any()]
-    versions = [item.model_version[item.loss_mask] for item in versioned if item.model_version is not None]
-    return (min(int(v.min()) for v in versions), max(int(v.max()) for v in versions)) if versions else None
+    labels = [item.model_version[item.loss_mask] for item in rollouts if item.model_version is not None]
+    versions = np.concatenate([*labels, np.zeros(0, np.int64)])
+    return (int(versions.min()), int(versions.max())) if len(versions) else None
 
 
 def _rejections(rejected: Iterable[Rejected]) -> tuple[Rejection, ...]:
     kinds: dict[str, list[Rejected]] = {}
     for record in rejected:
         kinds.setdefault(reason_kind(record.reason), []).append(record)
-    ordered = sorted(kinds.items(), key=lambda item: -len(item[1]))
-    return tuple(
+    found = [
         Rejection(kind, len(records), tuple(f"{r.file}:{r.line} {r.reason}" for r in records[:EXAMPLES]))
-        for kind, records in ordered
-    )
+        for kind, records in kinds.items()
+    ]
+    return tuple(sorted(found, key=lambda rejection: -rejection.count))
 
 
 # ---- the page. Names and reasons come from the files, so they are `Text` and never markup.
@@ -181,17 +170,13 @@ def _facts(summary: DataSummary) -> Table:
     table.add_row("records", Text.assemble(f"{summary.records:,}: {summary.documents:,} documents, ", rejected))
     table.add_row("tokens", f"{summary.tokens:,}, of which {summary.labels:,} labels")
     if summary.documents_without_labels:
-        table.add_row("without labels", f"{_count(summary.documents_without_labels, 'document')}")
+        table.add_row("without labels", _count(summary.documents_without_labels, "document"))
     labelled = summary.documents - summary.documents_without_labels
     table.add_row("log-probs", _presence(summary.without_logprobs, labelled))
     table.add_row("advantages", _presence(summary.without_advantages, labelled, "own or from rewards"))
-    if summary.rewards is not None:
-        rewards = summary.rewards
-        table.add_row(
-            "rewards",
-            f"mean {rewards.mean:.4g}, from {rewards.minimum:.4g} to {rewards.maximum:.4g} "
-            f"({_count(rewards.count, 'document')})",
-        )
+    if (rewards := summary.rewards) is not None:
+        bounds = f"from {rewards.minimum:.4g} to {rewards.maximum:.4g}"
+        table.add_row("rewards", f"mean {rewards.mean:.4g}, {bounds} ({_count(rewards.count, 'document')})")
     if summary.temperatures:
         table.add_row("temperatures", _temperatures(summary.temperatures))
     if summary.model_versions is not None:
@@ -230,7 +215,7 @@ def _spreads(lengths: Spread, label_counts: Spread) -> Table:
 
 
 def _histogram(summary: DataSummary) -> Group:
-    """Group sizes, the most frequent ones: a run's groups should all be of one size."""
+    """Draw the most frequent group sizes: a run's groups should all be of one size."""
     notes = [_count(summary.groups, "group")]
     if summary.groups_of_equal_reward:
         notes.append(f"{summary.groups_of_equal_reward:,} of equal reward (advantage 0)")
@@ -257,5 +242,5 @@ def _rejected(summary: DataSummary) -> list[RenderableType]:
 
 
 def _printable(text: str) -> str:
-    """A file's name may hold anything, control codes of the terminal included."""
+    """Replace what a terminal would obey: a file's name may hold anything, its control codes included."""
     return "".join(character if character.isprintable() else "?" for character in text)

@@ -1,6 +1,4 @@
-"""A document to a line of JSON and back, every bit kept."""
-
-from __future__ import annotations
+"""The conversion of a document to a line of JSON and back, every bit kept."""
 
 import dataclasses
 from typing import Any

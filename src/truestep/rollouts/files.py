@@ -1,9 +1,8 @@
-"""Rollout files: which ones a pattern names, their records one by one, and all of them as documents in file order."""
-
-from __future__ import annotations
+"""Rollout files: the files that a pattern names, their records one by one, and their documents in file order."""
 
 import glob
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import pyarrow.parquet as pq
 
 from truestep.errors import TruestepError
 from truestep.rollouts.advantages import assign_advantages
-from truestep.rollouts.record import FIELDS, BadRecord, Needs, parse_record, readable_text
+from truestep.rollouts.record import FIELDS, BadRecord, Checks, parse_record, readable_text
 from truestep.rollouts.values import describe
 from truestep.types import Rejected, Rollout
 
@@ -23,7 +22,7 @@ ROWS_AT_A_TIME = 128  # of a Parquet file, as Arrow arrays; one row at a time be
 
 
 class DataError(TruestepError):
-    """The files as a whole cannot be used, or one record is bad and the run was told to stop."""
+    """Files that cannot be used, or a bad record where the run was told to stop."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +34,7 @@ class Documents:
 
 
 def expand_paths(path: str | list[str]) -> list[Path]:
-    """The files that the patterns name: sorted within each pattern, in the order of the patterns, each file once."""
+    """List the files that the patterns name: sorted within each pattern, in the patterns' order, each file once."""
     patterns = [path] if isinstance(path, str) else list(path)
     if not patterns:
         raise DataError("no data files: data.path is an empty list")
@@ -62,7 +61,7 @@ def _matches(pattern: str) -> list[Path]:
 
 
 def read_records(paths: Iterable[Path]) -> Iterator[tuple[Path, int, Any]]:
-    """(file, line or row from 1, the record or a `BadRecord`), streaming. A file that cannot be read: `DataError`."""
+    """Stream (file, line or row from 1, the record or a `BadRecord`). A file that cannot be read: `DataError`."""
     for path in paths:
         read = _read_parquet if path.suffix.lower() == ".parquet" else _read_jsonl
         try:
@@ -72,52 +71,31 @@ def read_records(paths: Iterable[Path]) -> Iterator[tuple[Path, int, Any]]:
             raise DataError(f"{path} cannot be read: {error}") from error
 
 
-def load_documents(
-    paths: Sequence[Path],
-    *,
-    vocabulary_size: int | None,
-    default_temperature: float,
-    max_tokens: int | None,
-    needs: Needs,
-    advantage_rule: str,
-    group_size: int | None,
-    on_bad_record: str,
-) -> Documents:
-    """Read, check and score every record. `on_bad_record`: `reject` keeps going, `stop` raises `DataError`.
+def load_documents(paths: Sequence[Path], checks: Checks) -> Documents:
+    """Read and check every record, and make advantages. With `stop_at_rejected` a bad record raises `DataError`.
 
-    Of records with the same id the first valid one stays. Without `needs.advantages` rewards are kept for logging
-    and no advantage is made of them. `advantage_rule` is that of `needs`.
+    Of records with the same id the first valid one stays. Where the loss needs no advantages, rewards are kept for
+    logging and no advantage is made of them.
     """
-    if advantage_rule != needs.advantage_rule:
-        raise ValueError(f"advantage_rule is {advantage_rule} but needs.advantage_rule is {needs.advantage_rule}")
-    if on_bad_record not in ("reject", "stop"):
-        raise ValueError(f"on_bad_record is {on_bad_record!r}: expected reject or stop")
     names = short_names(paths)
     first_places: dict[str, str] = {}
     items: list[Rollout | Rejected] = []
     for file, line, record in read_records(paths):
-        where = f"{names[file]}:{line}"
         try:
-            rollout = parse_record(
-                readable(record),
-                where=where,
-                vocabulary_size=vocabulary_size,
-                default_temperature=default_temperature,
-                max_tokens=max_tokens,
-                needs=needs,
-            )
+            rollout = parse_record(readable(record), f"{names[file]}:{line}", checks)
             _check_new(rollout, first_places, f"{file}:{line}")
             items.append(rollout)
         except BadRecord as error:
-            if on_bad_record == "stop":
+            if checks.stop_at_rejected:
                 raise DataError(f"{file}:{line}: {error.reason}") from None
             items.append(Rejected(str(file), line, error.reason, error.id, error.group_id))
-    rule = advantage_rule if needs.advantages else "none"
+    rule = checks.needs.advantage_rule if checks.needs.advantages else "none"
     rejected = tuple(item for item in items if isinstance(item, Rejected))
-    return Documents(tuple(assign_advantages(items, rule=rule, group_size=group_size)), rejected)
+    return Documents(tuple(assign_advantages(items, rule=rule, group_size=checks.group_size)), rejected)
 
 
 def readable(record: Any) -> Any:
+    """Raise a record that is a `BadRecord`, as a reader hands it on; give back any other."""
     if isinstance(record, BadRecord):
         raise record
     return record
@@ -130,18 +108,18 @@ def _check_new(rollout: Rollout, first_places: dict[str, str], place: str) -> No
 
 
 def short_names(paths: Sequence[Path]) -> dict[Path, str]:
-    """Each file's name, with as many of its directories as it takes to tell it from the files before it.
+    """Name each file, with as many of its directories as it takes to tell it from the files before it.
 
     Default ids are made of these: `step1/rollouts.jsonl` and `step2/rollouts.jsonl` must not repeat each other's. Only
     files before it count, so that a resumed run finds the ids it knew after new files were added at the end.
     """
     names: dict[Path, str] = {}
-    taken: set[str] = set()
+    used: set[str] = set()
     for path in dict.fromkeys(paths):
         parts = path.absolute().parts
         tails = ("/".join(parts[-depth:]) for depth in range(1, len(parts) + 1))
-        names[path] = next((tail for tail in tails if tail not in taken), str(path))
-        taken.add(names[path])
+        names[path] = next((tail for tail in tails if tail not in used), str(path))
+        used.add(names[path])
     return names
 
 
@@ -158,15 +136,12 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def parse_json(line: bytes) -> Any:
-    """The line's value, or a `BadRecord`. A key given twice has no one meaning: which value would be trained on?"""
+    """Read a line; a `BadRecord` where it cannot be read. A key given twice is ambiguous, so it is bad too."""
     repeated: list[str] = []
 
     def to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        record = dict(pairs)
-        if len(record) < len(pairs):
-            seen: set[str] = set()
-            repeated.extend(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        return record
+        repeated.extend(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        return dict(pairs)
 
     try:
         record = json.loads(line.rstrip(b"\r\n").decode(), object_pairs_hook=to_dict)
@@ -214,13 +189,10 @@ def _parse_row(batch: pa.RecordBatch, index: int) -> Any:
 
 def _to_python(scalar: Any) -> Any:
     elements: Any = getattr(scalar, "values", None)
-    if isinstance(elements, pa.Array) and elements.null_count == 0 and _is_number(elements.type):
+    kind: Any = elements.type if isinstance(elements, pa.Array) and not elements.null_count else pa.null()
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
         return elements.to_numpy(zero_copy_only=False).tolist()  # as to_pylist, and many times faster
     return scalar.as_py(maps_as_pydicts="strict")
-
-
-def _is_number(kind: Any) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
 def _bad_row(reason: str, trusted: dict[str, Any]) -> BadRecord:

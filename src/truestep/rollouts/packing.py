@@ -1,10 +1,9 @@
-"""Documents into micro-batches of a token budget, and a micro-batch into tensors. Deterministic in its inputs."""
-
-from __future__ import annotations
+"""The division of documents into micro-batches of a token budget, and of a micro-batch into tensors. Deterministic."""
 
 import heapq
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from truestep.types import OPTIONAL_FIELDS, PackedBatch, PackedLabels, PackedTok
 
 
 def fill_in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Micro-batches filled one after another: a document that no longer fits begins the next."""
+    """Fill micro-batches one after another: a document that no longer fits begins the next."""
     bins: list[list[int]] = []
     room = 0
     for index, length in enumerate(lengths):
@@ -26,9 +25,9 @@ def fill_in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Few micro-batches: the longest document first, each into the first micro-batch that has room.
+    """Fill few micro-batches: the longest document first, each into the first micro-batch that has room.
 
-    Within a micro-batch documents keep their given order, and micro-batches are in order of their first document.
+    Within a micro-batch documents keep their order, and micro-batches are in order of their first document.
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     bins: list[list[int]] = []
@@ -49,10 +48,10 @@ def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]
 
 
 def balance(lengths: Sequence[int], costs: Sequence[float], budget: int, multiple: int) -> list[list[int]]:
-    """A multiple of micro-batches, no more than documents need, of near equal cost; the costliest come first.
+    """Make micro-batches of near equal cost, the costliest first: as few as hold all, but a multiple of `multiple`.
 
-    The costliest document first, each into the cheapest micro-batch that has room. Where that needs more micro-batches
-    than filling them one after another, they are filled and the largest are halved.
+    The costliest document goes first, each into the cheapest micro-batch that has room. Where that needs more
+    micro-batches than `first_fit_decreasing`, those are taken and the largest are halved.
     """
     first_fit = first_fit_decreasing(lengths, budget)
     most = -(-len(first_fit) // multiple) * multiple
@@ -90,31 +89,26 @@ def split_to_multiple(bins: list[list[int]], lengths: Sequence[int], multiple: i
     missing = -len(bins) % multiple
     heap = [(-sum(lengths[index] for index in members), position, members) for position, members in enumerate(bins)]
     heapq.heapify(heap)
-    done: list[list[int]] = []
+    single: list[list[int]] = []  # cannot be halved
     position = len(bins)
     while missing and heap:
         _, _, members = heapq.heappop(heap)
         if len(members) == 1:
-            done.append(members)
+            single.append(members)
             continue
-        halves = _halve(members, lengths)
-        for half in halves:
+        for half in _halve(members, lengths):
             heapq.heappush(heap, (-sum(lengths[index] for index in half), position, half))
             position += 1
         missing -= 1
-    whole = done + [members for _, _, members in heap]
-    return sorted(whole, key=lambda members: members[0]) + [[] for _ in range(missing)]
+    filled = single + [members for _, _, members in heap]
+    return sorted(filled, key=lambda members: members[0]) + [[] for _ in range(missing)]
 
 
 def _halve(members: list[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Two parts of near equal tokens, order kept."""
-    total = sum(lengths[index] for index in members)
-    running, cut = 0, 1
-    for count, index in enumerate(members[:-1], start=1):
-        running += lengths[index]
-        cut = count
-        if 2 * running >= total:
-            break
+    """Cut in two parts of near equal tokens; the order is kept."""
+    running = list(accumulate(lengths[index] for index in members))
+    cut = next(count for count, tokens in enumerate(running, start=1) if 2 * tokens >= running[-1])
+    cut = min(cut, len(members) - 1)
     return members[:cut], members[cut:]
 
 
@@ -134,9 +128,9 @@ def pack_tokens(documents: Sequence[np.ndarray], pad_to_multiple: int = 1) -> Pa
     positions = [np.arange(length) for length in (*map(len, documents), padding)]
     segments = [0, *ends, *([total + padding] if padding else [])]
     return PackedTokens(
-        input_ids=_tensor(np.concatenate([*documents, np.zeros(padding, np.int64)])),
-        position_ids=_tensor(np.concatenate(positions).astype(np.int64)),
-        segments=_tensor(np.array(segments, dtype=np.int32)),
+        input_ids=torch.from_numpy(np.concatenate([*documents, np.zeros(padding, np.int64)])),
+        position_ids=torch.from_numpy(np.concatenate(positions).astype(np.int64)),
+        segments=torch.tensor(segments, dtype=torch.int32),
         num_documents=len(documents),
     )
 
@@ -145,34 +139,29 @@ def _pack_labels(documents: Sequence[Rollout], starts: np.ndarray) -> PackedLabe
     counts = np.array([document.num_labels for document in documents], dtype=np.int64)
     positions = [np.flatnonzero(document.loss_mask) for document in documents]
     rows = [start + at - 1 for start, at in zip(starts[: len(documents)], positions, strict=True)]
-    by_token = {
-        item.name: _at_labels(documents, item.metadata["rollout_field"], item.metadata["dtype"])
-        for item in PackedLabels.label_fields()
-        if item.metadata["rollout_field"] is not None
-    }
+    temperatures = np.array([document.temperature for document in documents], dtype=np.float32)
     return PackedLabels(
-        rows=_tensor(np.concatenate([*rows, np.zeros(0, np.int64)]).astype(np.int64)),
-        document=_tensor(np.repeat(np.arange(len(documents)), counts)),
-        temperature=_tensor(np.repeat(np.array([d.temperature for d in documents], dtype=np.float32), counts)),
-        **{name: _tensor(values) for name, values in by_token.items()},
-        num_labels=_tensor(counts),
+        rows=torch.from_numpy(np.concatenate([*rows, np.zeros(0, np.int64)]).astype(np.int64)),
+        document=torch.from_numpy(np.repeat(np.arange(len(documents)), counts)),
+        temperature=torch.from_numpy(np.repeat(temperatures, counts)),
+        **{
+            item.name: _at_labels(documents, item.metadata["rollout_field"], item.metadata["dtype"])
+            for item in PackedLabels.label_fields()
+            if item.metadata["rollout_field"] is not None
+        },
+        num_labels=torch.from_numpy(counts),
         reward=torch.tensor([document.reward or 0.0 for document in documents], dtype=torch.float32),
-        has={name: _flags(documents, name) for name in OPTIONAL_FIELDS},
+        has={
+            name: torch.tensor([getattr(document, name) is not None for document in documents], dtype=torch.bool)
+            for name in OPTIONAL_FIELDS
+        },
     )
 
 
-def _at_labels(documents: Sequence[Rollout], name: str, dtype: type) -> np.ndarray:
-    """A per-token field at the labels of all documents; 0 where a document lacks it."""
-    parts = []
+def _at_labels(documents: Sequence[Rollout], name: str, dtype: type) -> torch.Tensor:
+    """Read a per-token field at the labels of all documents; 0 where a document lacks it."""
+    parts: list[np.ndarray] = [np.zeros(0, dtype)]
     for document in documents:
         values, mask = getattr(document, name), document.loss_mask
         parts.append(np.zeros(int(mask.sum()), dtype) if values is None else values[mask].astype(dtype))
-    return np.concatenate(parts) if parts else np.zeros(0, dtype)
-
-
-def _flags(documents: Sequence[Rollout], name: str) -> torch.Tensor:
-    return torch.tensor([getattr(document, name) is not None for document in documents], dtype=torch.bool)
-
-
-def _tensor(values: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values))
+    return torch.from_numpy(np.concatenate(parts))

@@ -1,10 +1,8 @@
-"""Documents of which each data rank sees only its own part; ranks that share micro-batches see the same.
+"""Documents in parts, of which each data rank sees one; ranks that share micro-batches see the same.
 
-Their one global order is by place in a part, then by rank: the first of every part, then the second of every part, and
-so on; a part that has come to its end is passed over. It depends on the parts alone, not on steps or budgets.
+The global order is the first document of every part, then the second of every part, and so on; a part that has come to
+its end is passed over. It depends on the parts alone, not on steps or budgets.
 """
-
-from __future__ import annotations
 
 import heapq
 from collections import Counter
@@ -33,7 +31,7 @@ def next_parts(taken: Sequence[int], sizes: Sequence[int], count: int) -> list[i
 
 @dataclass
 class PartedSource(StillSource):
-    """Documents of every rank's part. Every rank asks for the same documents at the same time and gets them all."""
+    """A source of the documents in all parts. Every rank asks for the same at the same time and gets them all."""
 
     plans_ahead = True
     own_part: FileSource
@@ -50,18 +48,20 @@ class PartedSource(StillSource):
         if not sum(self._sizes):
             raise DataError("data.path: no part has a record that can be trained on")
 
-    def peek(self, count: int) -> list[Rollout]:
+    def _look(self, count: int) -> tuple[list[Rollout], int]:
+        """List the next documents, and count those of them that are this rank's own."""
         taken = self.ranks.gather_parts(self.own_part.position, ahead=True)
         order = next_parts(taken, self._sizes, count)
-        wanted = order.count(self.ranks.data_rank)
-        parts = self.ranks.gather_parts(self.own_part.peek(wanted), ahead=True)
-        cursors = [iter(part) for part in parts]
-        return [next(cursors[part]) for part in order]
+        own = order.count(self.ranks.data_rank)
+        cursors = [iter(part) for part in self.ranks.gather_parts(self.own_part.peek(own), ahead=True)]
+        return [next(cursors[part]) for part in order], own
+
+    def peek(self, count: int) -> list[Rollout]:
+        return self._look(count)[0]
 
     def take(self, count: int, documents_seen: int) -> list[Rollout]:
-        taken = self.ranks.gather_parts(self.own_part.position, ahead=True)
-        documents = self.peek(count)
-        self.own_part.take(next_parts(taken, self._sizes, count).count(self.ranks.data_rank), documents_seen)
+        documents, own = self._look(count)
+        self.own_part.take(own, documents_seen)
         return documents
 
     def state(self) -> dict[str, Any]:

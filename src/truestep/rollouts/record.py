@@ -3,10 +3,8 @@
 Nothing of a record is trusted. Each check has one message that names the field, the index and the value.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +13,6 @@ import numpy as np
 from truestep.rollouts import values
 from truestep.rollouts.values import BadRecord, Check, checked, checked_array, describe, plain
 from truestep.types import Rollout
-
-__all__ = ["FIELDS", "BadRecord", "Needs", "parse_record", "readable_text"]
 
 FIELDS = (
     "input_ids",
@@ -37,37 +33,38 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Needs:
-    """What this run's loss needs of a document that has labels."""
+    """The values that the loss of a run needs of a document with labels."""
 
     logprobs: bool
     advantages: bool
     advantage_rule: str  # group_mean, group_normalized, leave_one_out, or none: records carry `advantage`
 
 
-def parse_record(
-    raw: Any,
-    *,
-    where: str,
-    vocabulary_size: int | None,
-    default_temperature: float,
-    max_tokens: int | None,
-    needs: Needs,
-) -> Rollout:
+@dataclass(frozen=True)
+class Checks:
+    """The demands of a run on its records and their groups."""
+
+    needs: Needs
+    vocabulary_size: int | None = None
+    default_temperature: float = 1.0
+    max_tokens: int | None = None
+    group_size: int | None = None  # members of a complete group; None: a group is complete at the end of the data
+    stop_at_rejected: bool = False
+
+
+def parse_record(raw: Any, where: str, checks: Checks) -> Rollout:
     """Check one record. Raises `BadRecord` and nothing else, whatever `raw` is.
 
-    `where` ("file.jsonl:12") is the id of a record without one. A null field is an absent field. Fields that are not
-    in `FIELDS` are ignored and carried nowhere. With both `loss_mask` and `prompt_length`, the two must name exactly
-    the same labels. Off the mask, values of `logprobs`, `advantage` and `model_version` are not looked at.
-
-    What the loss needs is never None in the result, save for advantages that are still to come from the rewards of
-    the group. A document without labels needs nothing: where such a record lacks a needed field, it gets zeros.
+    `where` ("file.jsonl:12") is the id of a record without one. A null field is an absent field, and fields that are
+    not in `FIELDS` are ignored. What the loss needs is never None in the result, save for advantages that are still
+    to come from the rewards of the group. A document without labels gets zeros for a needed field that it lacks.
     """
     record = plain(raw, "the record")
     if not isinstance(record, Mapping):
         raise BadRecord(f"the record is {describe(record)}: expected an object with the fields of a rollout")
     try:
         identifier = _text(record, "id")
-        input_ids = _input_ids(record, vocabulary_size, max_tokens)
+        input_ids = _input_ids(record, checks)
         loss_mask = _labels(record, len(input_ids))
         reward = _single(record, "reward", values.reward)
         temperature = _single(record, "temperature", values.temperature)
@@ -76,11 +73,11 @@ def parse_record(
             id=where if identifier is None else identifier,
             input_ids=input_ids,
             loss_mask=loss_mask,
-            logprobs=_logprobs(record, loss_mask, needs),
-            advantages=_advantages(record, loss_mask, reward is not None, group_id is not None, needs),
+            logprobs=_logprobs(record, loss_mask, checks.needs),
+            advantages=_advantages(record, loss_mask, reward is not None, group_id is not None, checks.needs),
             reward=reward,
             group_id=group_id,
-            temperature=float(default_temperature) if temperature is None else temperature,
+            temperature=float(checks.default_temperature) if temperature is None else temperature,
             model_version=_on_labels(record, "model_version", values.version, loss_mask),
             metadata=_metadata(record),
         )
@@ -90,7 +87,7 @@ def parse_record(
 
 
 def readable_text(record: Record, field: str) -> str | None:
-    """The text field of a record that may be broken elsewhere, or None."""
+    """Read a text field of a record that may be broken elsewhere; None where it cannot be read."""
     try:
         return _text(record, field)
     except BadRecord:
@@ -100,19 +97,19 @@ def readable_text(record: Record, field: str) -> str | None:
 # ---- fields
 
 
-def _input_ids(record: Record, vocabulary_size: int | None, max_tokens: int | None) -> np.ndarray:
+def _input_ids(record: Record, checks: Checks) -> np.ndarray:
     tokens = _list(record, "input_ids")
     if tokens is None:
         raise BadRecord("input_ids is missing")
     if not tokens:
         raise BadRecord("input_ids is empty: a document has at least one token")
-    if max_tokens is not None and len(tokens) > max_tokens:
-        raise BadRecord(f"input_ids has {len(tokens)} tokens: a micro-batch holds at most {max_tokens}")
-    return checked_array(values.token_id(vocabulary_size), tokens, "input_ids")
+    if checks.max_tokens is not None and len(tokens) > checks.max_tokens:
+        raise BadRecord(f"input_ids has {len(tokens)} tokens: a micro-batch holds at most {checks.max_tokens}")
+    return checked_array(values.token_id(checks.vocabulary_size), tokens, "input_ids")
 
 
 def _labels(record: Record, num_tokens: int) -> np.ndarray:
-    """The mask, from whichever of the two fields is there."""
+    """Read the mask from whichever of the two fields is there."""
     from_mask = _loss_mask(record, num_tokens)
     from_prompt = _prompt_mask(record, num_tokens)
     if from_mask is not None and from_prompt is not None and (from_mask != from_prompt).any():
@@ -164,7 +161,7 @@ def _logprobs(record: Record, loss_mask: np.ndarray, needs: Needs) -> np.ndarray
 def _advantages(
     record: Record, loss_mask: np.ndarray, has_reward: bool, has_group: bool, needs: Needs
 ) -> np.ndarray | None:
-    """None where the record gives none: not needed, or to come from the rewards of its group."""
+    """Read the record's own advantages; None where they are not needed or come from the rewards of its group."""
     advantages = _on_labels(record, "advantage", values.advantage, loss_mask)
     from_group = needs.advantage_rule != "none" and has_reward and has_group
     if advantages is not None or from_group or not needs.advantages:
@@ -211,9 +208,9 @@ def _text(record: Record, field: str) -> str | None:
     return text
 
 
-def _single(record: Record, field: str, one: Any) -> Any:
+def _single(record: Record, field: str, check: Callable[[Any], Any]) -> Any:
     value = plain(record.get(field), field)
-    return None if value is None else checked(one, value, field)
+    return None if value is None else checked(check, value, field)
 
 
 def _list(record: Record, field: str) -> Sequence[Any] | None:
@@ -224,23 +221,22 @@ def _list(record: Record, field: str) -> Sequence[Any] | None:
 
 
 def _on_labels(record: Record, field: str, check: Check, loss_mask: np.ndarray) -> np.ndarray | None:
-    """One value for all labels, or a list: one a token or one a label. 0 off the mask, whatever stood there."""
-    given = plain(record.get(field), field)
-    if given is None:
+    """Read one value for all labels, or a list of one a token or one a label. 0 off the mask, whatever stood there."""
+    value = plain(record.get(field), field)
+    if value is None:
         return None
     spread = np.zeros(len(loss_mask), dtype=check.stored)
     labels = np.flatnonzero(loss_mask)
-    if not isinstance(given, list | tuple):
-        spread[labels] = checked(check.one, given, field)
-        return spread
+    if not isinstance(value, list | tuple):
+        spread[labels] = checked(check.single, value, field)
     # Never ambiguous: position 0 is no label, so there are always fewer labels than tokens.
-    if len(given) == len(loss_mask):
+    elif len(value) == len(loss_mask):
         indices = labels.tolist()
-        spread[labels] = checked_array(check, [given[index] for index in indices], field, indices, " on a label")
-    elif len(given) == len(labels):
-        spread[labels] = checked_array(check, given, field, place=" on a label")
+        spread[labels] = checked_array(check, [value[index] for index in indices], field, indices, " on a label")
+    elif len(value) == len(labels):
+        spread[labels] = checked_array(check, value, field, place=" on a label")
     else:
         raise BadRecord(
-            f"{field} has {len(given)} values: expected {len(loss_mask)} (one a token) or {len(labels)} (one a label)"
+            f"{field} has {len(value)} values: expected {len(loss_mask)} (one a token) or {len(labels)} (one a label)"
         )
     return spread

@@ -1,6 +1,4 @@
-"""`rejected.jsonl`: the records that were never trained on, and why; and what their reasons have in common."""
-
-from __future__ import annotations
+"""The file `rejected.jsonl`: records that were never trained on, and why; and the kinds of their reasons."""
 
 import json
 import re
@@ -14,7 +12,7 @@ FILE_NAME = "rejected.jsonl"
 
 
 def write_rejected(directory: str | Path, rejected: Iterable[Rejected], append: bool = False) -> Path:
-    """Write `rejected.jsonl` in `directory`, or add to the one there. A kill at any instant leaves the old or the new.
+    """Write `rejected.jsonl`, or append to the one that is there. A kill at any instant leaves the old or the new file.
 
     Without `append` a file of an earlier run is replaced, by an empty one where nothing was rejected.
     """
@@ -39,6 +37,6 @@ _NUMBER = re.compile(
 
 
 def reason_kind(reason: str) -> str:
-    """Strip a reason of its numbers and quoted values, bounds aside: what many bad records have in common."""
+    """Strip a reason of its numbers and quoted values, bounds aside, so that it is the same for many bad records."""
     unquoted = _QUOTED.sub("…", _PLACE.sub("", reason))
     return _NUMBER.sub(lambda found: found[0] if found["bound"] else "…", unquoted)

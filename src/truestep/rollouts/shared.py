@@ -1,6 +1,4 @@
-"""The first rank's documents, on every rank: one process reads a stream or asks servers, and all see the same."""
-
-from __future__ import annotations
+"""A source that the first rank reads for all: one process reads a stream or asks servers."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +10,7 @@ from truestep.types import Rejected, Rollout
 
 
 class SharedSource:
-    """A source that the first rank alone has, shared with all. What it raises, every rank raises."""
+    """The documents of a source that the first rank alone has. What it raises, every rank raises."""
 
     plans_ahead = False
 
@@ -62,18 +60,18 @@ class SharedSource:
 
 
 class SharedPeekableSource(SharedSource):
-    """A shared source that can be looked at."""
+    """A shared source whose documents can be looked at before they are taken."""
 
-    _seen: Sequence[Rollout] = ()  # what was looked at last, and not yet taken: told to the other ranks once
+    _peeked: Sequence[Rollout] = ()  # looked at and not yet taken: they are sent to the other ranks once
 
     def peek(self, count: int) -> Sequence[Rollout]:
-        self._seen = self._ranks.share(lambda: cast(PeekableSource, self._of_first).peek(count))
-        return self._seen
+        self._peeked = self._ranks.share(lambda: cast(PeekableSource, self._of_first).peek(count))
+        return self._peeked
 
     def take(self, count: int, documents_seen: int) -> Sequence[Rollout]:
-        seen, self._seen = self._seen, ()
-        if len(seen) < count:
+        peeked, self._peeked = self._peeked, ()
+        if len(peeked) < count:
             return super().take(count, documents_seen)
         if self._source is not None:
             self._source.take(count, documents_seen)
-        return seen[:count]
+        return peeked[:count]

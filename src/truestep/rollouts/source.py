@@ -1,6 +1,4 @@
-"""Where documents come from: an ordered stream with a position that a checkpoint can hold."""
-
-from __future__ import annotations
+"""The sources of documents: each an ordered stream with a position that a checkpoint can hold."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -15,7 +13,7 @@ from truestep.types import Rejected, Rollout
 
 
 class SourceError(TruestepError):
-    """Documents are not there, or are not those that a checkpoint was made with."""
+    """Documents that are missing, or are not those that a checkpoint was made with."""
 
 
 class Interrupted(Exception):  # noqa: N818  (nothing is wrong)
@@ -26,7 +24,7 @@ def never() -> bool:
     return False
 
 
-_KINDS = {  # by what a checkpoint's state holds of a source
+_KINDS = {  # by the key that a source's state in a checkpoint has
     "position": "rollout files that every rank reads",
     "parts": "rollout files of which each rank reads a part",
     "transport": "documents that are sent",
@@ -52,13 +50,13 @@ def other_source(option: str, before: str, now: str) -> SourceError:
 class Source(Protocol):
     """All that a step and a checkpoint need of any source."""
 
-    # True where its documents depend on nothing that a step does: the next step's plan may be made beside this step.
+    # True where its documents do not depend on what a step does: the next step's plan may be made during this step.
     plans_ahead: bool
     asked_to_stop: Callable[[], bool]  # a source that waits for others looks at this and raises `Interrupted`
 
     def take(self, count: int, documents_seen: int) -> Sequence[Rollout]:
-        """Take the next documents, which are never given again. What is made for this call is of the version
-        `documents_seen`: so many documents the policy has seen up to now."""
+        """Take the next documents, which are never given again. The policy has seen `documents_seen` documents before
+        this call, and what is made for it has this version."""
         ...
 
     def state(self) -> dict[str, Any]: ...
@@ -66,15 +64,15 @@ class Source(Protocol):
     def restore(self, state: dict[str, Any]) -> None: ...
 
     def drain_rejected(self) -> list[Rejected]:
-        """Hand over the records refused since the last call; before the first step, those that are known by then."""
+        """Hand over the records that were refused since the last call."""
         ...
 
     def updated(self, documents_seen: int) -> None:
-        """Take note that the policy has new weights, having seen so many documents."""
+        """Take note that the policy has new weights, after it has seen so many documents."""
         ...
 
     def checkpointed(self, checkpoint: Path, step: int, documents_seen: int) -> None:
-        """Take note that a checkpoint is complete: what `state` gave for it survives any kill from now on."""
+        """Take note that a checkpoint is complete: the state in it survives any kill from now on."""
         ...
 
     def close(self, finished: bool) -> None:
@@ -92,7 +90,7 @@ class PeekableSource(Source, Protocol):
 
 
 class StillSource:
-    """A base for sources that do nothing about new weights, checkpoints, the end and being asked to stop."""
+    """A base for sources that do not react to new weights, checkpoints, the end or a request to stop."""
 
     plans_ahead = False
     asked_to_stop: Callable[[], bool] = staticmethod(never)
@@ -113,14 +111,10 @@ class FileSource(StillSource):
     rejected: tuple[Rejected, ...] = ()
     epochs: int = 1
     shuffle_seed: int | None = None  # None: file order
-    _position: int = 0  # over all epochs
+    position: int = 0  # over all epochs
     _orders: dict[int, np.ndarray] = field(default_factory=dict)
     _digest: Any = None  # of the first `_hashed` documents
     _hashed: int = 0
-
-    @property
-    def position(self) -> int:
-        return self._position
 
     @property
     def total(self) -> int:
@@ -140,17 +134,16 @@ class FileSource(StillSource):
         return self.documents[self._order(epoch)[index]]
 
     def peek(self, count: int) -> list[Rollout]:
-        end = min(self._position + count, self.total)
-        return [self._at(position) for position in range(self._position, end)]
+        end = min(self.position + count, self.total)
+        return [self._at(position) for position in range(self.position, end)]
 
     def take(self, count: int, documents_seen: int) -> list[Rollout]:
         taken = self.peek(count)
-        self._position += len(taken)
+        self.position += len(taken)
         return taken
 
     def _fingerprint(self, position: int) -> str:
-        """Digest the order and the documents before `position`: a file may grow behind what was trained on, never
-        before it."""
+        """Digest the order and the documents before `position`. A file may grow after this place, never before it."""
         seen = len(self.documents) if position >= len(self.documents) or self.shuffle_seed is not None else position
         if self._digest is None or self._hashed > seen:
             self._digest, self._hashed = hashlib.sha256(f"{self.shuffle_seed}\n".encode()), 0
@@ -162,7 +155,7 @@ class FileSource(StillSource):
         return self._digest.copy().hexdigest()
 
     def state(self) -> dict[str, Any]:
-        return {"position": self._position, "fingerprint": self._fingerprint(self._position)}
+        return {"position": self.position, "fingerprint": self._fingerprint(self.position)}
 
     def restore(self, state: dict[str, Any]) -> None:
         refuse_other_kind("data.path", "position", state)
@@ -172,7 +165,7 @@ class FileSource(StillSource):
                 "data.shuffle was changed; give it the same files in the same order (they may have grown at the end, "
                 "unless shuffled), or another checkpoint.directory"
             )
-        self._position = state["position"]
+        self.position = state["position"]
 
     def drain_rejected(self) -> list[Rejected]:
         rejected, self.rejected = list(self.rejected), ()

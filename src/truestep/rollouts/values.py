@@ -1,11 +1,10 @@
-"""Untrusted values of a record, checked: numbers, lists of numbers, text. Used by `record.py` alone.
+"""The checks of a record's untrusted values: numbers, lists of numbers, text.
 
 A `Check` is written twice: once for a single value, which also words what is wrong, and once for a whole array, which
-only says yes or no. Long lists take the second way, and the first is asked where it says no.
+only says yes or no. A long list is checked as an array first, and value by value where that says no.
 """
 
-from __future__ import annotations
-
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,11 +32,11 @@ class BadRecord(Exception):  # noqa: N818 - the record is bad, the program is no
 
 
 class UnfitError(Exception):
-    """A value that fails a check. The argument says what was expected; whoever asked knows the field's name."""
+    """A value that fails a check. The argument says what was expected; the caller knows the field's name."""
 
 
 def plain(value: Any, field: str) -> Any:
-    """numpy and pyarrow values (and tensors) as Python's own; anything else as it is."""
+    """Turn numpy and pyarrow values (and tensors) into Python's own; leave anything else as it is."""
     for method in ("as_py", "to_pylist", "tolist"):
         convert = getattr(value, method, None)
         if callable(convert):
@@ -49,11 +48,9 @@ def plain(value: Any, field: str) -> Any:
 
 
 def describe(value: Any) -> str:
-    """A value as a message shows it: short, on one line, and never failing (Python prints no int of 5000 digits)."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
+    """Show a value in a message: short, on one line, and never failing (Python prints no int of 5000 digits)."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     if isinstance(value, int):
         bits = int.bit_length(value)
         return int.__repr__(value) if bits <= 64 else f"an integer of {bits} bits"
@@ -132,10 +129,10 @@ def temperature(value: Any) -> float:
 
 @dataclass(frozen=True)
 class Check:
-    one: Callable[[Any], Any]
+    single: Callable[[Any], Any]
     types: frozenset[type]  # Python's types that the array below holds exactly
     wide: type[np.generic]  # the array's dtype
-    all: Callable[[np.ndarray], np.ndarray]  # true where `one` accepts; may say no too often, never yes
+    accepts: Callable[[np.ndarray], np.ndarray]  # true where `single` accepts; may say no too often, never yes
     stored: type[np.generic]
 
 
@@ -151,7 +148,7 @@ version = Check(_count, INTEGER, np.int64, lambda a: a >= 0, np.int64)
 def token_id(vocabulary_size: int | None) -> Check:
     largest = LARGEST_INT64 if vocabulary_size is None else vocabulary_size - 1
 
-    def one(value: Any) -> int:
+    def check(value: Any) -> int:
         token = integer(value)
         if token < 0:
             raise UnfitError("a token id is at least 0")
@@ -159,14 +156,14 @@ def token_id(vocabulary_size: int | None) -> Check:
             raise UnfitError(f"outside the vocabulary of {vocabulary_size} tokens")
         return token
 
-    return Check(one, INTEGER, np.int64, lambda a: (a >= 0) & (a <= largest), np.int64)
+    return Check(check, INTEGER, np.int64, lambda a: (a >= 0) & (a <= largest), np.int64)
 
 
-def checked(one: Callable[[Any], Any], value: Any, name: str, place: str = "") -> Any:
-    """A single value. `name` is the field, with the index where there is one; `place` is said after the value."""
+def checked(check: Callable[[Any], Any], value: Any, name: str, place: str = "") -> Any:
+    """Check a single value. `name` is the field with its index, if any; a message has `place` after the value."""
     value = plain(value, name)
     try:
-        return one(value)
+        return check(value)
     except UnfitError as expected:
         raise BadRecord(f"{name} is {describe(value)}{place}: {expected}") from None
 
@@ -174,14 +171,14 @@ def checked(one: Callable[[Any], Any], value: Any, name: str, place: str = "") -
 def checked_array(
     check: Check, values: Sequence[Any], field: str, indices: Sequence[int] | None = None, place: str = ""
 ) -> np.ndarray:
-    """All the values as one array. `indices` says where each stood in the record's list."""
+    """Check all the values and make one array of them. `indices` says where each stood in the record's list."""
     if set(map(type, values)) <= check.types:
         try:
             array = np.array(values, dtype=check.wide)
         except OverflowError:  # an integer too large for the array: the slow way says which
             array = None
-        if array is not None and check.all(array).all():
+        if array is not None and check.accepts(array).all():
             return array.astype(check.stored)
-    places = range(len(values)) if indices is None else indices
-    found = [checked(check.one, value, f"{field}[{index}]", place) for index, value in zip(places, values, strict=True)]
-    return np.array(found, dtype=check.stored)
+    places = zip(range(len(values)) if indices is None else indices, values, strict=True)
+    accepted = [checked(check.single, value, f"{field}[{index}]", place) for index, value in places]
+    return np.array(accepted, dtype=check.stored)

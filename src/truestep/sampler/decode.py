@@ -7,8 +7,6 @@ truncation, from the same head that training uses.
 Dimensions: R completions of a batch, P prompt tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Evaluation: held-out prompts, answered greedily and by sampling."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Rules that all samplers share: a group's prompt, its documents, their advantages, and what a restart accepts."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from collections import Counter

@@ -1,7 +1,5 @@
 """Rollouts from the policy itself: a source whose documents are made when a step asks for them, never stale."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

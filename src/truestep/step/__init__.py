@@ -1,1 +1,1 @@
-"""`plan`: which documents make a step, and its totals. `run`: forward, backward, clip and update of one plan."""
+"""Steps: the plans of what each step trains on, the passes that compute them, and the optimizer that applies them."""

@@ -1,10 +1,8 @@
-"""Plans, agreed on by all ranks, and made beside the step in hand wherever the source permits it.
+"""The plans of a run, agreed on by all ranks, and made while a step is computed wherever the source permits it.
 
 A checkpoint is of the step that was made last, and by then the plan of the next has been taken from the source: so each
 plan carries the state that its queue had once it was made.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,7 +26,7 @@ class Planned:
 
 
 class PlansAhead:
-    """The plans of a queue, each agreed on by all ranks. `overlap`: the next is made while a step is computed."""
+    """The plans of a queue, each agreed on by all ranks. With `overlap`, the next is made while a step is computed."""
 
     def __init__(self, queue: PlanQueue, ranks: Ranks, *, overlap: bool):
         self._queue, self._ranks = queue, ranks
@@ -47,7 +45,7 @@ class PlansAhead:
         return Planned(None, self._queue.state(), self._queue.carried, 0)
 
     def close(self) -> None:
-        """Wait for the plan that is being made: on every rank alike, for they talk while they make it."""
+        """Wait for the plan that is being made, on every rank alike: they talk while they make it."""
         if self._worker is not None:
             self._worker.shutdown(wait=True)
 
@@ -62,8 +60,8 @@ class PlansAhead:
             return
         usual = max(digests, key=digests.count)
         others = [rank for rank, digest in enumerate(digests) if digest != usual]
-        seen = self._queue.documents_seen if plan is None else plan.documents_seen
+        documents_seen = self._queue.documents_seen if plan is None else plan.documents_seen
         raise RankError(
-            f"ranks {others} planned another step after document {seen} than the rest: they do not see the same data "
-            "or configuration; nothing of it was computed"
+            f"ranks {others} planned another step after document {documents_seen} than the rest: they do not see the "
+            "same data or configuration; nothing of it was computed"
         )

@@ -1,6 +1,4 @@
-"""The optimizer over the float32 weights, AdamW or a user's own, its state in checkpoints, and the learning rate."""
-
-from __future__ import annotations
+"""The optimizer of the float32 weights, AdamW or a user's own, its state in checkpoints, and the learning rate."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -18,12 +16,12 @@ Groups = dict[str, dict[str, torch.nn.Parameter]]
 
 
 class OptimizerError(TruestepError):
-    """A user's optimizer that cannot be trained with, and why."""
+    """The reason why a user's optimizer cannot be used."""
 
 
 @dataclass(frozen=True)
 class LearningRate:
-    """A function of the step alone, so that a resumed run needs no state for it."""
+    """The learning rate, a function of the step alone: a resumed run needs no state for it."""
 
     peak: float
     schedule: str
@@ -67,26 +65,26 @@ def load_optimizer(function: str, options: Mapping[str, Any] | None) -> Callable
     make = load_custom("optimizer.function", function)
     checked = check_options("optimizer.options", make, options or {})
 
-    def made(groups: Groups) -> torch.optim.Optimizer:
+    def make_checked(groups: Groups) -> torch.optim.Optimizer:
         optimizer = make(groups, **checked)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise OptimizerError(f"optimizer.function {function!r}: it made {optimizer!r}, not a torch.optim.Optimizer")
-        taken = [id(weight) for group in optimizer.param_groups for weight in group["params"]]
+        updated = [id(weight) for group in optimizer.param_groups for weight in group["params"]]
         for name, weight in (item for group in groups.values() for item in group.items()):
-            if id(weight) not in taken:
+            if id(weight) not in updated:
                 raise OptimizerError(f"optimizer.function {function!r}: its optimizer does not update {name}")
         return optimizer
 
-    return made
+    return make_checked
 
 
 def make_custom_optimizer(make: Callable[[Groups], torch.optim.Optimizer], weights: Weights) -> torch.optim.Optimizer:
-    """Make a user's optimizer, which is refused after an update that leaves what no checkpoint would keep."""
+    """Make a user's optimizer, and check after each of its updates that a checkpoint can keep all of its state."""
     optimizer = make(grouped(weights.master))
     options = _numbers(optimizer)
 
     def check(*_: object) -> None:
-        _described(optimizer, weights)
+        _describe_state(optimizer, weights)
         changed = {
             name for before, after in zip(options, _numbers(optimizer), strict=True) for name, _ in before ^ after
         }
@@ -117,11 +115,11 @@ def update(optimizer: torch.optim.Optimizer, weights: Weights, learning_rate: fl
 
 # What a checkpoint keeps of a weight, by name: numbers, as tensors, and the types of tensors that have its shape.
 State = dict[str, torch.dtype | torch.Tensor]
-_PYTHON = ":number"  # behind the name of a number that is Python's own, and no tensor without a dimension
+_PYTHON = ":number"  # marks the name of a number that is Python's own, not a tensor without dimensions
 
 
-def _described(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, State]:
-    """Describe the state of this rank's part of each weight."""
+def _describe_state(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, State]:
+    """Describe the state of this rank's part of each weight, or refuse it."""
     described: dict[str, State] = {}
     for name, master in weights.master.items():
         for kind, value in optimizer.state.get(master, {}).items():
@@ -131,9 +129,8 @@ def _described(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, 
             elif isinstance(value, torch.Tensor) and not value.ndim:
                 state[kind] = value.detach().cpu().clone()
             elif isinstance(value, (int, float)):
-                state[f"{kind}{_PYTHON}"] = torch.tensor(
-                    value, dtype=torch.float64 if isinstance(value, float) else None
-                )
+                dtype = torch.float64 if isinstance(value, float) else None
+                state[f"{kind}{_PYTHON}"] = torch.tensor(value, dtype=dtype)
             elif value is not None:
                 what = f"a tensor of {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
                 raise OptimizerError(
@@ -146,7 +143,7 @@ def _described(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, torch.Tensor]:
     """Gather the optimizer's whole state on the first rank, as `NAME.KIND`, for a checkpoint. Every rank calls this."""
     everywhere: dict[str, State] = {}
-    for described in reversed(weights.ranks.gather(_described(optimizer, weights))):
+    for described in reversed(weights.ranks.gather(_describe_state(optimizer, weights))):
         for name, state in described.items():
             everywhere.setdefault(name, {}).update(state)
     trained = [name for name, piece in weights.pieces.items() if piece.trained and name in everywhere]

@@ -1,9 +1,7 @@
-"""A rank's passes of one step, in the order of their schedule: what they need is received, what they give is sent.
+"""A rank's passes of one step, run in the order of their schedule: inputs are received and outputs sent on the way.
 
 Dimensions: S tokens of the micro-batch, T its labels, H hidden.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,20 +13,20 @@ from truestep.policy.policy import Policy
 from truestep.policy.weights.protocol import StagePass
 from truestep.ranks.group import Ranks
 from truestep.ranks.pipeline import wire
-from truestep.step.dealing import MicroBatch
+from truestep.step.label_shares import MicroBatch
 from truestep.step.schedule import Pass, Schedule, make_schedule
 
-# Of a micro-batch and the hidden states of this rank's labels: their gradient, or None where none is wanted.
+# Takes a micro-batch and the hidden states of this rank's labels; gives their gradient, or None where none is wanted.
 Head = Callable[[MicroBatch, torch.Tensor], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
-class _Alive:
-    """What a backward pass needs of its forward pass."""
+class _Activations:
+    """The tensors of a forward pass that its backward pass needs."""
 
-    received: torch.Tensor | None  # [S, H], a leaf; None in the first stage
-    given: torch.Tensor  # [S, H]; [T, H] in the last stage
-    gradient: torch.Tensor | None  # of `given`, where it is known already
+    input: torch.Tensor | None  # [S, H], a leaf; None in the first stage
+    output: torch.Tensor  # [S, H]; [T, H] in the last stage
+    gradient: torch.Tensor | None  # of the output, in the last stage
 
 
 class Passes:
@@ -42,7 +40,7 @@ class Passes:
         backward: bool,
         group: int = 1,
     ):
-        """`batch` makes a micro-batch by its number; so many of a `group` share a gathering of the weights."""
+        """`batch` makes a micro-batch by its number; `group` micro-batches share a gathering of the weights."""
         self._policy, self._batch, self._head = policy, batch, head
         self._micro_batches, self._backward, self._group = micro_batches, backward, group
         self._pipeline = policy.pipeline
@@ -51,73 +49,72 @@ class Passes:
         self._stages = self._pipeline.stages_of(self._rank)
         self._wires = _Wires(policy.weights.ranks, self._schedule, self._like)
         self._batches: dict[int, MicroBatch] = {}
-        self._alive: dict[tuple[int, int], _Alive] = {}
+        self._activations: dict[tuple[int, int], _Activations] = {}
 
     def run(self) -> None:
-        for made in self._schedule.ranks[self._rank]:
-            if made.forward:
-                self._forward(made)
+        for current in self._schedule.ranks[self._rank]:
+            if current.forward:
+                self._forward(current)
             else:
-                self._back(made)
+                self._back(current)
 
     def settle(self) -> None:
-        """Once every rank has run its passes: what was sent has been received, and need not be kept."""
+        """Let go of what was sent, which has been received once every rank has run its passes."""
         self._wires.settle()
 
-    def _forward(self, made: Pass) -> None:
-        received = None if made.stage == 0 else self._wires.receive(made)
+    def _forward(self, current: Pass) -> None:
+        received = None if current.stage == 0 else self._wires.receive(current)
         if received is not None and self._backward:
             received.requires_grad_()
-        one, gradient = self._packed(made.micro_batch), None
-        self._policy.weights.before_forward(self._turn(made))
+        micro_batch, gradient = self._packed(current.micro_batch), None
+        self._policy.weights.before_forward(self._describe(current))
         with torch.set_grad_enabled(self._backward):
-            given = self._policy.through(made.stage, one.tokens, received)
-            if made.stage == self._pipeline.last:
-                given = one.rows(given)
-                gradient = self._head(one, given)
+            output = self._policy.through(current.stage, micro_batch.tokens, received)
+            if current.stage == self._pipeline.last:
+                output = micro_batch.rows(output)
+                gradient = self._head(micro_batch, output)
             else:
-                self._wires.send(made.following, given.detach())
-        if made.stage == self._stages[-1]:
-            del self._batches[made.micro_batch]
+                self._wires.send(current.following, output.detach())
+        if current.stage == self._stages[-1]:
+            del self._batches[current.micro_batch]
         if self._backward:
-            self._alive[made.stage, made.micro_batch] = _Alive(received, given, gradient)
+            self._activations[current.stage, current.micro_batch] = _Activations(received, output, gradient)
 
-    def _back(self, made: Pass) -> None:
-        gradient = None if made.stage == self._pipeline.last else self._wires.receive(made)
-        alive = self._alive.pop((made.stage, made.micro_batch))
-        gradient = alive.gradient if gradient is None else gradient
+    def _back(self, current: Pass) -> None:
+        received = None if current.stage == self._pipeline.last else self._wires.receive(current)
+        forward = self._activations.pop((current.stage, current.micro_batch))
+        gradient = forward.gradient if received is None else received
         assert gradient is not None
-        self._policy.weights.before_backward(self._turn(made))
+        self._policy.weights.before_backward(self._describe(current))
         # Also of no rows: a rank without a label touches every weight, as its fellows do.
-        alive.given.backward(gradient.to(alive.given.dtype))
-        if alive.received is not None:
-            assert alive.received.grad is not None
-            self._wires.send(made.following, alive.received.grad)
+        forward.output.backward(gradient.to(forward.output.dtype))
+        if forward.input is not None:
+            assert forward.input.grad is not None
+            self._wires.send(current.following, forward.input.grad)
 
     def _packed(self, number: int) -> MicroBatch:
         if number not in self._batches:
             self._batches[number] = self._batch(number)
         return self._batches[number]
 
-    def _like(self, taken: Pass) -> torch.Tensor:
-        """Room for what a pass takes from another stage: every rank packs every micro-batch, so its size is known."""
-        if not taken.forward:
-            return torch.empty_like(self._alive[taken.stage, taken.micro_batch].given)
+    def _like(self, receiving: Pass) -> torch.Tensor:
+        """Make room for a pass's input from another stage. Every rank packs every micro-batch: its size is known."""
+        if not receiving.forward:
+            return torch.empty_like(self._activations[receiving.stage, receiving.micro_batch].output)
         policy, stages = self._policy, self._policy.stages
         assert stages is not None
         # Context and tensor ranks each have an equal share of the tokens between layers.
-        ranks = policy.weights.ranks
-        tokens = len(self._packed(taken.micro_batch).tokens) // ranks.token_share
+        tokens = len(self._packed(receiving.micro_batch).tokens) // policy.weights.ranks.token_share
         return torch.empty(tokens, stages.width, dtype=policy.weights.dtype, device=policy.device)
 
-    def _turn(self, made: Pass) -> StagePass:
-        stages = self._policy.stages
+    def _describe(self, current: Pass) -> StagePass:
+        cut = None if self._policy.stages is None else self._policy.stages.cut[current.stage]
         return StagePass(
-            layers=slice(None) if stages is None else slice(stages.cut[made.stage].start, stages.cut[made.stage].stop),
-            begins=made.stage == 0,
-            ends=made.stage == self._pipeline.last,
-            final=made.stage == self._stages[0],
-            number=made.micro_batch,
+            layers=slice(None) if cut is None else slice(cut.start, cut.stop),
+            begins=current.stage == 0,
+            ends=current.stage == self._pipeline.last,
+            final=current.stage == self._stages[0],
+            number=current.micro_batch,
             of=self._micro_batches,
             group=self._group,
             backward=self._backward,
@@ -125,36 +122,36 @@ class Passes:
 
 
 class _Wires:
-    """To and from the other ranks of this one's pipeline. Sending waits for nobody; receiving waits for the sender."""
+    """The exchange with the other ranks of a pipeline. Sending waits for nobody; receiving waits for the sender."""
 
     def __init__(self, ranks: Ranks, schedule: Schedule, like: Callable[[Pass], torch.Tensor]):
         self._ranks, self._schedule, self._like = ranks, schedule, like
         self._expected: dict[tuple[int, bool], Iterator[Pass]] = {}
-        self._there: dict[Pass, torch.Tensor] = {}  # received before it was needed
+        self._received: dict[Pass, torch.Tensor] = {}  # before they were needed
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 
-    def receive(self, made: Pass) -> torch.Tensor:
-        """What the pass needs. What was sent before it comes before it."""
-        sender = self._schedule.pipeline.rank_of(made.source)
-        key = (sender, made.forward)
+    def receive(self, current: Pass) -> torch.Tensor:
+        """Receive the input of a pass. What was sent before it comes before it."""
+        sender = self._schedule.pipeline.rank_of(current.source)
+        key = (sender, current.forward)
         if key not in self._expected:
-            self._expected[key] = iter(self._schedule.takes(sender, self._ranks.stage, made.forward))
-        while made not in self._there:
-            taken = next(self._expected[key])
-            room = self._there[taken] = self._like(taken)
+            self._expected[key] = iter(self._schedule.received(sender, self._ranks.stage, current.forward))
+        while current not in self._received:
+            receiving = next(self._expected[key])
+            room = self._received[receiving] = self._like(receiving)
             if room.numel():
-                dist.recv(room, src=self._ranks.of_stage(sender), group=self._group(sender, made.forward))
-        return self._there.pop(made)
+                dist.recv(room, src=self._ranks.of_stage(sender), group=self._group(sender, current.forward))
+        return self._received.pop(current)
 
-    def send(self, taken: Pass, value: torch.Tensor) -> None:
-        """To the rank of the pass that takes it."""
+    def send(self, receiving: Pass, value: torch.Tensor) -> None:
+        """Send a value to the rank of the pass that receives it."""
         self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
-        receiver = self._ranks.of_stage(self._schedule.pipeline.rank_of(taken.stage))
+        receiver = self._ranks.of_stage(self._schedule.pipeline.rank_of(receiving.stage))
         if value.numel():
-            whole = value.contiguous()
-            work = dist.isend(whole, dst=receiver, group=self._group(self._ranks.stage, taken.forward))
+            contiguous = value.contiguous()
+            work = dist.isend(contiguous, dst=receiver, group=self._group(self._ranks.stage, receiving.forward))
             assert work is not None
-            self._sent.append((work, whole))
+            self._sent.append((work, contiguous))
 
     def settle(self) -> None:
         for work, _ in self._sent:

@@ -1,10 +1,8 @@
-"""Which documents make each step. Decided on the host from the documents' order alone.
+"""The choice of the documents of each step, made on the host from the documents' order alone.
 
 exact    the next `docs_per_step` documents, then packed: the set depends on no budget
 packed   the next micro-batches, packed in order, until a rule says stop: their set depends on the budget
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Sequence
@@ -28,11 +26,11 @@ class StepRule:
 
     @property
     def multiple(self) -> int:
-        """Of which a step's micro-batches are a number."""
+        """The number of a step's micro-batches is a multiple of this."""
         return self.ranks * self.breadth_first_micro_batches
 
     def cost(self, length: int) -> float:
-        """Of a document, in tokens of a short one."""
+        """Estimate the cost of a document, in tokens of a short one."""
         return length * (1 + length / self.even_length)
 
     @property
@@ -56,7 +54,7 @@ def make_plan(
 
 
 def plan_exactly(documents: Sequence[Rollout], rule: StepRule, documents_seen: int) -> StepPlan:
-    """Exactly these documents, in few micro-batches of near equal cost; ranks run those of like cost side by side."""
+    """Pack these documents into few micro-batches of near equal cost; ranks run those of like cost side by side."""
     lengths = [document.num_tokens for document in documents]
     costs = [rule.cost(length) for length in lengths]
     bins = balance(lengths, costs, rule.tokens_per_microbatch, rule.multiple)
@@ -64,17 +62,15 @@ def plan_exactly(documents: Sequence[Rollout], rule: StepRule, documents_seen: i
 
 
 def plan_packed(documents: Sequence[Rollout], rule: StepRule, documents_seen: int) -> StepPlan:
-    """These documents in micro-batches filled in order, with empty ones up to the multiple."""
+    """Pack these documents in order, and add empty micro-batches up to the multiple."""
     bins = fill_in_order([document.num_tokens for document in documents], rule.tokens_per_microbatch)
     bins += [[] for _ in range(-len(bins) % rule.multiple)]
     return make_plan(documents, bins, documents_seen, rule.ranks)
 
 
 def count_packed(lengths: Sequence[int], rule: StepRule) -> tuple[list[list[int]], bool]:
-    """Micro-batches filled in order, from the front of `lengths`, until the rule's count is reached.
-
-    Also whether they are final: a micro-batch is only known to be full when the next document does not fit.
-    """
+    """Fill micro-batches in order, from the front of `lengths`, until the rule's count is reached, and tell whether
+    they are final: a micro-batch is only known to be full when the next document does not fit."""
     bins: list[list[int]] = [[]]
     room = rule.tokens_per_microbatch
     for index, length in enumerate(lengths):
@@ -89,7 +85,7 @@ def count_packed(lengths: Sequence[int], rule: StepRule) -> tuple[list[list[int]
 
 
 def may_end(micro_batches: int, documents: int, rule: StepRule) -> bool:
-    """Whether the step may end here, its last micro-batch being full or the data at its end."""
+    """Tell whether the step may end here, where its last micro-batch is full or the data ends."""
     if micro_batches % rule.multiple:
         return False
     if rule.docs_per_step:

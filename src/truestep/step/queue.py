@@ -1,6 +1,4 @@
-"""From a source to one plan after another. Holds the only state that a plan depends on, besides the source's."""
-
-from __future__ import annotations
+"""The queue of plans made from a source. It holds the only state that a plan depends on, besides the source's."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,13 +9,11 @@ from truestep.types import Rollout, StepPlan
 
 
 class PlanQueue:
-    """One plan after another. Each takes its documents from the source once, and comes `updates_per_batch` times."""
+    """A sequence of plans. Each takes its documents from the source once, and comes `updates_per_batch` times."""
 
     def __init__(self, source: Source, rule: StepRule, *, updates_per_batch: int = 1, drop_last: bool = False):
-        self._source = source
-        self._rule = rule
-        self._updates_per_batch = updates_per_batch
-        self._drop_last = drop_last
+        self._source, self._rule = source, rule
+        self._updates_per_batch, self._drop_last = updates_per_batch, drop_last
         self._repeats_left = 0
         self._documents: list[Rollout] = []  # of the plan that is being repeated
         self.documents_seen = 0
@@ -27,19 +23,18 @@ class PlanQueue:
         """Make the next step's plan; None at the end of the data."""
         if self._repeats_left:
             self._repeats_left -= 1
-            make_plan = plan_exactly if self._rule.exact else plan_packed
-            plan = make_plan(self._documents, self._rule, self.documents_seen)
         else:
-            fresh = self._next_exact() if self._rule.exact else self._next_packed()
-            if fresh is None:
+            documents = self._take_exact() if self._rule.exact else self._take_packed()
+            if documents is None:
                 return None
-            plan = fresh
-            self._documents = list(plan.documents)
+            self._documents = list(documents)
             self._repeats_left = self._updates_per_batch - 1
+        make_plan = plan_exactly if self._rule.exact else plan_packed
+        plan = make_plan(self._documents, self._rule, self.documents_seen)
         self.documents_seen = plan.documents_seen_after
         return plan
 
-    def _next_exact(self) -> StepPlan | None:
+    def _take_exact(self) -> Sequence[Rollout] | None:
         wanted = self._rule.docs_per_step
         if isinstance(self._source, PeekableSource):
             waiting = self._source.peek(wanted)
@@ -48,9 +43,9 @@ class PlanQueue:
         documents = self._source.take(wanted, self.documents_seen)
         if not documents:
             raise SourceError("the source has no end and made no document for this step: all were rejected")
-        return plan_exactly(documents, self._rule, self.documents_seen)
+        return documents
 
-    def _next_packed(self) -> StepPlan | None:
+    def _take_packed(self) -> Sequence[Rollout] | None:
         source, wanted = self._source, self._rule.docs_per_step + 1
         assert isinstance(source, PeekableSource), "the configuration has a sampler make exact steps"
         while True:
@@ -66,8 +61,7 @@ class PlanQueue:
         # What is left out is not taken: should the files grow, it belongs to the next step.
         if not complete and self._ends_before(waiting):
             return None
-        documents = source.take(sum(len(members) for members in bins), self.documents_seen)
-        return plan_packed(documents, self._rule, self.documents_seen)
+        return source.take(sum(len(members) for members in bins), self.documents_seen)
 
     def _ends_before(self, documents: Sequence[Rollout]) -> bool:
         """Decide at the end of the data whether the documents that are left make no step."""
@@ -76,16 +70,12 @@ class PlanQueue:
         return not documents or self._drop_last
 
     def state(self) -> dict[str, Any]:
-        # A plan that is being repeated has been taken from the source: its documents travel with the checkpoint.
-        return {
-            "documents_seen": self.documents_seen,
-            "repeats_left": self._repeats_left,
-            "source": self._source.state(),
-        }
+        source = self._source.state()
+        return {"documents_seen": self.documents_seen, "repeats_left": self._repeats_left, "source": source}
 
     @property
     def carried(self) -> list[Rollout]:
-        """The documents taken from the source whose plan is still to be repeated."""
+        """The documents taken from the source whose plan is still to be repeated: a checkpoint keeps them."""
         return self._documents if self._repeats_left else []
 
     def restore(self, state: dict[str, Any], carried: list[Rollout]) -> None:

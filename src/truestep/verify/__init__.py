@@ -1,1 +1,1 @@
-"""The law, proved on the user's own configuration: one step under many layouts against a float64 reference."""
+"""Proves the numbers of a user's configuration: one step under many layouts, each against a float64 reference."""

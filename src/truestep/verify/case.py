@@ -1,11 +1,11 @@
-"""What every layout of `verify` computes: the user's model and rollouts, reduced or whole, as files and options."""
-
-from __future__ import annotations
+"""The case that every layout of `verify` computes: the user's model and rollouts, reduced or whole, as files."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from truestep.assemble.sources import read_documents
 from truestep.assemble.step import make_objective
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
+from truestep.files import write_json_lines
 from truestep.policy.cuts.tensor import tensor_plan
-from truestep.policy.errors import ContextError, CutError, ModelError
+from truestep.policy.errors import ModelError
 from truestep.policy.loading.load import load_policy
 from truestep.policy.model.context import check_heads
 from truestep.ranks.axes import RankLayout
@@ -26,7 +27,7 @@ from truestep.verify.oracle.records import Record
 from truestep.verify.reduced import record_of, redraw_logprobs, reduce_model, reduce_record
 
 STEPS = 2
-_MOST_TOKENS = 40  # of a reduced document
+_MOST_TOKENS = 40  # a reduced document has no more
 
 
 class VerifyError(TruestepError):
@@ -35,22 +36,17 @@ class VerifyError(TruestepError):
 
 @dataclass(frozen=True)
 class Case:
-    """What every layout computes."""
-
     directory: Path
     model: Path
     options: dict[str, Any]
     records: list[Record]
-    docs_per_step: int
-    repeats: int
     budget: int
-    made_up: bool
 
     def steps(self, records: Sequence[Record]) -> list[list[Record]]:
-        taken = [
-            list(records[start : start + self.docs_per_step]) for start in range(0, len(records), self.docs_per_step)
-        ]
-        return [documents for documents in taken[:STEPS] for _ in range(self.repeats)]
+        """Cut records into the batches of the steps; a batch comes once for each update on it."""
+        size, updates = self.options["schedule"]["docs_per_step"], self.options["schedule"]["updates_per_batch"]
+        batches = [list(records[start : start + size]) for start in range(0, len(records), size)]
+        return [batch for batch in batches[:STEPS] for _ in range(updates)]
 
     @property
     def longest(self) -> int:
@@ -64,9 +60,7 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
         raise VerifyError(f"model.path: {model} is not a Hugging Face model directory: it has no config.json")
     if not full:
         model = reduce_model(model, scratch / "model", seed, config.model.trust_remote_code)
-    made_up = config.data.path is None
-    records = _made_up(documents, seed) if made_up else _of_user(config, documents)
-    loss = config.loss.model_dump() | {"metrics": "full"}
+    records = _invented(documents, seed) if config.data.path is None else _of_user(config, documents)
     if not full:
         records = [reduce_record(record, _MOST_TOKENS) for record in records]
     if not config.loss.supervised and not full:
@@ -74,11 +68,10 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
         redraw_logprobs(model, records, label_loss, seed, config.model.trust_remote_code)
     longest = max(len(record["input_ids"]) for record in records)
     budget = config.data.tokens_per_microbatch if full else 3 * longest
-    per_step = -(-len(records) // STEPS)
-    _write(scratch / "rollouts.jsonl", records)
+    write_json_lines(scratch / "rollouts.jsonl", records)
     options = {
         "model": config.model.model_dump() | {"path": str(model), "dtype": "float32"},
-        "loss": loss,
+        "loss": config.loss.model_dump() | {"metrics": "full"},
         "data": {
             "path": str(scratch / "rollouts.jsonl"),
             "advantages": "none",
@@ -86,25 +79,22 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
             "on_bad_record": "stop",
         },
         "schedule": {
-            "docs_per_step": per_step,
+            "docs_per_step": math.ceil(len(records) / STEPS),
             "updates_per_batch": config.schedule.updates_per_batch,
             "steps": STEPS * config.schedule.updates_per_batch,
             "stall_timeout": min(60.0, config.schedule.stall_timeout),
         },
         "optimizer": config.optimizer.model_dump()
-        | {"schedule": "constant", "warmup_steps": 0}
-        | {"minimum_learning_rate": 0.0},
+        | {"schedule": "constant", "warmup_steps": 0, "minimum_learning_rate": 0.0},
         "checkpoint": {"every": 0, "keep": 1},
         "logging": {"console": False, "custom_metrics": config.logging.custom_metrics},
         "seed": seed,
     }
-    repeats = config.schedule.updates_per_batch
-    return Case(scratch, model, options, records, per_step, repeats, budget, made_up)
+    return Case(scratch, model, options, records, budget)
 
 
 def permits(case: Case, layout: Layout) -> bool:
-    """A model whose heads so many ranks cannot share, whose layers cannot be cut (experts, for example) or that has too
-    few of them is trained under the other layouts."""
+    """Tell whether the model can be trained under this layout: its heads shared, its layers cut, enough stages made."""
     parallel = layout.options.get("parallel", {})
     cut = {name: parallel.get(name, 1) for name in ("tensor", "context", "pipeline", "stages_per_rank")}
     return _can_be_cut(case.model, case.options["model"]["trust_remote_code"], **cut)
@@ -114,7 +104,6 @@ def permits(case: Case, layout: Layout) -> bool:
 def _can_be_cut(
     model: Path, trust_remote_code: bool, tensor: int, context: int, pipeline: int, stages_per_rank: int
 ) -> bool:
-    """Asked of many layouts, and found out for each cut once."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=trust_remote_code)
@@ -127,7 +116,7 @@ def _can_be_cut(
             load_policy(
                 model, device="cpu", trust_remote_code=trust_remote_code, ranks=ranks, stages_per_rank=stages_per_rank
             )
-    except (ContextError, CutError, ModelError):
+    except ModelError:
         return False
     return True
 
@@ -140,8 +129,8 @@ def _of_user(config: Config, documents: int) -> list[Record]:
     return [record_of(rollout) for rollout in rollouts]
 
 
-def _made_up(documents: int, seed: int) -> list[Record]:
-    """Where a sampler is to make the documents."""
+def _invented(documents: int, seed: int) -> list[Record]:
+    """Invent documents for a configuration whose documents a sampler is to make."""
     draw = np.random.default_rng([seed, 7])
     records = []
     for number in range(documents):
@@ -160,19 +149,10 @@ def _made_up(documents: int, seed: int) -> list[Record]:
     return records
 
 
-def _write(path: Path, records: Sequence[Record]) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-
-
 def in_parts(layout: Layout, case: Case, folder: Path) -> list[Record]:
-    """Rank 0 has none, rank 1 one, rank 2 three, and the last one all the rest; in the order that steps take them."""
+    """Give rank 0 no document, rank 1 one, rank 2 three and the last rank the rest; list them as steps take them."""
     cuts = [*(0, 0, 1, 4)[: layout.ranks], len(case.records)]
     parts = [case.records[cuts[rank] : cuts[rank + 1]] for rank in range(layout.ranks)]
     for rank, part in enumerate(parts):
-        _write(folder / f"part-{rank}.jsonl", part)
-    order = []
-    for place in range(len(case.records)):
-        for part in parts:
-            if place < len(part):
-                order.append(part[place])
-    return order
+        write_json_lines(folder / f"part-{rank}.jsonl", part)
+    return [record for row in zip_longest(*parts) for record in row if record is not None]

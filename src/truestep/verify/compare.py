@@ -1,16 +1,15 @@
-"""How far what a layout wrote is from the float64 reference, as docs/contract.md, section 2, defines relative.
+"""Measures how far a layout's results are from the float64 reference, as docs/contract.md, section 2, defines it.
 
-A scalar's difference is over the same sum of absolute terms; a tensor's is ‖Δ‖ / max(‖g‖, 1e-6 · global norm);
+A scalar's difference is relative to the same sum of absolute terms; a tensor's is ‖Δ‖ / max(‖g‖, 1e-6 · global norm);
 log-probs and entropies are absolute; counts are equal.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ import torch
 from safetensors.torch import load_file
 
 from truestep.step.optimizer import grouped, load_optimizer
+from truestep.verify.case import Case
 from truestep.verify.oracle.records import Record
 from truestep.verify.oracle.step import OracleResult, oracle_step
 from truestep.verify.reference import Reference
 
-# These are of the layout by their nature, or counted elsewhere.
+# These depend on the layout by their nature, or are counted elsewhere.
 _NOT_COMPARED = ("num_micro_batches", "data_wait_time")
 
 
@@ -35,26 +35,19 @@ class Difference:
 
 
 class Comparer:
-    """Holds one layout after another against the reference; where weights are the same it is computed once."""
+    """Holds one layout after another against the reference, which is computed once for the same weights."""
 
-    def __init__(
-        self,
-        model: Path,
-        steps: Sequence[Sequence[Record]],
-        loss: dict[str, Any],
-        optimizer: dict[str, Any],
-        trust_remote_code: bool = False,
-        custom_metrics: bool = False,
-    ):
-        self._model, self._steps, self._loss, self._optimizer = model, steps, loss, optimizer
-        self._trust_remote_code, self._custom_metrics = trust_remote_code, custom_metrics
-        self._known: dict[str, OracleResult] = {}
-        self._first: dict[tuple[int, str], float] = {}  # by step and name: the first layout's unknown metrics
+    def __init__(self, case: Case, loss: dict[str, Any]):
+        self._case, self._loss = case, loss
+        self._custom_metrics = bool(case.options["logging"]["custom_metrics"])
+        self._references: dict[str, OracleResult] = {}  # by a digest of weights and documents
+        self._first: dict[tuple[int, str], float] = {}  # the first layout's unknown metrics, by step and name
 
-    def differences(self, output: Path, steps: Sequence[Sequence[Record]] | None = None) -> Iterator[Difference]:
-        updates = _Updates(self._optimizer)
+    def differences(self, output: Path, steps: Sequence[Sequence[Record]]) -> Iterator[Difference]:
+        """Compare every step that a layout wrote."""
+        updates = _Updates(self._case.options["optimizer"])
         seen = 0
-        for number, records in enumerate(steps or self._steps, start=1):
+        for number, records in enumerate(steps, start=1):
             folder = output / str(number)
             if not (folder / "step.json").is_file():
                 yield Difference(number, "documents", "the step was not made", math.inf)
@@ -65,29 +58,29 @@ class Comparer:
             if sorted(written["documents"]) != sorted(wanted) or written["documents_seen"] != seen:
                 yield Difference(number, "documents", _other_documents(written["documents"], wanted), math.inf)
             oracle = self._reference(weights, records, seen)
-            for kind, name, value in _of_step(written, gradients, oracle):
-                yield Difference(number, kind, name, value)
-            for name, value in self._unknown(written["metrics"], oracle, number):
-                yield Difference(number, "metric", name, value)
             after = load_file(output / str(number + 1) / "weights.safetensors")
-            for name, value in updates.differences(weights, gradients, after, written["learning_rate"]):
-                yield Difference(number, "update", name, value)
+            for kind, name, value in chain(
+                _of_step(written, gradients, oracle),
+                self._unknown(written["metrics"], oracle, number),
+                updates.differences(weights, gradients, after, written["learning_rate"]),
+            ):
+                yield Difference(number, kind, name, value)
             seen += len(records)
 
-    def _unknown(self, metrics: dict[str, Any], oracle: OracleResult, step: int) -> Iterator[tuple[str, float]]:
-        """A user's own metrics have no reference: each must be what the first layout, of one process, gave."""
+    def _unknown(self, metrics: dict[str, Any], oracle: OracleResult, step: int) -> Iterator[tuple[str, str, float]]:
+        """Compare a user's own metrics, which have no reference, with those of the first layout, of one process."""
         unknown = _unknown_metrics(metrics, oracle)
         for name in unknown if self._custom_metrics else ():
             first = self._first.setdefault((step, name), metrics[name])
-            yield name, abs(metrics[name] - first) / max(abs(first), 1e-6)
+            yield "metric", name, abs(metrics[name] - first) / max(abs(first), 1e-6)
         missing = {name for at, name in self._first if at == step} - set(metrics)
         for name in [*missing, *(() if self._custom_metrics else unknown)]:
-            yield f"{name} ({'missing' if name in missing else 'the reference has none'})", math.inf
+            yield "metric", f"{name} ({'missing' if name in missing else 'the reference has none'})", math.inf
 
     def total_gradient_error(self, output: Path) -> float:
-        """Of the first step's whole gradient, relative."""
+        """Compute the relative error of the first step's whole gradient."""
         weights, gradients = (load_file(output / "1" / f"{name}.safetensors") for name in ("weights", "gradients"))
-        oracle = self._reference(weights, self._steps[0], 0)
+        oracle = self._reference(weights, self._case.steps(self._case.records)[0], 0)
         squares = sum(float((gradients[n].double() - g).square().sum()) for n, g in oracle.gradients.items())
         return math.sqrt(squares) / max(oracle.grad_norm, 1e-30)
 
@@ -96,11 +89,11 @@ class Comparer:
         for name in sorted(weights):
             digest.update(weights[name].numpy().tobytes())
         key = digest.hexdigest()
-        if key not in self._known:
-            model = Reference(self._model, weights, self._trust_remote_code)
+        if key not in self._references:
+            model = Reference(self._case.model, weights, self._case.options["model"]["trust_remote_code"])
             config = {"loss": self._loss, "data": {"advantages": "none"}}
-            self._known[key] = oracle_step(model, list(records), config, documents_seen_before_step=seen)
-        return self._known[key]
+            self._references[key] = oracle_step(model, list(records), config, documents_seen_before_step=seen)
+        return self._references[key]
 
 
 def _other_documents(trained: Sequence[str], wanted: Sequence[str]) -> str:
@@ -110,9 +103,9 @@ def _other_documents(trained: Sequence[str], wanted: Sequence[str]) -> str:
 
 
 def _unknown_metrics(metrics: dict[str, Any], oracle: OracleResult) -> list[str]:
-    """The metrics that measured something and that the oracle does not know."""
+    """List the metrics that measured something and that the oracle does not know."""
     passed_over = {*_NOT_COMPARED, "policy_loss", "entropy_bonus", "z_loss", *oracle.metrics}
-    # A percentile of a histogram is no sum of terms.
+    # Percentiles of a histogram are passed over: they are no sums of terms.
     return [n for n, v in metrics.items() if v and n not in passed_over and not n.startswith("log_ratio_p")]
 
 
@@ -128,28 +121,28 @@ def _of_step(
         yield "loss" if name == "loss" else "metric", name, error
     for name in set(oracle.metrics) - set(metrics) - {"policy_loss"}:
         yield "metric", f"{name} (missing)", math.inf
-    for name, expected_gradient in oracle.gradients.items():
+    for name, gradient in oracle.gradients.items():
         if name not in gradients:
             yield "gradient", f"{name} (missing)", math.inf
             continue
-        floor = max(float(expected_gradient.norm()), 1e-6 * oracle.grad_norm, 1e-30)
-        yield "gradient", name, float((gradients[name].double() - expected_gradient).norm()) / floor
-    # A weight that the architecture does not have: a tie that was lost, most of all.
+        floor = max(float(gradient.norm()), 1e-6 * oracle.grad_norm, 1e-30)
+        yield "gradient", name, float((gradients[name].double() - gradient).norm()) / floor
+    # The reference has no such weight: most likely a tie was lost.
     for name in set(gradients) - set(oracle.gradients):
         yield "gradient", f"{name} (the reference has none)", math.inf
-    expected_scores = {document["id"]: document for document in oracle.documents}
+    documents = {document["id"]: document for document in oracle.documents}
     for score in written["scores"]:
-        known = expected_scores.get(score["id"])
+        document = documents.get(score["id"])
         for name in ("logprobs", "entropy"):
-            if known is None or len(known[name]) != len(score[name]):
-                yield "log-prob", f"{name} of document {score['id']}", math.inf
-                continue
-            worst = max((abs(a - b) for a, b in zip(score[name], known[name], strict=True)), default=0.0)
+            if document is None or len(document[name]) != len(score[name]):
+                worst = math.inf
+            else:
+                worst = max((abs(a - b) for a, b in zip(score[name], document[name], strict=True)), default=0.0)
             yield "log-prob", f"{name} of document {score['id']}", worst
 
 
 class _Updates:
-    """Clipping and steps of the optimizer in float64, on whole tensors: AdamW by formula, or the user's own code."""
+    """The optimizer's clipping and steps in float64, on whole tensors: AdamW by formula, or the user's own code."""
 
     def __init__(self, options: dict[str, Any]):
         self._options, self._number = options, 0
@@ -163,7 +156,7 @@ class _Updates:
         gradients: Mapping[str, torch.Tensor],
         after: Mapping[str, torch.Tensor],
         rate: float,
-    ) -> Iterator[tuple[str, float]]:
+    ) -> Iterator[tuple[str, str, float]]:
         """Compare the weights that a layout went on with, given its own gradient."""
         self._number += 1
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
@@ -175,10 +168,10 @@ class _Updates:
         expected = step(trained, clipped, rate)
         for name, weight in before.items():
             if name not in expected:  # frozen
-                yield name, float((after[name] - weight).abs().max())
+                yield "update", name, float((after[name] - weight).abs().max())
                 continue
             wanted = expected[name]
-            yield name, float((after[name].double() - wanted).norm() / wanted.norm().clamp(min=1e-30))
+            yield "update", name, float((after[name].double() - wanted).norm() / wanted.norm().clamp(min=1e-30))
 
     def _adamw(
         self, weights: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor], rate: float

@@ -1,7 +1,5 @@
 """A user's own loss as the float64 oracle takes it: one document at a time, differentiated by autograd."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +14,7 @@ from truestep.verify.oracle.values import LabelValues
 
 @dataclass(frozen=True)
 class CustomOracle:
-    """The loss by its own formula. `detach()` in it holds a value constant, as it does wherever autograd looks."""
+    """The loss by its own formula. `detach()` in it holds a value constant, as everywhere in autograd."""
 
     loss: LabelLoss
 
@@ -29,19 +27,19 @@ class CustomOracle:
         return self.loss.bounds
 
     def losses(self, document: Document, labels: list[LabelValues]) -> list[torch.Tensor]:
+        """Call the user's loss with one document as a batch of its own."""
         count = len(labels)
 
         def vector(values: Sequence[float] | None, dtype: torch.dtype = torch.float64) -> torch.Tensor:
             return torch.zeros(count, dtype=dtype) if values is None else torch.tensor(values, dtype=dtype)
 
-        integers = torch.zeros(count, dtype=torch.int64)
-        given = (document.old_logprobs, document.advantages, document.versions, document.reward)
-        has = zip(OPTIONAL_FIELDS, given, strict=True)
-        made = self.loss(
+        optional = (document.old_logprobs, document.advantages, document.versions, document.reward)
+        has = zip(OPTIONAL_FIELDS, optional, strict=True)
+        measured = self.loss(
             Labels(
                 rows=torch.tensor(document.positions) - 1,
                 ids=torch.tensor([document.input_ids[position] for position in document.positions]),
-                document=integers,
+                document=vector(None, torch.int64),
                 temperature=torch.full((count,), document.temperature, dtype=torch.float64),
                 old_logprobs=vector(document.old_logprobs),
                 advantages=vector(document.advantages),
@@ -55,4 +53,4 @@ class CustomOracle:
                 weight=torch.ones(count, dtype=torch.float64),
             )
         )
-        return list(made.loss)
+        return list(measured.loss)

@@ -1,6 +1,4 @@
-"""The layouts that a step is run under."""
-
-from __future__ import annotations
+"""The layouts that `verify` runs a step under."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,20 +8,20 @@ from typing import Any
 class Layout:
     name: str
     ranks: int = 1
-    options: dict[str, Any] = field(default_factory=dict)  # of the configuration, over the user's
+    options: dict[str, Any] = field(default_factory=dict)  # replace the user's configuration
     reverse: bool = False  # micro-batches, and documents within each, in the opposite order
-    parts: bool = False  # each rank sees only its own documents, some of them none
+    parts: bool = False  # each rank sees only its own documents; rank 0 has none
     environment: dict[str, str] = field(default_factory=dict)
     half: bool = False  # compared with the first layout of half precision, by their errors
 
 
 def layouts_for(budget: int, longest: int, most_ranks: int, kernels: bool) -> list[Layout]:
-    """`budget` and `longest` document, in tokens."""
+    """List the layouts that so many ranks allow. `budget` and `longest` are a micro-batch and a document in tokens."""
 
     def parallel(**options: Any) -> dict[str, Any]:
         return {"parallel": options}
 
-    all_of_them = [
+    layouts = [
         Layout("one process"),
         Layout("smallest micro-batches", options={"data": {"tokens_per_microbatch": longest}}),
         Layout("one large micro-batch", options={"data": {"tokens_per_microbatch": 64 * budget}}),
@@ -57,12 +55,12 @@ def layouts_for(budget: int, longest: int, most_ranks: int, kernels: bool) -> li
     ]
     if kernels:
         interpreted = Layout("head: fused kernels", options=_chunk(16), environment={"TRITON_INTERPRET": "1"})
-        all_of_them.insert(7, interpreted)
-    return [layout for layout in all_of_them if layout.ranks <= most_ranks]
+        layouts.insert(7, interpreted)
+    return [layout for layout in layouts if layout.ranks <= most_ranks]
 
 
 def in_half_precision(longest: int, most_ranks: int) -> list[Layout]:
-    """The first is what the others are measured by."""
+    """List the layouts of half precision; the errors of the others are compared with the first one's."""
     half: dict[str, Any] = {"model": {"dtype": "bfloat16"}}
     layouts = [
         Layout("bfloat16: one process", options=half, half=True),

@@ -6,8 +6,6 @@ their token ids are taken modulo the small vocabulary. A random model's log-prob
 one's, so the sampler's are made anew around them, with ratios on both sides of both clip bounds.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence
@@ -24,7 +22,7 @@ from truestep.verify.oracle.step import oracle_logprobs
 from truestep.verify.reference import Reference
 
 VOCABULARY = 97  # a prime: no block, shard or chunk divides it
-LAYERS = 4  # as many as the stages of the longest pipeline among the layouts
+LAYERS = 4  # the longest pipeline among the layouts has as many stages
 _SIZES: dict[str, int] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -38,10 +36,11 @@ _SIZES: dict[str, int] = {
     "sliding_window": 8,
     "max_window_layers": 1,
 }
-_SPREAD = 0.25  # of log-ratios
+_SPREAD = 0.25  # standard deviation of log-ratios
 
 
 def reduce_model(source: Path, directory: Path, seed: int, trust_remote_code: bool) -> Path:
+    """Write a small random model of the source's architecture into the directory, and return that."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -60,8 +59,10 @@ def reduce_model(source: Path, directory: Path, seed: int, trust_remote_code: bo
         kinds = list(dict.fromkeys(settings["layer_types"]))[:2]
         settings["layer_types"] = (kinds * LAYERS)[:LAYERS]
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        value = settings.get(name)
-        settings[name] = [token % VOCABULARY for token in value] if isinstance(value, list) else _inside(value)
+        if isinstance(settings.get(name), list):
+            settings[name] = [token % VOCABULARY for token in settings[name]]
+        elif settings.get(name) is not None:
+            settings[name] %= VOCABULARY
     small = type(config).from_dict(settings)
     small.architectures = config.architectures
     with torch.random.fork_rng(devices=[]):
@@ -78,30 +79,25 @@ def reduce_model(source: Path, directory: Path, seed: int, trust_remote_code: bo
     return directory
 
 
-def _inside(token: int | None) -> int | None:
-    return None if token is None else token % VOCABULARY
-
-
 def record_of(document: Rollout) -> Record:
-    """As one line of a rollout file that needs nothing else: advantages are made of rewards already."""
+    """Write a document as one line of a rollout file; its advantages are made of rewards already."""
     record: Record = {
         "id": document.id,
         "input_ids": document.input_ids.tolist(),
         "loss_mask": document.loss_mask.astype(int).tolist(),
         "temperature": document.temperature,
     }
-    for name, values in (
-        ("logprobs", document.logprobs),
-        ("advantage", document.advantages),
-        ("model_version", document.model_version),
-    ):
-        if values is not None:
-            record[name] = values.tolist()
+    fields = {
+        "logprobs": document.logprobs,
+        "advantage": document.advantages,
+        "model_version": document.model_version,
+    }
+    record |= {name: values.tolist() for name, values in fields.items() if values is not None}
     return record if document.reward is None else record | {"reward": document.reward}
 
 
 def reduce_record(record: Record, most: int) -> Record:
-    """The end of the document, which holds its labels; position 0 is never a label."""
+    """Keep the end of the document, which holds its labels; position 0 is never a label."""
     cut = max(0, len(record["input_ids"]) - most)
     short = {name: value[cut:] if isinstance(value, list) else value for name, value in record.items()}
     short["input_ids"] = [token % VOCABULARY for token in short["input_ids"]]
@@ -120,18 +116,18 @@ def redraw_logprobs(
     new = oracle_logprobs(Reference(model, None, trust_remote_code), list(records))
     bounds = [] if loss.bounds is None else [math.log(bound) if bound > 0 else -3.0 for bound in loss.bounds]
     for number, (record, values) in enumerate(zip(records, new, strict=True)):
-        shifts = [_away(draw, bounds) for _ in values]
+        shifts = [_draw_away_from(bounds, draw) for _ in values]
         if loss.whole_documents and bounds and values:
             low, high = bounds[0], bounds[1]
             target = (1.8 * low, 0.4 * high, 1.8 * high, 0.4 * low)[number % 4]
             noise = [draw.gauss(0.0, 0.1) for _ in values]
             shifts = [target + value - sum(noise) / len(noise) for value in noise]
-        made = iter(min(value - shift, 0.0) for value, shift in zip(values, shifts, strict=True))
-        record["logprobs"] = [next(made) if label else 0.0 for label in record["loss_mask"]]
+        old = iter(min(value - shift, 0.0) for value, shift in zip(values, shifts, strict=True))
+        record["logprobs"] = [next(old) if label else 0.0 for label in record["loss_mask"]]
 
 
-def _away(draw: random.Random, bounds: Sequence[float]) -> float:
-    """Not so near a bound that float32 would decide on which side it lies."""
+def _draw_away_from(bounds: Sequence[float], draw: random.Random) -> float:
+    """Draw a log-ratio that is not so near a bound that float32 would decide on which side it lies."""
     spread = max([_SPREAD, *(abs(bound) for bound in bounds)])
     while True:
         value = draw.gauss(0.0, spread)

@@ -1,10 +1,8 @@
 """The user's own architecture in float64: transformers' code with plain attention, one document at a time.
 
-transformers computes norms, rotary embeddings and softmax in float32, whatever the model's type. Here every request for
-float32 is one for float64.
+transformers computes norms, rotary embeddings and softmax in float32, whatever the model's type. Here every request
+for float32 becomes one for float64.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +23,7 @@ class _Float64(TorchFunctionMode):
 
 
 class Reference:
-    """Of a Hugging Face directory, with other weights in place of its own where they are given."""
+    """The float64 model of a Hugging Face directory, with other weights in place of its own where they are given."""
 
     def __init__(self, directory: Path, weights: Mapping[str, Tensor] | None = None, trust_remote_code: bool = False):
         from transformers import AutoModelForCausalLM
@@ -38,10 +36,10 @@ class Reference:
             local_files_only=True,
             trust_remote_code=trust_remote_code,
         ).eval()
-        for buffer_owner in self._model.modules():
-            for name, buffer in list(buffer_owner._buffers.items()):
+        for module in self._model.modules():
+            for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point():
-                    buffer_owner._buffers[name] = buffer.double()
+                    module._buffers[name] = buffer.double()
         self._exact_rotary()
         self.parameters: dict[str, Tensor] = dict(self._model.named_parameters())  # a tied tensor once
         with torch.no_grad():
@@ -51,7 +49,7 @@ class Reference:
         self._model.get_input_embeddings().padding_idx = None
 
     def _exact_rotary(self) -> None:
-        """Rotary frequencies are made in float32; where they are the plain ones, make them in float64."""
+        """Compute plain rotary frequencies in float64 again, since transformers computes them in float32."""
         config = self._model.config.get_text_config()
         parameters = getattr(config, "rope_parameters", None) or {}
         if parameters.get("rope_type", "default") != "default" or "rope_theta" not in parameters:
@@ -60,8 +58,8 @@ class Reference:
         size = int(size * parameters.get("partial_rotary_factor", 1.0))
         exact = 1.0 / parameters["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
         for module in self._model.modules():
-            known = getattr(module, "inv_freq", None)
-            if isinstance(known, Tensor) and known.shape == exact.shape and torch.allclose(known, exact, rtol=1e-5):
+            rounded = getattr(module, "inv_freq", None)
+            if isinstance(rounded, Tensor) and rounded.shape == exact.shape and rounded.allclose(exact, rtol=1e-5):
                 module.inv_freq = exact
 
     def logits(self, input_ids: list[int], temperature: float = 1.0) -> Tensor:  # [T, V]

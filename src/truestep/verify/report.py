@@ -1,6 +1,4 @@
-"""What verify found: a table for the terminal, JSON, and a figure."""
-
-from __future__ import annotations
+"""The verdicts as a table for the terminal, as JSON, and as a figure."""
 
 import math
 from collections.abc import Sequence
@@ -10,47 +8,40 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from truestep.verify.run import BOUND, KINDS, UPDATE_BOUND, Verdict, bound_of
+from truestep.verify.judge import BOUND, UPDATE_BOUND, Verdict, bound_of
 
-_COLOURS = {
-    "loss": "#4053d3",
-    "metric": "#ddb310",
-    "gradient": "#b51d14",
-    "log-prob": "#00beff",
-    "update": "#00b25d",
-}
+# The kinds of difference that have a size, and their colours.
+_COLOURS = {"loss": "#4053d3", "metric": "#ddb310", "gradient": "#b51d14", "log-prob": "#00beff", "update": "#00b25d"}
 _ROW, _LEFT, _WIDTH = 26, 240, 720
-_LOW, _HIGH = -9.0, 0.0  # powers of ten
+_LOW, _HIGH = -9.0, 0.0  # the ends of the axis, as powers of ten
 
 
 def table(verdicts: Sequence[Verdict]) -> Table:
-    made = Table(box=None, header_style="bold", pad_edge=False)
-    made.add_column("layout", no_wrap=True)
-    for kind in KINDS[:-1]:
-        made.add_column(kind, justify="right", no_wrap=True)
-    made.add_column("")
+    rows = Table(box=None, header_style="bold", pad_edge=False)
+    rows.add_column("layout", no_wrap=True)
+    for kind in _COLOURS:
+        rows.add_column(kind, justify="right", no_wrap=True)
+    rows.add_column("")
     for verdict in verdicts:
-        cells = [_cell(verdict, kind) for kind in KINDS[:-1]]
-        made.add_row(verdict.layout.name, *cells, Text("ok", "green") if verdict.passed else Text("WRONG", "bold red"))
-    return made
+        cells = [_cell(verdict, kind) for kind in _COLOURS]
+        rows.add_row(verdict.layout.name, *cells, Text("ok", "green") if verdict.passed else Text("WRONG", "bold red"))
+    return rows
 
 
 def _cell(verdict: Verdict, kind: str) -> Text:
-    found = verdict.worst.get(kind)
-    half = verdict.worst.get("half precision")
-    if kind == "gradient" and half is not None:  # an error beside another error, not a difference
-        return Text(f"{half.value:.2f} x", style="" if half.value <= bound_of(half.kind) else "bold red")
-    if found is None:
-        return Text("")
-    return Text(f"{found.value:.0e}", style="" if found.value <= bound_of(found.kind) else "bold red")
+    worst = verdict.worst.get(kind)
+    text = "" if worst is None else f"{worst.value:.0e}"
+    if kind == "gradient" and (half := verdict.worst.get("half precision")):
+        worst, text = half, f"{half.value:.2f} x"  # the ratio of two errors, not a difference
+    return Text(text, style="" if worst is None or worst.value <= bound_of(worst.kind) else "bold red")
 
 
 def complaints(verdict: Verdict) -> list[str]:
     if verdict.failure is not None:
         return [f"did not run: {verdict.failure}"]
     return [
-        f"{found.kind} {found.name} at step {found.step}: {found.value:.1e}, at most {bound_of(found.kind):.0e}"
-        for found in verdict.wrong
+        f"{wrong.kind} {wrong.name} at step {wrong.step}: {wrong.value:.1e}, at most {bound_of(wrong.kind):.0e}"
+        for wrong in verdict.wrong
     ]
 
 
@@ -67,8 +58,8 @@ def as_json(verdicts: Sequence[Verdict]) -> dict[str, Any]:
                 "seconds": verdict.seconds,
                 "failure": verdict.failure,
                 "worst": {
-                    kind: {"name": found.name, "step": found.step, "value": found.value}
-                    for kind, found in verdict.worst.items()
+                    kind: {"name": worst.name, "step": worst.step, "value": worst.value}
+                    for kind, worst in verdict.worst.items()
                 },
             }
             for verdict in verdicts
@@ -77,7 +68,7 @@ def as_json(verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 
 def figure(verdicts: Sequence[Verdict]) -> str:
-    """A row a layout, a dot for the worst difference of each kind, on a logarithmic axis with the bound in it."""
+    """Draw a row for each layout, with a dot for the worst difference of each kind, on a logarithmic axis."""
     height = _ROW * (len(verdicts) + 3)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 40} {height}" '
@@ -97,19 +88,18 @@ def figure(verdicts: Sequence[Verdict]) -> str:
         ink = "#222" if verdict.passed else "#b51d14"
         name = escape(verdict.layout.name)
         parts.append(f'<text x="{_LEFT - 12}" y="{y + 4:.1f}" text-anchor="end" fill="{ink}">{name}</text>')
-        half = verdict.worst.get("half precision")
-        if half is not None:
-            said = escape(f"gradient's error {half.value:.2f} x that of one process, at most {bound_of(half.kind)}")
-            parts.append(f'<text x="{_LEFT + 8}" y="{y + 4:.1f}" fill="{ink}">{said}</text>')
-        for kind, found in verdict.worst.items():
+        for kind, worst in verdict.worst.items():
             if kind in _COLOURS:
                 parts.append(
-                    f'<circle cx="{_place(found.value):.1f}" cy="{y:.1f}" r="4.5" fill="{_COLOURS[kind]}" '
-                    f'fill-opacity="0.85"><title>{escape(f"{kind} {found.name}: {found.value:.2e}")}</title></circle>'
+                    f'<circle cx="{_place(worst.value):.1f}" cy="{y:.1f}" r="4.5" fill="{_COLOURS[kind]}" '
+                    f'fill-opacity="0.85"><title>{escape(f"{kind} {worst.name}: {worst.value:.2e}")}</title></circle>'
                 )
-    for number, kind in enumerate(KINDS[:-1]):
+            elif kind == "half precision":
+                text = escape(f"gradient's error {worst.value:.2f} x that of one process, at most {bound_of(kind)}")
+                parts.append(f'<text x="{_LEFT + 8}" y="{y + 4:.1f}" fill="{ink}">{text}</text>')
+    for number, (kind, colour) in enumerate(_COLOURS.items()):
         x, y = _LEFT + 130 * number, bottom + 46
-        parts.append(f'<circle cx="{x}" cy="{y}" r="4.5" fill="{_COLOURS[kind]}"/>')
+        parts.append(f'<circle cx="{x}" cy="{y}" r="4.5" fill="{colour}"/>')
         parts.append(f'<text x="{x + 10}" y="{y + 4}" fill="#222">{kind}</text>')
     return "\n".join([*parts, "</svg>", ""])
 

@@ -1,12 +1,10 @@
-"""What the ranks of one layout do: the real training loop, with a witness that writes down what each step is made of.
+"""The work of one layout's ranks: the real training loop, with a witness that writes what each step is made of.
 
-1/weights.safetensors     before the step
-1/gradients.safetensors   of the step, before clipping
+1/weights.safetensors     the weights before the step
+1/gradients.safetensors   the step's gradients before clipping
 1/step.json               loss, metrics, the documents' ids, learning rate, scores
 2/weights.safetensors     … and so on; after the last step, the weights alone
 """
-
-from __future__ import annotations
 
 import dataclasses
 import io
@@ -24,12 +22,12 @@ from truestep.assemble.policy import join_ranks
 from truestep.config.schema import Config
 from truestep.ranks.group import Ranks
 from truestep.ranks.watch import Watch
-from truestep.step.run import Accumulated
+from truestep.step.runner import Accumulated
 from truestep.train import make_trainer
 from truestep.trainer import Hooks, Trainer
 from truestep.types import StepPlan
 
-DONE = "seconds"  # the file that says that a layout has been run, and how long that took
+DONE = "seconds"  # this file shows that a layout has been run, and holds how long that took
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +38,13 @@ class Task:
 
 
 def run_layouts(tasks: Sequence[Task], plant: Callable[[], None] | None = None) -> None:
-    """`plant` makes a fault first: how a check that cannot fail would be found out."""
+    """Run layouts one after another. `plant` makes a fault first, so that a check that cannot fail is found out."""
     if plant is not None:
         plant()
     for task in tasks:
         started = time.perf_counter()
         ranks = _run(task)
-        ranks.gather(None)  # every rank has come to its end
+        ranks.gather(None)  # waits until every rank has come to its end
         if ranks.first:
             (task.output / DONE).write_text(str(time.perf_counter() - started), encoding="utf-8")
 
@@ -60,7 +58,7 @@ def _run(task: Task) -> Ranks:
         trainer.runner = dataclasses.replace(trainer.runner, keep_scores=True)
         witness = _Witness(trainer, task.output)
         trainer.hooks = Hooks(
-            saves=False,  # nobody goes on from here
+            saves=False,  # nobody resumes this run
             change_plan=_reversed if task.reverse else None,
             on_gradient=witness.write,
         )
@@ -81,10 +79,8 @@ class _Witness:
         if not self.trainer.ranks.first:
             return
         folder = self.output / str(step)
-        save_file(
-            {name: value.float().cpu().contiguous() for name, value in gradients.items()},
-            folder / "gradients.safetensors",
-        )
+        copies = {name: value.float().cpu().contiguous() for name, value in gradients.items()}
+        save_file(copies, folder / "gradients.safetensors")
         line = {
             "metrics": accumulated.line() | {"grad_norm": norm},
             "documents": [document.id for document in plan.documents],
@@ -107,6 +103,6 @@ class _Witness:
 
 
 def _reversed(plan: StepPlan) -> StepPlan:
-    """Turn the order of the micro-batches around, and that of the documents in each."""
+    """Reverse the order of the micro-batches, and that of the documents in each."""
     micro_batches = tuple(tuple(reversed(members)) for members in reversed(plan.micro_batches))
     return dataclasses.replace(plan, micro_batches=micro_batches)

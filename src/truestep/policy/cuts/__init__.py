@@ -1,1 +1,1 @@
-"""Which rank has which part of the model."""
+"""Models cut into parts for ranks."""

@@ -1,10 +1,7 @@
-"""The pieces of every weight of the whole model, and which ranks have them.
+"""The pieces of every weight of the uncut model, and the ranks that have them; known on every rank alike.
 
-Known on every rank alike, also of weights that are elsewhere. Sharding is not part of it: what a rank has of a weight
-by this, its fellows of the shard group have too, and FSDP spreads it over them.
+Sharding is not part of it: FSDP spreads a rank's piece over the shard group, whose ranks all have the same piece.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,32 +16,39 @@ from truestep.ranks.group import Ranks
 
 @dataclass(frozen=True)
 class Piece:
-    shape: torch.Size  # of the whole weight
+    shape: torch.Size  # of the uncut weight
     trained: bool = True
-    # Where it is cut: the ranks of a dimension of theirs have a slice each along a dimension of its own, of the same
-    # size but for the last ones, which may have less or nothing. Where it is not, each has all of the weight, and of
-    # its gradient what its own tokens or heads add.
+    # The tensor's dimension that is cut over each dimension of the ranks. Slices have the same size, but the last ones
+    # may have less or nothing. Ranks that it is not cut over have all of it, and of its gradient what their own tokens
+    # or heads add.
     cut: Mapping[str, int] = field(default_factory=dict)
-    # The pipeline's ranks that have it. Two for a tied embedding: each has a part of its gradient.
+    # The pipeline's ranks that have it. A tied embedding is on two, each with a part of its gradient.
     stages: tuple[int, ...] = (0,)
 
     def counted_on(self, ranks: Ranks) -> bool:
-        """Choose the one that counts the values among the ranks that have the very same."""
+        """True on one of the ranks that have the very same values: a sum over all weights counts them there."""
         return ranks.stage == self.stages[0] and all(axis in self.cut or ranks.place_on(axis) == 0 for axis in CUT)
 
-    def slice(self, whole: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    def slice(self, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         for axis, dimension in self.cut.items():
-            whole = whole.narrow(dimension, *slice_of(whole.shape[dimension], ranks, axis))
-        return whole
+            tensor = tensor.narrow(dimension, *slice_of(tensor.shape[dimension], ranks, axis))
+        return tensor
 
     def join(self, part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        """Join all slices in one. Every rank of the dimensions that it is cut over calls this."""
+        """Join all slices. Every rank of the dimensions that the weight is cut over calls this."""
         shape, cuts = list(self.shape), []
         for axis, dimension in self.cut.items():
             cuts.append((axis, dimension, shape[dimension]))
             shape[dimension] = slice_of(shape[dimension], ranks, axis)[1]
         for axis, dimension, size in reversed(cuts):
-            part = _join(part, ranks, axis, dimension, size)
+            count = ranks.size_of(axis)
+            if count > 1:
+                lines = part.movedim(dimension, 0)
+                padded = lines.new_zeros(-(-size // count), *lines.shape[1:])
+                padded[: len(lines)] = lines
+                slices = [torch.empty_like(padded) for _ in range(count)]
+                dist.all_gather(slices, padded, group=ranks.group(axis))
+                part = torch.cat(slices)[:size].movedim(0, dimension).contiguous()
         return part
 
 
@@ -55,27 +59,15 @@ def slice_of(size: int, ranks: Ranks, axis: str) -> tuple[int, int]:
     return start, min(most, size - start)
 
 
-def _join(part: torch.Tensor, ranks: Ranks, axis: str, dimension: int, size: int) -> torch.Tensor:
-    count = ranks.size_of(axis)
-    if count == 1:
-        return part
-    lines = part.movedim(dimension, 0)
-    padded = lines.new_zeros(-(-size // count), *lines.shape[1:])
-    padded[: len(lines)] = lines
-    slices = [torch.empty_like(padded) for _ in range(count)]
-    dist.all_gather(slices, padded, group=ranks.group(axis))
-    return torch.cat(slices)[:size].movedim(0, dimension).contiguous()
-
-
 def pieces_of(model: Any) -> dict[str, Piece]:
-    """Describe a model that is not cut: all of each weight, by name, in the model's order; a tied tensor once."""
+    """Describe a model that is not cut: its weights by name, in the model's order; a tied tensor once."""
     return {
         name: Piece(parameter.shape, trained=parameter.requires_grad) for name, parameter in model.named_parameters()
     }
 
 
 def sum_parts(ranks: Ranks, pieces: dict[str, Piece], gradients: dict[str, torch.Tensor]) -> None:
-    """Sum, in place, gradients of which other ranks' slices, or the other end of the pipeline, have a part."""
+    """Sum, in place, gradients of which tensor ranks, or both ends of the pipeline, have a part each."""
     for axis in CUT:
         ranks.sum_all(axis, [gradient for name, gradient in gradients.items() if axis not in pieces[name].cut])
     ranks.sum_all("ends", [gradient for name, gradient in gradients.items() if len(pieces[name].stages) > 1])

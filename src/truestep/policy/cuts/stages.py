@@ -1,10 +1,8 @@
-"""A model cut into the stages of a pipeline: contiguous decoder layers, with the embedding before the first of them and
-the final norm and the head behind the last.
+"""A model cut into the stages of a pipeline: the embedding, contiguous decoder layers, the final norm with the head.
 
-A stage runs the model's own code with its own layers alone. Whatever that code makes of positions it makes on every
-stage; what it does to embeddings it does to zeros that nobody reads, and the stage's first layer is given what the
-stage before gave. A module that is elsewhere leaves its place to one that passes on what it gets: names and indices
-stay.
+A stage runs all of the model's code, with modules that pass on what they get in the place of those of other stages, so
+that names and indices stay. So every stage prepares positions itself; what is done to embeddings is done to zeros that
+nobody reads, and the stage's first layer is given what the stage before gave.
 
 Dimensions: S tokens of the micro-batch, H hidden.
 """
@@ -15,19 +13,19 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from truestep.policy.cuts.layers import layers_of
 from truestep.policy.cuts.pieces import Piece
-from truestep.policy.errors import CutError
+from truestep.policy.errors import ModelError
 from truestep.ranks.pipeline import Pipeline
 
 
 def cut_by_cost(layers: Sequence[float], head: float, stages: int) -> tuple[range, ...]:
-    """The layers of each stage, at least one. The head comes with the last ones. Of the cuts whose costliest stage is
-    cheapest, the most even one."""
+    """Divide layers, at least one for each stage; the head counts with the last. Of the cuts whose costliest stage is
+    cheapest, this is the most even one."""
 
     def cost(start: int, stop: int) -> float:
         return sum(layers[start:stop]) + (head if stop == len(layers) else 0.0)
@@ -46,26 +44,26 @@ def _best(
     layers: int, stages: int, cost: Callable[[int, int], float], join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
     """Find where stages begin, so that their joint cost is least."""
-    known: list[tuple[float, list[int]]] = [(0.0, []), *((math.inf, []) for _ in range(layers))]  # of the first layers
+    best: list[tuple[float, list[int]]] = [(0.0, []), *((math.inf, []) for _ in range(layers))]  # of the first layers
     for _ in range(stages):
-        known = [
+        best = [
             min(
-                ((join(known[start][0], cost(start, stop)), [*known[start][1], start]) for start in range(stop)),
+                ((join(best[start][0], cost(start, stop)), [*best[start][1], start]) for start in range(stop)),
                 default=(math.inf, []),
             )
             for stop in range(layers + 1)
         ]
-    return known[layers]
+    return best[layers]
 
 
 class _Layers(torch.nn.ModuleList):
-    """The model's layers. Code that goes through them sees `view` where there is one; names are of what is here."""
+    """The model's layers. Code that goes through them sees `view` if it is set; names are those of the layers here."""
 
     view: list[torch.nn.Module] | None = None
 
     def __init__(self, layers: Sequence[torch.nn.Module]):
         super().__init__(layers)
-        self.closed = [_passing_on(layer) for layer in layers]  # what stands for each where it does not run
+        self.closed = [_PassOn(layer) for layer in layers]  # what stands for each where it does not run
 
     def __iter__(self) -> Iterator[torch.nn.Module]:
         return super().__iter__() if self.view is None else iter(self.view)
@@ -76,7 +74,7 @@ class _Layers(torch.nn.ModuleList):
 
 @dataclass(frozen=True, eq=False)
 class Stages:
-    """How a model is cut. Its list of layers shows one stage at a time to its code."""
+    """A model's cut into stages. Its list of layers shows one stage at a time to its code."""
 
     pipeline: Pipeline
     cut: tuple[range, ...]  # the layers of each stage
@@ -86,37 +84,44 @@ class Stages:
 
     @contextmanager
     def opened(self, stage: int, received: torch.Tensor | None) -> Iterator[_KeepsOutput | None]:
-        """Inside, the model is this stage; it begins with `received`, [S, H]. What it gives is taken where other layers
-        follow, and is the model's own last hidden state where none do."""
+        """Make the model this stage, which begins with `received`, [S, H]. Its output is kept if other layers follow;
+        otherwise it is the model's own last hidden state."""
         span = self.cut[stage]
         view: list[torch.nn.Module] = [*self.layers.closed]
         view[span.start : span.stop] = list(self.layers)[span.start : span.stop]
         if received is not None:
-            view[span.start - 1] = _in_place_of(view[span.start - 1], _GivesReceived(received[None]))
-        taken = None
+            view[span.start - 1] = _GivesReceived(view[span.start - 1], received[None])
+        output = None
         if stage < self.pipeline.last:
-            view[span.stop] = taken = _in_place_of(view[span.stop], _KeepsOutput())
+            view[span.stop] = output = _KeepsOutput(view[span.stop])
         self.layers.view = view
         try:
-            yield taken
+            yield output
         finally:
             self.layers.view = None
 
 
 class _PassOn(torch.nn.Module):
-    """In the place of a module that is elsewhere."""
+    """Stands for a module that is elsewhere, and passes on what it gets."""
 
     weight = None
+
+    def __init__(self, absent: torch.nn.Module):
+        super().__init__()
+        # Its plain traits, such as the kind of its attention: a model's code may ask for them.
+        for name, value in vars(absent).items():
+            if not name.startswith("_") and isinstance(value, str | int | float):
+                setattr(self, name, value)
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         return arguments[0] if arguments else named["hidden_states"]
 
 
 class _GivesReceived(_PassOn):
-    """Gives what another stage gave."""
+    """Gives the hidden states of the stage before."""
 
-    def __init__(self, hidden: torch.Tensor):
-        super().__init__()
+    def __init__(self, absent: torch.nn.Module, hidden: torch.Tensor):
+        super().__init__(absent)
         self.hidden = hidden
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
@@ -133,36 +138,21 @@ class _KeepsOutput(_PassOn):
         return self.hidden
 
 
-Place = TypeVar("Place", bound=_PassOn)
-
-
-def _passing_on(layer: torch.nn.Module) -> _PassOn:
-    return _in_place_of(layer, _PassOn())
-
-
-def _in_place_of(layer: torch.nn.Module, place: Place) -> Place:
-    """Copy the layer's plain traits, such as the kind of its attention, which a model's code may ask for."""
-    for name, value in vars(layer).items():
-        if not name.startswith("_") and isinstance(value, str | int | float):
-            setattr(place, name, value)
-    return place
-
-
 def check_layers(layers: int, pipeline: Pipeline) -> None:
     if layers < pipeline.stages:
         per_rank = f" x parallel.stages_per_rank: {pipeline.per_rank}" if pipeline.per_rank > 1 else ""
-        raise CutError(
+        raise ModelError(
             f"parallel.pipeline: {pipeline.ranks}{per_rank} makes {pipeline.stages} stages of at least one layer each, "
             f"and the model has {layers} layers"
         )
 
 
 def stages_of(model: Any, pipeline: Pipeline, run: Callable[[], object]) -> Stages:
-    """The whole model, ready to be run one stage at a time; nothing of it is gone yet. `run` runs its body."""
+    """Make a model run one stage at a time; nothing of it is taken out yet. `run` runs its body."""
     name, layers = layers_of(model)
     if not name:
         count = model.config.get_text_config().num_hidden_layers
-        raise CutError(f"{type(model).__name__} has no list of its {count} layers: it cannot be cut into stages")
+        raise ModelError(f"{type(model).__name__} has no list of its {count} layers: it cannot be cut into stages")
     check_layers(len(layers), pipeline)
     behind = _behind_the_layers(model, layers, run)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -173,7 +163,7 @@ def stages_of(model: Any, pipeline: Pipeline, run: Callable[[], object]) -> Stag
 
 
 def keep_own(model: Any, stages: Stages, rank: int, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
-    """Take out of the model what no stage of this rank needs. Which ranks have which weight, for every rank."""
+    """Take out of the model what no stage of this rank needs. Add to `pieces` which stages have each weight."""
     pipeline, first, last = stages.pipeline, (0,), (stages.pipeline.ranks - 1,)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head.weight is embedding.weight
@@ -185,17 +175,17 @@ def keep_own(model: Any, stages: Stages, rank: int, pieces: Mapping[str, Piece])
     for module, ranks in homes.items():
         for parameter in module.parameters():
             if holders.setdefault(parameter, ranks) != ranks and not (tied and module is head):
-                raise CutError(f"{type(model).__name__} shares a weight between layers: it cannot be cut into stages")
+                raise ModelError(f"{type(model).__name__} shares a weight between layers: it cannot be cut into stages")
     placed = {name: replace(pieces[name], stages=holders[weight]) for name, weight in model.named_parameters()}
     names = {module: name for name, module in model.named_modules()}
     for module, ranks in homes.items():
         if rank not in ranks:
-            _put(model, names[module], _passing_on(module))
+            _put(model, names[module], _PassOn(module))
     return placed
 
 
 def _behind_the_layers(model: Any, layers: Sequence[torch.nn.Module], run: Callable[[], object]) -> tuple[str, ...]:
-    """Whatever else has weights in the model's body: its code must use them when the layers are done."""
+    """Name what else has weights in the model's body; refuse a model that uses it before the layers are done."""
     ends = {model.get_input_embeddings(), model.get_output_embeddings()}
     inside = {inner for layer in layers for inner in layer.modules()} | ends
     others = {
@@ -215,7 +205,7 @@ def _behind_the_layers(model: Any, layers: Sequence[torch.nn.Module], run: Calla
     behind = called[called.index(layers[-1]) + 1 :]
     elsewhere = [name for module, name in others.items() if module not in behind or called.count(module) > 1]
     if elsewhere:
-        raise CutError(
+        raise ModelError(
             f"{type(model).__name__} uses {', '.join(elsewhere)} elsewhere than behind its layers: it cannot be cut "
             "into stages"
         )
@@ -223,7 +213,7 @@ def _behind_the_layers(model: Any, layers: Sequence[torch.nn.Module], run: Calla
 
 
 def _cost(model: Any, layer: torch.nn.Module) -> float:
-    """The weights that a token meets; of experts, as many as are chosen for it."""
+    """Count the weights that a token meets; of experts, as many as are chosen for it."""
     config = model.config.get_text_config()
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     share = (getattr(config, "num_experts_per_tok", None) or 1) / experts if experts else 1.0

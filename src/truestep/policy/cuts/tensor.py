@@ -1,13 +1,11 @@
 """A model's layers, embedding and head cut over tensor ranks, by the plan that comes with the model.
 
-A layer's first matrices are cut by columns of their output (heads, or neurons) and its last by rows of their input, so
-that a rank computes some heads and some neurons of every token. Between those halves a rank has a run of the tokens,
-and norms and residual sums are computed once. Parameters stay plain tensors of a rank's own slice.
+A layer's attention and its MLP are its two halves. The first matrices of a half are cut by columns of their output
+(heads, or neurons) and its last by rows of its input, so that a rank computes some heads and neurons of every token.
+Between halves a rank has a run of the tokens for norms and residual sums. Parameters are plain tensors of its slices.
 
 Dimensions: S tokens of the micro-batch, R ranks, H hidden, V vocabulary.
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
@@ -22,14 +20,14 @@ from truestep.policy.errors import ModelError
 from truestep.ranks.exchange import gather_tokens, sum_to_own_tokens
 from truestep.ranks.group import Ranks
 
-# What a plan says of weights that every rank has all of: norms, whose gradients are summed.
-_WHOLE = ("replicated_with_grad_allreduce", "replicate", "sequence_parallel")
+# A plan's words for weights that are not cut: norms, whose gradients are summed.
+_UNCUT = ("replicated_with_grad_allreduce", "replicate", "sequence_parallel")
 _KEY_VALUE = ("k_proj", "v_proj")
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """Names of linear layers in the model's body, with `*` for the layer's number."""
+    """The names of linear layers that are cut by columns and by rows, with `*` for the layer's number."""
 
     columns: tuple[str, ...]
     rows: tuple[str, ...]
@@ -45,22 +43,18 @@ def _parent(name: str) -> str:
 
 
 def tensor_plan(config: Any, ranks: int) -> TensorPlan:
-    """Read the plan from a model's configuration alone; refuse what cannot be cut before anything of it is read."""
+    """Make the plan from a model's configuration alone, so that a refusal comes before anything is read."""
     text = config.get_text_config()
     kind = config.model_type
     plan: Mapping[str, str] = getattr(text, "base_model_tp_plan", None) or {}
-    of_layers = {name: style for name, style in plan.items() if "*" in name and style not in _WHOLE}
+    of_layers = {name: style for name, style in plan.items() if "*" in name and style not in _UNCUT}
     if not of_layers:
         raise _refusal(f"{kind} comes without a plan of how its layers are cut")
     for name, style in of_layers.items():
         if style not in ("colwise", "rowwise"):
-            raise _refusal(
-                f"{kind}'s plan has {name} as {style}, which is not a matrix cut by columns or by rows alone"
-            )
-    cut = TensorPlan(
-        tuple(name for name, style in of_layers.items() if style == "colwise"),
-        tuple(name for name, style in of_layers.items() if style == "rowwise"),
-    )
+            raise _refusal(f"{kind}'s plan has {name} as {style}, which is not a matrix cut by columns or rows alone")
+    columns = tuple(name for name, style in of_layers.items() if style == "colwise")
+    cut = TensorPlan(columns, tuple(name for name in of_layers if name not in columns))
     unpaired = cut.halves ^ {_parent(name) for name in cut.rows}
     if unpaired:
         raise _refusal(f"{kind}'s plan cuts {min(unpaired)} by columns or by rows and not by both")
@@ -81,30 +75,26 @@ def _refusal(reason: str) -> ModelError:
 def cut_model(
     model: Any, plan: TensorPlan, ranks: Ranks, pieces: Mapping[str, Piece], device: torch.device
 ) -> dict[str, Piece]:
-    """In place, of a model whose weights are not read yet. What every weight is then; `pieces` say what it was."""
+    """Cut a model whose weights are not read yet, in place. Describe its weights, from the `pieces` that they were."""
     cuts = _Cuts(model, ranks, pieces, device)
     met = set()
     for name, module in list(model.base_model.named_modules()):
         pattern = re.sub(r"\.\d+\.", ".*.", name, count=1)
         met.add(pattern)
         if pattern in plan.halves:
-            _take_all_tokens(module, cuts.group)
-        elif pattern in plan.columns:
-            _check_linear(name, module)
-            cuts.columns(name, module)
-        elif pattern in plan.rows:
-            _check_linear(name, module)
-            cuts.rows(module)
+            _gather_for(module, cuts.group)
+        elif pattern in (*plan.columns, *plan.rows):
+            if type(module) is not torch.nn.Linear:
+                raise _refusal(f"{name} is a {type(module).__name__} and not a plain linear layer")
+            if pattern in plan.columns:
+                cuts.columns(name, module)
+            else:
+                cuts.rows(module)
     absent = {*plan.columns, *plan.rows} - met
     if absent:
         raise _refusal(f"{type(model).__name__} has no {min(absent)}, which its plan cuts")
     cuts.vocabulary(model.get_input_embeddings(), model.get_output_embeddings())
     return cuts.pieces
-
-
-def _check_linear(name: str, module: Any) -> None:
-    if type(module) is not torch.nn.Linear:
-        raise _refusal(f"{name} is a {type(module).__name__} and no plain linear layer")
 
 
 class _Cuts:
@@ -119,13 +109,13 @@ class _Cuts:
         self._keys: int = getattr(config, "num_key_value_heads", None) or self._queries
 
     def _cut(self, module: Any, parameter: str, dimension: int) -> None:
-        whole = getattr(module, parameter)
-        if whole is None:
+        uncut = getattr(module, parameter)
+        if uncut is None:
             return
-        name = self._names.pop(whole)
+        name = self._names.pop(uncut)
         piece = self.pieces[name] = replace(self.pieces[name], cut={"tensor": dimension})
-        piece_here = piece.slice(whole.detach(), self._ranks)
-        setattr(module, parameter, torch.nn.Parameter(piece_here, requires_grad=whole.requires_grad))
+        own_slice = piece.slice(uncut.detach(), self._ranks)
+        setattr(module, parameter, torch.nn.Parameter(own_slice, requires_grad=uncut.requires_grad))
 
     def columns(self, name: str, linear_layer: Any) -> None:
         if name.endswith(_KEY_VALUE) and self._keys % self._ranks.tensor:
@@ -142,8 +132,8 @@ class _Cuts:
         linear_layer.in_features = linear_layer.weight.shape[1]
         group = self.group
 
-        def forward(given: torch.Tensor) -> torch.Tensor:
-            summed = sum_to_own_tokens(linear(given, linear_layer.weight), group)
+        def forward(inputs: torch.Tensor) -> torch.Tensor:
+            summed = sum_to_own_tokens(linear(inputs, linear_layer.weight), group)
             # Once, of the tokens that are here; every rank has all of it.
             return summed if linear_layer.bias is None else summed + linear_layer.bias
 
@@ -161,21 +151,23 @@ class _Cuts:
         head.out_features = head.weight.shape[0]
 
 
-def _take_all_tokens(half: Any, group: Any) -> None:
-    """Attention and MLP are given this rank's tokens, and gather all of them once for all of their first matrices."""
+def _gather_for(half: Any, group: Any) -> None:
+    """Gather all tokens once for all of the first matrices of an attention or an MLP."""
 
-    def before(module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def gather(
+        module: Any, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if "hidden_states" in named:
-            return given, named | {"hidden_states": gather_tokens(named["hidden_states"], group)}
-        return (gather_tokens(given[0], group), *given[1:]), named
+            return arguments, named | {"hidden_states": gather_tokens(named["hidden_states"], group)}
+        return (gather_tokens(arguments[0], group), *arguments[1:]), named
 
-    half.register_forward_pre_hook(before, with_kwargs=True)
+    half.register_forward_pre_hook(gather, with_kwargs=True)
 
 
 def _compute_needed_heads(linear_layer: Any, keys: int, queries: int, ranks: Ranks, device: torch.device) -> None:
-    """Fewer key heads than ranks, or a number that they do not divide: every rank has all of the weight, computes those
-    heads that its query heads look at, and has a part of the gradient. Where its query heads share them unevenly, a key
-    head is computed for each query head."""
+    """Make every rank keep the weight of key heads that ranks do not divide, or that are fewer than ranks. It computes
+    the heads that its query heads look at, and has a part of the gradient. Where its query heads share them unevenly, a
+    key head is computed for each query head."""
     first, count = slice_of(queries, ranks, "tensor")
     looked_at = [query * keys // queries for query in range(first, first + count)]
     different = sorted(set(looked_at))
@@ -185,15 +177,15 @@ def _compute_needed_heads(linear_layer: Any, keys: int, queries: int, ranks: Ran
     heads = torch.tensor(different if even else looked_at)
     chosen = (heads[:, None] * size + torch.arange(size)).flatten().to(device)
 
-    def forward(given: torch.Tensor) -> torch.Tensor:
+    def forward(inputs: torch.Tensor) -> torch.Tensor:
         bias = None if linear_layer.bias is None else linear_layer.bias.index_select(0, chosen)
-        return linear(given, linear_layer.weight.index_select(0, chosen), bias)
+        return linear(inputs, linear_layer.weight.index_select(0, chosen), bias)
 
     linear_layer.forward = forward
 
 
 def _look_up_slice(embedding: Any, first: int, size: int, group: Any) -> None:
-    """Each rank looks up the tokens of its own part of the vocabulary, and nothing for the others'."""
+    """Look up the tokens of this rank's part of the vocabulary; other ranks add theirs."""
     look_up: Callable[[torch.Tensor], torch.Tensor] = embedding.forward
 
     def forward(input_ids: torch.Tensor) -> torch.Tensor:

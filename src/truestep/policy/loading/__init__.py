@@ -1,1 +1,1 @@
-"""From a Hugging Face directory to a model that was probed."""
+"""Loading a Hugging Face directory as a model, and probing it."""

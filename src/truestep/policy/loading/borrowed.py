@@ -1,15 +1,12 @@
-"""A whole model for a probe on a rank that has no room for it: every layer runs, on the weights of one of its kind.
+"""A full model for a probe on a rank that has no room for it: every layer runs, on the weights of one of its kind.
 
-What a probe is to find out is in a model's code: where its attention looks, what it makes of positions, whether layers
-can be cut. So all of that code runs, every layer with its own settings and its own number. Only values are borrowed:
-layers whose weights have the same names and shapes share those of the first of them.
+A probe tests a model's code: where attention looks, how positions are used, whether layers can be cut. So every layer
+runs with its own settings and number, and only values are borrowed: layers whose weights have the same names and shapes
+share those of the first of them.
 
-One layer over and over is no network that anybody trained: it may blow rounding up until two right answers differ. So
-what layers with borrowed weights add is divided by the number of layers, which leaves a fault in any of them far
-above the rounding that a probe allows.
+The same values in every layer may blow rounding up until two right answers differ. So what layers with borrowed weights
+add is divided by the number of layers; a fault in any of them stays far above the rounding that a probe allows.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,8 +20,7 @@ from truestep.policy.weights.unread import read_parameters
 
 @contextmanager
 def borrowed_weights(model: Any, device: torch.device) -> Iterator[None]:
-    """Inside, a model that is not read yet has weights: its own ones outside its layers, and those of one layer of each
-    kind."""
+    """Lend a model that is not read yet its weights outside its layers, and those of one layer of each kind."""
     _, layers = layers_of(model)
     firsts: dict[Any, torch.nn.Module] = {}
     lent: dict[torch.nn.Parameter, torch.nn.Parameter] = {}

@@ -1,6 +1,4 @@
-"""A Hugging Face directory into a policy."""
-
-from __future__ import annotations
+"""Loading a Hugging Face directory as a policy."""
 
 import dataclasses
 import logging
@@ -57,7 +55,7 @@ def load_policy(
     reduce_each: bool = False,
     stages_per_rank: int = 1,
 ) -> Policy:
-    """`longest_document` says how far the probe looks for a length at which the model changes its ways."""
+    """Load, probe and cut a model. Lengths at which it changes its ways are probed up to `longest_document`."""
     directory = Path(path)
     pipeline = Pipeline(ranks.pipeline, stages_per_rank)
     model, tokenizer = _read(directory, trust_remote_code, ranks, pipeline)
@@ -84,13 +82,7 @@ def load_policy(
     weights: Weights
     if ranks.shards > 1:
         weights = ShardedWeights(
-            model,
-            compute,
-            ranks,
-            pieces,
-            device=place,
-            reshard_after_forward=reshard_after_forward,
-            reduce_each=reduce_each,
+            model, compute, ranks, pieces, device=place, reshard=reshard_after_forward, reduce_each=reduce_each
         )
     else:
         read_parameters(model, place)
@@ -126,7 +118,7 @@ def _probe(
 
 
 def _cut(model: Any, probe: Probe, stages: Stages | None, place: torch.device, ranks: Ranks) -> dict[str, Piece]:
-    """Leave this rank's part of the model, in place. Tell which ranks have which piece of each weight."""
+    """Leave this rank's part of the model, in place. Give the pieces of all weights."""
     pieces = pieces_of(model)
     if ranks.tensor > 1:
         pieces = cut_model(model, tensor_plan(model.config, ranks.tensor), ranks, pieces, place)
@@ -139,11 +131,11 @@ def _check_numbers(directory: Path, weights: Weights) -> None:
     """Refuse values that are not finite in all that is here: a probe sees those of some layers only."""
     for name, part in {**weights.frozen, **weights.master}.items():
         if part.numel() and not torch.stack(part.detach().aminmax()).isfinite().all():
-            raise ModelError(f"model.path: {directory} has {name} with values that are no finite numbers")
+            raise ModelError(f"model.path: {directory} has {name} with values that are not finite")
 
 
 def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipeline) -> tuple[Any, Any]:
-    """The model with its buffers; its weights are not read yet."""
+    """Make the model with its buffers, and read its tokenizer; its weights are not read yet."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -178,7 +170,7 @@ def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipe
 
 
 def _check_loading(directory: Path, model: Any, loading: dict[str, Any]) -> None:
-    """Refuse files that do not hold the model's weights, and tell of what they hold besides."""
+    """Refuse files that do not hold the model's weights, and warn of weights that it does not have."""
     if loading["missing_keys"]:
         missing = ", ".join(sorted(loading["missing_keys"])[:5])
         raise ModelError(f"model.path: {directory} lacks weights that its config.json asks for: {missing}")
@@ -201,8 +193,7 @@ def _check_loading(directory: Path, model: Any, loading: dict[str, Any]) -> None
 def _read_tokenizer(directory: Path, options: dict[str, Any]) -> Any:
     from transformers import AutoTokenizer
 
-    has_tokenizer = any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    if not has_tokenizer:
+    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         return None
     try:
         return AutoTokenizer.from_pretrained(directory, **options)

@@ -1,12 +1,10 @@
-"""Measure, on all of a model's code (`borrowed`), whether it would be trained rightly. A model that fails is refused.
+"""Probes that refuse a model whose code (all of it: `borrowed`) would be trained wrongly.
 
-In float32, packed documents must give what transformers' own attention gives for each alone, and the head must give the
-model's own logits. Lengths cross every threshold of the configuration at which a model's code changes its ways, a
-sliding window or a rotary embedding that looks at the longest position. In half precision, whose attention may be
-another kernel, packed may be no further from float32 than alone.
+In float32, packed documents must give what transformers' own attention gives for each alone, and the head the model's
+own logits. Documents are long enough for every length at which the model's code changes its ways (a sliding window, a
+rotary embedding). In half precision, whose attention may be another kernel, packed documents may be no further from
+float32 than single ones.
 """
-
-from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
@@ -18,7 +16,7 @@ import torch
 from truestep.errors import TruestepError
 from truestep.head.logits import HeadSettings, scaled_logits
 from truestep.policy.cuts.stages import Stages, stages_of
-from truestep.policy.errors import CutError, ModelError
+from truestep.policy.errors import ModelError
 from truestep.policy.model.context import Context
 from truestep.policy.policy import packed_hidden, plain_attention, stage_hidden
 from truestep.ranks.exchange import gather_same
@@ -37,13 +35,13 @@ class Probe:
     documents: list[torch.Tensor]
     hidden: torch.Tensor  # of all documents, each alone, in float32
 
-    @staticmethod
-    def documents_for(model: Any, longest: int) -> list[torch.Tensor]:
-        """Short ones beside one that is just past each threshold within reach."""
-        past = sorted({threshold + 9 for threshold in _thresholds(model.config) if threshold + 9 <= longest})
-        generator = torch.Generator().manual_seed(0)
-        vocabulary = model.get_output_embeddings().weight.shape[0]
-        return [torch.randint(vocabulary, (length,), generator=generator) for length in (5, 2, 9, *past, 1)]
+
+def make_documents(model: Any, longest: int) -> list[torch.Tensor]:
+    """Make short documents beside one that is just past each threshold within reach."""
+    past = sorted({threshold + 9 for threshold in _thresholds(model.config) if threshold + 9 <= longest})
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    return [torch.randint(vocabulary, (length,), generator=generator) for length in (5, 2, 9, *past, 1)]
 
 
 def _thresholds(config: Any) -> Iterator[int]:
@@ -62,39 +60,31 @@ def _thresholds(config: Any) -> Iterator[int]:
 
 @torch.no_grad()
 def probe_float32(model: Any, head: HeadSettings, device: torch.device, longest: int) -> Probe:
-    """Measure a float32 model, and keep what half precision is measured against afterwards."""
-    documents = Probe.documents_for(model, longest)
+    """Measure a float32 model, and keep what the other probes compare with."""
+    documents = make_documents(model, longest)
     name = type(model).__name__
     alone = _alone(model, documents, device)
-    difference = _distance(_packed(model, documents, device), alone)
-    if not difference <= FLOAT32_TOLERANCE:
-        raise ModelError(_complaint(f"{name}: packed documents give other values", difference, FLOAT32_TOLERANCE))
+    _compare(f"{name}: packed documents give other values", _packed(model, documents, device), alone)
     with _explained(f"{name} cannot be compared with its own logits"), plain_attention(model):
         output = model(input_ids=documents[0][None].to(device), output_hidden_states=True, use_cache=False)
     ones = torch.ones(len(documents[0]), device=device)
     weight = model.get_output_embeddings().weight
     logits = scaled_logits(output.hidden_states[-1][0], weight, ones, dataclasses.replace(head, fp32=True))
-    difference = _distance(logits, output.logits[0])
-    if not difference <= FLOAT32_TOLERANCE:
-        raise ModelError(_complaint(f"{name}: the plain LM head gives other values", difference, FLOAT32_TOLERANCE))
+    _compare(f"{name}: the plain LM head gives other values", logits, output.logits[0])
     return Probe(documents, alone)
 
 
 @torch.no_grad()
 def probe_context(model: Any, probe: Probe, device: torch.device, context: Context) -> None:
-    """Measure a float32 model with its tokens over several ranks.
-
-    A layer that mixes tokens outside attention sees only this rank's, so the probe fails.
-    """
+    """Measure a float32 model with its tokens over several ranks. A layer that mixes tokens outside attention sees only
+    this rank's, so the probe fails."""
     name = type(model).__name__
     tokens = _tokens(probe.documents, context.size)
     with _explained(f"{name} cannot run with its tokens over {context.size} ranks"):
         hidden = packed_hidden(model, tokens, device, context).float()
     alone = probe.hidden[context.run(len(tokens))]
-    difference = _distance(hidden[: len(alone)], alone)  # padding is behind
-    if not difference <= FLOAT32_TOLERANCE:
-        what = f"{name}: tokens over {context.size} ranks (parallel.context) give other values"
-        raise ModelError(_complaint(what, difference, FLOAT32_TOLERANCE))
+    what = f"{name}: tokens over {context.size} ranks (parallel.context) give other values"
+    _compare(what, hidden[: len(alone)], alone)  # padding is behind
 
 
 @torch.no_grad()
@@ -107,60 +97,47 @@ def probe_cut(model: Any, probe: Probe, device: torch.device, ranks: Ranks) -> N
     what = f"parallel.tensor: {ranks.tensor}: the layers of {type(model).__name__}, cut by its own plan,"
     with _explained(f"{what} do not run"):
         own = packed_hidden(model, _tokens(documents), device).float()
-    difference = _distance(gather_same(own, group)[:tokens], probe.hidden)
-    if not difference <= FLOAT32_TOLERANCE:
-        raise ModelError(_complaint(f"{what} give other values", difference, FLOAT32_TOLERANCE))
+    _compare(f"{what} give other values", gather_same(own, group)[:tokens], probe.hidden)
 
 
 @torch.no_grad()
 def probe_stages(model: Any, pipeline: Pipeline, probe: Probe, device: torch.device) -> Stages:
     """Cut a whole float32 model into stages, which must give the same values one after another."""
     tokens, name = _tokens(probe.documents), type(model).__name__
-    with _explained(f"{name} cannot be cut into stages", CutError):
+    with _explained(f"{name} cannot be cut into stages"):
         stages = stages_of(model, pipeline, lambda: packed_hidden(model, tokens, device))
         hidden = None
         for stage in range(pipeline.stages):
             hidden = stage_hidden(model, stages, stage, tokens, device, hidden)
     assert hidden is not None
-    difference = _distance(hidden, packed_hidden(model, tokens, device))
-    if not difference <= FLOAT32_TOLERANCE:
-        raise CutError(_complaint(f"{name}: its layers in stages give other values", difference, FLOAT32_TOLERANCE))
+    _compare(f"{name}: its layers in stages give other values", hidden, packed_hidden(model, tokens, device))
     return stages
 
 
 @torch.no_grad()
 def probe_half_precision(model: Any, probe: Probe, device: torch.device, dtype: torch.dtype) -> None:
     """Measure a float32 model rounded to half precision; afterwards it is float32 again."""
-    with _rounded(model, dtype):
-        packed = _distance(_packed(model, probe.documents, device), probe.hidden)
-        allowed = HALF_PRECISION_FACTOR * _distance(_alone(model, probe.documents, device), probe.hidden) + 1e-3
-    if not packed <= allowed:
-        raise ModelError(
-            _complaint(f"{type(model).__name__}: packed in half precision gives other values", packed, allowed)
-        )
-
-
-@contextmanager
-def _rounded(model: Any, dtype: torch.dtype) -> Iterator[None]:
     exact = [(parameter, parameter.data) for parameter in model.parameters()]
     for parameter, data in exact:
         parameter.data = data.to(dtype)
     try:
-        yield
+        allowed = HALF_PRECISION_FACTOR * _distance(_alone(model, probe.documents, device), probe.hidden) + 1e-3
+        packed = _packed(model, probe.documents, device)
     finally:
         for parameter, data in exact:
             parameter.data = data
+    _compare(f"{type(model).__name__}: packed in half precision gives other values", packed, probe.hidden, allowed)
 
 
 @contextmanager
-def _explained(what: str, refused: type[TruestepError] = ModelError) -> Iterator[None]:
-    """Whatever a model's code raises is a reason to refuse it."""
+def _explained(what: str) -> Iterator[None]:
+    """Refuse a model for whatever its code raises."""
     try:
         yield
     except TruestepError:
         raise
     except Exception as error:
-        raise refused(f"{what}: {type(error).__name__}: {error}") from error
+        raise ModelError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def _packed(model: Any, documents: list[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -178,18 +155,20 @@ def _alone(model: Any, documents: list[torch.Tensor], device: torch.device) -> t
 
 
 def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Compare the worst token, relatively: a wrong document must not hide among long right ones."""
+    """Give the worst token's relative difference: a wrong document must not hide among long right ones."""
     worst = (ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1).clamp(min=1e-12)
     if not len(worst):
         return 0.0
     return float(worst.max()) if not worst.isnan().any() else float("nan")
 
 
-def _complaint(what: str, difference: float, allowed: float) -> str:
-    return (
-        f"{what} than transformers does on the same document (relative difference {difference:.1e}, at most "
-        f"{allowed:.0e}): training it would be wrong, so it is refused"
-    )
+def _compare(what: str, ours: torch.Tensor, theirs: torch.Tensor, allowed: float = FLOAT32_TOLERANCE) -> None:
+    difference = _distance(ours, theirs)
+    if not difference <= allowed:
+        raise ModelError(
+            f"{what} than transformers does on the same document (relative difference {difference:.1e}, at most "
+            f"{allowed:.0e}): training it would be wrong, so it is refused"
+        )
 
 
 def _tokens(documents: list[torch.Tensor], multiple: int = 1) -> PackedTokens:

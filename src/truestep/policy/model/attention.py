@@ -3,15 +3,13 @@
 Registered with transformers under `NAME`, so that the models' own code calls it. Two exact paths:
 
 - `varlen`: one fused kernel over all documents (GPU, half precision, no softcap);
-- `rows`: documents of like length become rows of a batch. A row shorter than its batch repeats the document's last
-  token; being causal, no real query sees a repeat, and no repeat's output is read.
+- `rows`: documents of like length become rows of a batch, a bucket. A short row repeats the document's last token;
+  being causal, no real query sees a repeat, and no repeat's output is read.
 
-Where a micro-batch's tokens lie on several ranks, each comes here with its own and attends with a share of the heads.
+Ranks that share a micro-batch's tokens attend with a share of the heads each (`context`).
 
 Dimensions: S tokens of the micro-batch, Q query heads, K key-value heads, E head size; R rows of X tokens in a bucket.
 """
-
-from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
@@ -27,29 +25,22 @@ NAME = "truestep_packed"
 _SCORES_BYTES = 256 * 2**20  # explicit score matrices that exist at a time
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """Documents of like length, as rows of token positions."""
-
-    positions: torch.Tensor  # [R, X] index into S
-
-
 @dataclass  # never changed; but torch.compile looks into frozen ones, and would compile anew for each
 class PackedLayout:
-    """Where documents lie in a micro-batch, as attention wants it. Made once a micro-batch, used by every layer."""
+    """The places of documents in a micro-batch, made once for all layers."""
 
     segments: torch.Tensor  # [documents + 1] int32, on the model's device
     longest: int
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[torch.Tensor, ...]  # [R, X] index into S: the documents' tokens, row by row
     restore: torch.Tensor  # [S] where each token lies in the concatenation of the buckets' rows
     context: Context | None = None  # the ranks that share the tokens
 
 
 def make_layout(segments: torch.Tensor, device: torch.device, context: Context | None = None) -> PackedLayout:
-    """From cumulative lengths on the host."""
+    """Make a layout from cumulative lengths on the host."""
     starts, ends = segments[:-1].tolist(), segments[1:].tolist()
     documents = sorted(zip(starts, ends, strict=True), key=lambda span: (span[1] - span[0], span[0]))
-    buckets: list[Bucket] = []
+    buckets: list[torch.Tensor] = []
     restore = torch.empty(ends[-1] if ends else 0, dtype=torch.int64)
     offset = 0
     while documents:
@@ -66,7 +57,7 @@ def make_layout(segments: torch.Tensor, device: torch.device, context: Context |
         real = torch.arange(width) <= last - first
         restore[positions[real]] = flat[real]
         offset += positions.numel()
-        buckets.append(Bucket(positions.to(device)))
+        buckets.append(positions.to(device))
     longest = max((end - start for start, end in zip(starts, ends, strict=True)), default=0)
     return PackedLayout(segments.to(device), longest, tuple(buckets), restore.to(device), context)
 
@@ -85,7 +76,7 @@ def packed_attention(
     packed_layout: PackedLayout | None = None,
     **unused: object,
 ) -> tuple[torch.Tensor, None]:  # [1, S, Q, E]
-    """The attention function that transformers calls."""
+    """Attend within documents; transformers calls this."""
     if packed_layout is None:
         raise RuntimeError(f"{type(module).__name__} does not pass the packed layout on to its attention")
     if dropout:
@@ -142,12 +133,12 @@ def _rows(
 ) -> torch.Tensor:  # [S, Q, E], [S, K, E], [S, K, E] -> [S, Q, E]
     outputs = []
     for bucket in layout.buckets:
-        rows, width = bucket.positions.shape
+        rows, width = bucket.shape
         step = rows
         if softcap is not None or (window is not None and window < width):
             step = max(1, _SCORES_BYTES // (4 * q.shape[1] * width * width))
         for start in range(0, rows, step):
-            positions = bucket.positions[start : start + step]
+            positions = bucket[start : start + step]
             # [S, heads, E] -> [rows, heads, X, E]
             query, key, value = (
                 tensor.index_select(0, positions.flatten()).view(*positions.shape, *tensor.shape[1:]).transpose(1, 2)

@@ -1,12 +1,9 @@
-"""Layers that torch.compile has made: their norms, rotary embeddings, activations and casts in a few kernels.
+"""Layers compiled by torch: their norms, rotary embeddings, activations and casts in a few kernels.
 
-A layer is compiled for training alone: where no gradient is wanted (probes, sampling, evaluation) its own code runs.
-Layers of one kind share what was compiled, and so do micro-batches of any size. Attention is a call from compiled code
-into ours, which sees where documents lie; no guard ever depends on that. Recomputation stays outside: what is compiled
-is what is recomputed.
+A layer is compiled for training alone; without gradients (probes, sampling, evaluation) its own code runs. Layers of
+one kind share the compiled code, and so do micro-batches of any size. Compiled code calls our attention, which knows
+the documents' places; no guard depends on them. Recomputation stays outside, and recomputes compiled code.
 """
-
-from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
@@ -20,7 +17,7 @@ BACKEND = "inductor"
 
 
 def compile_layers(layers: Iterable[torch.nn.Module]) -> None:
-    """In place; names and weights stay as they are, and hooks stay outside."""
+    """Compile layers in place; names and weights stay as they are, and hooks stay outside."""
     for layer in layers:
         layer.forward = _for_training(layer)
 

@@ -1,7 +1,7 @@
-"""One micro-batch's tokens over several ranks: each embeds and runs its own, and attention sees them all.
+"""A micro-batch's tokens divided over ranks: each embeds and runs its own, and attention sees them all.
 
-Before attention, tokens are exchanged for heads: a rank gives away its tokens of other ranks' heads and gets all tokens
-of its own. So attention is the one that serves everywhere, of whole documents, for some of the heads.
+Before attention, tokens are exchanged for heads: a rank sends its tokens for other ranks' heads and receives all tokens
+for its own. So the same attention serves everywhere: whole documents, and here some of the heads.
 
 Dimensions: C ranks; S tokens of the micro-batch, S/C of them here; Q query heads, K key-value heads, E head size.
 """
@@ -15,7 +15,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from truestep.policy.errors import ContextError
+from truestep.policy.errors import ModelError
 from truestep.policy.model.repeat import repeat
 from truestep.ranks.exchange import transfer
 from truestep.ranks.group import Ranks
@@ -23,7 +23,7 @@ from truestep.ranks.group import Ranks
 
 @dataclass(frozen=True)
 class Context:
-    """The ranks that have a run of tokens each, and which of them this one is."""
+    """The ranks that have a run of tokens each; `rank` is this one's number among them."""
 
     group: dist.ProcessGroup
     rank: int
@@ -32,17 +32,17 @@ class Context:
     @staticmethod
     def of(ranks: Ranks) -> Context | None:
         group = ranks.group("context")
-        return None if group is None else Context(group, ranks.context_rank, ranks.context)
+        return None if group is None else Context(group, ranks.place_on("context"), ranks.context)
 
     def run(self, tokens: int) -> slice:
-        """Find those of the micro-batch's tokens that are here."""
+        """Find the micro-batch's tokens that are here."""
         each = tokens // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def exchange(
         self, rows: torch.Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Send each rank so many rows, or an equal share; what comes back is in order of rank."""
+        """Send each rank so many rows, or an equal share, and receive others in order of rank."""
         return transfer(
             rows,
             lambda sent: _all_to_all(sent, send, receive, self.group),
@@ -52,7 +52,7 @@ class Context:
     def tokens_for_heads(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[S/C, Q, E], [S/C, K, E], [S/C, K, E] -> [S, Q/C, E], and the key-value heads that those ask, twice."""
+        """Give [S/C, Q, E] and twice [S/C, K, E] for [S, Q/C, E] and the keys and values that those heads need."""
         needed = heads_needed(q.shape[1], k.shape[1], self.size)
         if needed != tuple(range(k.shape[1])):
             index = _index(needed, k.device)
@@ -71,7 +71,7 @@ class Context:
         return self.exchange(attended.unflatten(0, (self.size, -1))).transpose(0, 1).flatten(1, 2)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """In place, over the ranks, which all have as many values."""
+        """Sum values over the ranks, in place; all ranks have as many."""
         if values.numel():
             dist.all_reduce(values, group=self.group)
         return values
@@ -84,10 +84,8 @@ class Context:
 
 @cache
 def heads_needed(queries: int, keys: int, size: int) -> tuple[int, ...]:
-    """List the key-value heads that go to each rank for its share of the query heads: as many to each, rank by rank.
-
-    Where a rank's queries would need them in unequal numbers, each query head gets one of its own.
-    """
+    """List the key-value heads that go to each rank for its query heads, as many to each, rank by rank: one for each
+    query head where a rank's queries would need them in unequal numbers."""
     check_heads(queries, size)
     share, group = queries // size, queries // keys
     each = [[head // group for head in range(rank * share, (rank + 1) * share)] for rank in range(size)]
@@ -97,10 +95,10 @@ def heads_needed(queries: int, keys: int, size: int) -> tuple[int, ...]:
 
 
 def check_heads(queries: int, size: int, tensor: int = 1) -> None:
-    """Before anything is allocated. What tensor ranks do not divide is refused with their plan."""
+    """Refuse heads that context ranks cannot share. Heads that tensor ranks do not divide are refused with the plan."""
     if queries % tensor == 0 and queries // tensor % size:
         left = f" of each of the {tensor} tensor ranks" if tensor > 1 else ""
-        raise ContextError(
+        raise ModelError(
             f"parallel.context: {size} does not divide the model's {queries // tensor} query heads{left}: each rank "
             f"attends with a share of them; choose a divisor of {queries // tensor}"
         )

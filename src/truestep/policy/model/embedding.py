@@ -3,8 +3,6 @@
 Dimensions: S tokens, U different tokens among them, H hidden.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -13,17 +11,16 @@ from truestep.policy.model.repeat import repeat
 
 
 def every_token_counts(model: Any) -> None:
-    """transformers gives the padding token's row no gradient, also where the token stands in a document, as the end of
-    a turn does. Here padding is no document and reaches no label, so no row needs to be spared."""
+    """Give every token's row a gradient. transformers spares the padding token's, even inside a document (as the end of
+    a turn); here padding is outside documents and reaches no label."""
     embedding = model.get_input_embeddings()
     if getattr(embedding, "padding_idx", None) is not None:
         embedding.padding_idx = None
 
 
 def accumulate_in_float32(model: Any) -> None:
-    """A CPU adds up a half-precision embedding's gradient in half precision, one token after another, and a token that
-    a packed micro-batch repeats loses most of it. So each different token is looked up once, and its gradient is added
-    up in float32 before its one rounding. (A GPU does so itself.)"""
+    """Look up each different token once, so that its gradient is added up in float32 and rounded once. A CPU adds in
+    half precision, where a token that a micro-batch repeats loses most of its gradient; a GPU does not."""
     embedding = model.get_input_embeddings()
     look_up = embedding.forward
 

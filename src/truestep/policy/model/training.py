@@ -1,6 +1,4 @@
-"""How a transformers model behaves in training: it draws nothing, and recomputes activations where that is asked."""
-
-from __future__ import annotations
+"""The settings of a transformers model for training: it draws nothing, and may recompute activations."""
 
 from typing import Any
 

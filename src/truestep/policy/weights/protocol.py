@@ -1,9 +1,7 @@
-"""What the rest of the trainer knows of a policy's weights, wherever they lie."""
-
-from __future__ import annotations
+"""The interface of a policy's weights, wherever they lie."""
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,11 +18,11 @@ class StagePass:
     layers: slice
     begins: bool  # with the embedding
     ends: bool  # with the head, and what is before it
-    final: bool  # whether the backward passes of no other stage that is here come later
+    final: bool  # no other stage that is here has its backward passes later
     number: int  # of the micro-batch, from 0
     of: int  # micro-batches of the step
     group: int  # micro-batches that share a gathering
-    backward: bool  # whether the step has backward passes
+    backward: bool  # the step has backward passes
 
     @property
     def last(self) -> bool:
@@ -36,100 +34,90 @@ class StagePass:
 
 
 class Weights(Protocol):
-    """Float32 weights and float32 gradients, whatever type the model computes in.
+    """Float32 weights and gradients, of which each rank has a part, whatever type the model computes in.
 
-    Each rank has a part of every weight that its stage has. A weight whose piece is not trained has no master and no
-    gradient: optimizer, clipping and norms never see it, and it is saved as it came.
+    A weight that is not trained has no master and no gradient: optimizer, clipping and norms never see it, and it is
+    saved as it came.
     """
 
     ranks: Ranks
     dtype: torch.dtype  # in which the model computes
-    pieces: dict[str, Piece]  # of all the whole model's weights, by name, in its order
+    pieces: dict[str, Piece]  # of all weights of the uncut model, by name, in its order
     master: dict[str, torch.nn.Parameter]  # this rank's part of each trained weight; what an optimizer updates
     frozen: dict[str, torch.Tensor]  # this rank's part of each weight that is not trained, as it came
 
-    # ---- A step: gradients are whole, and the same on every rank that holds them, when `reduce` returns.
-
-    @property
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """This rank's part of each trained weight's gradient."""
-        ...
-
     def zero_gradients(self) -> None: ...
 
-    def before_forward(self, coming: StagePass) -> None:
-        """Make weights ready for a forward pass of a step."""
-        ...
-
-    def before_backward(self, coming: StagePass) -> None:
-        """Make weights ready for a backward pass of a step."""
-        ...
-
-    def head_parameter(self, model: Any) -> torch.nn.Parameter:  # [V, H]
-        ...
-
     def head(self, model: Any) -> AbstractContextManager[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Give the head's weight as the model computes with it, and the float32 buffer of its gradient (None:
-        frozen)."""
-        ...
+        """Give the head's weight in the type of the model, and the float32 buffer of its gradient (None: frozen)."""
 
     def reduce(self) -> None:
-        """Sum the gradients over the ranks: a plain sum, the denominators are in them already."""
-        ...
+        """Sum the gradients over the ranks; afterwards they are complete, and the same on every rank that holds them.
+
+        It is a plain sum: the denominators are in them already."""
 
     def publish(self) -> None:
         """Have the model compute with the masters as they are now, after an update or a load."""
-        ...
+
+    # ---- Sharded weights have more to do here.
+
+    def before_forward(self, coming: StagePass) -> None:
+        """Make weights ready for a forward pass."""
+        return
+
+    def before_backward(self, coming: StagePass) -> None:
+        """Make weights ready for a backward pass."""
+        return
 
     def gathered(self) -> AbstractContextManager[None]:
         """Have all of the model here: inside, forward passes need no other rank."""
-        ...
-
-    # ---- Parts and wholes
+        return nullcontext()
 
     def shard(self, name: str, piece: torch.Tensor) -> torch.Tensor:
         """Take this rank's part of what its shard group has of a tensor of this weight's shape."""
-        ...
+        return piece
 
     def unshard(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Join the parts of a shard group, each of whose ranks calls this with its parts of the same weights."""
-        ...
+        return dict(parts)
 
-    # ---- What follows for all weights alike
+    # ---- The same for all weights
 
     @property
     def device(self) -> torch.device:
         return next(iter((self.master or self.frozen).values())).device
 
-    def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+    @property
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """This rank's part of each trained weight's gradient."""
+        found = {name: master.grad for name, master in self.master.items() if master.grad is not None}
+        assert len(found) == len(self.master), "every master has a gradient from its first step on"
+        return found
+
+    def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Take this rank's part of a tensor of this weight's shape."""
-        return self.shard(name, self.pieces[name].slice(whole, self.ranks))
+        return self.shard(name, self.pieces[name].slice(tensor, self.ranks))
 
     @torch.no_grad()
     def on_first(
         self, parts: Mapping[str, torch.Tensor | None], dtype: torch.dtype = torch.float32
     ) -> dict[str, torch.Tensor]:
-        """Join tensors of the weights' shapes on the host of the first rank; the others get nothing.
-
-        Every rank calls this, for the same names in order, with its parts, or None where a weight is on another stage.
-        """
+        """Join tensors of the weights' shapes on the host of the first rank; the others get nothing. Every rank calls
+        this with its parts, in the same order; the part of a weight on another stage is None."""
         found = {}
-        for names in in_buckets({name: self.pieces[name].shape.numel() for name in parts}):
+        for names in in_buckets(parts, lambda name: self.pieces[name].shape.numel()):
             # Of a tied embedding, which two stages have, the first one's.
             sent = [name for name in names if self.ranks.stage == self.pieces[name].stages[0]]
             here = self.unshard({name: part.detach() for name in sent if (part := parts[name]) is not None})
             for name in names:
-                whole = self._whole_on_first(name, here.get(name), dtype)
-                if whole is not None:
-                    found[name] = whole
+                piece = self.pieces[name]
+                joined = piece.join(here[name], self.ranks).to(dtype) if name in here else None
+                like = torch.empty(piece.shape, dtype=dtype, device="meta")
+                received = self.ranks.to_first(joined, like, piece.stages[0])
+                if received is not None:
+                    # Gathered on a GPU, a whole model may be more than it has room for.
+                    found[name] = received if self.ranks.size == 1 else received.cpu()
         return found
-
-    def _whole_on_first(self, name: str, part: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-        piece = self.pieces[name]
-        whole = None if part is None else piece.join(part, self.ranks).to(dtype)
-        found = self.ranks.to_first(whole, torch.empty(piece.shape, dtype=dtype, device="meta"), piece.stages[0])
-        # Gathered on a GPU, a whole model may be more than it has room for.
-        return found if found is None or self.ranks.size == 1 else found.cpu()
 
     def collect(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         """Join every weight on the first rank."""
@@ -138,5 +126,5 @@ class Weights(Protocol):
 
     def collect_gradients(self) -> dict[str, torch.Tensor]:
         """Join every reduced gradient on the first rank."""
-        gradients = self.gradients
-        return self.on_first({name: gradients.get(name) for name, piece in self.pieces.items() if piece.trained})
+        parts = self.gradients
+        return self.on_first({name: parts.get(name) for name, piece in self.pieces.items() if piece.trained})

@@ -1,12 +1,9 @@
 """Float32 weights spread over ranks (FSDP2): each layer is gathered in the compute type where it is used.
 
-Every layer is a group of its own, and so are the embedding and the head; tied, those two are one tensor in one group,
-with one gradient. Reduction is a float32 sum, on a step's last micro-batch (or each, to save memory). The head's weight
-is gathered once a micro-batch, and its gradient is added up in float32 over chunks and micro-batches before it is
-reduced, just as on one rank.
+Every layer is a group, and so are the embedding and the head, or both together where they are tied. Gradients are
+summed in float32 on a step's last micro-batch (or on each, to save memory). The head's weight is gathered once a
+micro-batch, and its gradient is added up in float32 over chunks and micro-batches before it is reduced.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,29 +22,27 @@ from truestep.ranks.group import Ranks
 
 
 class ShardedWeights(Weights):
-    """Takes a model with float32 weights that are not read yet, shards it, reads this rank's part of each, and makes it
-    compute in `dtype`."""
+    """Shards a float32 model that is not read yet, reads this rank's part, and makes it compute in `dtype`."""
 
     def __init__(
         self,
         model: Any,
         dtype: torch.dtype,
         ranks: Ranks,
-        pieces: Mapping[str, Piece] | None = None,
+        pieces: dict[str, Piece] | None = None,
         *,
         device: torch.device,
-        reshard_after_forward: bool = True,
+        reshard: bool = True,
         reduce_each: bool = False,
     ):
         assert ranks.mesh is not None
         self.ranks, self.dtype = ranks, dtype
-        self.pieces = dict(pieces or pieces_of(model))
-        self._reshard, self._reduce_each = reshard_after_forward, reduce_each
+        self.pieces = pieces or pieces_of(model)
+        self._reshard, self._reduce_each = reshard, reduce_each
         self._group = ranks.mesh.get_group("shard")
         unread = dict(model.named_parameters())
         replace_parameters(model, _without_values)  # FSDP has shapes to shard, and no values to copy
         names = {parameter: name for name, parameter in model.named_parameters()}
-        self._shapes = {name: parameter.shape for parameter, name in names.items()}
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         # Stages of a pipeline have one of the two, or neither; a tied embedding is at both ends, for the head alone at
         # the last.
@@ -70,7 +65,7 @@ class ShardedWeights(Weights):
         assert self.ranks.mesh is not None
         computed = None if self.dtype == torch.float32 else self.dtype
         precision = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        dimensions = ("replicate", "shard") if self.ranks.replicas > 1 else ("shard",)
+        dimensions = ("replicate", "shard") if self.ranks.size_of("data_replicate") > 1 else ("shard",)
         options: dict[str, Any] = {"mesh": self.ranks.mesh[dimensions], "mp_policy": precision}
         for layer in filter(_has_weights, self._layers):
             fully_shard(layer, reshard_after_forward=self._reshard, **options)
@@ -98,14 +93,8 @@ class ShardedWeights(Weights):
         read_all({self.shard(name, unread[name]): part.to_local() for name, part in self._sharded.items()})
         self.frozen = {n: p.to_local().detach() for n, p in self._sharded.items() if not p.requires_grad}
         # Views of the shards' own memory: what the optimizer writes is what the next gather reads.
-        self.master = {
-            name: torch.nn.Parameter(parameter.to_local().detach())
-            for name, parameter in self._sharded.items()
-            if parameter.requires_grad
-        }
-
-    def head_parameter(self, model: Any) -> torch.nn.Parameter:
-        return self._head_module.weight
+        trained = {name: parameter for name, parameter in self._sharded.items() if parameter.requires_grad}
+        self.master = {name: torch.nn.Parameter(part.to_local().detach()) for name, part in trained.items()}
 
     # ---- A step
 
@@ -114,10 +103,6 @@ class ShardedWeights(Weights):
         for name, master in self.master.items():
             self._sharded[name].grad = None
             master.grad = None
-
-    @property
-    def gradients(self) -> dict[str, torch.Tensor]:
-        return {name: _present(master) for name, master in self.master.items()}
 
     def before_forward(self, coming: StagePass) -> None:
         # Within a group a layer's weights are gathered once, for all of its micro-batches.
@@ -159,12 +144,11 @@ class ShardedWeights(Weights):
 
     @torch.no_grad()
     def _reduce_head(self) -> None:
-        if self._head_gradient is None:
+        gradient, self._head_gradient = self._head_gradient, None
+        if gradient is None:
             return
-        gradient = self._head_gradient
         part = gradient.new_empty(gradient.shape[0] // self.ranks.shards, gradient.shape[1])
         reduce_scatter(part, gradient, group=self._group)
-        self._head_gradient = None
         assert self._head_name is not None
         master = self.master[self._head_name]
         reduced = self.ranks.sum_over("replicate", part)[: master.shape[0]]
@@ -188,8 +172,8 @@ class ShardedWeights(Weights):
     # ---- Parts and wholes
 
     def _rows(self, name: str) -> int:
-        """Count the rows of each rank's part but the last ones, which may have fewer or none."""
-        return -(-self._shapes[name][0] // self.ranks.shards)
+        """Count the rows of a rank's part; the last ranks may have fewer, or none."""
+        return -(-self._sharded[name].shape[0] // self.ranks.shards)
 
     def shard(self, name: str, piece: torch.Tensor) -> torch.Tensor:
         rows = self._rows(name)
@@ -197,19 +181,19 @@ class ShardedWeights(Weights):
 
     def unshard(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         # In one message for each type: small tensors are many.
-        wholes: dict[str, torch.Tensor] = {}
+        joined: dict[str, torch.Tensor] = {}
         for dtype in dict.fromkeys(part.dtype for part in parts.values()):
             some = {name: part for name, part in parts.items() if part.dtype == dtype}
-            sizes = [self._rows(name) * self._shapes[name][1:].numel() for name in some]
+            sizes = [self._rows(name) * self._sharded[name].shape[1:].numel() for name in some]
             sent = torch.zeros(sum(sizes), dtype=dtype, device=self.device)
             for room, part in zip(sent.split(sizes), some.values(), strict=True):
                 room[: part.numel()] = part.flatten()
             received = sent.new_empty(self.ranks.shards * len(sent))
             all_gather(received, sent, group=self._group)
             for name, lines in zip(some, received.view(self.ranks.shards, -1).split(sizes, dim=1), strict=True):
-                shape = self._shapes[name]
-                wholes[name] = lines.reshape(-1, *shape[1:])[: shape[0]]
-        return wholes
+                shape = self._sharded[name].shape
+                joined[name] = lines.reshape(-1, *shape[1:])[: shape[0]]
+        return joined
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -225,7 +209,7 @@ class ShardedWeights(Weights):
                 module.set_reshard_after_forward(self._reshard and not kept, recurse=False)
 
     def publish(self) -> None:
-        """Nothing: the next gather reads the masters' memory."""
+        """Do nothing: the next gather reads the masters' memory."""
 
 
 def _without_values(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -235,8 +219,3 @@ def _without_values(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 
 def _has_weights(module: torch.nn.Module) -> bool:
     return next(module.parameters(), None) is not None
-
-
-def _present(master: torch.nn.Parameter) -> torch.Tensor:
-    assert master.grad is not None, "gradients are there once they have been reduced"
-    return master.grad

@@ -1,8 +1,8 @@
 """Weights that are not read yet: tensors without values, which know where theirs are.
 
-transformers knows which tensors of a checkpoint are which of a model's, and which it has to put together. Here it is
-given tensors to do that with before anything of them is read. What is then cut off one is never read, and what is left
-is read once, into its place: a rank holds its own part and little beside it, the few tensors that are being read.
+transformers maps a checkpoint's tensors to a model's, and puts some together. It does that here with tensors that are
+not read yet. What is then cut off is never read, and what is left is read once, into its place: a rank holds its own
+part, and the few tensors that are being read.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
-# What takes values as they are is done in the type they are stored in, before they are converted: to fewer, it may be.
+# These take values as they are: they act on the stored type, before a conversion, of what may then be fewer values.
 _MOVES = (
     torch.Tensor.__getitem__,
     torch.Tensor.narrow,
@@ -32,7 +33,7 @@ _MAPPED = 2**26  # bytes of a file that are looked at before it is opened anew
 
 
 class Unread(torch.Tensor):
-    """A tensor of the meta device. What is done to it is done to its values when they are read."""
+    """A tensor of the meta device, whose operations are done to its values when they are read."""
 
     _stored: Callable[[], torch.Tensor]  # its values, but for a conversion to its type
 
@@ -47,7 +48,7 @@ class Unread(torch.Tensor):
         return self._stored().to(self.dtype)
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         named = named or {}
         if function == torch.Tensor.device.__get__:
             # Where they are read to: transformers takes two tensors of the meta device for two that are not tied.
@@ -58,20 +59,20 @@ class Unread(torch.Tensor):
             raise RuntimeError(f"{name} of a weight that is not read yet")
         try:
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-                looks = function(*_each(given, _on_meta), **_each(named, _on_meta))
+                looks = function(*tree_map(_on_meta, arguments), **tree_map(_on_meta, named))
         except NotImplementedError:  # it needs the values, as a comparison does
-            return function(*_each(given, _values), **_each(named, _values))
+            return function(*tree_map(_values, arguments), **tree_map(_values, named))
         if isinstance(looks, Unread):  # a setting
             return looks
 
         def stored() -> Any:
             if function == torch.Tensor.to:
-                return given[0].read()
+                return arguments[0].read()
             if function in _MOVES:
-                as_stored = _each(given, _as_stored)
-                if len(_types(as_stored)) == len(_types(given)) == 1:  # one conversion is left to do, of all
+                as_stored = tree_map(_as_stored, arguments)
+                if len(_types(as_stored)) == len(_types(arguments)) == 1:  # one conversion is left to do, of all
                     return function(*as_stored, **named)
-            return function(*_each(given, _values), **_each(named, _values))
+            return function(*tree_map(_values, arguments), **tree_map(_values, named))
 
         if isinstance(looks, torch.Tensor):
             return cls.of(looks, stored)
@@ -80,17 +81,8 @@ class Unread(torch.Tensor):
         return looks
 
 
-def _each(values: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(values, tuple | list):
-        return type(values)(_each(value, change) for value in values)
-    if isinstance(values, dict):
-        return {name: _each(value, change) for name, value in values.items()}
-    return change(values)
-
-
-def _member(stored: Callable[[], Any], number: int) -> torch.Tensor:
-    member: torch.Tensor = stored()[number]
-    return member
+def _member(stored: Callable[[], Any], number: int) -> Any:
+    return stored()[number]
 
 
 def _on_meta(value: Any) -> Any:
@@ -110,29 +102,25 @@ def _as_stored(value: Any) -> Any:
 
 
 def _types(values: Any) -> set[torch.dtype]:
-    found: set[torch.dtype] = set()
-    _each(values, lambda value: found.add(value.dtype) if isinstance(value, torch.Tensor) else None)
-    return found
+    return {leaf.dtype for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)}
 
 
 @torch.no_grad()
 def read_into(place: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Read or not, with its values: in the type they are stored in to the device, and there converted."""
+    """Copy a tensor, read or not: its values go to the device in their stored type, and are converted there."""
     place.copy_((tensor._stored() if isinstance(tensor, Unread) else tensor).to(place.device))
 
 
 def read_all(tensors: Mapping[torch.Tensor, torch.Tensor]) -> None:
-    """Each into its place: places by what is to be there."""
+    """Read tensors into their places, which are the mapping's values."""
     with ThreadPoolExecutor(_READERS) as readers:
         list(readers.map(read_into, tensors.values(), tensors))
 
 
 def read_parameters(
-    model: torch.nn.Module,
-    device: torch.device,
-    lent: Mapping[torch.nn.Parameter, torch.nn.Parameter] | None = None,
+    model: torch.nn.Module, device: torch.device, lent: Mapping[torch.nn.Parameter, torch.nn.Parameter] | None = None
 ) -> Callable[[], None]:
-    """Read what is left of each, or of the one whose values it is lent. Gives what puts back those without values."""
+    """Read each parameter, or the one that it is lent. Give a function that puts back those without values."""
     places: dict[torch.Tensor, torch.nn.Parameter] = {}
 
     def place(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -150,7 +138,7 @@ def read_parameters(
 def replace_parameters(
     model: torch.nn.Module, replacement: Callable[[torch.nn.Parameter], torch.nn.Parameter]
 ) -> Callable[[], None]:
-    """A tied one by one. Gives what puts them back, wherever their modules have gone."""
+    """Replace parameters, a tied one once. Give a function that puts them back, wherever their modules have gone."""
     replaced: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
     replacements: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for module in model.modules():
@@ -169,7 +157,7 @@ def replace_parameters(
 
 
 def place_buffers(model: torch.nn.Module, device: torch.device) -> None:
-    """Read, and where they are computed with. They are small, and every rank has all of them."""
+    """Read buffers onto the device. They are small, and every rank has all of them."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             setattr(module, name, _values(buffer).to(device))
@@ -177,8 +165,8 @@ def place_buffers(model: torch.nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def unread_files() -> Iterator[None]:
-    """Inside, transformers is given the tensors of files unread. That it asks `safe_open` for them is the one thing
-    assumed of it; were it to read in another way, models would be whole while they are loaded, and the same."""
+    """Give transformers the tensors of files unread. It is assumed to ask `safe_open` for them; if it read in another
+    way, a model would be read entirely while it is loaded, and be the same."""
     from transformers import modeling_utils
 
     module: Any = modeling_utils
@@ -191,7 +179,7 @@ def unread_files() -> Iterator[None]:
 
 
 class _File:
-    """In the place of an open file, for as long as a tensor of it may be read."""
+    """Stands for an open file, for as long as a tensor of it may be read."""
 
     def __init__(self, opened: Callable[[], Any]):
         self._open = opened

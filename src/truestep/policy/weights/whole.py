@@ -1,20 +1,18 @@
-"""Weights of which every rank holds all: gradients are summed over the ranks once a step.
+"""Weights that are not sharded: gradients are summed over the ranks once a step.
 
-For a float32 model the weights are the model's own parameters. For a bfloat16 model they are float32 masters beside it:
-each micro-batch's gradient is added to a float32 buffer as soon as autograd has it, and an update rounds the masters
-into the model once.
+The weights of a float32 model are its own parameters. Those of a bfloat16 model are float32 masters beside it: each
+micro-batch's gradient is added to a float32 buffer at once, and an update rounds the masters into the model once.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from truestep.policy.cuts.pieces import Piece, pieces_of, sum_parts
-from truestep.policy.weights.protocol import StagePass, Weights
+from truestep.policy.weights.protocol import Weights
 from truestep.ranks.group import ALONE, Ranks
 
 
@@ -22,67 +20,38 @@ class WholeWeights(Weights):
     """Takes a model with float32 weights and makes it compute in `dtype`."""
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        dtype: torch.dtype,
-        ranks: Ranks = ALONE,
-        pieces: Mapping[str, Piece] | None = None,
+        self, model: torch.nn.Module, dtype: torch.dtype, ranks: Ranks = ALONE, pieces: dict[str, Piece] | None = None
     ):
-        """`pieces` where the model is cut: of all its weights, by name, in the whole model's order."""
+        """Take over a model. If it is cut, `pieces` has all weights of the uncut one, by name, in its order."""
         self.ranks, self.dtype = ranks, dtype
-        self.pieces = dict(pieces or pieces_of(model))
-        # `named_parameters` gives a tied tensor once, under the name it is first registered by: its input embedding's.
-        self._computed = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.pieces = pieces or pieces_of(model)
         self.master, self.frozen = {}, {}
+        self._computed: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # masters by the model's parameters
+        # `named_parameters` gives a tied tensor once, under the name it is first registered by: its input embedding's.
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 self.frozen[name] = parameter.detach()
-                parameter.data = parameter.data.to(dtype)
-        for name, parameter in self._computed.items():
-            master = parameter
-            if parameter.dtype != dtype:
-                master = torch.nn.Parameter(parameter.detach())
-                # The parameters alone: buffers such as rotary frequencies stay float32, as transformers keeps them.
-                parameter.data = parameter.data.to(dtype)
-                parameter.register_post_accumulate_grad_hook(self._accumulate_into(master))
-            master.grad = torch.zeros_like(master)
-            self.master[name] = master
-        self._names = {id(parameter): name for name, parameter in self._computed.items()}
-
-    @staticmethod
-    def _accumulate_into(master: torch.nn.Parameter) -> Callable[[torch.Tensor], None]:
-        def accumulate(parameter: torch.Tensor) -> None:
-            assert parameter.grad is not None
-            _gradient(master).add_(parameter.grad)
-            parameter.grad = None
-
-        return accumulate
-
-    @property
-    def gradients(self) -> dict[str, torch.Tensor]:
-        return {name: _gradient(master) for name, master in self.master.items()}
+            else:
+                master = parameter if parameter.dtype == dtype else torch.nn.Parameter(parameter.detach())
+                master.grad = torch.zeros_like(master)  # cleared later, never dropped
+                self.master[name] = self._computed[parameter] = master
+                if master is not parameter:
+                    parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master.grad))
+            # The parameters alone: buffers such as rotary frequencies stay float32, as transformers keeps them.
+            parameter.data = parameter.data.to(dtype)
 
     def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """Give the float32 buffer behind one of the model's parameters; None if it is frozen."""
-        name = self._names.get(id(parameter))
-        return None if name is None else _gradient(self.master[name])
+        master = self._computed.get(parameter)
+        return None if master is None else master.grad
 
     def zero_gradients(self) -> None:
         for gradient in self.gradients.values():
             gradient.zero_()
 
-    def before_forward(self, coming: StagePass) -> None:
-        """Nothing: all weights are here."""
-
-    def before_backward(self, coming: StagePass) -> None:
-        """Nothing: gradients are summed when the step has all of them."""
-
-    def head_parameter(self, model: Any) -> torch.nn.Parameter:
-        return model.get_output_embeddings().weight
-
     @contextmanager
     def head(self, model: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        weight = self.head_parameter(model)
+        weight = model.get_output_embeddings().weight
         yield weight.detach(), self.gradient_of(weight)
 
     @torch.no_grad()
@@ -93,21 +62,12 @@ class WholeWeights(Weights):
 
     @torch.no_grad()
     def publish(self) -> None:
-        for name, parameter in self._computed.items():
-            if parameter is not self.master[name]:
-                parameter.copy_(self.master[name])
-
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        yield
-
-    def shard(self, name: str, piece: torch.Tensor) -> torch.Tensor:
-        return piece
-
-    def unshard(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return dict(parts)
+        for parameter, master in self._computed.items():
+            if parameter is not master:
+                parameter.copy_(master)
 
 
-def _gradient(master: torch.nn.Parameter) -> torch.Tensor:
-    assert master.grad is not None, "a gradient buffer is cleared, never dropped"
-    return master.grad
+def _move_gradient(buffer: torch.Tensor, parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    buffer.add_(parameter.grad)
+    parameter.grad = None

@@ -1,10 +1,8 @@
-"""Messages as the lines of files that appear in a watched directory. No server; the file system keeps what was sent.
+"""A transport without a server: messages are the lines of files that appear in a watched directory.
 
-A sender writes `NAME.jsonl` beside and renames it, or adds whole lines to it: a line without its end is still being
-written and is not read before it has one, or before a file `END` says that nothing more comes.
+A sender renames a whole file to `NAME.jsonl`, or appends whole lines to it. A line without its end is still being
+written: it is read when it has an end, or when a file `END` says that nothing more comes.
 """
-
-from __future__ import annotations
 
 import os
 import time
@@ -25,7 +23,7 @@ _MARK = b"\xef\xbb\xbf"  # of the byte order, as some editors write
 
 @dataclass(frozen=True)
 class _Read:
-    """How much of a file was given."""
+    """The part of a file that was read."""
 
     lines: int = 0
     size: int = 0  # bytes
@@ -34,7 +32,7 @@ class _Read:
 class DirectoryTransport:
     def __init__(self, directory: Path):
         if not directory.is_dir():
-            raise SourceError(f"data.source.directory: {directory} is no directory: make it before the run starts")
+            raise SourceError(f"data.source.directory: {directory} is not a directory: make it before the run starts")
         self._directory = directory
         self.name = f"the directory {directory}"
         self.ended = False
@@ -53,8 +51,7 @@ class DirectoryTransport:
             if ends:
                 self.ended = True
                 return []
-            left = deadline - time.monotonic()
-            if left <= 0:
+            if (left := deadline - time.monotonic()) <= 0:
                 return []
             time.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST_LOOK)
@@ -112,7 +109,7 @@ class DirectoryTransport:
         self._files = {name: _Read(*read) for name, read in state["files"].items()}
 
     def acknowledge(self, state: dict[str, Any]) -> None:
-        """Tell the senders which files are done with, so that they may be removed."""
+        """Tell the senders which files are finished and may be removed."""
         try:
             sizes = self._sizes()
         except TransportError:
@@ -148,7 +145,7 @@ def _continues(file: BinaryIO, size: int, read: _Read) -> bool:
 
 
 def _end_last_line(path: Path) -> None:
-    """End a half line, which a power cut may have left and the next one would be glued to."""
+    """End a half line that a power cut may have left: the next line would continue it."""
     if not path.is_file() or not path.stat().st_size:
         return
     with path.open("rb+") as file:

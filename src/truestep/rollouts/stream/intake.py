@@ -1,40 +1,25 @@
-"""Messages become documents: checked, new, and each group complete before any of its documents is used."""
-
-from __future__ import annotations
+"""The conversion of messages to documents: checked, new, and used only when their group is complete."""
 
 import base64
 import hashlib
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 from truestep.rollouts.advantages import assign_advantages
 from truestep.rollouts.documents import document_line, read_document
 from truestep.rollouts.files import DataError, parse_json, readable
-from truestep.rollouts.record import BadRecord, Needs, parse_record
+from truestep.rollouts.record import BadRecord, Checks, parse_record
 from truestep.rollouts.stream.transport import Message
 from truestep.rollouts.values import describe
 from truestep.types import Rejected, Rollout
 
-_DIGEST = 8  # bytes of an id that are kept: of a million ids two are alike with a chance of 3 in 100 million
-
-
-@dataclass(frozen=True)
-class Checks:
-    """What a record must be to be trained on."""
-
-    vocabulary_size: int | None
-    default_temperature: float
-    max_tokens: int | None
-    needs: Needs
-    group_size: int | None
-    stop_at_rejected: bool = False
+_DIGEST = 8  # bytes of an id's digest: among a million ids two are alike with a chance of 3 in 100 million
 
 
 class Intake:
-    """Everything that was received and not yet taken, and the ids of all that ever was.
+    """The documents that were received and not yet taken, and the ids of all that ever were received.
 
-    Documents become ready in the order in which their groups become complete, members in the order they came.
+    Documents become ready in the order in which their groups become complete, members in the order they came in.
     """
 
     def __init__(self, checks: Checks):
@@ -49,7 +34,9 @@ class Intake:
 
     def add(self, message: Message) -> None:
         try:
-            rollout = self._parse(message)
+            if message.problem is not None:
+                raise BadRecord(message.problem)
+            rollout = parse_record(readable(parse_json(message.payload)), message.where, self._checks)
         except BadRecord as error:
             self._reject(message, error)
             if error.group_id is not None:
@@ -68,19 +55,6 @@ class Intake:
         """Close every open group: no more will come."""
         for group_id in list(self._groups):
             self._close(group_id)
-
-    def _parse(self, message: Message) -> Rollout:
-        checks = self._checks
-        if message.problem is not None:
-            raise BadRecord(message.problem)
-        return parse_record(
-            readable(parse_json(message.payload)),
-            where=message.where,
-            vocabulary_size=checks.vocabulary_size,
-            default_temperature=checks.default_temperature,
-            max_tokens=checks.max_tokens,
-            needs=checks.needs,
-        )
 
     def _reject(self, message: Message, error: BadRecord) -> None:
         if self._checks.stop_at_rejected:

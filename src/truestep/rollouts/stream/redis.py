@@ -1,10 +1,8 @@
-"""Messages on a Redis stream, read through a consumer group that belongs to one run.
+"""A transport of messages on a Redis stream, read through a consumer group that belongs to one run.
 
-The run's own place in the stream is what counts, and the group is set back to it whenever the connection is new: what
-the server handed to a process that died, or in a reply that was lost, is then given again, in the stream's order.
+The run knows its own place in the stream and sets the group back to it on every new connection. So what the server
+handed to a process that died, or in a reply that was lost, is given again in the stream's order.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -42,9 +40,9 @@ class RedisTransport:
         self._checkpointed: str | None = None  # the last one that a complete checkpoint holds
         self._joined = False
         self._pending: list[str] = []  # given and not acknowledged
-        self._end: str | None = None  # the message that said so, until it is acknowledged
-        self._gone: list[str] = []  # pending, and deleted from the stream
-        self._reported: set[str] = set()  # of those
+        self._end: str | None = None  # the message that ended the data, until it is acknowledged
+        self._deleted: list[str] = []  # pending, and deleted from the stream
+        self._reported: set[str] = set()  # those of them that were rejected
         self._outbox: deque[dict[str, Any]] = deque()
         self._check()
 
@@ -54,14 +52,14 @@ class RedisTransport:
         except RedisError as error:
             raise SourceError(f"data.source.url: {_address(self._client)} cannot be used: {error}") from error
         if kind not in ("stream", "none"):
-            raise SourceError(f"data.source.stream: {self.name} holds a {kind} and is no stream")
+            raise SourceError(f"data.source.stream: {self.name} is not a stream: it holds a {kind}")
 
     def fetch(self, count: int, seconds: float) -> list[Message]:
         try:
             self._join()
             self._send()
-            if self._gone:
-                return self._report_gone()
+            if self._deleted:
+                return self._report_deleted()
             wait = max(1, int(1000 * seconds))  # 0 would be for ever
             return self._messages(self._read(">", count, wait))
         except RedisError as error:
@@ -95,7 +93,7 @@ class RedisTransport:
     # ---- the group
 
     def _join(self) -> None:
-        """Set the group back to where this run stands, once a connection, and learn what it has pending."""
+        """Set the group back to this run's place, once for each connection, and learn what it has pending."""
         if self._joined:
             return
         position = self._position or self._place_of_group()
@@ -104,16 +102,16 @@ class RedisTransport:
         except ResponseError as error:
             if "BUSYGROUP" not in str(error):
                 raise
-            self._refuse_company()
+            self._refuse_other_consumers()
             self._client.xgroup_setid(self._stream, self._group, position)
         self._position = position
         pending = list(self._all_pending())
         self._pending = [identifier for identifier in pending if _order(identifier) <= _order(position)]
-        self._gone = [identifier for identifier in self._deleted(position) if identifier not in self._reported]
+        self._deleted = [item for item in self._find_deleted(position) if item not in self._reported]
         self._joined = True
 
     def _place_of_group(self) -> str:
-        """Find where a run without a checkpoint begins: all that was sent and never acknowledged is still to come."""
+        """Find where a run without a checkpoint begins: at the first message that was never acknowledged."""
         if not self._client.exists(self._stream):
             return "0-0"
         groups = {group["name"].decode(): group for group in self._client.xinfo_groups(self._stream)}
@@ -122,10 +120,9 @@ class RedisTransport:
         first_pending = self._client.xpending(self._stream, self._group)["min"]
         if first_pending is not None:
             return _before(first_pending.decode())
-        place: str = groups[self._group]["last-delivered-id"].decode()
-        return place
+        return str(groups[self._group]["last-delivered-id"].decode())
 
-    def _refuse_company(self) -> None:
+    def _refuse_other_consumers(self) -> None:
         for consumer in self._client.xinfo_consumers(self._stream, self._group):
             name = consumer["name"].decode()
             if name != self._consumer and consumer["pending"]:
@@ -141,18 +138,18 @@ class RedisTransport:
             yield from (entry["message_id"].decode() for entry in page)
             start = f"({page[-1]['message_id'].decode()}"
 
-    def _deleted(self, position: str) -> Iterator[str]:
-        """Find messages given to this run behind its position, never acknowledged, and no longer in the stream."""
+    def _find_deleted(self, position: str) -> Iterator[str]:
+        """Find messages after `position` that were given to this run, never acknowledged, and then deleted."""
         while entries := self._read(position, _PAGE):
             yield from (identifier for identifier, fields in entries if not fields)
             position = entries[-1][0]
 
-    def _report_gone(self) -> list[Message]:
-        gone, self._gone = self._gone, []
-        self._reported.update(gone)
-        self._pending += gone
+    def _report_deleted(self) -> list[Message]:
+        deleted, self._deleted = self._deleted, []
+        self._reported.update(deleted)
+        self._pending += deleted
         problem = "it was deleted from the stream before it was trained on"
-        return [self._message(identifier, b"", problem) for identifier in gone]
+        return [self._message(identifier, b"", problem) for identifier in deleted]
 
     # ---- word to the senders
 
@@ -203,10 +200,8 @@ class RedisTransport:
         except RedisError as error:
             return str(error)
         if self._position is not None and _order(last) < _order(self._position):
-            return (
-                f"the last message of the stream is {last}, and this run has read up to {self._position}: it was made "
-                "anew, or the server's clock was set back"
-            )
+            read = f"this run has read up to {self._position}"
+            return f"the stream ends at {last} and {read}: it was made anew, or the server's clock was set back"
         return None
 
     def close(self) -> None:

@@ -1,10 +1,8 @@
-"""A source of documents that others send: each of them is trained on once, whatever dies and starts again.
+"""A source of documents that others send: each is trained on once, whatever dies and starts again.
 
-A checkpoint holds where the transport stands and every document that came before that place and was not yet taken. Only
-when it is complete are the messages up to there acknowledged; what came behind it is given again after a restart.
+A checkpoint holds the transport's place and every document that came before that place and was not yet taken. Messages
+are acknowledged when the checkpoint that holds them is complete; later ones are given again after a restart.
 """
-
-from __future__ import annotations
 
 import time
 from collections.abc import Callable
@@ -12,8 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from truestep.rollouts.record import Checks
 from truestep.rollouts.source import Interrupted, SourceError, never, refuse_other_kind
-from truestep.rollouts.stream.intake import Checks, Intake
+from truestep.rollouts.stream.intake import Intake
 from truestep.rollouts.stream.transport import Transport, TransportError
 from truestep.types import Rejected, Rollout
 
@@ -22,7 +21,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds between attempts to reach wh
 
 
 class StreamSource:
-    """Documents in the order in which they became usable, which is the one that the ledger logs."""
+    """Documents in the order in which they became usable; the ledger logs this order."""
 
     plans_ahead = False  # more documents may only be sent when a step's weights are out
 
@@ -38,7 +37,7 @@ class StreamSource:
         self._announced_step: int | None = None
 
     def peek(self, count: int) -> list[Rollout]:
-        """Wait for the next `count` documents; fewer are the end that the sender announced."""
+        """Wait for the next `count` documents; there are fewer only where the sender has announced the end."""
         self._wait_for(count)
         return list(islice(self._intake.ready, count))
 
@@ -116,14 +115,8 @@ class StreamSource:
             self._places = {seen: place for seen, place in self._places.items() if seen >= held}
         if step != self._announced_step:
             self._announced_step = step
-            self._transport.announce(
-                {
-                    "event": "weights_ready",
-                    "step": step,
-                    "documents_seen": documents_seen,
-                    "path": str(checkpoint.resolve()),
-                }
-            )
+            event = {"event": "weights_ready", "step": step, "documents_seen": documents_seen}
+            self._transport.announce(event | {"path": str(checkpoint.resolve())})
 
     def close(self, finished: bool) -> None:
         if finished:

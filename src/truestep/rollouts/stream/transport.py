@@ -1,6 +1,4 @@
-"""What a stream needs of whatever carries its messages: an order, a place in it, and word back to the senders."""
-
-from __future__ import annotations
+"""The interface of whatever carries a stream's messages: an order, a place in it, and events for the senders."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,14 +7,14 @@ from truestep.errors import TruestepError
 
 
 class TransportError(TruestepError):
-    """Nothing can be read now. It may pass, so whoever asked tries again for a while."""
+    """An error that may pass: nothing can be read now, so the caller tries again for a while."""
 
 
 @dataclass(frozen=True)
 class Message:
     """One record as it was sent."""
 
-    where: str  # the id of a record without one: the same however often the message is read
+    where: str  # the default id of its record: the same however often the message is read
     file: str
     line: int
     payload: bytes
@@ -28,8 +26,8 @@ class Transport(Protocol):
     ended: bool  # the sender has said that nothing more comes, and all that did was fetched
 
     def fetch(self, count: int, seconds: float) -> list[Message]:
-        """Give at most `count` messages, the next in order, each of them once; [] where none came within `seconds`.
-        `TransportError` where it cannot be known."""
+        """Give the next messages in order, at most `count` and each once; [] where none came within `seconds`. Where
+        nothing can be read, raise a `TransportError`."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -41,7 +39,7 @@ class Transport(Protocol):
         ...
 
     def acknowledge(self, state: dict[str, Any]) -> None:
-        """Say that the messages of `state` need never be given again; where that cannot be said now, later."""
+        """Tell the carrier, now or as soon as it can be reached, that the messages of `state` are done with."""
         ...
 
     def announce(self, event: dict[str, Any]) -> None:
@@ -49,7 +47,7 @@ class Transport(Protocol):
         ...
 
     def hint(self) -> str | None:
-        """Guess what is the matter where nothing comes."""
+        """Guess why nothing comes."""
         ...
 
     def close(self) -> None: ...

@@ -5,8 +5,6 @@ A group is started only if it could still be trained on: with nothing going wron
 once the servers have its weights: synchronous training is the same machinery with nothing ahead.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import deque

@@ -1,7 +1,5 @@
 """Checks that an answer must pass before any of it may become a document, whatever kind of server gave it."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Checks of a server before the first weights are sent: is it the trainer's model, and is its room enough?"""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from truestep.environments.prompts import Prompt

@@ -1,7 +1,5 @@
 """Errors of servers, by what is done about them."""
 
-from __future__ import annotations
-
 from truestep.errors import TruestepError
 
 

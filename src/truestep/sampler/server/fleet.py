@@ -4,8 +4,6 @@ An answer counts only once a probe that began after it has shown that its server
 (`confirm`): a server that was restarted in between serves the weights it was started with, and says nothing of it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time
@@ -46,7 +44,7 @@ class Server:
     epoch: int = 0  # counts events after which nobody knows the version of completions that were under way
     in_flight: int = 0  # completions
     served: int = 0  # completions
-    unconfirmed: list[Answer] = field(default_factory=list)
+    unconfirmed: list["Answer"] = field(default_factory=list)
     lost_at: float | None = None  # on the loop's clock; None: it is not lost
     trouble: str = ""  # the last one
     attempts: int = 0  # to bring it back

@@ -1,7 +1,5 @@
 """Make groups: ask for completions of a prompt, have them rated, and ask again for what cannot be used."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence

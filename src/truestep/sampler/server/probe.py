@@ -7,8 +7,6 @@ was not emptied is used. What is compared is the distribution of the next token,
 Dimensions: P prompts, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A class that implements `InferenceServer` is all that another kind of server takes: name it in `sampler.protocol`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rollouts from inference servers: the trainer's side. Only the trainer's own thread touches the policy."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

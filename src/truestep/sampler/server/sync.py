@@ -1,7 +1,5 @@
 """Write new weights to a fresh directory, from which paused servers load them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

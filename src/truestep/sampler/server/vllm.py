@@ -1,7 +1,5 @@
 """A vLLM server: all that the trainer knows of vLLM's paths, bodies, status codes and oddities."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,7 @@
 """One optimizer step's loss, metrics and gradients in float64, as docs/contract.md, sections 3 to 9, define them.
 
-It shares nothing with the code that trains. No packing, no chunks, no ranks: a loop over documents and a loop over
-their labels. Every label has one loss term and one weight; the loss is the sum of weight * term. The gradient is
+It shares nothing with the code that trains and has no packing, no chunks and no ranks: it loops over documents and
+over their labels. Every label has one loss term and one weight; the loss is the sum of weight * term. The gradient is
 autograd's on that sum. Where the contract is silent, the oracle decides; each such place says "Decision".
 
 Symbols: D documents of the step (those without labels too), N labels of the step, N_d labels of document d,

@@ -19,18 +19,17 @@ KNOWN_OPTIONS = {
 
 
 class CustomTerms(Protocol):
-    """A user's loss, by its own formula. The gradient is still autograd's, and not the slope that the user gives."""
+    """A user's loss, by its own formula. The gradient is autograd's, and not the slope that the user gives."""
 
     whole_documents: bool
     bounds: tuple[float, float] | None
 
     def losses(self, document: Document, labels: list[LabelValues]) -> list[Tensor]:
-        """l_t of every label of one document, on the autograd graph."""
-        ...
+        """Compute l_t of every label of one document, on the autograd graph."""
 
 
 def complete_loss_config(options: dict[str, Any]) -> dict[str, Any]:
-    """The options with their defaults; refuses what the oracle does not compute."""
+    """Fill the options up with their defaults, and refuse what the oracle does not compute."""
     kind, custom = options["type"], options.get("custom")
     if kind not in LOSS_TYPES and custom is None:
         raise ValueError(f"loss.type: {kind}")
@@ -49,8 +48,7 @@ def complete_loss_config(options: dict[str, Any]) -> dict[str, Any]:
         "entropy_bonus": 0.0,
         "z_loss": 0.0,
     }
-    given = {name: value for name, value in options.items() if value is not None}
-    complete = {**defaults, **given}
+    complete = {**defaults, **{name: value for name, value in options.items() if value is not None}}
     complete["whole_documents"] = kind == "gspo" or (custom is not None and custom.whole_documents)
     complete["bounds"] = None if custom is None else custom.bounds
     if kind in DEFAULT_EPSILONS:
@@ -61,7 +59,7 @@ def complete_loss_config(options: dict[str, Any]) -> dict[str, Any]:
 def loss_terms(
     documents: list[Document], values: list[list[LabelValues]], loss_config: dict[str, Any]
 ) -> list[tuple[str, Tensor]]:
-    """(name of the contribution, weight * term) for every label, with all divisions done; the loss is their sum."""
+    """List (name of the contribution, weight * term) for every label, all divisions done; the loss is their sum."""
     num_documents = len(documents)
     num_labels = sum(len(document.positions) for document in documents)
     terms = []
@@ -88,7 +86,7 @@ def loss_terms(
 
 
 def label_losses(document: Document, labels: list[LabelValues], loss_config: dict[str, Any]) -> list[Tensor]:
-    """l_t of every label of one document."""
+    """Compute l_t of every label of one document."""
     kind = loss_config["type"]
     if not labels:
         return []
@@ -113,7 +111,7 @@ def label_losses(document: Document, labels: list[LabelValues], loss_config: dic
         if kind == "grpo":
             losses.append(clipped_loss(ratio, advantage, loss_config))
         elif kind == "reinforce":
-            weight = ratio.item()  # a number: sg()
+            weight = ratio.item()  # a number, which has no gradient: sg()
             if loss_config["ratio_cap"] is not None:
                 weight = min(weight, loss_config["ratio_cap"])
             losses.append(-weight * advantage * label.logprob)
@@ -125,7 +123,7 @@ def label_losses(document: Document, labels: list[LabelValues], loss_config: dic
 
 
 def clipped_loss(ratio: Tensor, advantage: float, loss_config: dict[str, Any]) -> Tensor:
-    """-min(rho A, clip(rho) A), then for A < 0 min(that, -c A), case by case.
+    """Compute -min(rho A, clip(rho) A), then for A < 0 min(that, -c A), case by case.
 
     The minimum picks the clipped product, a constant, only above the upper bound when A > 0 and only below the lower
     bound when A < 0. Everywhere else, and so exactly on a bound, it is rho A with its gradient.
@@ -149,7 +147,7 @@ def clip_bounds(loss_config: dict[str, Any]) -> tuple[float, float]:
 
 
 def float32(value: float) -> float:
-    """The nearest float32: what "exactly on a bound" is decided in."""
+    """Round to the nearest float32, in which "exactly on a bound" is decided."""
     return torch.tensor(value, dtype=torch.float32).item()
 
 

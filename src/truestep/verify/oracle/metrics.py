@@ -18,7 +18,7 @@ def step_metrics(
     loss_config: dict[str, Any],
     documents_seen_before_step: int,
 ) -> dict[str, Metric]:
-    """Level `full` without percentiles, times and the gradient norm. A metric without input is absent."""
+    """Compute level `full` without percentiles, times and the gradient norm. A metric without input is absent."""
     metrics: dict[str, Metric] = {"loss": value_and_scale(terms)}
     for name in ("policy_loss", "entropy_bonus", "z_loss"):
         contribution = [term for term in terms if term[0] == name]
@@ -32,7 +32,7 @@ def step_metrics(
     ]:
         metrics[name] = (float(count), float(count))
 
-    # Per document a list over its labels; only documents that have labels and the input.
+    # A list over its labels for each document that has labels and the input.
     logprobs, entropies, old_logprobs, advantages = [], [], [], []
     ratios: list[list[float]] = []
     staleness: list[list[float]] = []
@@ -67,7 +67,7 @@ def step_metrics(
 
 
 def ratio_metrics(ratios: list[list[float]], bounds: tuple[float, float] | None) -> dict[str, Metric]:
-    """What is made of the ratios of every document's labels."""
+    """Compute the metrics of the ratios of every document's labels."""
     metrics = document_mean("ratio_new_old", ratios)
     # Decision: the scale of this one counts the three parts of rho - log rho - 1, which cancel to 0 near rho = 1.
     metrics.update(
@@ -98,7 +98,7 @@ def ratio_metrics(ratios: list[list[float]], bounds: tuple[float, float] | None)
 
 
 def metric_ratios(document: Document, labels: list[LabelValues], whole_documents: bool) -> list[float] | None:
-    """The raw ratio of every label: rho, or R_d again and again for a loss of documents. None without old log-probs."""
+    """Compute the raw ratio of every label, R_d for a loss of whole documents and else rho; None without log-probs."""
     if document.old_logprobs is None:
         return None
     log_ratios = [label.logprob.item() - old for label, old in zip(labels, document.old_logprobs, strict=True)]
@@ -114,7 +114,7 @@ def document_mean(
     value: Callable[[float], float] = float,
     scale: Callable[[float], float] = abs,
 ) -> dict[str, Metric]:
-    """The mean over the documents of each document's mean over its labels; nothing if there is no document."""
+    """Compute the mean over documents of each one's mean over its labels; nothing if there is no document."""
     if not documents:
         return {}
     means = [sum(value(item) for item in document) / len(document) for document in documents]

@@ -9,7 +9,7 @@ Record = dict[str, Any]
 
 @dataclass
 class Document:
-    """One record, reduced to what the step needs. The lists are over the document's labels; None where absent."""
+    """One record, reduced to what the step needs. Its lists are over the document's labels; None where absent."""
 
     id: str | None
     input_ids: list[int]
@@ -26,7 +26,7 @@ def read_documents(records: list[Record], data_config: dict[str, Any]) -> list[D
     kind = data_config.get("advantages", "none")
     if kind != "none":
         for record, document in zip(records, documents, strict=True):
-            # If both are there `advantage` wins.
+            # Where a record has both, `advantage` counts.
             if document.advantages is None and document.reward is not None:
                 rewards = group_rewards(records, record["group_id"], data_config.get("group_size"))
                 advantage = advantage_from_rewards(document.reward, rewards, kind)
@@ -43,17 +43,9 @@ def read_document(record: Record, default_temperature: float) -> Document:
     if 0 in positions:
         raise ValueError(f"{record.get('id')}: position 0 is never a label")
 
-    advantages = None
-    if record.get("advantage") is not None:
-        advantages = on_labels(record["advantage"], positions, len(input_ids))
-    versions = None
-    if record.get("model_version") is not None:
-        versions = on_labels(record["model_version"], positions, len(input_ids))
-    old_logprobs = None
-    if record.get("logprobs") is not None:
-        old_logprobs = on_labels(record["logprobs"], positions, len(input_ids))
-        if not all(math.isfinite(value) and value <= 0.0 for value in old_logprobs):
-            raise ValueError(f"{record.get('id')}: a log-prob of a label is not finite or positive")
+    old_logprobs = on_labels(record.get("logprobs"), positions, len(input_ids))
+    if not all(math.isfinite(value) and value <= 0.0 for value in old_logprobs or []):
+        raise ValueError(f"{record.get('id')}: a log-prob of a label is not finite or positive")
 
     temperature = record.get("temperature")
     return Document(
@@ -62,18 +54,20 @@ def read_document(record: Record, default_temperature: float) -> Document:
         positions=positions,
         temperature=default_temperature if temperature is None else temperature,
         old_logprobs=old_logprobs,
-        advantages=advantages,
-        versions=versions,
+        advantages=on_labels(record.get("advantage"), positions, len(input_ids)),
+        versions=on_labels(record.get("model_version"), positions, len(input_ids)),
         reward=record.get("reward"),
     )
 
 
-def on_labels(value: Any, positions: list[int], length: int) -> list[Any]:
-    """A field that is one value, one per token or one per label, as one per label.
+def on_labels(value: Any, positions: list[int], length: int) -> list[Any] | None:
+    """Spread a field that is one value, one per token or one per label over the labels; None where it is absent.
 
     The two lists cannot be confused: position 0 is no label, so there are fewer labels than tokens.
     Decision: model_version's list has the same two lengths as that of logprobs.
     """
+    if value is None:
+        return None
     if not isinstance(value, list):
         return [value for _ in positions]
     if len(value) == length:
@@ -84,18 +78,16 @@ def on_labels(value: Any, positions: list[int], length: int) -> list[Any]:
 
 
 def group_rewards(records: list[Record], group_id: str, group_size: int | None) -> list[float]:
-    """Decision: a group is all records of the step with its group_id and a reward."""
-    rewards = []
-    for record in records:
-        if record.get("group_id") == group_id and record.get("reward") is not None:
-            rewards.append(record["reward"])
+    """Collect the rewards of a group. Decision: it is all records of the step with its group_id and a reward."""
+    group = [record for record in records if record.get("group_id") == group_id]
+    rewards = [record["reward"] for record in group if record.get("reward") is not None]
     if group_size is not None and len(rewards) > group_size:
         raise ValueError(f"group {group_id} has {len(rewards)} records, more than group_size {group_size}")
     return rewards
 
 
 def advantage_from_rewards(reward: float, rewards: list[float], kind: str) -> float:
-    """`rewards` are those of the whole group, this one among them."""
+    """Compute the advantage of one record; `rewards` are those of the whole group, its own among them."""
     count = len(rewards)
     if count == 1:
         return 0.0

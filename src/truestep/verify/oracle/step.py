@@ -24,13 +24,9 @@ class OracleResult:
 
 
 def oracle_step(
-    model: Model,
-    records: list[Record],
-    config: dict[str, Any],
-    *,
-    documents_seen_before_step: int = 0,
+    model: Model, records: list[Record], config: dict[str, Any], *, documents_seen_before_step: int = 0
 ) -> OracleResult:
-    """All of `records` as one step. `config` has the sections of the YAML file (docs/contract.md, section 10)."""
+    """Compute all of `records` as one step. `config` has the sections of the YAML file (contract, section 10)."""
     loss_config = complete_loss_config(config["loss"])
     documents = read_documents(records, config.get("data", {}))
     values = [label_values(model, document) for document in documents]
@@ -39,9 +35,8 @@ def oracle_step(
     total = sum_terms(terms)
     gradients = differentiate(total, model.parameters)
     if loss_config["gradient_divisor"] == "deepspeed":
-        # The gradient once more by D; the reported loss stays.
-        for name in gradients:
-            gradients[name] = gradients[name] / len(documents)
+        # The gradient is divided once more by D; the reported loss stays.
+        gradients = {name: gradient / len(documents) for name, gradient in gradients.items()}
     grad_norm = math.sqrt(sum(float((gradient * gradient).sum()) for gradient in gradients.values()))
 
     loss, loss_scale = value_and_scale(terms)
@@ -62,17 +57,14 @@ def oracle_step(
 
 
 def oracle_logprobs(model: Model, records: list[Record], default_temperature: float = 1.0) -> list[list[float]]:
-    """The model's log-probs of every record's labels."""
-    result = []
+    """Compute the model's log-probs of every record's labels."""
     with torch.no_grad():
-        for record in records:
-            document = read_document(record, default_temperature)
-            result.append([label.logprob.item() for label in label_values(model, document)])
-    return result
+        values = [label_values(model, read_document(record, default_temperature)) for record in records]
+    return [[label.logprob.item() for label in labels] for labels in values]
 
 
 def differentiate(total: Tensor, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    if not total.requires_grad:  # no label, or every one clipped
+    if not total.requires_grad:  # there is no label, or every label is clipped
         return {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     leaves = list(parameters.values())
     # The graph is kept for a model that gives the same logits to several losses.

@@ -1,4 +1,4 @@
-"""What a float64 model says of each label: docs/contract.md, section 5."""
+"""The values that a float64 model gives each label: docs/contract.md, section 5."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,13 +15,12 @@ class Model(Protocol):
     parameters: dict[str, Tensor]  # leaves that autograd differentiates, a tied tensor once
 
     def logits(self, input_ids: list[int], temperature: float = 1.0) -> Tensor:  # [T, V]
-        """softcap(h Wᵀ) · logits_scale / temperature"""
-        ...
+        """Compute softcap(h Wᵀ) · logits_scale / temperature."""
 
 
 @dataclass
 class LabelValues:
-    """What the model says about one label: scalars on the autograd graph."""
+    """The model's values of one label: scalars on the autograd graph."""
 
     logprob: Tensor
     entropy: Tensor

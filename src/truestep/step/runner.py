@@ -1,13 +1,11 @@
-"""One plan through the model: sums over micro-batches, one gradient, and the update.
+"""The computation of one plan: its metrics, summed over micro-batches and ranks, and its whole gradient.
 
 Dimensions: S tokens of the micro-batch, T its labels, D its documents.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from truestep.policy.weights.protocol import Weights
 from truestep.ranks.axes import WEIGHT_PARTS
 from truestep.ranks.group import Ranks
 from truestep.rollouts.packing import pack
-from truestep.step.dealing import Deal, MicroBatch
+from truestep.step.label_shares import LabelShare, MicroBatch
 from truestep.step.passes import Passes
 from truestep.types import Coefficients, DocumentScore, RowStatistics, StepPlan, StepTotals
 
@@ -31,20 +29,20 @@ _COUNTS = ("num_documents", "num_labels", "num_tokens", "num_micro_batches")
 
 @dataclass(frozen=True)
 class Accumulated:
-    """What a plan's micro-batches added up to. The gradient itself is in the policy's float32 buffers."""
+    """The sums over a plan's micro-batches and all ranks. The gradient itself is in the policy's float32 buffers."""
 
     metrics: dict[str, Metric]
     scores: tuple[DocumentScore, ...]  # in the plan's order
 
     def line(self) -> dict[str, Any]:
-        """The metrics as they are logged: counts are whole numbers."""
+        """Read the metrics as they are logged: counts are whole numbers."""
         line: dict[str, Any] = values(self.metrics)
         return line | {name: int(line[name]) for name in _COUNTS}
 
 
 @dataclass(frozen=True)
-class _Mine:
-    """What this rank's micro-batches added up to."""
+class _RankSums:
+    """The sums over this rank's own micro-batches."""
 
     metrics: dict[str, Metric]
     scores: dict[int, DocumentScore]  # by place in the plan
@@ -66,7 +64,7 @@ class StepRunner:
 
     @property
     def reports_metrics(self) -> bool:
-        """True on the one rank of a micro-batch that reports: of the last stage, the first context and tensor rank."""
+        """True on the one rank of a micro-batch that reports: last stage, first context and tensor rank."""
         ranks, pipeline = self._ranks, self.policy.pipeline
         return ranks.stage == pipeline.rank_of(pipeline.last) and ranks.first_of_stage
 
@@ -76,45 +74,33 @@ class StepRunner:
         return math.lcm(self.pad_to_multiple, self._ranks.token_share)
 
     def accumulate(
-        self,
-        plan: StepPlan,
-        *,
-        backward: bool = True,
-        beside: Mapping[str, Metric] | None = None,
+        self, plan: StepPlan, *, backward: bool = True, extra_metrics: Mapping[str, Metric] | None = None
     ) -> Accumulated:
-        """The plan's metrics over all ranks, and with `backward` its whole gradient. `beside`: this rank's own metrics,
-        to be reduced with the rest. Every rank that computes holds a part of the weights, so all run every pass."""
-        mine, counts, passes = self._accumulate(plan, backward)
-        parts = self._ranks.gather((on_host(mine.metrics | dict(beside or {})), mine.scores))
+        """Reduce the plan's metrics and this rank's `extra_metrics` over all ranks; with `backward`, compute its whole
+        gradient. Each rank has a part of the weights, so all run every pass."""
+        sums, passes = self._accumulate(plan, backward)
+        parts = self._ranks.gather((on_host(sums.metrics | dict(extra_metrics or {})), sums.scores))
         passes.settle()
-        metrics: dict[str, Metric] = dict(counts)
+        metrics = _counts(plan)
         for part, _ in parts:
             metrics = merge(metrics, part)
         scores = {index: score for _, part in parts for index, score in part.items()}
         return Accumulated(metrics, tuple(scores[index] for index in sorted(scores)))
 
-    def _accumulate(self, plan: StepPlan, backward: bool) -> tuple[_Mine, dict[str, Metric], Passes]:
-        totals, weights = plan.totals, self.policy.weights
+    def _accumulate(self, plan: StepPlan, backward: bool) -> tuple[_RankSums, Passes]:
         if plan.ranks != self._ranks.data:
             raise ValueError(f"a plan for {plan.ranks} ranks on {self._ranks.data}")
-        counts: dict[str, Metric] = {
-            "loss": Sum(0.0),
-            "num_documents": Sum(float(totals.num_documents)),
-            "num_labels": Sum(float(totals.num_labels)),
-            "num_tokens": Sum(float(totals.num_tokens)),
-            "num_micro_batches": Sum(float(len(plan.micro_batches) // plan.ranks)),
-        }
-        mine = _Mine({}, {})
+        sums = _RankSums({}, {})
         if backward:
-            weights.zero_gradients()
+            self.policy.weights.zero_gradients()
         micro_batches = plan.of_rank(self._ranks.data_rank)
         # Where no rank has a label there is nothing to predict and nothing to differentiate.
         computed = [number for number in range(len(micro_batches)) if _any_label(plan, plan.at_once(number))]
 
         def head(micro_batch: MicroBatch, rows: torch.Tensor) -> torch.Tensor | None:
-            statistics, gradient = self._head(micro_batch, totals, rows, backward)
+            statistics, gradient = self._head(micro_batch, plan.totals, rows, backward)
             if self.reports_metrics:
-                self._measure(mine, micro_batch, plan, statistics)
+                self._measure(sums, micro_batch, plan, statistics)
             return gradient
 
         passes = Passes(
@@ -130,82 +116,75 @@ class StepRunner:
             for number, members in enumerate(micro_batches):
                 if members and number not in computed:
                     nothing = torch.zeros(0, device=self.policy.device)
-                    self._measure(mine, self._pack(plan, members), plan, RowStatistics(nothing, nothing, nothing))
+                    self._measure(sums, self._pack(plan, members), plan, RowStatistics(nothing, nothing, nothing))
         if backward:
-            weights.reduce()
-        return mine, counts, passes
+            self.policy.weights.reduce()
+        return sums, passes
 
     def _pack(self, plan: StepPlan, members: tuple[int, ...]) -> MicroBatch:
         """Pack a micro-batch of the plan, and move it to this rank's device."""
         documents = [plan.documents[index] for index in members]
         packed = pack(documents, self._multiple)
-        deal = Deal.of(packed, self.policy.context)
+        share = LabelShare.of(packed, self.policy.context)
         counts = tuple(document.num_labels for document in documents)
         packed = packed.to(self.policy.device)
         label_counts = packed.labels.num_labels[packed.labels.document]
         weight = self.objective.denominator.label_weights(label_counts, plan.totals)
-        return MicroBatch(members, counts, packed.tokens, packed.labels, weight, deal)
+        return MicroBatch(members, counts, packed.tokens, packed.labels, weight, share)
 
-    def _measure(self, mine: _Mine, micro_batch: MicroBatch, plan: StepPlan, statistics: RowStatistics) -> None:
-        """Add a micro-batch's metrics, and scores where they are kept."""
+    def _measure(self, sums: _RankSums, micro_batch: MicroBatch, plan: StepPlan, statistics: RowStatistics) -> None:
+        """Add a micro-batch's metrics to the rank's, and its scores where they are kept."""
         labels = micro_batch.score(slice(None), statistics)
         facts = StepFacts(self.objective, plan.documents_seen)
         measured = measure_labels(labels, facts, self.metrics_level, self.custom_metrics)
-        mine.metrics.update(merge(mine.metrics, measured))
+        sums.metrics.update(merge(sums.metrics, measured))
         if self.keep_scores:
-            mine.scores.update(_scores(micro_batch, plan, statistics))
+            sums.scores.update(_scores(micro_batch, plan, statistics))
 
     def _head(
         self, micro_batch: MicroBatch, totals: StepTotals, rows: torch.Tensor, backward: bool
     ) -> tuple[RowStatistics, torch.Tensor | None]:
-        """The statistics of all the micro-batch's labels, and the gradient of the hidden states that predict this
-        rank's, [T, H]."""
-        with self.policy.weights.head(self.policy.model) as (weight, weight_gradient):
-            statistics, gradient = self._loss(micro_batch, totals, rows.detach(), weight, weight_gradient, backward)
-        return micro_batch.deal.gather(statistics), gradient
-
-    @torch.no_grad()
-    def _loss(
-        self,
-        micro_batch: MicroBatch,
-        totals: StepTotals,
-        rows: torch.Tensor,
-        weight: torch.Tensor,
-        weight_gradient: torch.Tensor | None,
-        backward: bool,
-    ) -> tuple[RowStatistics, torch.Tensor | None]:
-        deal = micro_batch.deal
-        own, shard = micro_batch.labels[deal.mine], self.policy.vocabulary_shard
-        head = HeadRows(rows, weight, own.ids, own.temperature, self.policy.head, shard)
-        if not backward:
-            return chunked.forward(head), None
+        """Compute the statistics of all the micro-batch's labels, and the gradient [T, H] of the hidden states that
+        predict this rank's share."""
+        share, objective = micro_batch.share, self.objective
 
         def loss(chunk: slice, statistics: RowStatistics) -> Coefficients:
-            among_all = slice(deal.mine.start + chunk.start, deal.mine.start + chunk.stop)
-            return self.objective.coefficients(micro_batch.score(among_all, statistics), totals)
+            among_all = slice(share.own.start + chunk.start, share.own.start + chunk.stop)
+            return objective.coefficients(micro_batch.score(among_all, statistics), totals)
 
-        def of_shared(rows: torch.Tensor, statistics: RowStatistics) -> Coefficients:
-            assert deal.context is not None
-            labels = micro_batch.score(deal.mine.start + rows, statistics, deal.context.sum)
-            return self.objective.coefficients(labels, totals)
+        def shared_loss(rows: torch.Tensor, statistics: RowStatistics) -> Coefficients:
+            assert share.context is not None
+            labels = micro_batch.score(share.own.start + rows, statistics, share.context.sum)
+            return objective.coefficients(labels, totals)
 
-        pieces = deal.pieces(micro_batch.label_counts) if self.objective.whole_documents else None
-        result = chunked.forward_backward(
-            head,
-            loss,
-            weight_gradient=weight_gradient,
-            document_labels=None if pieces is None else pieces.whole,
-            shared=SharedDocuments(pieces.lead, pieces.tail, of_shared) if pieces and deal.context else None,
-        )
-        return result.statistics, result.hidden_gradient
+        labels, shard = micro_batch.labels[share.own], self.policy.vocabulary_shard
+        pieces = share.pieces(micro_batch.label_counts) if objective.whole_documents else None
+        with self.policy.weights.head(self.policy.model) as (weight, weight_gradient), torch.no_grad():
+            head = HeadRows(rows.detach(), weight, labels.ids, labels.temperature, self.policy.head, shard)
+            if not backward:
+                return share.gather(chunked.forward(head)), None
+            result = chunked.forward_backward(
+                head,
+                loss,
+                weight_gradient=weight_gradient,
+                document_labels=None if pieces is None else pieces.whole,
+                shared=SharedDocuments(pieces.lead, pieces.tail, shared_loss) if pieces and share.context else None,
+            )
+        return share.gather(result.statistics), result.hidden_gradient
+
+
+def _counts(plan: StepPlan) -> dict[str, Metric]:
+    micro_batches = len(plan.micro_batches) // plan.ranks
+    counts = {"loss": 0, **asdict(plan.totals), "num_micro_batches": micro_batches}
+    return {name: Sum(float(count)) for name, count in counts.items()}
 
 
 def _scores(micro_batch: MicroBatch, plan: StepPlan, statistics: RowStatistics) -> dict[int, DocumentScore]:
     logprobs = statistics.logprobs.cpu().split(micro_batch.label_counts)
     entropy = statistics.entropy.cpu().split(micro_batch.label_counts)
     return {
-        index: DocumentScore(plan.documents[index].id, logprobs[at].numpy(), entropy[at].numpy())
-        for at, index in enumerate(micro_batch.members)
+        index: DocumentScore(plan.documents[index].id, document_logprobs.numpy(), document_entropy.numpy())
+        for index, document_logprobs, document_entropy in zip(micro_batch.members, logprobs, entropy, strict=True)
     }
 
 
@@ -215,7 +194,7 @@ def _any_label(plan: StepPlan, micro_batches: Sequence[Sequence[int]]) -> bool:
 
 @torch.no_grad()
 def gradient_norm(weights: Weights) -> float:
-    """Over all gradients, every weight once, after `gradient_divisor` and before clipping."""
+    """Compute the norm over all gradients, every weight once, after `gradient_divisor` and before clipping."""
     ranks = weights.ranks
     # In float64: a float32 sum of the squares of a large tensor, one after another as a CPU adds, is off by percents.
     norms = [

@@ -1,11 +1,8 @@
-"""`truestep parity`: rollouts from files, or sampled; the gap; its causes, the likeliest first."""
-
-from __future__ import annotations
+"""The gap between the sampler's log-probs and the trainer's, over rollouts of files or of a sampler, and its causes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,10 +19,10 @@ from truestep.ranks.group import ALONE, world_size
 from truestep.run_directory import RunDirectory
 from truestep.types import Rollout
 
-# Mean |log-ratio| that rounding alone gives, of two engines that compute the same thing in the same type.
+# The mean |log-ratio| that rounding alone gives between two engines that compute the same thing in the same type.
 NOISE = {"float32": 1e-4, "bfloat16": 2e-2}
-_EXPLAINS = 0.3  # of the gap: less is a coincidence
-_NAMED = 0.5  # of a gap as small as rounding's
+_EXPLAINS = 0.3  # a cause that explains a smaller share of the gap is a coincidence
+_NAMED = 0.5  # a gap as small as rounding's has a cause if that explains more than this share of it
 _NOTHING = 1e-5
 
 
@@ -50,33 +47,29 @@ class Parity:
     documents: int
     labels: int
     base: Tried
-    tried: list[Tried]  # one for each cause, its best switch; what leaves the least gap first
+    tried: list[Tried]  # the best switch of each cause; the one that leaves the least gap comes first
     worst: Token
     noise: float
-    positions: np.ndarray  # [T] of each label among its document's labels, from 0
+    positions: np.ndarray  # [T] each label's place among its document's labels, from 0
 
     @property
     def fine(self) -> bool:
-        """No more than rounding, and none of it has a name."""
+        """True where the gap is no more than rounding, and no cause explains it."""
         named = any(self.explained(tried) > _NAMED for tried in self.tried)
         return self.base.gap <= self.noise and not (named and self.base.gap > _NOTHING)
 
     def explained(self, tried: Tried) -> float:
-        """The share of the gap that is gone."""
+        """Compute the share of the gap that this switch removes."""
         return 1 - tried.gap / self.base.gap if self.base.gap else 0.0
 
     @property
     def verdict(self) -> str:
+        gap = f"mean gap of {self.base.gap:.1e}"
         if self.fine:
-            return (
-                f"the log-probs agree: the mean gap of {self.base.gap:.1e} is that of rounding (up to {self.noise:g})"
-            )
+            return f"the log-probs agree: the {gap} is that of rounding (up to {self.noise:g})"
         best = self.tried[0] if self.tried else None
         if best is None or self.explained(best) < _EXPLAINS:
-            return (
-                f"a mean gap of {self.base.gap:.1e} that no single cause explains: look at the worst token, and for a "
-                "mixture of causes"
-            )
+            return f"a {gap} that no single cause explains: look at the worst token, and for a mixture of causes"
         return f"{best.cause} ({best.switch}) explains {self.explained(best):.0%} of the gap: {best.advice}"
 
 
@@ -84,14 +77,14 @@ def parity(config: Config, *, documents: int = 64, older: Sequence[Path] = ()) -
     if world_size() > 1:
         raise ParityError("parity runs on one process: start it without torchrun")
     if isinstance(config.sampler, ServerSampler):
-        server_maker(config.sampler)  # what can be wrong without the model
+        server_maker(config.sampler)  # finds what is wrong with the options before the model is loaded
     run = RunDirectory(Path(config.checkpoint.directory)) if config.checkpoint.directory else None
     checkpoints = [] if run is None else CheckpointStore(run.checkpoints, keep=1).complete()
     policy = make_policy(config, ALONE, None if not checkpoints else str(checkpoints[-1]))
-    # Besides what is asked for: the run's checkpoints before its last, and what it began with.
-    before = [*older, *reversed(checkpoints[:-1]), *([Path(config.model.path)] if checkpoints else [])]
+    # Stale weights may also be those of the run's checkpoints before its last, or those that it began with.
+    stale = [*older, *reversed(checkpoints[:-1]), *([Path(config.model.path)] if checkpoints else [])]
     chosen = _documents(config, policy, documents)
-    trial = Trial(config, policy, chosen, before)
+    trial = Trial(config, policy, chosen, stale)
     best: dict[str, Tried] = {}
     for tried in trial.all():
         if tried.cause not in best or tried.gap < best[tried.cause].gap:
@@ -116,45 +109,18 @@ def _documents(config: Config, policy: Policy, count: int) -> list[Rollout]:
         return sampled
     if config.data.path is None:
         raise ParityError("parity needs rollouts with the sampler's log-probs (data.path), or a sampler to ask")
-    known = read_documents(config, policy.vocabulary_size).rollouts
-    chosen = [document for document in known if document.logprobs is not None and document.num_labels][:count]
+    documents = read_documents(config, policy.vocabulary_size).rollouts
+    chosen = [document for document in documents if document.logprobs is not None and document.num_labels][:count]
     if not chosen:
         raise ParityError(f"no record of {config.data.path} has both labels and log-probs")
     return chosen
 
 
 def _worst(documents: Sequence[Rollout], trial: Trial, policy: Policy) -> Token:
-    at = int(np.abs(trial.base.left).argmax())
-    for document in documents:
-        if at < document.num_labels:
-            break
-        at -= document.num_labels
-    position = int(np.flatnonzero(document.loss_mask)[at])
-    token = int(document.input_ids[position])
     index = int(np.abs(trial.base.left).argmax())
+    labels = [(document, position) for document in documents for position in np.flatnonzero(document.loss_mask)]
+    document, position = labels[index]
+    token = int(document.input_ids[position])
     text = "" if policy.tokenizer is None else policy.tokenizer.decode([token])
     sampler = float(trial.sampler[index])
-    return Token(document.id, position, token, text, sampler, sampler + float(trial.base.left[index]))
-
-
-def as_json(result: Parity) -> dict[str, Any]:
-    return {
-        "documents": result.documents,
-        "labels": result.labels,
-        "mean_gap": result.base.gap,
-        "largest_gap": result.base.worst,
-        "rounding_alone": result.noise,
-        "verdict": result.verdict,
-        "worst_token": vars(result.worst),
-        "causes": [
-            {
-                "cause": tried.cause,
-                "switch": tried.switch,
-                "mean_gap_left": tried.gap,
-                "largest_gap_left": tried.worst,
-                "explained": result.explained(tried),
-                "advice": tried.advice,
-            }
-            for tried in result.tried
-        ],
-    }
+    return Token(document.id, int(position), token, text, sampler, sampler + float(trial.base.left[index]))

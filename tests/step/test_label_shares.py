@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 
 from documents import make_documents, pack_all
 from truestep.policy.model.context import Context, heads_needed
-from truestep.step.dealing import Deal
+from truestep.step.label_shares import LabelShare
 
 RANKS = st.integers(2, 5)
 LENGTHS = st.lists(st.integers(1, 30), max_size=6)
 
 
-def deals(lengths: list[int], size: int) -> tuple[list[Deal], torch.Tensor, list[int]]:
+def shares_of(lengths: list[int], size: int) -> tuple[list[LabelShare], torch.Tensor, list[int]]:
     documents = make_documents(lengths, seed=len(lengths))
     batch = pack_all(documents, size)
     places = [Context(None, rank, size) for rank in range(size)]  # type: ignore[arg-type]
     counts = [document.num_labels for document in documents]
-    return [Deal.of(batch, place) for place in places], batch.labels.rows, counts
+    return [LabelShare.of(batch, place) for place in places], batch.labels.rows, counts
 
 
 @settings(deadline=None)
@@ -29,43 +29,43 @@ def deals(lengths: list[int], size: int) -> tuple[list[Deal], torch.Tensor, list
 def test_every_label_is_dealt_once_and_evenly_and_its_row_comes_from_where_it_lies(
     lengths: list[int], size: int
 ) -> None:
-    dealt, label_rows, _ = deals(lengths, size)
+    shares, label_rows, _ = shares_of(lengths, size)
     everyone = list(range(len(label_rows)))
-    assert [label for deal in dealt for label in everyone[deal.mine]] == everyone
-    shares = [deal.mine.stop - deal.mine.start for deal in dealt]
-    assert max(shares) - min(shares) <= 1
+    assert [label for share in shares for label in everyone[share.own]] == everyone
+    sizes = [share.own.stop - share.own.start for share in shares]
+    assert max(sizes) - min(sizes) <= 1
     tokens = pack_all(make_documents(lengths, seed=len(lengths)), size).tokens.input_ids
-    for rank, deal in enumerate(dealt):
-        run = range(len(tokens))[deal.context.run(len(tokens))] if deal.context else range(0)
-        assert deal.first_token == run.start
-        assert all(row in run for row in label_rows[deal.here].tolist())
-        assert sum(deal.send) == deal.here.stop - deal.here.start
-        assert sum(deal.receive) == shares[rank]
-        assert [deal.receive[other] for other in range(size)] == [fellow.send[rank] for fellow in dealt]
+    for rank, share in enumerate(shares):
+        run = range(len(tokens))[share.context.run(len(tokens))] if share.context else range(0)
+        assert share.first_token == run.start
+        assert all(row in run for row in label_rows[share.predicted].tolist())
+        assert sum(share.send) == share.predicted.stop - share.predicted.start
+        assert sum(share.receive) == sizes[rank]
+        assert [share.receive[other] for other in range(size)] == [fellow.send[rank] for fellow in shares]
     # What a rank sends is in order, and so is what it gets: rank after rank, label after label.
-    arrived: list[list[int]] = [[] for _ in dealt]
-    for deal in dealt:
-        left = everyone[deal.here]
-        for to, count in enumerate(deal.send):
+    arrived: list[list[int]] = [[] for _ in shares]
+    for share in shares:
+        left = everyone[share.predicted]
+        for to, count in enumerate(share.send):
             arrived[to] += left[:count]
             left = left[count:]
-    assert arrived == [everyone[deal.mine] for deal in dealt]
+    assert arrived == [everyone[share.own] for share in shares]
 
 
 @settings(deadline=None)
 @given(LENGTHS, RANKS)
 def test_a_documents_labels_are_whole_on_one_rank_or_at_the_edges_of_several(lengths: list[int], size: int) -> None:
-    dealt, _, counts = deals(lengths, size)
+    shares, _, counts = shares_of(lengths, size)
     ends = {0, *accumulate(counts)}
-    for deal in dealt:
-        pieces = deal.pieces(counts)
-        assert pieces.lead + sum(pieces.whole) + pieces.tail == deal.mine.stop - deal.mine.start
-        place = deal.mine.start + pieces.lead
-        assert not pieces.lead or deal.mine.start not in ends
+    for share in shares:
+        pieces = share.pieces(counts)
+        assert pieces.lead + sum(pieces.whole) + pieces.tail == share.own.stop - share.own.start
+        place = share.own.start + pieces.lead
+        assert not pieces.lead or share.own.start not in ends
         for count in pieces.whole:
             assert {place, place + count} <= ends
             place += count
-        assert not pieces.tail or (place in ends and deal.mine.stop not in ends)
+        assert not pieces.tail or (place in ends and share.own.stop not in ends)
 
 
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 8))

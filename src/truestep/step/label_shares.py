@@ -1,4 +1,4 @@
-"""A micro-batch's labels over the ranks that share its tokens.
+"""A micro-batch's labels, shared out among the ranks that share its tokens.
 
 Labels lie where prompts do not, so ranks that kept those of their own tokens would wait for one another in the head.
 Instead each takes an even share, in order: the rows that predict it are sent to it, and their gradients back.
@@ -21,80 +21,78 @@ from truestep.types import PackedBatch, PackedLabels, PackedTokens, RowStatistic
 
 @dataclass(frozen=True)
 class Pieces:
-    """A share's labels by document: first those of one that begins on a rank before, then of whole documents, and last
-    of one that goes on behind."""
+    """The number of labels that a share has of each of its documents."""
 
-    lead: int
-    whole: tuple[int, ...]
-    tail: int
+    lead: int  # of a document that begins in an earlier rank's share
+    whole: tuple[int, ...]  # of documents that lie in this share alone
+    tail: int  # of a document that goes on in a later rank's share
 
 
 @dataclass(frozen=True)
-class Deal:
-    """Which labels this rank's head computes: all of them where no rank shares its tokens."""
+class LabelShare:
+    """The labels that this rank's head computes: all of them where no rank shares its tokens."""
 
-    labels: int  # T
-    mine: slice  # of T
-    here: slice  # of T: those that are predicted from this rank's tokens
+    num_labels: int  # T
+    own: slice  # of T: the share itself
+    predicted: slice  # of T: the labels that are predicted from this rank's tokens
     first_token: int = 0
-    send: tuple[int, ...] = ()  # rows to each rank
-    receive: tuple[int, ...] = ()  # and from each
+    send: tuple[int, ...] = ()  # the number of rows that go to each rank
+    receive: tuple[int, ...] = ()  # and that come from each
     context: Context | None = None
 
     @staticmethod
-    def of(batch: PackedBatch, context: Context | None) -> Deal:
-        """Deal the labels of a batch that is on the host."""
+    def of(batch: PackedBatch, context: Context | None) -> LabelShare:
+        """Find this rank's share of a batch that is on the host."""
         labels, tokens = len(batch.labels), len(batch.tokens)
         if context is None:
-            return Deal(labels, slice(0, labels), slice(0, labels))
+            return LabelShare(labels, slice(0, labels), slice(0, labels))
         # A label's row never lies before the one of the label before it, so each rank's tokens predict a run of labels.
         runs = torch.arange(context.size + 1) * (tokens // context.size)
         bounds = torch.searchsorted(batch.labels.rows, runs).tolist()
         predicted = [slice(*pair) for pair in pairwise(bounds)]
-        shares = _even(labels, context.size)
-        here, mine = predicted[context.rank], shares[context.rank]
-        return Deal(
+        shares = _even_shares(labels, context.size)
+        predicted_here, own = predicted[context.rank], shares[context.rank]
+        return LabelShare(
             labels,
-            mine,
-            here,
+            own,
+            predicted_here,
             context.run(tokens).start,
-            tuple(_overlap(here, share) for share in shares),
-            tuple(_overlap(run, mine) for run in predicted),
-            context,
+            send=tuple(_overlap(predicted_here, share) for share in shares),
+            receive=tuple(_overlap(run, own) for run in predicted),
+            context=context,
         )
 
     def rows(self, hidden: torch.Tensor, label_rows: torch.Tensor) -> torch.Tensor:
-        """From the hidden states of the tokens that are here, those that predict this rank's labels. With a graph."""
+        """Exchange the hidden states of this rank's tokens for those that predict its share, differentiably."""
         if self.context is None:
             return hidden.index_select(0, label_rows)
-        known = hidden.index_select(0, label_rows[self.here] - self.first_token)
-        return self.context.exchange(known, self.send, self.receive) if self.labels else known
+        sent = hidden.index_select(0, label_rows[self.predicted] - self.first_token)
+        return self.context.exchange(sent, self.send, self.receive) if self.num_labels else sent
 
     def gather(self, statistics: RowStatistics) -> RowStatistics:
-        """Of all labels, from every rank's of its share."""
-        if self.context is None or not self.labels:
+        """Gather the statistics of all labels from the ranks' shares."""
+        if self.context is None or not self.num_labels:
             return statistics
-        shares = _even(self.labels, self.context.size)
-        mine = torch.stack([statistics.logprobs, statistics.entropy, statistics.logsumexp])  # [3, share]
+        shares = _even_shares(self.num_labels, self.context.size)
+        own = torch.stack([statistics.logprobs, statistics.entropy, statistics.logsumexp])  # [3, share]
         # An exchange of equal parts: shares differ by one label at most.
         longest = max(share.stop - share.start for share in shares)
-        padded = mine.new_zeros(3, longest)
-        padded[:, : mine.shape[1]] = mine
+        padded = own.new_zeros(3, longest)
+        padded[:, : own.shape[1]] = own
         parts = self.context.gather(padded)
-        everyone = [part[:, : share.stop - share.start] for part, share in zip(parts, shares, strict=True)]
-        return RowStatistics(*torch.cat(everyone, dim=1))
+        unpadded = [part[:, : share.stop - share.start] for part, share in zip(parts, shares, strict=True)]
+        return RowStatistics(*torch.cat(unpadded, dim=1))
 
     def pieces(self, document_labels: Sequence[int]) -> Pieces:
-        """This rank's labels by document, given the number of labels of each of the micro-batch's documents."""
+        """Count this share's labels by document, given the counts of the whole micro-batch."""
         lead, tail, whole = 0, 0, []
         for end, count in zip(accumulate(document_labels), document_labels, strict=True):
-            document = slice(end - count, end)
-            part = _overlap(document, self.mine)
+            part = _overlap(slice(end - count, end), self.own)
             if not part:
                 continue
-            if document.start < self.mine.start:
+            if end - count < self.own.start:
                 lead = part
-            elif document.stop > self.mine.stop:
+            elif end > self.own.stop:
                 tail = part
             else:
                 whole.append(part)
@@ -110,23 +108,20 @@ class MicroBatch:
     tokens: PackedTokens
     labels: PackedLabels
     weight: torch.Tensor  # [T] float64: one over the step's denominator, for each label
-    deal: Deal
+    share: LabelShare
 
     def rows(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The hidden states that predict this rank's labels."""
-        return self.deal.rows(hidden, self.labels.rows)
+        """Collect the hidden states that predict this rank's share of the labels."""
+        return self.share.rows(hidden, self.labels.rows)
 
     def score(
-        self,
-        labels: slice | torch.Tensor,
-        statistics: RowStatistics,
-        reduce_documents: DocumentReducer = no_reduction,
+        self, labels: slice | torch.Tensor, statistics: RowStatistics, reduce_documents: DocumentReducer = no_reduction
     ) -> Labels:
-        """Some of the labels, with what the head says of them."""
+        """Join some of the labels with what the head says of them."""
         return Labels.of(self.labels[labels], statistics, self.weight[labels], reduce_documents)
 
 
-def _even(count: int, parts: int) -> list[slice]:
+def _even_shares(count: int, parts: int) -> list[slice]:
     return [slice(count * part // parts, count * (part + 1) // parts) for part in range(parts)]
 
 

@@ -1,12 +1,12 @@
-"""`truestep verify`: make the case, run it under every layout, compare, and say what is out of bounds."""
-
-from __future__ import annotations
+"""Runs a case under every layout and holds what each wrote against the float64 reference and the bounds."""
 
 import json
+import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,13 @@ from truestep.verify.oracle.records import Record
 from truestep.verify.worker import DONE, Task, run_layouts
 
 BOUND = 1e-5
-UPDATE_BOUND = 1e-6  # of weights, relative to themselves: float32 has seven digits
+UPDATE_BOUND = 1e-6  # for weights, relative to themselves: float32 has seven digits
 HALF_PRECISION_FACTOR = 1.5
-KINDS = ("loss", "metric", "gradient", "log-prob", "update", "documents")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one layout: the worst difference of each kind, and what was wrong where it did not even run."""
+    """The worst difference of each kind under one layout, or the reason why it did not even run."""
 
     layout: Layout
     worst: dict[str, Difference]
@@ -42,7 +41,7 @@ class Verdict:
 
     @property
     def wrong(self) -> list[Difference]:
-        return [found for found in self.worst.values() if not found.value <= bound_of(found.kind)]
+        return [difference for difference in self.worst.values() if not difference.value <= bound_of(difference.kind)]
 
     @property
     def passed(self) -> bool:
@@ -64,7 +63,7 @@ def verify(
     plant: Callable[[], None] | None = None,
     progress: Callable[[str], None] = lambda name: None,
 ) -> list[Verdict]:
-    """`only` and `plant` are for the tests of this check itself."""
+    """Judge the configuration under every layout. `only` and `plant` are for the tests of this check itself."""
     if world_size() > 1:
         raise VerifyError("verify starts its own ranks: start it without torchrun")
     on_gpu = config.model.device != "cpu" and torch.cuda.is_available()
@@ -72,33 +71,22 @@ def verify(
         most_ranks = min(most_ranks, torch.cuda.device_count())
     with tempfile.TemporaryDirectory(prefix="truestep-verify-") as scratch:
         case = make_case(config, Path(scratch), documents, full)
-        layouts = [
-            layout
-            for layout in layouts_for(case.budget, case.longest, most_ranks, not on_gpu and _kernels())
-            if only(layout)
-        ]
+        interpreted_kernels = not on_gpu and find_spec("triton") is not None
+        layouts = list(filter(only, layouts_for(case.budget, case.longest, most_ranks, interpreted_kernels)))
         if config.model.dtype == "bfloat16" and plant is None:
             layouts += in_half_precision(case.longest, most_ranks)
         layouts = [layout for layout in layouts if permits(case, layout)]
-        comparer = Comparer(
-            case.model,
-            case.steps(case.records),
-            oracle_loss(config),
-            case.options["optimizer"],
-            config.model.trust_remote_code,
-            custom_metrics=bool(config.logging.custom_metrics),
-        )
-        court = _Court(case, comparer, plant)
+        judge = _Judge(case, Comparer(case, oracle_loss(config)), plant)
         verdicts: list[Verdict] = []
         for batch in _batches(layouts, alone=full):
             progress(batch[0].name if len(batch) == 1 else f"{len(batch)} layouts of {batch[0].ranks} ranks")
-            verdicts += court.judge(batch)
+            verdicts += judge.judge(batch)
     output.mkdir(parents=True, exist_ok=True)
     return sorted(verdicts, key=lambda verdict: layouts.index(verdict.layout))
 
 
 def oracle_loss(config: Config) -> dict[str, Any]:
-    """The options of the loss as the oracle takes them: a user's own loss comes as itself."""
+    """Make the options of the loss as the oracle takes them: a user's own loss is handed over as an object."""
     loss = config.loss.model_dump()
     if (function := loss.pop("function", None)) is None:
         return loss
@@ -107,8 +95,10 @@ def oracle_loss(config: Config) -> dict[str, Any]:
 
 
 def _batches(layouts: Sequence[Layout], alone: bool) -> list[list[Layout]]:
-    """Layouts that the same processes can run, one after another: starting some is what takes the time. `alone`: a full
-    model's gradients of many layouts would fill a disk."""
+    """Group layouts that the same processes can run one after another, since starting processes takes the time.
+
+    `alone`: each by itself, because a full model's gradients of many layouts would fill a disk.
+    """
     if alone:
         return [[layout] for layout in layouts]
 
@@ -118,36 +108,23 @@ def _batches(layouts: Sequence[Layout], alone: bool) -> list[list[Layout]]:
     return [list(batch) for _, batch in groupby(sorted(layouts, key=kind), key=kind)]
 
 
-def _kernels() -> bool:
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 @dataclass
-class _Court:
+class _Judge:
     case: Case
     comparer: Comparer
     plant: Callable[[], None] | None
-    halves: dict[str, float] = field(default_factory=dict)  # gradient errors of half-precision layouts, by name
+    half_precision_error: float | None = None  # of the gradient of one process
 
     def judge(self, layouts: list[Layout]) -> Iterator[Verdict]:
-        """Where one fails, those behind it get processes of their own."""
+        """Run layouts in the same processes; after one that fails, those behind it get processes of their own."""
+        ranks, environment = layouts[0].ranks, layouts[0].environment
         waiting = [(layout, *self._task(layout)) for layout in layouts]
         while waiting:
             failure = None
             timeout = (300 if len(self.case.records) < 100 else 3600) + 10 * len(waiting)
             try:
-                tasks = [task for _, task, _ in waiting]
-                run_ranks(
-                    layouts[0].ranks,
-                    run_layouts,
-                    (tasks, self.plant),
-                    environment=layouts[0].environment,
-                    timeout=timeout,
-                )
+                arguments = ([task for _, task, _ in waiting], self.plant)
+                run_ranks(ranks, run_layouts, arguments, environment=environment, timeout=timeout)
             except RankError as error:
                 failure = str(error)
             while waiting and (waiting[0][1].output / DONE).is_file():
@@ -158,7 +135,7 @@ class _Court:
             if waiting:
                 yield Verdict(waiting.pop(0)[0], {}, failure)
         if waiting:
-            raise AssertionError(f"ranks ended without a word about {[layout.name for layout, _, _ in waiting]}")
+            raise AssertionError(f"ranks ended without a result for {[layout.name for layout, _, _ in waiting]}")
 
     def _task(self, layout: Layout) -> tuple[Task, list[Record]]:
         case = self.case
@@ -173,11 +150,7 @@ class _Court:
         return Task(options, folder, layout.reverse), records
 
     def _verdict(self, layout: Layout, task: Task, records: Sequence[Record]) -> Verdict:
-        worst: dict[str, Difference] = {}
-        for found in self._differences(layout, task, records):
-            known = worst.get(found.kind)
-            if known is None or not found.value <= known.value:
-                worst[found.kind] = found
+        worst = worst_of_each_kind(self._differences(layout, task, records))
         seconds = float((task.output / DONE).read_text(encoding="utf-8"))
         if self.plant is None:
             shutil.rmtree(task.output)
@@ -188,14 +161,26 @@ class _Court:
             yield from self.comparer.differences(task.output, self.case.steps(records))
             return
         # In half precision a layout's error against float64 may be 1.5 times the one process's, which came first.
-        error = self.halves[layout.name] = self.comparer.total_gradient_error(task.output)
-        ratio = error / max(next(iter(self.halves.values())), 1e-30)
+        error = self.comparer.total_gradient_error(task.output)
+        if self.half_precision_error is None:
+            self.half_precision_error = error
+        ratio = error / max(self.half_precision_error, 1e-30)
         yield Difference(1, "half precision", f"gradient {error:.1e} off, over the one process's", ratio)
 
 
+def worst_of_each_kind(differences: Iterable[Difference]) -> dict[str, Difference]:
+    """Find the largest difference of each kind; NaN is larger than any number."""
+    worst: dict[str, Difference] = {}
+    for difference in differences:
+        known = worst.get(difference.kind)
+        if known is None or difference.value > known.value or math.isnan(difference.value):
+            worst[difference.kind] = difference
+    return worst
+
+
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    both = dict(base)
+    merged = dict(base)
     for name, value in over.items():
-        inner = both.get(name)
-        both[name] = _merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
-    return both
+        inner = merged.get(name)
+        merged[name] = _merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged
