@@ -13,7 +13,7 @@ from doors.own_server import Process, serve
 from small_runs import merged, quiet_trainer, read_lines, sampled_config, sort_prompts, word_model, write_lines
 from truestep.cli import main
 from truestep.custom import CustomError
-from truestep.parity.run import parity
+from truestep.parity.gap import parity
 from truestep.sampler.server.errors import ServerError
 
 STEPS = 3
