@@ -1,7 +1,5 @@
 """The commands. Each reads its arguments, calls one function, and reports what went wrong in one message."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -92,7 +90,7 @@ _output = click.option("--output", required=True, type=click.Path(path_type=Path
 
 
 @_config_command
-def train(config: Config) -> None:
+def train(config: "Config") -> None:
     """Train as CONFIG says, from the run's last checkpoint if it has one."""
     from truestep.ranks.group import leave
     from truestep.train import train as run
@@ -106,7 +104,7 @@ def train(config: Config) -> None:
 @_config_command
 @_output
 @click.option("--gradients", is_flag=True, help="Also the backward pass: gradients.safetensors and grad_norm.")
-def score(config: Config, output: Path, gradients: bool) -> None:
+def score(config: "Config", output: Path, gradients: bool) -> None:
     """Run all of data.path as one step, update nothing, and write what the step is made of."""
     from truestep.metrics.tables import step_table
     from truestep.ranks.group import leave
@@ -127,7 +125,7 @@ def score(config: Config, output: Path, gradients: bool) -> None:
 @click.option(
     "--documents", type=click.IntRange(min=4), default=14, show_default=True, help="The number of rollouts to use."
 )
-def verify(config: Config, output: Path, full: bool, ranks: int, documents: int) -> None:
+def verify(config: "Config", output: Path, full: bool, ranks: int, documents: int) -> None:
     """Prove the numbers of CONFIG: the same steps under many layouts, each against a float64 reference."""
     from truestep.ranks import forks
 
@@ -166,7 +164,7 @@ def verify(config: Config, output: Path, full: bool, ranks: int, documents: int)
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="An earlier version of the weights, to recognise stale ones by; a run's own checkpoints are tried anyway.",
 )
-def parity(config: Config, output: Path, documents: int, older: tuple[Path, ...]) -> None:
+def parity(config: "Config", output: Path, documents: int, older: tuple[Path, ...]) -> None:
     """Measure how far the sampler's log-probs are from the trainer's, and try each possible cause alone."""
     from truestep.files import write_json, write_text_whole
     from truestep.parity import report

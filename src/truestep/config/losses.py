@@ -3,8 +3,6 @@
 Imports no torch.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -36,7 +34,7 @@ class LossBase(Section):
     staleness too. full: entropy and percentiles of the log-ratio too."""
 
     @model_validator(mode="after")
-    def _constant_needs_its_constant(self) -> LossBase:
+    def _constant_needs_its_constant(self) -> "LossBase":
         if (self.normalize_by == "constant") != (self.max_labels is not None):
             raise ValueError("normalize_by: constant and max_labels go together: set both or neither")
         return self
@@ -106,7 +104,7 @@ class CustomLoss(LossBase):
         return bool(getattr(self.custom, "supervised", False))
 
     @model_validator(mode="after")
-    def _can_be_made(self) -> CustomLoss:
+    def _can_be_made(self) -> "CustomLoss":
         try:
             self.custom  # noqa: B018
         except CustomError as error:

@@ -1,7 +1,5 @@
 """The whole configuration, and the rules that refuse options which are valid alone and contradict each other."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -39,7 +37,7 @@ class Config(Section):
     """Refuse operations whose result differs from run to run; a resumed run is then bitwise the uninterrupted one."""
 
     @model_validator(mode="after")
-    def _options_agree(self) -> Config:
+    def _options_agree(self) -> "Config":
         contradiction = next((message for rule in _RULES for message in rule(self)), None)
         if contradiction is not None:
             raise ValueError(contradiction)
@@ -49,7 +47,7 @@ class Config(Section):
 # Each rule yields a sentence for every contradiction it finds; the first one is reported.
 
 
-def _documents(config: Config) -> Iterator[str]:
+def _documents(config: "Config") -> Iterator[str]:
     data = config.data
     if config.sampler is not None and data.path is not None:
         yield "data.path and sampler are both given: documents come from one source; remove one of the two"
@@ -70,7 +68,7 @@ def _documents(config: Config) -> Iterator[str]:
         )
 
 
-def _sampled_groups(config: Config) -> Iterator[str]:
+def _sampled_groups(config: "Config") -> Iterator[str]:
     if config.sampler is None:
         return
     group_size, docs_per_step = config.data.group_size, config.schedule.docs_per_step
@@ -104,7 +102,7 @@ def _sampled_groups(config: Config) -> Iterator[str]:
         yield "sampler.urls names a server twice: its weights would be replaced under its own completions"
 
 
-def _steps(config: Config) -> Iterator[str]:
+def _steps(config: "Config") -> Iterator[str]:
     schedule, data = config.schedule, config.data
     if schedule.docs_per_step == 0 and schedule.overshoot == "keep":
         yield "schedule.overshoot: keep needs schedule.docs_per_step > 0"
@@ -122,7 +120,7 @@ def _steps(config: Config) -> Iterator[str]:
         yield "evaluation needs evaluation.reward: there is no sampler.reward to take"
 
 
-def _learning_rate(config: Config) -> Iterator[str]:
+def _learning_rate(config: "Config") -> Iterator[str]:
     optimizer, steps = config.optimizer, config.schedule.steps
     if optimizer.schedule != "constant" and steps is None:
         yield f"optimizer.schedule: {optimizer.schedule} needs schedule.steps: where the learning rate ends"
@@ -134,7 +132,7 @@ def _learning_rate(config: Config) -> Iterator[str]:
         yield "optimizer.minimum_learning_rate does nothing with optimizer.schedule: constant"
 
 
-def _ranks(config: Config) -> Iterator[str]:
+def _ranks(config: "Config") -> Iterator[str]:
     """Sampling and evaluation decode with whole layers; servers are given weights by a rank that has all of them."""
     parallel = config.parallel
     for name, ranks in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline)):

@@ -1,7 +1,5 @@
 """Rewards in processes of their own: one that hangs or crashes costs its completion and nothing else."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue
@@ -42,7 +40,7 @@ class RewardPool:
                 worker = None
             self._idle.put(worker)
 
-    def _end(self, worker: _Worker) -> None:
+    def _end(self, worker: "_Worker") -> None:
         worker.kill()
         if worker in self._started:
             self._started.remove(worker)

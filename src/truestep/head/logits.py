@@ -7,8 +7,6 @@ without a float32 matrix product wherever the hardware has a bfloat16 product wi
 there, blocks of the weight are upcast, and gradients stay float32.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -159,7 +157,7 @@ class LogitsGradient:
     def _parts(self) -> list[torch.Tensor]:
         return [self.high] if self.low is None else [self.high, self.low]
 
-    def __getitem__(self, rows: torch.Tensor) -> LogitsGradient:
+    def __getitem__(self, rows: torch.Tensor) -> "LogitsGradient":
         return LogitsGradient(self.high[rows], None if self.low is None else self.low[rows])
 
     def of_hidden_(self, weight: torch.Tensor, out: torch.Tensor) -> None:  # [V, H], [C, H]
@@ -185,7 +183,7 @@ class LogitsGradient:
                 buffer.addmm_(part.T, hidden.to(part.dtype))
 
 
-def round_gradient(gradient: torch.Tensor, dtype: torch.dtype, split: bool) -> LogitsGradient:
+def round_gradient(gradient: torch.Tensor, dtype: torch.dtype, split: bool) -> "LogitsGradient":
     """Round a gradient to the weight's type, in which a GPU multiplies; a CPU keeps it as it is."""
     if not gradient.is_cuda or gradient.dtype == dtype:
         return LogitsGradient(gradient)

@@ -15,8 +15,6 @@ ever has, the row is scaled down: nothing overflows, whatever the logits are.
 Dimensions: C rows of a chunk, H hidden, V vocabulary, N parts of the vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -39,7 +37,7 @@ class NumeratorsGradient:
     label_ids: torch.Tensor  # [C]
     c: torch.Tensor  # [C]
 
-    def __getitem__(self, rows: torch.Tensor) -> NumeratorsGradient:
+    def __getitem__(self, rows: torch.Tensor) -> "NumeratorsGradient":
         return NumeratorsGradient(self.values[rows], self.scale[rows], self.label_ids[rows], self.c[rows])
 
     def of_hidden_(self, weight: torch.Tensor, out: torch.Tensor) -> None:  # [V, H], [C, H]
@@ -72,7 +70,7 @@ class NumeratorPasses:
 
     def gradient(
         self, kept: _Kept, statistics: RowStatistics, rows: Rows, coefficients: Coefficients
-    ) -> NumeratorsGradient:
+    ) -> "NumeratorsGradient":
         assert kept.values is not None
         chain = multiplier(rows.temperature, self._settings, torch.float32)
         factor = torch.exp2(kept.base - statistics.logsumexp * _LOG2_E)

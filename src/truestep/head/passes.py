@@ -4,8 +4,6 @@ kernels where those run, by torch elsewhere.
 All give the same numbers; the choice is a matter of speed. What `forward` keeps is for `gradient` alone.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from functools import cache
@@ -33,7 +31,7 @@ log = logging.getLogger(__name__)
 class Gradient(Protocol):
     """The gradient dL/d(h Wᵀ), as the two backward products that it enters."""
 
-    def __getitem__(self, rows: torch.Tensor) -> Gradient: ...
+    def __getitem__(self, rows: torch.Tensor) -> "Gradient": ...
 
     def of_hidden_(self, weight: torch.Tensor, out: torch.Tensor) -> None: ...
 
@@ -50,7 +48,7 @@ class HeadPasses(Protocol):
         """Compute the statistics of each row, and with `keep` what `gradient` needs."""
         ...
 
-    def gradient(self, kept: Any, statistics: RowStatistics, rows: Rows, coefficients: Coefficients) -> Gradient: ...
+    def gradient(self, kept: Any, statistics: RowStatistics, rows: Rows, coefficients: Coefficients) -> "Gradient": ...
 
 
 class TorchPasses:

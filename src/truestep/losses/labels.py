@@ -3,8 +3,6 @@
 Dimensions: T labels, D documents of the micro-batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -37,7 +35,7 @@ class Labels(PackedLabels):
         statistics: RowStatistics,
         weight: torch.Tensor,  # [T]
         reduce_documents: DocumentReducer = no_reduction,
-    ) -> Labels:
+    ) -> "Labels":
         return Labels(
             **vars(packed),
             **vars(statistics),

@@ -4,8 +4,6 @@ A mean is a total and a count until it is read, so nothing is ever a mean of mea
 nothing to measure, and such a metric is absent from what is logged.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -33,7 +31,7 @@ def _double(value: torch.Tensor | float) -> torch.Tensor:
 class Sum:
     total: torch.Tensor | float
 
-    def merge(self, other: Sum) -> Sum:
+    def merge(self, other: "Sum") -> "Sum":
         return Sum(self.total + other.total)
 
     def value(self) -> float | None:
@@ -45,7 +43,7 @@ class Mean:
     total: torch.Tensor | float
     count: torch.Tensor | float
 
-    def merge(self, other: Mean) -> Mean:
+    def merge(self, other: "Mean") -> "Mean":
         return Mean(self.total + other.total, self.count + other.count)
 
     def value(self) -> float | None:
@@ -58,7 +56,7 @@ class Max:
 
     largest: torch.Tensor | float
 
-    def merge(self, other: Max) -> Max:
+    def merge(self, other: "Max") -> "Max":
         # Not Python's max(): it drops a NaN or keeps it depending on the order of its arguments.
         return Max(torch.maximum(_double(self.largest), _double(other.largest)))
 
@@ -72,7 +70,7 @@ class Min:
 
     smallest: torch.Tensor | float
 
-    def merge(self, other: Min) -> Min:
+    def merge(self, other: "Min") -> "Min":
         return Min(torch.minimum(_double(self.smallest), _double(other.smallest)))
 
     def value(self) -> float | None:
@@ -83,10 +81,10 @@ class Min:
 class Derived:
     """A function of sums, applied after every reduction of them."""
 
-    parts: tuple[Sum, ...]
+    parts: "tuple[Sum, ...]"
     function: Callable[..., float | None]
 
-    def merge(self, other: Derived) -> Derived:
+    def merge(self, other: "Derived") -> "Derived":
         parts = zip(self.parts, other.parts, strict=True)
         return Derived(tuple(first.merge(second) for first, second in parts), self.function)
 
@@ -103,11 +101,11 @@ class Histogram:
     percentile: float
 
     @staticmethod
-    def of(values: torch.Tensor, edges: torch.Tensor, percentile: float) -> Histogram:
+    def of(values: torch.Tensor, edges: torch.Tensor, percentile: float) -> "Histogram":
         bins = torch.bucketize(values, edges.to(values))
         return Histogram(torch.bincount(bins, minlength=len(edges) + 1).double(), edges.double(), percentile)
 
-    def merge(self, other: Histogram) -> Histogram:
+    def merge(self, other: "Histogram") -> "Histogram":
         return Histogram(self.counts + other.counts, self.edges, self.percentile)
 
     def value(self) -> float | None:

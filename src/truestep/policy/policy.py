@@ -3,8 +3,6 @@
 Dimensions: S tokens of the micro-batch, H hidden, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -35,7 +33,7 @@ class ModelFacts:
     device: torch.device
 
     @staticmethod
-    def of(model: Any, device: torch.device) -> ModelFacts:
+    def of(model: Any, device: torch.device) -> "ModelFacts":
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         config = model.config.get_text_config()
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -53,7 +51,7 @@ class Policy:
     path: Path  # the Hugging Face directory that it was read from
     head: HeadSettings
     weights: Weights
-    facts: ModelFacts
+    facts: "ModelFacts"
     tokenizer: Any = None
     companions: Mapping[str, bytes] = field(default_factory=dict)  # the directory's other files, by name
     stages: Stages | None = None  # how it is cut; None: all of it is here

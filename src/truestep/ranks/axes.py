@@ -3,8 +3,6 @@
 rank = (((stage · replicas + replica) · data_shard + part) · context + run) · tensor + slice
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -79,7 +77,7 @@ class RankLayout:
     def by_name(self) -> dict[str, int]:
         return {axis.name: size for axis, size in zip(AXES, self.sizes, strict=True)}
 
-    def over(self, size: int) -> RankLayout:
+    def over(self, size: int) -> "RankLayout":
         """Give data_shard what the rest leaves. Refuses a layout that does not make up the ranks."""
         sizes = self.by_name
         rest = math.prod(many for name, many in sizes.items() if name != "data_shard")

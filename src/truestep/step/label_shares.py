@@ -6,8 +6,6 @@ Instead each takes an even share, in order: the rows that predict it are sent to
 Dimensions: C ranks, S tokens of the micro-batch, T its labels, D its documents, H hidden.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -41,7 +39,7 @@ class LabelShare:
     context: Context | None = None
 
     @staticmethod
-    def of(batch: PackedBatch, context: Context | None) -> LabelShare:
+    def of(batch: PackedBatch, context: Context | None) -> "LabelShare":
         """Find this rank's share of a batch that is on the host."""
         labels, tokens = len(batch.labels), len(batch.tokens)
         if context is None:
@@ -108,7 +106,7 @@ class MicroBatch:
     tokens: PackedTokens
     labels: PackedLabels
     weight: torch.Tensor  # [T] float64: one over the step's denominator, for each label
-    share: LabelShare
+    share: "LabelShare"
 
     def rows(self, hidden: torch.Tensor) -> torch.Tensor:
         """Collect the hidden states that predict this rank's share of the labels."""

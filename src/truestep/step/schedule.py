@@ -9,8 +9,6 @@ Any number of micro-batches will do: the order is that of the next multiple of t
 that do not exist. No pass needs anything of another micro-batch's, so leaving those out harms none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,7 +28,7 @@ class Pass:
     forward: bool
 
     @property
-    def following(self) -> Pass:
+    def following(self) -> "Pass":
         """The pass that takes this one's output. Its stage is outside the pipeline where there is none."""
         return Pass(self.stage + 1 if self.forward else self.stage - 1, self.micro_batch, self.forward)
 
@@ -43,9 +41,9 @@ class Pass:
 @dataclass(frozen=True)
 class Schedule:
     pipeline: Pipeline
-    ranks: tuple[tuple[Pass, ...], ...]  # each rank's passes, in order
+    ranks: "tuple[tuple[Pass, ...], ...]"  # each rank's passes, in order
 
-    def received(self, sender: int, receiver: int, forward: bool) -> tuple[Pass, ...]:
+    def received(self, sender: int, receiver: int, forward: bool) -> "tuple[Pass, ...]":
         """List the passes of `receiver` whose input `sender` sends, in the order of sending. Whoever receives in this
         order never waits for something that is sent later than what it needs now."""
         stages = [stage for stage in range(self.pipeline.stages) if self.pipeline.rank_of(stage) == receiver]
@@ -66,7 +64,7 @@ def make_schedule(pipeline: Pipeline, micro_batches: int, backward: bool = True)
     return Schedule(pipeline, tuple(ranks))
 
 
-def _passes(pipeline: Pipeline, rank: int, micro_batches: int, backward: bool) -> Iterator[Pass]:
+def _passes(pipeline: Pipeline, rank: int, micro_batches: int, backward: bool) -> "Iterator[Pass]":
     forward = list(_in_order(pipeline, rank, micro_batches, True))
     back = list(_in_order(pipeline, rank, micro_batches, False)) if backward else []
     ahead = min(most_alive(pipeline, rank) - 1, len(forward)) if backward else len(forward)
@@ -77,7 +75,7 @@ def _passes(pipeline: Pipeline, rank: int, micro_batches: int, backward: bool) -
     return (item for item in order if item.micro_batch < micro_batches)
 
 
-def _in_order(pipeline: Pipeline, rank: int, micro_batches: int, forward: bool) -> Iterator[Pass]:
+def _in_order(pipeline: Pipeline, rank: int, micro_batches: int, forward: bool) -> "Iterator[Pass]":
     """Order a rank's passes of one direction. The last group has as many micro-batches as the others."""
     stages = pipeline.stages_of(rank)
     for first in range(0, micro_batches, pipeline.ranks):

@@ -7,8 +7,6 @@ nobody reads, and the stage's first layer is given what the stage before gave.
 Dimensions: S tokens of the micro-batch, H hidden.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -83,7 +81,7 @@ class Stages:
     width: int  # H
 
     @contextmanager
-    def opened(self, stage: int, received: torch.Tensor | None) -> Iterator[_KeepsOutput | None]:
+    def opened(self, stage: int, received: torch.Tensor | None) -> "Iterator[_KeepsOutput | None]":
         """Make the model this stage, which begins with `received`, [S, H]. Its output is kept if other layers follow;
         otherwise it is the model's own last hidden state."""
         span = self.cut[stage]

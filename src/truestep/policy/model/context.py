@@ -6,8 +6,6 @@ for its own. So the same attention serves everywhere: whole documents, and here 
 Dimensions: C ranks; S tokens of the micro-batch, S/C of them here; Q query heads, K key-value heads, E head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -30,7 +28,7 @@ class Context:
     size: int
 
     @staticmethod
-    def of(ranks: Ranks) -> Context | None:
+    def of(ranks: Ranks) -> "Context | None":
         group = ranks.group("context")
         return None if group is None else Context(group, ranks.place_on("context"), ranks.context)
 

@@ -5,8 +5,6 @@ not read yet. What is then cut off is never read, and what is left is read once,
 part, and the few tensors that are being read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -38,7 +36,7 @@ class Unread(torch.Tensor):
     _stored: Callable[[], torch.Tensor]  # its values, but for a conversion to its type
 
     @classmethod
-    def of(cls, looks: torch.Tensor, stored: Callable[[], torch.Tensor]) -> Unread:
+    def of(cls, looks: torch.Tensor, stored: Callable[[], torch.Tensor]) -> "Unread":
         unread = looks.to("meta").as_subclass(cls)
         unread._stored = stored
         return unread
@@ -189,13 +187,13 @@ class _File:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._opened, name)
 
-    def __enter__(self) -> _File:
+    def __enter__(self) -> "_File":
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
 
-    def get_slice(self, name: str) -> Unread:
+    def get_slice(self, name: str) -> "Unread":
         # Its values are where the file is until somebody looks at them.
         return Unread.of(self._opened.get_tensor(name).to("meta"), partial(self._mapped, name))
 
