@@ -74,9 +74,6 @@ def make_source(config: Config, policy: Policy, ranks: Ranks) -> Source:
     return SharedSource(_make_server_source(config, config.sampler, policy) if ranks.first else None, ranks)
 
 
-# ---- rollout files
-
-
 def _make_file_source(config: Config, vocabulary_size: int, ranks: Ranks) -> Source:
     documents = read_documents(config, vocabulary_size, ranks.data_rank)
     parted = own_part(config)
@@ -117,9 +114,6 @@ def read_documents(config: Config, vocabulary_size: int, rank: int = 0) -> Docum
     return load_documents(data_paths(config, rank), _checks(config, vocabulary_size))
 
 
-# ---- documents that are sent
-
-
 def make_transport(source: RedisSource | DirectorySource) -> Transport:
     """Connect to the Redis server or the directory; an error where it cannot be reached."""
     if isinstance(source, DirectorySource):
@@ -141,9 +135,6 @@ def _make_stream_source(config: Config, vocabulary_size: int, ranks: Ranks) -> S
         timeout -= min(5.0, 0.1 * timeout)
     source = StreamSource(make_transport(data.source), _checks(config, vocabulary_size), timeout)
     return source if ranks.size == 1 else SharedPeekableSource(source, ranks)
-
-
-# ---- samplers
 
 
 def read_prompts(sampler: SamplerConfig, policy: Policy) -> list[Prompt]:

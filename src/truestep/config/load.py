@@ -86,9 +86,6 @@ def _read_file(path: Path) -> _Source:
     return _Source(str(path), data, reader.origins)
 
 
-# The command line
-
-
 def _apply_overrides(source: _Source, tokens: list[str]) -> None:
     seen: dict[Name, str] = {}
     while tokens:
@@ -151,9 +148,6 @@ def _set(source: _Source, flag: str, name: Name, value: Any) -> None:
             raise ConfigError(f"{COMMAND_LINE}: {flag} cannot be set: {source.where(name[:depth])}: {outer}")
         section = section[part]
     section[name[-1]] = value
-
-
-# Errors
 
 
 def _problems(detail: ErrorDetails, source: _Source) -> list[str]:

@@ -73,14 +73,11 @@ def effective_sample_size(total: float, squares: float) -> float | None:
 
 def _loss(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     terms = step.objective.terms(labels)
-    metrics: dict[str, Metric] = {"loss": Sum(torch.stack([term.sum() for term in terms.values()]).sum())}
+    metrics: dict[str, Metric] = {"new_logprobs": document_mean(labels, labels.logprobs)}
+    metrics["loss"] = Sum(torch.stack([term.sum() for term in terms.values()]).sum())
     if len(terms) > 1:
         metrics |= {name: Sum(term.sum()) for name, term in terms.items()}
     return metrics
-
-
-def _new_logprobs(labels: Labels, step: StepFacts) -> dict[str, Metric]:
-    return {"new_logprobs": document_mean(labels, labels.logprobs)}
 
 
 def _log_ratio(labels: Labels, step: StepFacts) -> torch.Tensor:  # [T] float64
@@ -159,7 +156,6 @@ def _entropy(labels: Labels, step: StepFacts) -> dict[str, Metric]:
 
 # Each with the first level that logs it, in the order in which a step's line names them.
 BUILT_IN: tuple[tuple[str, Measure], ...] = (
-    ("none", _new_logprobs),
     ("none", _loss),
     ("basic", _ratio),
     ("basic", _clipped),

@@ -123,9 +123,6 @@ def short_names(paths: Sequence[Path]) -> dict[Path, str]:
     return names
 
 
-# ---- JSONL
-
-
 def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -155,9 +152,6 @@ def parse_json(line: bytes) -> Any:
         return record
     trusted = {key: value for key, value in record.items() if key not in repeated} if isinstance(record, dict) else {}
     return _bad_row(f"the key {describe(repeated[0])} is given twice", trusted)
-
-
-# ---- Parquet
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:

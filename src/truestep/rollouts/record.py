@@ -94,9 +94,6 @@ def readable_text(record: Record, field: str) -> str | None:
         return None
 
 
-# ---- fields
-
-
 def _input_ids(record: Record, checks: Checks) -> np.ndarray:
     tokens = _list(record, "input_ids")
     if tokens is None:
@@ -186,9 +183,6 @@ def _metadata(record: Record) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError) as error:
         raise BadRecord(f"metadata holds what JSON cannot: {error}") from None
     return dict(metadata)
-
-
-# ---- kinds of field
 
 
 def _text(record: Record, field: str) -> str | None:

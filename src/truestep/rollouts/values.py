@@ -63,9 +63,6 @@ def describe(value: Any) -> str:
     return "an object" if isinstance(value, Mapping) else f"of type {type(value).__name__}"
 
 
-# ---- single values
-
-
 def integer(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise UnfitError("expected an integer")
@@ -122,9 +119,6 @@ def temperature(value: Any) -> float:
     if number < SMALLEST_TEMPERATURE:
         raise UnfitError("too small for float32, and the logits are divided by it")
     return number
-
-
-# ---- single values or whole lists of them
 
 
 @dataclass(frozen=True)

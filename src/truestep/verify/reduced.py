@@ -87,11 +87,7 @@ def record_of(document: Rollout) -> Record:
         "loss_mask": document.loss_mask.astype(int).tolist(),
         "temperature": document.temperature,
     }
-    fields = {
-        "logprobs": document.logprobs,
-        "advantage": document.advantages,
-        "model_version": document.model_version,
-    }
+    fields = {"logprobs": document.logprobs, "advantage": document.advantages, "model_version": document.model_version}
     record |= {name: values.tolist() for name, values in fields.items() if values is not None}
     return record if document.reward is None else record | {"reward": document.reward}
 

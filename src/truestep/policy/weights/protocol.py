@@ -59,8 +59,6 @@ class Weights(Protocol):
     def publish(self) -> None:
         """Have the model compute with the masters as they are now, after an update or a load."""
 
-    # ---- Sharded weights have more to do here.
-
     def before_forward(self, coming: StagePass) -> None:
         """Make weights ready for a forward pass."""
         return
@@ -80,8 +78,6 @@ class Weights(Protocol):
     def unshard(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Join the parts of a shard group, each of whose ranks calls this with its parts of the same weights."""
         return dict(parts)
-
-    # ---- The same for all weights
 
     @property
     def device(self) -> torch.device:

@@ -96,8 +96,6 @@ class ShardedWeights(Weights):
         trained = {name: parameter for name, parameter in self._sharded.items() if parameter.requires_grad}
         self.master = {name: torch.nn.Parameter(part.to_local().detach()) for name, part in trained.items()}
 
-    # ---- A step
-
     def zero_gradients(self) -> None:
         self._head_gradient = None
         for name, master in self.master.items():
@@ -168,8 +166,6 @@ class ShardedWeights(Weights):
             elif master.grad is None:
                 master.grad = torch.zeros_like(master)
         sum_parts(self.ranks, self.pieces, self.gradients)
-
-    # ---- Parts and wholes
 
     def _rows(self, name: str) -> int:
         """Count the rows of a rank's part; the last ranks may have fewer, or none."""

@@ -90,8 +90,6 @@ class RedisTransport:
         where = f"{self._stream}:{identifier}"
         return Message(where, where, 1, payload, problem)
 
-    # ---- the group
-
     def _join(self) -> None:
         """Set the group back to this run's place, once for each connection, and learn what it has pending."""
         if self._joined:
@@ -150,8 +148,6 @@ class RedisTransport:
         self._pending += deleted
         problem = "it was deleted from the stream before it was trained on"
         return [self._message(identifier, b"", problem) for identifier in deleted]
-
-    # ---- word to the senders
 
     def acknowledge(self, state: dict[str, Any]) -> None:
         self._checkpointed = state.get("position")

@@ -57,8 +57,6 @@ class LookAhead:
         self._fatal: Exception | None = None
         self._changed = Signal()
 
-    # ---- asked by the trainer
-
     async def publish(self, published: Published) -> None:
         """Give new weights to the servers, and start what they permit."""
         self._seen = max(self._seen, published.version)
@@ -117,8 +115,6 @@ class LookAhead:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         await self.fleet.close()
-
-    # ---- which groups are under way
 
     def _admit(self) -> None:
         pace, version = self._pace, self.fleet.version

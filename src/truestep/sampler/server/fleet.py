@@ -110,8 +110,6 @@ class Fleet:
         self._changed = Signal()
         self._recoveries: set[asyncio.Task[None]] = set()
 
-    # ---- completions
-
     async def ask(self, request: CompletionRequest) -> Answer:
         """Ask the server that has least to do."""
         server = await self._pick()
@@ -145,8 +143,6 @@ class Fleet:
         while not (ready := [server for server in self.servers if server.is_open]):
             await self._changed.wait()
         return min(ready, key=lambda server: (server.in_flight, server.served))
-
-    # ---- weights
 
     async def publish(self, published: Published) -> None:
         """Give new weights to every server that is not lost."""
@@ -255,8 +251,6 @@ class Fleet:
             unconfirmed.void = True
         server.unconfirmed = []
         self._on_void()
-
-    # ---- loss and recovery
 
     def _lose(self, server: Server, error: Exception) -> None:
         server.trouble = str(error)

@@ -115,8 +115,6 @@ class ServerSource:
             raise
         return servers, min(lengths)
 
-    # ---- Source
-
     def take(self, count: int, documents_seen: int) -> list[Rollout]:
         """Take exactly `count` documents, in whole groups."""
         groups_wanted = num_groups(count, self._sampling.group_size)

@@ -61,8 +61,6 @@ class Vllm(InferenceServer):
         answer = await self._post("/tokenize", {"model": self.model, "prompt": text}, _QUICK_SECONDS)
         return answer.get("tokens") if isinstance(answer, dict) else None
 
-    # ---- completions
-
     async def complete(self, request: CompletionRequest) -> list[Choice]:
         return read_choices(await self._post("/v1/completions", self._body(request)), request)
 
@@ -117,8 +115,6 @@ class Vllm(InferenceServer):
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise BadAnswerError("a probe was answered without the log-probs of its next token") from error
 
-    # ---- weights
-
     async def pause(self, mode: str) -> None:
         await self._post(f"/pause?mode={mode}")
 
@@ -150,8 +146,6 @@ class Vllm(InferenceServer):
 
     async def resume(self) -> None:
         await self._post("/resume")
-
-    # ---- over the wire
 
     async def _get(self, path: str, timeout: float) -> Any:
         return await self._json("GET", path, None, timeout)
@@ -217,9 +211,6 @@ def _event(text: str) -> dict[str, Any]:
     if not isinstance(event, dict) or "error" in event:
         raise BadAnswerError(f"the stream says {text[:300]}")
     return event
-
-
-# ---- an answer's JSON
 
 
 def read_choices(answer: Any, request: CompletionRequest) -> list[Choice]:
