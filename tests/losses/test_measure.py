@@ -47,7 +47,7 @@ def measure(labels: Labels, objective: Objective, facts: Facts, level: str) -> d
         "reward": facts.has_reward,
     }
     labels = replace(labels, reward=facts.reward, model_version=facts.model_version, has=has)
-    return measure_labels(labels, StepFacts(objective, facts.documents_seen), level)
+    return measure_labels(labels, StepFacts(objective, facts.documents_seen), level, {})
 
 
 def make_facts(case: Case, flags: list[Flags], seed: int = 0) -> Facts:

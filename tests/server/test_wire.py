@@ -113,3 +113,9 @@ def test_weights_that_cannot_be_loaded_and_a_server_that_went_away_meanwhile() -
         ask(load, reply("busy", 503), reply(""))
     with pytest.raises(UnreachableError, match="something still holds the cache"):
         ask(load, reply(""), reply('{"success": false}'))
+
+
+@pytest.mark.parametrize("models", ["null", "[]", '{"data": null}', '{"data": 3}', '{"data": [null]}'])
+def test_a_list_of_models_of_the_wrong_form_names_none(models: str) -> None:
+    described = ask(lambda vllm: vllm.describe(), reply(""), reply(models))
+    assert described.names == () and described.longest_text is None

@@ -32,16 +32,14 @@ class StepFacts:
 Measure = Callable[[Labels, StepFacts], Mapping[str, Metric]]
 
 
-def measure_labels(
-    labels: Labels, step: StepFacts, level: str, custom: Mapping[str, Measure] | None = None
-) -> dict[str, Metric]:
+def measure_labels(labels: Labels, step: StepFacts, level: str, custom: Mapping[str, Measure]) -> dict[str, Metric]:
     """Measure a level's metrics, so far as the documents have the data for them, and a user's own."""
     wanted = LEVELS[: LEVELS.index(level) + 1]
     metrics: dict[str, Metric] = {}
     for first_level, measure in BUILT_IN:
         if first_level in wanted:
             metrics |= measure(labels, step)
-    for name, measure in (custom or {}).items():
+    for name, measure in custom.items():
         measured = measure(labels, step)
         if repeated := sorted(set(measured) & set(metrics)):
             raise ValueError(f"{name} gives {', '.join(repeated)}, which is the name of another metric")

@@ -53,7 +53,8 @@ class Vllm(InferenceServer):
     async def describe(self) -> Description:
         await self._get("/health", _QUICK_SECONDS)
         models = await self._get("/v1/models", _QUICK_SECONDS)
-        entries = models.get("data", []) if isinstance(models, dict) else []
+        listed = models.get("data") if isinstance(models, dict) else None
+        entries = listed if isinstance(listed, list) else ()
         named = {str(entry.get("id")): entry for entry in entries if isinstance(entry, dict)}
         return Description(tuple(named), named.get(self.model, {}).get("max_model_len"))
 
