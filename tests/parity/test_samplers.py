@@ -35,7 +35,8 @@ def complaint(*arguments: str, before: str = "pass") -> str:
     """The one message of a command that fails."""
     code = f"import sys; {before}; from truestep.cli import main; main()"
     command = [sys.executable, "-W", "ignore", "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    here = Path(__file__).parents[1]  # where the reward's module is: a command searches its working directory
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=here)
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     return done.stderr[done.stderr.index("error:") :]
