@@ -226,7 +226,9 @@ def test_completions_that_come_slowly_are_no_silence() -> None:
 
     server.faults["complete"] += [slow] * 40
     run = Run([server], stall_timeout=10.0, concurrency=1)
+    start = run.thread.loop.now
     run.run(2)
+    assert run.seen == 2 * STEP and run.thread.loop.now - start > 2 * 10.0
     run.close()
 
 
@@ -345,6 +347,7 @@ def test_an_answer_that_is_void_before_it_is_rated_is_asked_for_again() -> None:
 
     run.ahead.maker._rate = voided_first
     run.run(2)
+    assert run.seen == 2 * STEP < run.rewards.rated, "what was void was rated for nothing"
     run.close()
 
 
@@ -475,6 +478,7 @@ def test_a_trainer_that_was_killed_in_a_sync_left_its_server_standing_still() ->
     server = FakeServer()
     server.paused = True
     Run([server]).run(1).close()
+    assert not server.paused and "resume" in server.calls
 
 
 DESCRIPTION = Description(("policy",), 1000, 1000)
