@@ -69,7 +69,7 @@ class Recorder:
 
     def __post_init__(self) -> None:
         source: Any = self.trainer.source
-        take, push = source.take, source._push
+        take, push = source.take, source._publish
 
         def recorded_take(count: int, documents_seen: int) -> list[Rollout]:
             documents = take(count, documents_seen)
@@ -81,7 +81,7 @@ class Recorder:
             self.weights[version] = copy.deepcopy(self.trainer.policy.model.state_dict())
             push(version)
 
-        source.take, source._push = recorded_take, recorded_push
+        source.take, source._publish = recorded_take, recorded_push
 
     def worst_gap(self) -> float:
         """Between the sampler's log-prob of any label and that of the weights whose version the label has."""

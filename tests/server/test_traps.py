@@ -219,7 +219,7 @@ def test_kept_completions_are_of_two_policies_and_say_where(servers: Servers, tm
         """Each time, other weights still as soon as completions have many tokens of the last ones."""
         updated(seen)
         if seen < 32:
-            source._pushed.result(60)
+            source._publishing.result(60)
             before, deadline = came[0], time.monotonic() + 60
             while came[0] < before + 600 and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -227,7 +227,7 @@ def test_kept_completions_are_of_two_policies_and_say_where(servers: Servers, tm
                 for parameter in policy.model.parameters():
                     if len(parameter) == policy.vocabulary_size:  # other words for all but the end
                         parameter[1:] = parameter[1:].roll(1, 0)
-            source._push(seen + 4)
+            source._publish(seen + 4)
 
     source.updated = with_completions_under_way
     run.trainer.run()
