@@ -97,8 +97,9 @@ def phase_config(phase: Path, model: Path, output: Path, seed: int) -> Config:
     places = {"data.path": "corpus.jsonl"}
     if load_config(phase).sampler is not None:
         places = {"sampler.prompts": "prompts.jsonl", "evaluation.prompts": "held_out.jsonl"}
-    places = {"model.path": str(model), "checkpoint.directory": _title(phase)} | places
+    places = {"checkpoint.directory": _title(phase)} | places
     overrides = [word for name, place in places.items() for word in (f"--{name}", str(output / place))]
+    overrides += ["--model.path", str(model)]
     return load_config(phase, [*overrides, "--seed", str(seed)])
 
 
