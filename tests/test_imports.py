@@ -26,7 +26,7 @@ FLOORS = (
     ("head", "losses"),
     ("metrics", "rollouts", "report"),
     ("types", "config", "files", "randomness", "ranks"),
-    ("custom",),
+    ("custom", "progress", "text"),
     ("errors",),
     ("__init__",),
 )
