@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written under another name, synced, renamed; and files of lines, any may be damaged."""
+"""Files that are whole or absent (written under another name, synced, renamed), and files of lines, damaged or not."""
 
 import itertools
 import json
@@ -98,7 +98,7 @@ class LineError(ValueError):
 
 
 def exact_object(line: bytes) -> dict[str, Any]:
-    """Read a JSON object: no key twice, no NaN, no number beyond float64, not deep. Anything else raises `LineError`."""
+    """Read a JSON object: no key twice, no NaN, not nested deeply. Anything else raises `LineError`."""
 
     def to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         inside = dict(pairs)

@@ -60,8 +60,8 @@ class RunDirectory:
     def _why_not_locked(self, handle: TextIO, error: OSError) -> str:
         if error.errno not in _HELD:
             return (
-                f"{self.path} cannot be locked: its file system has no locks ({error.strerror or error}). Two processes "
-                "that write one run damage it. If you see to it that only one does, set checkpoint.lock: false"
+                f"{self.path} cannot be locked: its file system has no locks ({error.strerror or error}). Two "
+                "processes that write one run damage it. If you see to it that only one does, set checkpoint.lock: false"
             )
         handle.seek(0)
         owner = printable(handle.read(200).strip()) or "one that has not written its name yet"
@@ -86,8 +86,8 @@ class RunDirectory:
                 if file == self.ledger and last + len(damaged) < step:
                     named = f"ends with step {last}" if last else "names no step"
                     faults.append(
-                        f"{file} {named}, and the run goes on after step {step}: which documents the steps between them "
-                        "trained on is not in it. The checkpoint knows them, so none is trained on again"
+                        f"{file} {named}, and the run goes on after step {step}: which documents the steps between "
+                        "them trained on is not in it. The checkpoint knows them, so none is trained on again"
                     )
         if self.rejected.is_file():
             cut_file(self.rejected, _end_of_lines(self.rejected, rejected_lines))
@@ -159,7 +159,7 @@ def _end_of(file: Path, step: int) -> tuple[int, int, list[Line]]:
     if chosen is not None:
         end, last = newest[chosen][0].end, newest[chosen][1] or 0
         newest = newest[:chosen]
-    stay = []
+    stay: list[Line] = []
     for line, found in reversed(newest):  # every step has a line: as many stay as there are steps left to name
         if found is not None or not line.whole or len(stay) == step - last:
             break

@@ -44,7 +44,7 @@ def printable(text: object, limit: int = 300) -> str:
 
 
 def shown(message: object, limit: int = 10_000) -> str:
-    """Make a message of several lines safe to print: each of its lines as `printable` shows it, at most `limit` in all."""
+    """Make a message of several lines safe to print: each line as `printable` shows it, at most `limit` in all."""
     lines = _text_of(message)[: limit + 4000].split("\n")
     safe = "\n".join(printable(line, limit) for line in lines)
     return safe if len(safe) <= limit else safe[: limit - 1] + "…"
