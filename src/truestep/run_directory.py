@@ -59,9 +59,10 @@ class RunDirectory:
 
     def _why_not_locked(self, handle: TextIO, error: OSError) -> str:
         if error.errno not in _HELD:
+            why = error.strerror or error
             return (
-                f"{self.path} cannot be locked: its file system has no locks ({error.strerror or error}). Two "
-                "processes that write one run damage it. If you see to it that only one does, set checkpoint.lock: false"
+                f"{self.path} cannot be locked: its file system has no locks ({why}). Two processes that write one run "
+                "damage it. If you see to it that only one does, set checkpoint.lock: false"
             )
         handle.seek(0)
         owner = printable(handle.read(200).strip()) or "one that has not written its name yet"

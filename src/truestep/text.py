@@ -14,7 +14,8 @@ HIDDEN = "***"
 
 _URL = re.compile(r"\b[a-zA-Z][a-zA-Z0-9+.-]{0,30}://[^\s\"'<>]{0,4000}")
 _ASSIGNED = re.compile(
-    r"(?P<name>[A-Za-z_][\w-]{0,80})(?P<between>[\"']?\s{0,3}[:=]\s{0,3})(?P<value>\"[^\"\n]+\"|'[^'\n]+'|[^\s\"',;&#)\]}]+)"
+    r"(?i)(?<![\w-])(?P<name>[\w-]{0,60}?(?:password|passwd|passphrase|secret|key|credentials?|token|auth|authorization))"
+    r"(?P<between>[\"']?\s{0,3}[:=]\s{0,3})(?P<value>\"[^\"\n]+\"|'[^'\n]+'|[^\s\"',;&#)\]}]+)"
 )
 _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{8,}")
 # The last word of an option's name that holds a secret. `tokens`, and `key_env` with the name of a variable, hold none.
@@ -24,7 +25,7 @@ _NO_SECRET = frozenset({"", "null", "none", "~", "true", "false", HIDDEN})
 # Prose says "token: 5" and "key: 'id'"; only a word before them makes a name of these (api_key, hf_token).
 _IN_PROSE = re.compile(r"(?i)^(key|token|auth)$")
 _known: set[str] = set()
-_SHORTEST_KNOWN = 6  # a shorter text would blank out words that are no secret
+_SHORTEST_KNOWN = 8  # a shorter text would blank out words that are no secret
 
 
 def keep_secret(value: str | None) -> None:
@@ -66,6 +67,11 @@ def redacted(text: str) -> str:
     """Replace what is secret in a text by ***: passwords in addresses, values of options named so, known secrets."""
     for secret in _known:
         text = text.replace(secret, HIDDEN)
+    return _without_forms(text)
+
+
+def _without_forms(text: str) -> str:
+    """Hide what looks like a secret by where it stands."""
     if "://" in text:
         text = _URL.sub(lambda found: _without_password(found.group()), text)
     text = _BEARER.sub(lambda found: f"{found[1]} {HIDDEN}", text)
@@ -115,7 +121,20 @@ def redacted_options(value: Any, name: str = "") -> Any:
         # A number named `token` or `key` is an id or a count; one named `password` is a password.
         if isinstance(value, str) or last not in _SECRET_TEXT:
             return value if str(value).lower() in _NO_SECRET else HIDDEN
-    return redacted(value) if isinstance(value, str) else value
+    # A dummy key to a server, remembered as a secret, must not blank out a part of a path here.
+    return _without_forms(value) if isinstance(value, str) else value
+
+
+def keep_secrets_of(options: Any) -> None:
+    """Remember the passwords in the addresses of a tree of options: an exception of a client may quote one alone."""
+    if isinstance(options, Mapping):
+        options = list(options.values())
+    if isinstance(options, list | tuple):
+        for item in options:
+            keep_secrets_of(item)
+    elif isinstance(options, str) and "://" in options and "@" in options:
+        user, _, password = options.partition("://")[2].rpartition("@")[0].partition(":")
+        keep_secret(password or user)
 
 
 def hidden_options(value: Any, name: str = "") -> list[str]:

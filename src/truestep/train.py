@@ -29,7 +29,7 @@ from truestep.run_notes import run_notes
 from truestep.step.ahead import PlansAhead
 from truestep.step.optimizer import restore_optimizer
 from truestep.step.queue import PlanQueue
-from truestep.text import printable, shown
+from truestep.text import keep_secrets_of, printable, shown
 from truestep.trainer import RunState, Trainer, TrainingError
 from truestep.types import Rejected
 
@@ -58,6 +58,7 @@ def make_trainer(
     config: Config, console: Console, title: str = "training", ranks: Ranks = ALONE, watch: Watch | None = None
 ) -> Trainer:
     watch = watch or Watch(ranks, config.schedule.stall_timeout)
+    keep_secrets_of(config.model_dump())
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
     check_inputs(config, ranks)
