@@ -97,10 +97,10 @@ class LineError(ValueError):
     """The reason why a line is no JSON object that can be trusted."""
 
 
-def exact_object(line: bytes, *, nan: bool = False) -> dict[str, Any]:
+def exact_object(line: bytes, *, lenient: bool = False) -> dict[str, Any]:
     """Read a JSON object: no key twice, no NaN, not nested deeply. Anything else raises `LineError`.
 
-    With `nan`, NaN and infinities are read, as Python's json writes them and other programs' metrics have them.
+    `lenient` is for what is only shown: NaN is read, as Python's json writes it, and of a key's values the last.
     """
 
     def to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -111,7 +111,10 @@ def exact_object(line: bytes, *, nan: bool = False) -> dict[str, Any]:
         return inside
 
     try:
-        value = json.loads(line.decode(), object_pairs_hook=to_dict, parse_constant=None if nan else _refuse_constant)
+        if lenient:
+            value = json.loads(line.decode())
+        else:
+            value = json.loads(line.decode(), object_pairs_hook=to_dict, parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         raise LineError(f"not UTF-8 at its byte {error.start + 1}") from None
     except json.JSONDecodeError as error:
@@ -178,7 +181,7 @@ def _line_of(path: Path, number: int | None, start: int, content: bytes, lenient
     if not whole and not lenient:
         return Line(path, number, start, end, None, "the last line is cut off", whole=False)
     try:
-        return Line(path, number, start, end, exact_object(content, nan=lenient), whole=whole)
+        return Line(path, number, start, end, exact_object(content, lenient=lenient), whole=whole)
     except LineError as error:
         return Line(path, number, start, end, None, str(error), whole)
 

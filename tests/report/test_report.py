@@ -409,7 +409,7 @@ def test_long_run_is_thinned_without_losing_its_extremes(tmp_path: Path) -> None
     thin = downsample(Series.of(points))
     assert len(thin) <= 1000
     assert thin[0] == points[0]
-    assert thin[-1] is points[-1]
+    assert thin[-1] == points[-1]
     assert points[1234] in thin
     assert points[4321] in thin
     assert [point.step for point in thin] == sorted({point.step for point in thin})

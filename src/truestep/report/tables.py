@@ -21,9 +21,14 @@ _IDS_AT_A_TIME = 1 << 20
 
 def number(record: Mapping[str, Any], key: str) -> float | None:
     """Read the number under `key`; None for anything that is no number."""
-    value = record.get(key)
+    value = _as_number(record.get(key))
+    return None if np.isnan(value) else value
+
+
+def _as_number(value: Any) -> float:
+    """Give a number as float64; NaN for anything that is no number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
+        return np.nan
     # A value this large is an overflow, and a sum over it would be one.
     if abs(value) > LARGEST_VALUE:
         return np.inf if value > 0 else -np.inf
@@ -43,22 +48,36 @@ class Table:
         self.left_out = 0  # names beyond the most that are kept
         self.steps = np.empty(0)  # [R] growing
         self._rows = array("d")
-        self._columns: dict[str, tuple[array[int], array[float]]] = {}
+        self._columns: dict[str, array[float]] = {}
+        # Lines mostly have the names of the line before: where they change, the first row and the names from there on.
+        self._runs: list[tuple[int, tuple[str, ...]]] = []
+        self._filled: list[array[float]] = []  # the columns of these names
         self._order = np.empty(0, dtype=np.int64)  # [R] the rows that count, by step
 
     def add(self, record: Mapping[str, Any], step: float) -> None:
-        row = len(self._rows)
+        names = tuple(record)
+        if not self._runs or names != self._runs[-1][1]:
+            names = self._begin_run(names)
+        row = record.values() if len(names) == len(record) else [record[name] for name in names]
         self._rows.append(step)
-        for name in record:
-            column = self._columns.get(name)
-            if column is None:
-                if len(self._columns) >= MOST_COLUMNS:
-                    self.left_out += 1
-                    continue
-                column = self._columns[name] = (array("q"), array("d"))
-            column[0].append(row)
-            value = number(record, name)
-            column[1].append(np.nan if value is None else value)
+        for column, value in zip(self._filled, row, strict=True):
+            # The second test is for values that a sum over them would not overflow by.
+            plain = type(value) is float and -LARGEST_VALUE < value < LARGEST_VALUE
+            column.append(value if plain else _as_number(value))
+
+    def _begin_run(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        kept = tuple(name for name in names if name in self._columns or self._new_column(name))
+        if not self._runs or kept != self._runs[-1][1]:
+            self._runs.append((len(self._rows), kept))
+            self._filled = [self._columns[name] for name in kept]
+        return kept
+
+    def _new_column(self, name: str) -> bool:
+        if len(self._columns) >= MOST_COLUMNS:
+            self.left_out += 1
+            return False
+        self._columns[name] = array("d")
+        return True
 
     def finish(self) -> None:
         """Sort by step; of rows of one step keep the last."""
@@ -80,8 +99,10 @@ class Table:
         """Give the places in `steps` of the records that have a name, and their values; NaN for what is no number."""
         if name not in self._columns:
             return np.empty(0, dtype=np.int64), np.empty(0)
-        rows = np.frombuffer(self._columns[name][0], dtype=np.int64)
-        values = np.frombuffer(self._columns[name][1], dtype=np.float64)
+        ends = [*(start for start, _ in self._runs[1:]), len(self._rows)]
+        runs = zip(self._runs, ends, strict=True)
+        rows = np.concatenate([np.arange(start, end) for (start, names), end in runs if name in names])
+        values = np.frombuffer(self._columns[name])
         places = np.full(len(self._rows), -1, dtype=np.int64)
         places[rows] = np.arange(len(rows))
         found = places[self._order]
@@ -123,7 +144,9 @@ class Repeats:
         self._files: list[IO[bytes]] = []
 
     def add(self, documents: list[Any]) -> None:
-        found = np.fromiter(map(fingerprint, documents), dtype=np.int64, count=len(documents))
+        # Text is what there is nearly always, and is quick to take without asking for each.
+        of_text = set(map(type, documents)) <= {str}
+        found = np.fromiter(map(hash if of_text else fingerprint, documents), dtype=np.int64, count=len(documents))
         self._pending.append(found)
         self._count += len(found)
         if self._count >= _IDS_AT_A_TIME:
