@@ -96,6 +96,10 @@ def test_damaged_run_directories(
     made_run(tiny_model("llama"), tmp_path)
     run, draw = tmp_path / "run", random.Random(6)
     shutil.rmtree(run / "checkpoints/step-00000002")
+    # The whole configuration has three hundred lines, and PyYAML would take most of the time.
+    (run / "config.yaml").write_text(
+        "model: {path: m}\nschedule:\n  docs_per_step: 5\n  steps: 3\ndata: {path: r.jsonl}\n"
+    )
     files = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file() and path.name != ".lock"}
     of_lines = [path for path in files if path.name in LINES]
     others = [path for path in files if path not in of_lines]
