@@ -20,8 +20,10 @@ from truestep.rollouts.source import Interrupted, Source
 from truestep.run_directory import RunDirectory
 from truestep.sampler.evaluate import Evaluator
 from truestep.step.ahead import Planned, PlansAhead
+from truestep.step.blame import find_not_finite
 from truestep.step.optimizer import LearningRate, optimizer_tensors, update
 from truestep.step.runner import Accumulated, StepRunner, clip_gradients, gradient_norm
+from truestep.text import printable
 from truestep.types import StepPlan
 
 
@@ -159,11 +161,7 @@ class Trainer:
         accumulated = self.runner.accumulate(plan, extra_metrics={"data_wait_time": Max(waited)})
         norm = gradient_norm(self.policy.weights)
         if not math.isfinite(norm):
-            loss = accumulated.line()["loss"]
-            raise TrainingError(
-                f"step {number}: the gradient's norm is {norm} (loss {loss}); nothing was updated, and the last "
-                f"checkpoint is {self.checkpoints.latest() or 'not written yet'}"
-            )
+            raise self._not_finite(number, plan, accumulated, norm)
         if self.hooks.on_gradient is not None:
             self.hooks.on_gradient(plan, accumulated, norm)
         clip_gradients(self.policy.weights.gradients, norm, self.gradient_clip)
@@ -188,6 +186,15 @@ class Trainer:
         }
         for sink in self.sinks:
             sink.step(line)
+
+    def _not_finite(self, number: int, plan: StepPlan, accumulated: Accumulated, norm: float) -> TrainingError:
+        self.watch.phase(f"looking for the documents that make the gradient of step {number} {norm}")
+        names = ", ".join(printable(name) for name in find_not_finite(self.runner, plan))
+        made_by = f"these documents alone make it so: {names}" if names else "no document alone makes it so"
+        return TrainingError(
+            f"step {number}: the gradient's norm is {norm} (loss {accumulated.line()['loss']}); {made_by}. Nothing was "
+            f"updated, and the last checkpoint is {self.checkpoints.latest() or 'not written yet'}"
+        )
 
     def _evaluate(self) -> None:
         if self.evaluator is None:
