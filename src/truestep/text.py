@@ -1,4 +1,4 @@
-"""Text that others wrote, made safe to show: completions, exceptions of a user's reward, answers of servers, addresses."""
+"""Text that others wrote, made safe to show: completions, exceptions, answers of servers, addresses."""
 
 import re
 from urllib.parse import urlsplit, urlunsplit
