@@ -99,3 +99,8 @@ def test_a_converted_value_is_one_that_the_option_takes(name: str, values: list[
     allowed = re.findall(r"[\w.:]+", options()[found.option].allowed)
     for value in values:
         assert found.convert(value) in allowed, value
+
+
+def test_the_page_is_written_from_the_table() -> None:
+    page = Path(__file__).parents[2] / "docs" / "coming-from.md"
+    assert page.read_text(encoding="utf-8") == foreign.markdown_table() + "\n", "run `make docs`"

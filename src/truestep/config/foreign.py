@@ -269,3 +269,32 @@ def explain(name: Sequence[str], value: Any = None) -> str | None:
     """Say what a name of another trainer is here; None where no other trainer has it."""
     found = FOREIGN.get(name[-1].replace("-", "_")) if name else None
     return None if found is None else found.explain(name[-1], value)
+
+
+def markdown_table() -> str:
+    """Write the names of each trainer beside ours, as a page of the documentation."""
+    lines = [
+        "# Coming from another trainer",
+        "",
+        "<!-- Written by `python -m truestep.config.foreign > docs/coming-from.md`; a test compares the two. -->",
+        "",
+        "An option that is named as another trainer names it is an error that says what to write instead. These are the",
+        "names that truestep knows. A value that has another meaning here is converted in the message.",
+    ]
+    for trainer in sorted({owner for found in FOREIGN.values() for owner in found.owners}, key=str.lower):
+        lines += ["", f"## {trainer}", "", "| there | here | note |", "| --- | --- | --- |"]
+        for name, found in FOREIGN.items():
+            if trainer in found.owners:
+                lines.append(f"| `{name}` | {_code(found.option)} | {found.note} |")
+    return "\n".join(lines)
+
+
+def _code(option: str | None) -> str:
+    if option is None:
+        return "none"
+    joint = next((word for word in (" and ", " or ") if word in option), None)
+    return joint.join(f"`{part}`" for part in option.split(joint)) if joint else f"`{option}`"
+
+
+if __name__ == "__main__":
+    print(markdown_table())
