@@ -278,7 +278,7 @@ def markdown_table() -> str:
         "",
         "<!-- Written by `python -m truestep.config.foreign > docs/coming-from.md`; a test compares the two. -->",
         "",
-        "An option that is named as another trainer names it is an error that says what to write instead. These are the",
+        "An option under another trainer's name is an error that says what to write instead. These are the",
         "names that truestep knows. A value that has another meaning here is converted in the message.",
     ]
     for trainer in sorted({owner for found in FOREIGN.values() for owner in found.owners}, key=str.lower):
