@@ -32,6 +32,9 @@ class Rollout:
     group_id: str | None = None
     temperature: float = 1.0
     model_version: np.ndarray | None = None  # [L] int64: documents the policy had seen when each token was sampled
+    reference_logprobs: np.ndarray | None = None  # [L] float32, a reference's or a teacher's; 0 off the mask
+    truncated: bool | None = None  # it ended at a length limit and not by itself; None: unknown
+    rewards: Mapping[str, float] = field(default_factory=dict)  # the parts of the reward, by name
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -44,7 +47,7 @@ class Rollout:
 
 
 # A rollout's fields that a loss or a metric may need and a record may lack.
-OPTIONAL_FIELDS = ("logprobs", "advantages", "model_version", "reward")
+OPTIONAL_FIELDS = ("logprobs", "advantages", "model_version", "reward", "reference_logprobs", "truncated")
 
 
 @dataclass(frozen=True)
@@ -145,9 +148,12 @@ class PackedLabels:
     old_logprobs: torch.Tensor = field(metadata=per_label("logprobs", np.float32))
     advantages: torch.Tensor = field(metadata=per_label("advantages", np.float32))
     model_version: torch.Tensor = field(metadata=per_label("model_version"))
+    reference_logprobs: torch.Tensor = field(metadata=per_label("reference_logprobs", np.float32))
     # Per document.
     num_labels: torch.Tensor  # [D] int64
     reward: torch.Tensor  # [D] float32; 0 where the document has none
+    rewards: Mapping[str, torch.Tensor]  # [D] float32 by name, of every part that a document has; NaN where one has not
+    truncated: torch.Tensor  # [D] bool; False where it is not known
     has: Mapping[str, torch.Tensor]  # [D] bool by rollout field: whether the document has it
 
     @classmethod

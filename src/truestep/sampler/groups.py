@@ -60,6 +60,7 @@ def to_rollout(
     temperature: float,
     versions: Sequence[int] | None = None,
     reward: float | None = None,
+    truncated: bool | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Rollout:
     """Make a document of a prompt and its completion, whose tokens are the labels and may each have a version."""
@@ -75,6 +76,7 @@ def to_rollout(
         loss_mask=np.arange(len(ids)) >= prompt_length,
         logprobs=behind_prompt(logprobs, 0.0, np.float32),
         reward=reward,
+        truncated=truncated,
         temperature=temperature,
         model_version=None if versions is None else behind_prompt(versions, versions[0], np.int64),
         metadata={"prompt_id": prompt.id, **(metadata or {})},

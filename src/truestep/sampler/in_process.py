@@ -128,6 +128,7 @@ class InProcessSource(StillSource):
             temperature=self.options.temperature,
             versions=[version] * len(completion.token_ids),
             reward=rating,
+            truncated=not completion.stopped,
             metadata={"stopped": completion.stopped},
         )
         group.rated.append(rollout)

@@ -87,9 +87,15 @@ def record_of(document: Rollout) -> Record:
         "loss_mask": document.loss_mask.astype(int).tolist(),
         "temperature": document.temperature,
     }
-    fields = {"logprobs": document.logprobs, "advantage": document.advantages, "model_version": document.model_version}
+    fields = {
+        "logprobs": document.logprobs,
+        "advantage": document.advantages,
+        "model_version": document.model_version,
+        "reference_logprobs": document.reference_logprobs,
+    }
     record |= {name: values.tolist() for name, values in fields.items() if values is not None}
-    return record if document.reward is None else record | {"reward": document.reward}
+    facts = {"reward": document.reward, "truncated": document.truncated, "rewards": dict(document.rewards) or None}
+    return record | {name: value for name, value in facts.items() if value is not None}
 
 
 def reduce_record(record: Record, most: int) -> Record:

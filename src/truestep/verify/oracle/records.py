@@ -1,7 +1,7 @@
 """Rollout records, reduced to what a step needs: docs/contract.md, section 3."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Record = dict[str, Any]
@@ -19,6 +19,9 @@ class Document:
     advantages: list[float] | None
     versions: list[int] | None
     reward: float | None
+    reference_logprobs: list[float] | None = None
+    truncated: bool | None = None
+    rewards: dict[str, float] = field(default_factory=dict)
 
 
 def read_documents(records: list[Record], data_config: dict[str, Any]) -> list[Document]:
@@ -57,6 +60,9 @@ def read_document(record: Record, default_temperature: float) -> Document:
         advantages=on_labels(record.get("advantage"), positions, len(input_ids)),
         versions=on_labels(record.get("model_version"), positions, len(input_ids)),
         reward=record.get("reward"),
+        reference_logprobs=on_labels(record.get("reference_logprobs"), positions, len(input_ids)),
+        truncated=record.get("truncated"),
+        rewards={name: value for name, value in (record.get("rewards") or {}).items() if value is not None},
     )
 
 
