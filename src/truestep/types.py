@@ -35,6 +35,8 @@ class Rollout:
     reference_logprobs: np.ndarray | None = None  # [L] float32, a reference's or a teacher's; 0 off the mask
     truncated: bool | None = None  # it ended at a length limit and not by itself; None: unknown
     rewards: Mapping[str, float] = field(default_factory=dict)  # the parts of the reward, by name
+    # The reward less its group's baseline, where it is to be scaled over the whole step and the step is not known yet.
+    difference: float | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -107,6 +109,8 @@ class StepPlan:
             content.update(
                 f"{document.id}\n{document.num_tokens} {document.num_labels}\n".encode(errors="surrogatepass")
             )
+            if document.advantages is not None:  # a user's function may give other ones at each call
+                content.update(document.advantages.tobytes())
         return content.hexdigest()
 
 

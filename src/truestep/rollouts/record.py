@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from truestep.rollouts import values
+from truestep.rollouts.advantages import AdvantageRule, as_rule
 from truestep.rollouts.values import BadRecord, Check, checked, checked_array, describe, plain
 from truestep.types import Rollout
 
@@ -40,7 +41,7 @@ class Needs:
 
     logprobs: bool
     advantages: bool
-    advantage_rule: str  # group_mean, group_normalized, leave_one_out, or none: records carry `advantage`
+    advantage_rule: AdvantageRule | str  # none: records carry `advantage`
 
 
 @dataclass(frozen=True)
@@ -166,12 +167,13 @@ def _advantages(
 ) -> np.ndarray | None:
     """Read the record's own advantages; None where they are not needed or come from the rewards of its group."""
     advantages = _on_labels(record, "advantage", values.advantage, loss_mask)
-    from_group = needs.advantage_rule != "none" and has_reward and has_group
+    from_rewards = as_rule(needs.advantage_rule).from_rewards
+    from_group = from_rewards and has_reward and has_group
     if advantages is not None or from_group or not needs.advantages:
         return advantages
     if not loss_mask.any():
         return np.zeros(len(loss_mask), dtype=np.float32)
-    if needs.advantage_rule == "none":
+    if not from_rewards:
         raise BadRecord("advantage is missing: with data.advantages: none each record carries its own")
     if not has_reward:
         raise BadRecord("advantage and reward are missing: this run's loss needs one of them")

@@ -10,7 +10,7 @@ import numpy as np
 
 from truestep.environments.prompts import Prompt
 from truestep.environments.rewards import RewardError
-from truestep.rollouts.advantages import group_advantages
+from truestep.rollouts.advantages import AdvantageRule, as_rule, with_group_advantages
 from truestep.rollouts.source import SourceError, refuse_other_kind
 from truestep.types import Rejected, Rollout
 
@@ -83,15 +83,10 @@ def to_rollout(
     )
 
 
-def with_advantages(rated: Sequence[Rollout], group: int, rule: str) -> list[Rollout]:
+def with_advantages(rated: Sequence[Rollout], group: int, rule: AdvantageRule | str) -> list[Rollout]:
     """Give one group's documents their advantages, over one shared baseline."""
-    advantages = group_advantages(np.array([rollout.reward for rollout in rated]), rule)
-    return [
-        dataclasses.replace(
-            rollout, advantages=np.full(rollout.num_tokens, advantage, dtype=np.float32), group_id=str(group)
-        )
-        for rollout, advantage in zip(rated, advantages, strict=True)
-    ]
+    named = [dataclasses.replace(rollout, group_id=str(group)) for rollout in rated]
+    return with_group_advantages(named, as_rule(rule))
 
 
 def reject(prompt: Prompt, group: int, name: str, reason: str) -> Rejected:

@@ -95,7 +95,19 @@ def record_of(document: Rollout) -> Record:
     }
     record |= {name: values.tolist() for name, values in fields.items() if values is not None}
     facts = {"reward": document.reward, "truncated": document.truncated, "rewards": dict(document.rewards) or None}
-    return record | {name: value for name, value in facts.items() if value is not None}
+    record |= {name: value for name, value in facts.items() if value is not None}
+    return record if document.difference is None else with_difference(record, document.difference)
+
+
+def with_difference(record: Record, difference: float) -> Record:
+    """Give a record, in place of its advantage, the difference of which a step's scale makes one."""
+    own = {name: value for name, value in record.items() if name != "advantage"}
+    return {"reward": difference} | own | {"group_id": record["id"], "metadata": {"difference": difference}}
+
+
+def given_differences(group: Sequence[Rollout]) -> list[float]:
+    """Read the differences of records that `with_difference` wrote, as data.advantages."""
+    return [rollout.metadata["difference"] for rollout in group]
 
 
 def reduce_record(record: Record, most: int) -> Record:
