@@ -31,6 +31,7 @@ from truestep.sampler.server.making import SamplingOptions
 from truestep.sampler.server.protocol import InferenceServer
 from truestep.sampler.server.source import ServerSource, ThreadedRewards
 from truestep.sampler.server.sync import WeightsDirectory
+from truestep.text import keep_secret
 
 # A probe's mean over likely tokens. In float32 two engines differ by rounding alone; bfloat16 keeps three digits.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
@@ -197,6 +198,7 @@ def _api_key(variable: str | None) -> str | None:
     key = os.environ.get(variable)
     if not key:
         raise SourceError(f"sampler.api_key_env: the environment has no variable {variable}, or it is empty")
+    keep_secret(key)
     return key
 
 

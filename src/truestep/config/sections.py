@@ -294,6 +294,8 @@ class CheckpointConfig(Section):
     """The number of steps between checkpoints. 0: only one, at the end."""
     keep: Count = 3
     """The number of complete checkpoints that are kept."""
+    lock: bool = True
+    """Lock the run's directory, so that no second process writes it. false: for a file system that has no locks."""
 
 
 class WandbConfig(Section):
