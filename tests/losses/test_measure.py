@@ -55,6 +55,7 @@ def measure(labels: Labels, objective: Objective, facts: Facts, level: str) -> d
         "advantages": facts.has_advantages,
         "model_version": facts.has_version,
         "reward": facts.has_reward,
+        "truncated": torch.zeros_like(facts.has_reward),
     }
     labels = replace(labels, reward=facts.reward, model_version=facts.model_version, has=has)
     return measure_labels(labels, StepFacts(objective, facts.documents_seen), level, {})
@@ -159,7 +160,7 @@ def test_the_levels() -> None:
         "clipped_fraction", "clamped_ratios",
         "advantage",
         "max_advantage", "min_advantage", "reward", "max_reward", "min_reward", "staleness", "max_staleness",
-        "min_staleness", "effective_sample_size",
+        "min_staleness", "effective_sample_size", "truncated_fraction",
     }  # fmt: skip
     assert full - basic == {"entropy", *(f"log_ratio_p{percentile}" for percentile in LOG_RATIO_PERCENTILES)}
 

@@ -134,10 +134,6 @@ class Grpo(Clipped):
         ratio, clamped = clamped_exp(self.log_ratio(labels))
         return stopped(clipped_surrogate(ratio, labels.advantages, self.bounds, self.dual_clip), clamped)
 
-    def switches(self, labels: Labels) -> list[Switch]:
-        dual = [] if self.dual_clip is None else [(self.log_ratio(labels), math.log(self.dual_clip))]
-        return [*super().switches(labels), *dual]
-
 
 @dataclass(frozen=True)
 class Gspo(Grpo):

@@ -43,7 +43,14 @@ def document_labels(
     def vector(values: Sequence[float] | None, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         return torch.zeros(count, dtype=dtype) if values is None else torch.tensor(values, dtype=dtype)
 
-    optional = (document.old_logprobs, document.advantages, document.versions, document.reward)
+    optional = (
+        document.old_logprobs,
+        document.advantages,
+        document.versions,
+        document.reward,
+        document.reference_logprobs,
+        document.truncated,
+    )
     has = zip(OPTIONAL_FIELDS, optional, strict=True)
     return Labels(
         rows=torch.tensor(document.positions) - 1,
@@ -53,8 +60,11 @@ def document_labels(
         old_logprobs=vector(document.old_logprobs),
         advantages=vector(document.advantages),
         model_version=vector(document.versions, torch.int64),
+        reference_logprobs=vector(document.reference_logprobs),
         num_labels=torch.tensor([count]),
         reward=torch.tensor([document.reward or 0.0], dtype=torch.float64),
+        rewards={name: torch.tensor([value]) for name, value in document.rewards.items()},
+        truncated=torch.tensor([bool(document.truncated)]),
         has={name: torch.tensor([value is not None]) for name, value in has},
         logprobs=logprobs,
         entropy=entropy,
