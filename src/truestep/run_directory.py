@@ -56,7 +56,7 @@ class RunDirectory:
             self._lock.close()
             self._lock = None
 
-    def roll_back(self, step: int, rejected_lines: int) -> None:
+    def roll_back(self, step: int, rejected_bytes: int) -> None:
         """Remove the lines written after the end of `step`; 0 is a run's beginning."""
         if not self.writes:
             return
@@ -65,8 +65,10 @@ class RunDirectory:
                 # A run that starts over evaluates its first weights anew.
                 lines = read_json_lines(file)
                 write_json_lines(file, [line for line in lines if line["step"] <= step and (step or line["step"])])
-        if self.rejected.is_file():
-            write_json_lines(self.rejected, read_json_lines(self.rejected)[:rejected_lines])
+        if self.rejected.is_file() and self.rejected.stat().st_size > rejected_bytes:
+            with self.rejected.open("r+b") as stream:
+                stream.truncate(rejected_bytes)
+                os.fsync(stream.fileno())
 
     def _append(self, file: Path, line: dict[str, Any]) -> None:
         if self.writes:
@@ -84,7 +86,7 @@ class RunDirectory:
 
     def sync(self) -> None:
         """Put the lines of all steps on the disk, before a checkpoint of them counts."""
-        for file in (self.ledger, self.metrics, self.evaluations) if self.writes else ():
+        for file in (self.ledger, self.metrics, self.evaluations, self.rejected) if self.writes else ():
             if file.is_file():
                 with file.open("rb") as stream:
                     os.fsync(stream.fileno())
@@ -100,5 +102,6 @@ class RunDirectory:
         if rejected and self.writes:
             write_rejected(self.path, rejected, append=True)
 
-    def rejected_lines(self) -> int:
-        return len(read_json_lines(self.rejected))
+    def rejected_bytes(self) -> int:
+        """Give the place in rejected.jsonl that a restart from now on rolls it back to."""
+        return self.rejected.stat().st_size if self.rejected.is_file() else 0

@@ -69,7 +69,7 @@ def make_trainer(
     optimizer = make_optimizer(config, policy.weights)
     evaluator = make_evaluator(config, policy)
     seed_random(config.seed)
-    step, rejected_lines = (0, 0) if latest is None else _restore(latest, queue, optimizer, policy)
+    step, rejected_bytes = (0, 0) if latest is None else _restore(latest, queue, optimizer, policy)
     rejected = source.drain_rejected()
     sinks: list[Sink] = []
     if ranks.first:
@@ -78,7 +78,7 @@ def make_trainer(
         directory.lock()
         for note in notes if config.logging.console else ():
             console.print(note, highlight=False, markup=False, soft_wrap=True)
-    _lay_out(directory, config, rejected, step, rejected_lines)
+    _lay_out(directory, config, rejected, step, rejected_bytes)
     if latest is not None:  # a kill may have come after its completion, and before the source was told
         source.checkpointed(latest, step, queue.documents_seen)
     return Trainer(
@@ -116,14 +116,14 @@ def _policy_of(config: Config, ranks: Ranks, checkpoint: Path | None) -> Policy:
 
 
 def _restore(checkpoint: Path, queue: PlanQueue, optimizer: torch.optim.Optimizer, policy: Policy) -> tuple[int, int]:
-    """Put the run back to where the checkpoint left it; return its step, and how many records were rejected by then."""
+    """Put the run back to where the checkpoint left it; return its step, and the size of rejected.jsonl by then."""
     try:
         progress = read_progress(checkpoint)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise _damaged(checkpoint, error) from error
     queue.restore(progress.queue, list(progress.carried))
     restore_optimizer(optimizer, policy.weights, progress.optimizer)
-    return progress.step, progress.rejected_lines
+    return progress.step, progress.rejected_bytes
 
 
 def _damaged(checkpoint: Path, error: Exception) -> TrainingError:
@@ -134,12 +134,12 @@ def _damaged(checkpoint: Path, error: Exception) -> TrainingError:
 
 
 def _lay_out(
-    directory: RunDirectory, config: Config, rejected: Sequence[Rejected], step: int, rejected_lines: int
+    directory: RunDirectory, config: Config, rejected: Sequence[Rejected], step: int, rejected_bytes: int
 ) -> None:
     """Roll the run's files back to the end of `step`. Nothing is written before everything else could be built."""
     if not directory.writes:
         return
-    directory.roll_back(step, rejected_lines)
+    directory.roll_back(step, rejected_bytes)
     if config.data.path is not None:
         write_rejected(directory.path, rejected)  # of the whole data, read anew at every start
     write_whole(directory.config, dump_config(config).encode())
