@@ -216,7 +216,7 @@ class Trainer:
             step=self.step,
             queue=planned.state,
             carried=planned.carried,
-            rejected_lines=self.directory.rejected_lines(),
+            rejected_bytes=self.directory.rejected_bytes(),
             optimizer=optimizer_tensors(self.optimizer, self.policy.weights),
         )
         checkpoint = self.checkpoints.save(self.policy, progress)
