@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,14 +19,31 @@ from rollouts.rollout_records import NEEDS, NOTHING, record
 from truestep.rollouts.advantages import assign_advantages
 from truestep.rollouts.files import DataError
 from truestep.rollouts.record import Checks
+from truestep.rollouts.stream.ids import SeenIds
 from truestep.rollouts.stream.intake import Intake
+from truestep.rollouts.stream.reading import parse_message
 from truestep.rollouts.stream.transport import Message
 from truestep.types import Rejected
 
 
-def make_intake(**options: Any) -> Intake:
+class Parsing(Intake):
+    """An intake that parses what it is given, as the thread that reads ahead does."""
+
+    checks: Checks
+
+    def put(self, given: Message, clock: float = 0.0) -> None:
+        outcome = parse_message(given, self.checks)
+        assert outcome is not None
+        self.add(given, outcome, clock)
+
+
+def make_intake(directory: Path | None = None, group_timeout: float | None = None, **options: Any) -> Parsing:
     defaults = {"vocabulary_size": 100, "max_tokens": 16, "needs": NEEDS, "group_size": 2}
-    return Intake(Checks(**(defaults | options)))
+    checks = Checks(**(defaults | options))
+    directory = directory or Path(tempfile.mkdtemp())
+    intake = Parsing(checks, SeenIds(directory / "ids"), group_timeout)
+    intake.checks = checks
+    return intake
 
 
 def message(content: Any, number: int = 1) -> Message:
@@ -32,9 +51,9 @@ def message(content: Any, number: int = 1) -> Message:
     return Message(f"s:{number}", f"s:{number}", 1, payload)
 
 
-def add(intake: Intake, *contents: Any) -> Intake:
+def add(intake: Parsing, *contents: Any, clock: float = 0.0) -> Parsing:
     for number, content in enumerate(contents, start=1):
-        intake.add(message(content, number))
+        intake.put(message(content, number), clock)
     return intake
 
 
@@ -99,10 +118,10 @@ def test_a_bad_record_does_not_use_up_its_id() -> None:
     assert ready(intake) == {"a": -1.0, "b": 1.0}
 
 
-def test_repeated_across_a_restart_also_where_the_first_was_taken() -> None:
-    intake = add(make_intake(), record("a", 1.0), record("b", 3.0), record("c", 0.0, "h"))
+def test_repeated_across_a_restart_also_where_the_first_was_taken(tmp_path: Path) -> None:
+    intake = add(make_intake(tmp_path), record("a", 1.0), record("b", 3.0), record("c", 0.0, "h"))
     intake.ready.popleft()
-    again = make_intake()
+    again = make_intake(tmp_path)
     again.restore(json.loads(json.dumps(intake.state())))
     add(again, record("a", 1.0), record("b", 3.0), record("c", 0.0, "h"))
     assert len(again.rejected) == 3
@@ -130,7 +149,7 @@ def test_what_is_no_record(content: Any, reason: str) -> None:
 
 def test_a_message_with_a_problem_of_its_own() -> None:
     intake = make_intake()
-    intake.add(Message("s:1", "s:1", 1, b"", "it was deleted"))
+    intake.put(Message("s:1", "s:1", 1, b"", "it was deleted"))
     assert reasons(intake) == ["it was deleted"]
 
 
@@ -150,7 +169,9 @@ def test_the_advantages_are_those_of_files_and_a_restart_anywhere_changes_nothin
         for number, ((group, bad), reward) in enumerate(zip(members, rewards, strict=True))
     ]
     cut = generator.randint(0, len(contents))
-    straight, first, second = (make_intake(group_size=group_size) for _ in range(3))
+    straight = make_intake(group_size=group_size)
+    directory = Path(tempfile.mkdtemp())
+    first, second = (make_intake(directory, group_size=group_size) for _ in range(2))
     add(straight, *contents)
     add(first, *contents[:cut])
     second.restore(json.loads(json.dumps(first.state())))
