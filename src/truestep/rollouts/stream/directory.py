@@ -101,9 +101,8 @@ class DirectoryTransport:
     def _removed(self, sizes: dict[str, int], broken: dict[str, str]) -> list[Message]:
         """Forget files that are gone; what had not been read of one is reported."""
         messages: list[Message] = []
-        for name in [
-            name for name in {**self._files, **self._sizes_before} if name not in sizes and name not in broken
-        ]:
+        known = {**self._files, **self._sizes_before}
+        for name in [name for name in known if name not in sizes and name not in broken]:
             read = self._files.pop(name, _Read())
             unread = self._sizes_before.get(name, 0) > read.size
             place, path = f"{name}:{read.lines + 1}", str(self._directory / name)

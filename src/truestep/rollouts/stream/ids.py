@@ -1,8 +1,8 @@
 """The ids of all documents that a run ever received, so that none is trained on twice.
 
-In memory they are digests in many small tables: one is found or added without moving any other. On the disk they are one
-file that only grows. A checkpoint holds how long the file was and a digest of so much of it; a restart cuts off what was
-written after that, so a kill at any instant leaves a file that fits the last checkpoint.
+In memory they are digests in many small tables: one is found or added without moving any other. On the disk they are
+one file that only grows. A checkpoint holds how long the file was and a digest of so much of it; a restart cuts off what
+was written after that, so a kill at any instant leaves a file that fits the last checkpoint.
 """
 
 import hashlib
@@ -142,10 +142,10 @@ class SeenIds:
 
     def _damaged(self, reason: str) -> SourceError:
         return SourceError(
-            f"{self._path}, the ids of the documents that this run has received, does not fit its checkpoint: {reason}. "
-            "Without it a document that is sent again would be trained on again. Put the file back as it was, remove the "
-            "newest directories in checkpoints if an older one fits, or begin a new run: another checkpoint.directory, "
-            "with this run's last checkpoint as model.path"
+            f"{self._path}, the ids of the documents that this run has received, does not fit its checkpoint: "
+            f"{reason}. Without it a document that is sent again would be trained on again. Put the file back as it "
+            "was, remove the newest directories in checkpoints if an older one fits, or begin a new run: another "
+            "checkpoint.directory, with this run's last checkpoint as model.path"
         )
 
     def _unwritable(self, error: OSError) -> SourceError:

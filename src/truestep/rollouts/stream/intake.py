@@ -57,8 +57,8 @@ class _Group:
 class Intake:
     """The documents that were received and not yet taken, and the ids of all that ever were received.
 
-    Documents become ready in the order in which their groups become complete, members in the order they came in. A group
-    that stays open for `group_timeout` is given up, and so is the oldest one where all take too much memory.
+    Documents become ready in the order in which their groups become complete, members in the order they came in. A
+    group that stays open for `group_timeout` is given up, and so is the oldest one where all take too much memory.
     """
 
     def __init__(self, checks: Checks, ids: SeenIds, group_timeout: float | None = None):
@@ -160,8 +160,9 @@ class Intake:
     def restore(self, state: dict[str, Any]) -> None:
         if not isinstance(state["ids"], dict):
             raise SourceError(
-                "data.source: this run's checkpoint is of an older version of truestep, which kept the ids of documents "
-                "in it; begin a new run: another checkpoint.directory, with this run's last checkpoint as model.path"
+                "data.source: this run's checkpoint is of an older version of truestep, which kept the ids of "
+                "documents in it; begin a new run: another checkpoint.directory, with this run's last checkpoint as "
+                "model.path"
             )
         self.ready = deque(read_document(line) for line in state["ready"])
         self._groups = {group_id: _read_group(group) for group_id, group in state["open"].items()}

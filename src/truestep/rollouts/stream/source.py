@@ -124,7 +124,7 @@ class StreamSource:
             if self._version != version:
                 raise RuntimeError("the state of a stream was asked for when documents of a later step had been taken")
             place = copy.deepcopy(self._place)
-            # The first is what the checkpoint of these documents holds: asked again, more may have been read for the next.
+            # The first is what the checkpoint of these documents holds: asked again, more may have been read since.
             self._places.setdefault(seen, place)
             return {"transport": place, "documents": self._intake.state()}
 
