@@ -1,8 +1,8 @@
 """The ids of all documents that a run ever received, so that none is trained on twice.
 
 In memory they are digests in many small tables: one is found or added without moving any other. On the disk they are
-one file that only grows. A checkpoint holds how long the file was and a digest of so much of it; a restart cuts off what
-was written after that, so a kill at any instant leaves a file that fits the last checkpoint.
+one file that only grows. A checkpoint holds how long the file was and a digest of that part of it; a restart cuts off
+what was written after that, so a kill at any instant leaves a file that fits the last checkpoint.
 """
 
 import hashlib
