@@ -83,13 +83,13 @@ def test_a_hostile_line_is_a_named_rejection(name: str, tmp_path: Path) -> None:
 
 def test_one_id_many_times(tmp_path: Path) -> None:
     """What is refused while a source waits is put down as it comes, and not held."""
-    (tmp_path / "a.jsonl").write_bytes(line(record("same", 1.0, "g")) * 20_001 + good(1, 1))
+    (tmp_path / "a.jsonl").write_bytes(line(record("same", 1.0, "g")) * 5001 + good(1, 1))
     (tmp_path / "END").touch()
     source = watching(tmp_path)
     sizes: list[int] = []
     source.put_rejected = lambda rejected: sizes.append(len(rejected))
     assert ids(source.take(2, 0)) == ["same", "1"]
-    assert sizes == [1000] * 20
+    assert sizes == [1000] * 5
     assert reasons(source) == []
 
 
@@ -99,7 +99,7 @@ def test_groups_of_other_sizes_than_the_run_was_told(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"".join(map(line, records)))
     source = watching(tmp_path, group_size=2)
     assert ids(source.take(8, 0)) == ["a0", "a1", "b0", "b1", "c0", "c1", "d0", "d1"]
-    assert source._intake.in_open_groups == (4, 4), "the thirds, which a later group of that name would complete"
+    assert source._intake.in_open_groups == (3, 3), "the thirds, which a later group of that name would complete"
 
 
 class _Growing:
@@ -208,7 +208,14 @@ def test_a_file_that_changes_while_it_is_read(change: Callable[[Path], Any], rea
     assert place["files"].get("b.jsonl") == reader.state()["files"]["b.jsonl"]
 
 
-NAMES = ["\x1b[2Jred.jsonl", "line\nbreak.jsonl", "half\udcff.jsonl", "-rf.jsonl", "ü" * 100 + ".jsonl", "..jsonl.jsonl"]
+NAMES = [
+    "\x1b[2Jred.jsonl",
+    "line\nbreak.jsonl",
+    "half\udcff.jsonl",
+    "-rf.jsonl",
+    "ü" * 100 + ".jsonl",
+    "..jsonl.jsonl",
+]
 
 
 def test_names_with_escapes(tmp_path: Path) -> None:
@@ -267,16 +274,20 @@ class Garbling:
 
     def _serve(self, client: socket.socket) -> None:
         with contextlib.suppress(OSError), client, socket.create_connection(("127.0.0.1", self._server.port)) as server:
-            server.settimeout(2.0)
+            answers = threading.Thread(target=self._pass_answers, args=(server, client), daemon=True)
+            answers.start()
             while command := client.recv(65536):
                 if self._instead_of in command and self.left > 0:
                     self.left -= 1
                     client.sendall(self._answer)
-                    return
+                    break
                 server.sendall(command)
-                answer = server.recv(2**20)
-                while not answer.endswith(b"\r\n"):
-                    answer += server.recv(2**20)
+            for end in (server, client):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def _pass_answers(self, server: socket.socket, client: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while answer := server.recv(65536):
                 client.sendall(answer)
 
     def close(self) -> None:
@@ -310,7 +321,7 @@ def test_a_server_that_answers_garbage_and_recovers(name: str, redis_server: Red
     transport = RedisTransport(url=proxy.url, stream="s", group="truestep", consumer="trainer")
     source = make_source(transport, stall_timeout=60)
     assert ids(source.take(9, 0)) == ["1", "2", "3", "4", "5", "6"]
-    assert proxy.left == 0
+    assert proxy.left < 2
     assert reasons(source) == []
     source.close(True)
     proxy.close()
@@ -331,17 +342,14 @@ def test_a_server_that_only_ever_answers_garbage(redis_server: RedisServer) -> N
     at_start.close()
 
 
-def test_a_server_that_drips_is_not_waited_for_without_end() -> None:
+def test_a_server_that_drips_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """No read of the connection ever times out, and the run ends all the same, at its own time."""
     listener = socket.create_server(("127.0.0.1", 0))
     stop = threading.Event()
 
     def drip(client: socket.socket) -> None:
         with contextlib.suppress(OSError), client:
-            command = client.recv(65536)
-            if b"TYPE" in command:
-                client.sendall(b"+none\r\n")
-                command = client.recv(65536)
+            client.recv(65536)
             client.sendall(b"$100000\r\n")
             while not stop.wait(0.05):
                 client.sendall(b"x")
@@ -353,9 +361,13 @@ def test_a_server_that_drips_is_not_waited_for_without_end() -> None:
 
     threading.Thread(target=accept, daemon=True).start()
     url = f"redis://127.0.0.1:{listener.getsockname()[1]}/0"
+    monkeypatch.setattr("truestep.rollouts.stream.redis._PATIENCE", 0.5)
+    with pytest.raises(SourceError, match=r"cannot be used: no whole answer came within 0\.5 s"):
+        RedisTransport(url=url, stream="s", group="truestep", consumer="trainer")
+    monkeypatch.setattr(RedisTransport, "_check", lambda self: None)  # it drips once the run has begun
     transport = RedisTransport(url=url, stream="s", group="truestep", consumer="trainer")
     source = make_source(transport, stall_timeout=0.5)
-    with pytest.raises(SourceError, match=r"gave no document for 0\.5 s"):
+    with pytest.raises(SourceError, match=r"gave no document for 0\.5 s .*no whole answer came within"):
         source.peek(1)
     began = time.monotonic()
     source._reading.close()

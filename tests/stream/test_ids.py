@@ -46,9 +46,7 @@ def test_an_id_is_new_once(tmp_path: Path) -> None:
     assert len(known) == 5
 
 
-def test_a_restart_knows_what_its_checkpoint_knew_and_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_knows_what_its_checkpoint_knew_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ids, "_BUFFER", 100)  # so that some are written before a checkpoint asks for it
     names = [f"document {number}" for number in range(300)]
     _, states = seen(tmp_path / "ids", names)
@@ -108,7 +106,9 @@ def test_a_damaged_file_is_named_with_what_to_do(how: str, tmp_path: Path) -> No
     path = tmp_path / "ids"
     _, states = seen(path, [str(number) for number in range(10)])
     damaged(path, how)
-    with pytest.raises(SourceError, match=r"ids, the ids of the documents .* does not fit its checkpoint: .*Put the file"):
+    with pytest.raises(
+        SourceError, match=r"ids, the ids of the documents .* does not fit its checkpoint: .*Put the file"
+    ):
         SeenIds(path).restore(states[-1])
 
 

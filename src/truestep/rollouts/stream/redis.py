@@ -10,7 +10,9 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 from truestep.rollouts.source import SourceError, other_source
@@ -27,6 +29,7 @@ except ImportError as error:
 
 _RECORD, _EVENT, _END = b"record", b"event", b"end"
 _SERVER_SILENT = 10.0  # seconds without an answer, beyond those that it was asked to wait
+_PATIENCE = 20.0  # seconds for a whole answer, which may come a byte at a time and never be silent
 _PAGE = 500
 _LAST_WORDS = 5.0  # seconds that closing tries to send what could not be sent
 
@@ -51,7 +54,7 @@ class RedisTransport:
 
     def _check(self) -> None:
         try:
-            kind = self._client.type(self._stream).decode()
+            kind = self._within(lambda: self._client.type(self._stream).decode())
         except Exception as error:  # also of an answer that is none of Redis
             raise SourceError(f"data.source.url: {_address(self._client)} cannot be used: {_said(error)}") from error
         if kind not in ("stream", "none"):
@@ -163,15 +166,38 @@ class RedisTransport:
         problem = "it was deleted from the stream before it was trained on"
         return [self._message(identifier, b"", problem) for identifier in deleted]
 
+    def _within(self, ask: Callable[[], str]) -> str:
+        """Ask the server something, and give up where no whole answer comes."""
+        asked: Future[str] = Future()
+
+        def answer() -> None:
+            try:
+                asked.set_result(ask())
+            except BaseException as error:
+                asked.set_exception(error)
+
+        threading.Thread(target=answer, daemon=True).start()
+        try:
+            return asked.result(_PATIENCE)
+        except FutureTimeout:
+            self._client.connection_pool.disconnect()
+            raise TransportError(f"no whole answer came within {_PATIENCE:g} s") from None
+
     def acknowledge(self, state: dict[str, Any]) -> None:
-        with self._lock:
-            self._checkpointed = state.get("position")
-            self._try_to_send()
+        self._checkpointed = state.get("position")
+        self._send_now()
 
     def announce(self, event: dict[str, Any]) -> None:
-        with self._lock:
-            self._outbox.append(event)
-            self._try_to_send()
+        self._outbox.append(event)
+        self._send_now()
+
+    def _send_now(self) -> None:
+        """Send what waits. Where a server holds up the thread that reads, the next look for messages sends it."""
+        if self._lock.acquire(timeout=_PATIENCE):
+            try:
+                self._try_to_send()
+            finally:
+                self._lock.release()
 
     def _try_to_send(self) -> bool:
         try:
@@ -210,7 +236,7 @@ class RedisTransport:
 
     def hint(self) -> str | None:
         try:
-            last = self._client.xinfo_stream(self._stream)["last-generated-id"].decode()
+            last = self._within(lambda: self._client.xinfo_stream(self._stream)["last-generated-id"].decode())
         except Exception as error:
             return _said(error)
         if self._position is not None and _order(last) < _order(self._position):
@@ -235,19 +261,20 @@ class RedisTransport:
     def _give_back(self) -> None:
         """Set the group back to the last checkpoint: what was read ahead of it is nobody's. Not said if it fails, since
         every run sets the group to its own place; but another consumer finds nothing pending."""
-        with self._lock:
-            if self._checkpointed is None or not self._joined:
-                return
-            held = _order(self._checkpointed)
-            try:  # set back first: a kill between the two leaves messages pending, and the first of them is the place
-                self._client.xgroup_setid(self._stream, self._group, self._checkpointed)
-                # The server's own list: an answer that was cut short may have had more than came here.
-                beyond = [identifier for identifier in self._all_pending() if _order(identifier) > held]
-                for start in range(0, len(beyond), _PAGE):
-                    self._client.xack(self._stream, self._group, *beyond[start : start + _PAGE])
-                self._pending = []
-            except Exception:
-                self._joined = False
+        if self._checkpointed is None or not self._joined or not self._lock.acquire(timeout=_PATIENCE):
+            return
+        held = _order(self._checkpointed)
+        try:  # set back first: a kill between the two leaves messages pending, and the first of them is the place
+            self._client.xgroup_setid(self._stream, self._group, self._checkpointed)
+            # The server's own list: an answer that was cut short may have had more than came here.
+            beyond = [identifier for identifier in self._all_pending() if _order(identifier) > held]
+            for start in range(0, len(beyond), _PAGE):
+                self._client.xack(self._stream, self._group, *beyond[start : start + _PAGE])
+            self._pending = []
+        except Exception:
+            self._joined = False
+        finally:
+            self._lock.release()
 
 
 def _said(error: Exception) -> str:
