@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from truestep.rollouts.advantages import assign_advantages
+from truestep.rollouts.advantages import as_rule, assign_advantages
 from truestep.rollouts.documents import document_line, read_document
 from truestep.rollouts.files import DataError
 from truestep.rollouts.record import BadRecord, Checks
@@ -63,7 +63,7 @@ class Intake:
 
     def __init__(self, checks: Checks, ids: SeenIds, group_timeout: float | None = None):
         self._checks = checks
-        self._grouped = checks.needs.advantages and checks.needs.advantage_rule != "none"
+        self._grouped = checks.needs.advantages and as_rule(checks.needs.advantage_rule).from_rewards
         self._groups: dict[str, _Group] = {}  # open ones, the oldest first
         self._open_bytes = 0
         self._group_timeout = math.inf if group_timeout is None else group_timeout

@@ -17,7 +17,7 @@ from typing import Any
 
 from truestep.rollouts.source import SourceError, other_source
 from truestep.rollouts.stream.transport import Message, TransportError
-from truestep.text import printable
+from truestep.text import keep_secret, printable
 
 try:
     import redis
@@ -283,17 +283,19 @@ def _said(error: Exception) -> str:
 
 
 def _connect(url: str) -> Any:
+    password = os.environ.get("REDISCLI_AUTH")
+    keep_secret(password)
     try:
         return redis.Redis.from_url(
             url,
-            password=os.environ.get("REDISCLI_AUTH"),  # where the URL, which every run writes down, has none
+            password=password,  # where the URL, which every run writes down, has none
             retry=Retry(NoBackoff(), 0),  # a reply that was lost is not repaired by asking for the next
             socket_timeout=_SERVER_SILENT,
             socket_connect_timeout=_SERVER_SILENT / 2,
             protocol=2,
         )
     except ValueError as error:
-        raise SourceError(f"data.source.url: {error}") from error
+        raise SourceError(f"data.source.url: {printable(error)}") from error
 
 
 def _address(client: Any) -> str:
