@@ -24,7 +24,7 @@ from truestep.step.blame import find_not_finite
 from truestep.step.optimizer import LearningRate, optimizer_tensors, update
 from truestep.step.runner import Accumulated, StepRunner, clip_gradients, gradient_norm
 from truestep.text import printable
-from truestep.types import StepPlan
+from truestep.types import Rejected, StepPlan
 
 
 class TrainingError(TruestepError):
@@ -73,6 +73,7 @@ class Trainer:
     evaluate_every: int = 0
     state: RunState = field(default_factory=RunState)
     hooks: Hooks = Hooks()
+    _num_rejected: int = 0  # records, since the last step
 
     @property
     def step(self) -> int:
@@ -100,6 +101,7 @@ class Trainer:
 
     def _run(self) -> tuple[str, bool]:
         self.source.asked_to_stop = lambda: self.stopped_by is not None
+        self.source.put_rejected = self._put_rejected
         with self._stop_between_steps():
             if self.state.last_evaluated is None:
                 self._evaluate()
@@ -126,20 +128,24 @@ class Trainer:
                 self.state.planned = self.plans.snapshot()  # what was read meanwhile is part of where the run stands
                 return None
             finally:  # also where every document was rejected, and the error says to look there
-                rejected = self.source.drain_rejected()
-                self.directory.record_rejected(rejected)
+                self._put_rejected(self.source.drain_rejected())
             waited = time.perf_counter() - start
             self.state.planned = planned
             if planned.plan is None:
                 return self._end_of_data(planned.dropped)
             change = self.hooks.change_plan
             plan = planned.plan if change is None else change(planned.plan)
-            self._train(plan, start, waited, len(rejected))
+            num_rejected, self._num_rejected = self._num_rejected, 0
+            self._train(plan, start, waited, num_rejected)
             if self.evaluate_every and self.step % self.evaluate_every == 0:
                 self._evaluate()
             if self.checkpoint_every and self.step % self.checkpoint_every == 0:
                 self._save()
         return f"all {self.steps} steps are done"
+
+    def _put_rejected(self, rejected: Sequence[Rejected]) -> None:
+        self.directory.record_rejected(rejected)
+        self._num_rejected += len(rejected)
 
     def _asked_to_stop(self) -> bool:
         """Agree with all ranks, so that they end after the same step, whichever of them was asked. A signal that comes
@@ -214,7 +220,7 @@ class Trainer:
         planned = self.state.planned or self.plans.snapshot()
         progress = Progress(
             step=self.step,
-            queue=planned.state,
+            queue=planned.state(),
             carried=planned.carried,
             rejected_bytes=self.directory.rejected_bytes(),
             optimizer=optimizer_tensors(self.optimizer, self.policy.weights),

@@ -93,6 +93,7 @@ class ServerSource:
         self._publishing: Future[None] | None = None  # None: nobody has asked for documents yet
         self._closed = False
         self.asked_to_stop: Callable[[], bool] = never
+        self.put_rejected: Callable[[Sequence[Rejected]], None] | None = None
         try:
             servers, longest = self._loop.run(self._connect(make_servers))
             self._probes = make_probes(prompts, sampling.seed, longest - 1)
@@ -158,6 +159,10 @@ class ServerSource:
     @cached_property
     def _fingerprint(self) -> str:
         return fingerprint(self._prompts, self._sampling.seed, self._sampling.group_size)
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        state = self.state()  # the numbers of open groups
+        return lambda: state
 
     def restore(self, state: dict[str, Any]) -> None:
         refuse_other_groups(state, self.state())
