@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from truestep import progress
+
 
 def sync_directory(directory: Path) -> None:
     """Make a rename in this directory survive a power cut."""
@@ -21,8 +23,10 @@ def sync_tree(directory: Path) -> None:
     """Sync all files below, before a rename makes them count."""
     for folder, _, names in os.walk(directory):
         for name in names:
-            with (Path(folder) / name).open("rb") as file:
+            path = Path(folder) / name
+            with progress.waiting_for(f"the disk to write {path}"), path.open("rb") as file:
                 os.fsync(file.fileno())
+            progress.made("files on the disk")
         sync_directory(Path(folder))
 
 

@@ -130,10 +130,8 @@ def _make_stream_source(config: Config, vocabulary_size: int, ranks: Ranks) -> S
     assert data.source is not None
     if not ranks.first:
         return SharedPeekableSource(None, ranks)
-    timeout = config.schedule.stall_timeout
-    if ranks.size > 1:  # the watch over the ranks must not end the run first: it cannot say what was waited for
-        timeout -= min(5.0, 0.1 * timeout)
-    source = StreamSource(make_transport(data.source), _checks(config, vocabulary_size), timeout)
+    checks = _checks(config, vocabulary_size)
+    source = StreamSource(make_transport(data.source), checks, config.schedule.stall_timeout)
     return source if ranks.size == 1 else SharedPeekableSource(source, ranks)
 
 

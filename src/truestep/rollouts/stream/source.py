@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from truestep import progress
 from truestep.rollouts.record import Checks
 from truestep.rollouts.source import Interrupted, SourceError, never, refuse_other_kind
 from truestep.rollouts.stream.intake import Intake
@@ -50,6 +51,10 @@ class StreamSource:
 
     def _wait_for(self, count: int) -> None:
         """Wait until so many documents are ready or the data ends. Only a usable document counts as a sign of life."""
+        with progress.waiting_for(f"documents from {self._transport.name}"):
+            self._look_until(count)
+
+    def _look_until(self, count: int) -> None:
         intake, alive, pause = self._intake, time.monotonic(), _FIRST_PAUSE
         trouble: str | None = None
         rejected_before = len(intake.rejected)
@@ -75,6 +80,7 @@ class StreamSource:
                 intake.add(message)
             if intake.accepted > accepted:
                 alive = time.monotonic()
+                progress.made("documents received", intake.accepted - accepted)
 
     def _stalled(self, count: int, rejected: int, trouble: str | None) -> str:
         waiting, groups = self._intake.in_open_groups

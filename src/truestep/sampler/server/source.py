@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from truestep import progress
 from truestep.environments.prompts import Prompt
 from truestep.environments.reward_pool import RewardPool
 from truestep.policy.policy import Policy
@@ -120,7 +121,8 @@ class ServerSource:
         groups_wanted = num_groups(count, self._sampling.group_size)
         if self._publishing is None:
             self._publish(documents_seen)
-        groups = self._wait_for(self._loop.submit(self._ahead.collect(groups_wanted, documents_seen)))
+        with progress.waiting_for("completions from the inference servers"):
+            groups = self._wait_for(self._loop.submit(self._ahead.collect(groups_wanted, documents_seen)))
         return [
             rollout
             for group in groups
