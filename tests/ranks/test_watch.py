@@ -42,8 +42,8 @@ def test_the_rank_that_is_waited_for_is_named_by_every_other() -> None:
     late = seen(1, 4, 3.4, phase="reading", place="files.py:7 in read", waiting_for="the disk to read a.jsonl")
     said = verdict(seen(0, 5, 3.1, waits="ranks"), [late, seen(2, 5, 3.2, waits="ranks")], 3.0, 10.0)
     assert said == (
-        "rank 1 has made no progress for 3 s, reading for 100 s, waiting for the disk to read a.jsonl, at files.py:7 in "
-        "read, and the others wait for it (schedule.stall_timeout: 3)"
+        "rank 1 has made no progress for 3 s, reading for 100 s, waiting for the disk to read a.jsonl, at files.py:7 "
+        "in read, and the others wait for it (schedule.stall_timeout: 3)"
     )
 
 

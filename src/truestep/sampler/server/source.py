@@ -110,7 +110,10 @@ class ServerSource:
         needed = max(len(prompt.input_ids) for prompt in self._prompts) + self._sampling.max_new_tokens
         servers, size = make_servers(), self._sampling.vocabulary_size
         try:
-            lengths = [await check_server(server, self._prompts, size, needed) for server in servers]
+            lengths = []
+            for server in servers:
+                with progress.waiting_for(f"{server.url} to answer"):
+                    lengths.append(await check_server(server, self._prompts, size, needed))
         except BaseException:
             await asyncio.gather(*(server.close() for server in servers))
             raise
@@ -148,7 +151,8 @@ class ServerSource:
     def _publish(self, version: int) -> None:
         """Send new weights to every server, beside whatever the trainer does next."""
         if self._publishing is not None:
-            self._publishing.result()
+            with progress.waiting_for("the inference servers to load weights"):
+                self._publishing.result()
         path = self._weights.write(self._policy, version, self._weights_dtype)
         published = Published(path, expect(self._policy, self._probes, version))
         self._publishing = self._loop.submit(self._ahead.publish(published))
