@@ -141,7 +141,7 @@ def test_what_stands_still_is_named(tiny_model: Model, tmp_path: Path) -> None:
 
 
 def activity_of(ready: str, work: str, expected: str = "") -> dict[str, float]:
-    """What is seen of a process that does `work` for longer than anybody looks; of all that, or until it is expected."""
+    """What is seen of a process that does `work` for ever: once, or until it is what is expected."""
     command = [sys.executable, "-c", f"{ready}\nprint(flush=True)\n{work}"]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     try:
