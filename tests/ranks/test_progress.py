@@ -97,7 +97,6 @@ def test_what_takes_ten_times_the_timeout_passes(tmp_path: Path) -> None:
             one.end()
     for what, phase, _ in SLOW:
         spans = dict(json.loads((tmp_path / f"{what}.json").read_text(encoding="utf-8")))
-        print(what, spans)
         assert spans[phase] >= 10 * TIMEOUT, (what, spans)
 
 
@@ -177,6 +176,7 @@ WORKS = {
 def test_a_process_is_seen_to_work(work: str) -> None:
     ready, does, expected = WORKS[work]
     found = activity_of(ready, does, expected)
+    found.pop("seconds ready to run", None)  # as on a machine that has too much to do
     assert expected in found if expected else not found
 
 

@@ -16,6 +16,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 # only look around now and then run for a hundredth of it.
 _COMPUTES = 0.2
 _LEAST_SECONDS = 0.01
+_STARVES = 0.5  # a main thread that is ready to run for this share of the time is not what stands still
 _BYTES_A_SECOND = 65536  # logs and the watch's own reading are less
 
 
@@ -101,6 +102,9 @@ class Activity:
                 computed += ran
         if computed:
             found["seconds of computing"] = computed
+        queued = _queued(now, self._process) - _queued(before, self._process)
+        if own_computing and elapsed and queued >= _STARVES * elapsed:
+            found["seconds ready to run"] = queued
         moved = now.bytes - before.bytes
         if moved > _BYTES_A_SECOND * max(1.0, elapsed):
             found["bytes read or written"] = float(moved)
@@ -118,6 +122,10 @@ class Activity:
             own.pop((self._process, threading.get_native_id()), None)  # the watch's thread
         below = {key: state for child in _children(self._process) for key, state in _threads(child).items()}
         return _Sample(at, own | below, frozenset(own), _bytes(self._process))
+
+
+def _queued(sample: _Sample, process: int) -> float:
+    return sample.threads.get((process, process), _Thread(0.0, 0.0)).queued
 
 
 def _threads(process: int) -> dict[tuple[int, int], _Thread]:

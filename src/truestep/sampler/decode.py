@@ -110,7 +110,7 @@ class _Batch:
 
     def _keep(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Record the new tokens, and drop the rows that are done once they are half of the batch."""
-        progress.made("tokens sampled", len(tokens))
+        progress.made("tokens", len(tokens))
         for request, token, logprob in zip(self._active, tokens.tolist(), logprobs.tolist(), strict=True):
             if self._stopped[request]:
                 continue
