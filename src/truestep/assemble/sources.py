@@ -144,12 +144,10 @@ def _make_stream_source(config: Config, vocabulary_size: int, ranks: Ranks) -> S
     assert data.source is not None
     if not ranks.first:
         return SharedPeekableSource(None, ranks)
-    timeout = config.schedule.stall_timeout
-    if ranks.size > 1:  # the watch over the ranks must not end the run first: it cannot say what was waited for
-        timeout -= min(5.0, 0.1 * timeout)
     assert config.checkpoint.directory is not None
     ids = SeenIds(Path(config.checkpoint.directory) / IDS_FILE)
     checks = _checks(config, vocabulary_size)
+    timeout = config.schedule.stall_timeout
     source = StreamSource(make_transport(data.source), checks, timeout, ids, data.group_timeout)
     return source if ranks.size == 1 else SharedPeekableSource(source, ranks)
 

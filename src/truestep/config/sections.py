@@ -15,7 +15,8 @@ class HeadConfig(Section):
     """Never round logits to bfloat16: log-probs are then within 1e-4 of float64, given the hidden states. Set it as
     your sampler does."""
     logits_chunk_size: Count | Literal["auto"] = "auto"
-    """At most this many rows of logits exist at a time. It changes memory and speed, never a result."""
+    """At most this many rows of logits exist at a time. It changes memory and speed, never a result. auto: as many as
+    half of the free memory holds; with `deterministic`, as many as the vocabulary's size alone decides."""
     head_gradient: Literal["bfloat16", "split"] = "bfloat16"
     """How the gradient of the logits enters the backward products on a GPU. bfloat16: it is rounded to the compute
     type. split: it is split into a high and a low part, so that the weight's gradient is 4 (on a Hopper GPU) to 40
@@ -219,7 +220,9 @@ class ScheduleConfig(Section):
     """What becomes of the documents left at the end of the data. train: they make a last step, with its own counts.
     drop: they are left out, and the run says how many."""
     stall_timeout: Positive = 600.0
-    """After this many seconds without data, or of waiting for a rank, the run ends and names what it waited for."""
+    """After this many seconds without progress the run ends and names what stands still: a rank, a server, a source or
+    a disk. Progress is documents, tokens, micro-batches, layers, bytes read or written, and computing. A run that is
+    slow goes on."""
     updates_per_batch: Count = 1
     """The number of optimizer updates on the same documents before new ones are taken."""
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from truestep import progress
 from truestep.environments.prompts import Prompt
 from truestep.environments.reward_pool import RewardPool
 from truestep.policy.policy import Policy
@@ -111,7 +112,10 @@ class ServerSource:
         needed = max(len(prompt.input_ids) for prompt in self._prompts) + self._sampling.max_new_tokens
         servers, size = make_servers(), self._sampling.vocabulary_size
         try:
-            lengths = [await check_server(server, self._prompts, size, needed) for server in servers]
+            lengths = []
+            for server in servers:
+                with progress.waiting_for(f"{server.url} to answer"):
+                    lengths.append(await check_server(server, self._prompts, size, needed))
         except BaseException:
             await asyncio.gather(*(server.close() for server in servers))
             raise
@@ -122,7 +126,8 @@ class ServerSource:
         groups_wanted = num_groups(count, self._sampling.group_size)
         if self._publishing is None:
             self._publish(documents_seen)
-        groups = self._wait_for(self._loop.submit(self._ahead.collect(groups_wanted, documents_seen)))
+        with progress.waiting_for("completions from the inference servers"):
+            groups = self._wait_for(self._loop.submit(self._ahead.collect(groups_wanted, documents_seen)))
         return [
             rollout
             for group in groups
@@ -148,7 +153,8 @@ class ServerSource:
     def _publish(self, version: int) -> None:
         """Send new weights to every server, beside whatever the trainer does next."""
         if self._publishing is not None:
-            self._publishing.result()
+            with progress.waiting_for("the inference servers to load weights"):
+                self._publishing.result()
         path = self._weights.write(self._policy, version, self._weights_dtype)
         published = Published(path, expect(self._policy, self._probes, version))
         self._publishing = self._loop.submit(self._ahead.publish(published))
