@@ -451,13 +451,13 @@ def raises_escapes(place: Path) -> None:
 
 @attack
 def raises_what_cannot_be_shown(place: Path) -> None:
-    class Unreadable(Exception):
+    class UnreadableError(Exception):
         def __str__(self) -> str:
             raise RuntimeError
 
         __repr__ = __str__
 
-    raise Unreadable
+    raise UnreadableError
 
 
 @attack

@@ -194,9 +194,8 @@ def test_a_completion_without_a_reward_is_sampled_anew_and_the_group_is_whole(
 
 def test_a_group_that_cannot_be_completed_gives_its_place_to_the_next_prompt(policy: Policy, tmp_path: Path) -> None:
     """One completion of the first group is rated, and no other in four tries: nothing of it is trained on."""
-    source = make_source(
-        policy, tmp_path, rater=NumberedRater(lambda group, member: 1.0 if group or member == 1 else None)
-    )
+    rater = NumberedRater(lambda group, member: 1.0 if group or member == 1 else None)
+    source = make_source(policy, tmp_path, rater=rater)
     rollouts = source.take(4, 0)
     assert [rollout.id for rollout in rollouts] == ["1-0", "1-1", "1-2", "1-3"]
     rejected = source.drain_rejected()

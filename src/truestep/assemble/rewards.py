@@ -55,7 +55,7 @@ def evaluation_rewards(config: Config, ranks: Ranks) -> tuple[WorkerOptions, int
         evaluation.reward_memory or (sampler.reward_memory if sampler else None),
         evaluation.reward_environment
         if evaluation.reward_environment is not None
-        else (sampler.reward_environment if sampler else ()),
+        else (sampler.reward_environment if sampler else None),
     )
     shared = sampler is not None and (reward, *given) == (
         sampler.reward,
@@ -73,13 +73,13 @@ def _rewards(
     timeout: float,
     workers: int | None,
     memory: float | None,
-    environment: Sequence[str],
+    environment: Sequence[str] | None,
     ranks: Ranks,
 ) -> tuple[WorkerOptions, int]:
     beside = ranks_of_machine(ranks)
     count = workers or max(1, usable_cores() // beside)
     size = int(memory * _GIBIBYTE) if memory else max(_GIBIBYTE, machine_memory() // 2 // (count * beside))
-    return WorkerOptions(reward, timeout, size, tuple(environment), section), count
+    return WorkerOptions(reward, timeout, size, tuple(environment or ()), section), count
 
 
 def check_rewards(config: Config, ranks: Ranks) -> None:

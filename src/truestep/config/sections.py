@@ -109,9 +109,9 @@ class SamplerBase(Section):
     reward_memory: Positive | None = None
     """The memory, in GiB, that a process which computes rewards may take, with all that it starts. null: half of the
     machine's memory, divided by these processes, and at least 1."""
-    reward_environment: tuple[str, ...] = ()
-    """The names of environment variables that rewards need. They get the usual ones that hold no secret (PATH, HOME,
-    LANG and the like) and no others."""
+    reward_environment: list[str] | None = None
+    """The names of environment variables that rewards need. They get these, and the usual ones that hold no secret
+    (PATH, HOME, LANG and the like). null: these alone."""
 
 
 class InProcessSampler(SamplerBase):
@@ -173,7 +173,7 @@ class EvaluationConfig(Section):
     """As sampler.reward_timeout. null: the sampler's, or 60 without a sampler."""
     reward_memory: Positive | None = None
     """As sampler.reward_memory. null: the sampler's, or its default."""
-    reward_environment: tuple[str, ...] | None = None
+    reward_environment: list[str] | None = None
     """As sampler.reward_environment. null: the sampler's, or none."""
     max_prompts: Count | None = None
     """Use only this many prompts, the first ones. null: all."""
