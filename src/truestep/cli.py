@@ -271,3 +271,17 @@ def demo(output: Path, seed: int) -> None:
     from truestep.demo.run import run
 
     run(output, seed, Console())
+
+
+@main.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--model", type=click.Path(path_type=Path), help="A model directory. Without it a tiny model is made.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seeds the prompts.")
+@_guarded
+def init(directory: Path, model: Path | None, seed: int) -> None:
+    """Write a task that runs as it is into DIRECTORY: prompts, a reward, a configuration and a test."""
+    from truestep.init.make import init as run
+
+    written = run(directory, model, seed)
+    _print(f"{directory}: {', '.join(path.name for path in written)}")
+    _print(f"next: cd {directory} && truestep train config.yaml")

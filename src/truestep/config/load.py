@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from truestep.config import describe, yaml_tree
+from truestep.config import describe, foreign, yaml_tree
 from truestep.config.schema import Config
 from truestep.config.yaml_tree import ConfigError, Name, TreeReader, dotted
 from truestep.text import HIDDEN, hidden_options, redacted_options
@@ -183,7 +183,8 @@ def _unknown(name: Name, variant: str, source: _Source) -> str:
     full, section = dotted(name), dotted(name[:-1])
     option = describe.options().get(full)
     if option is None:
-        return f"{full} is unknown: {describe.explain_unknown(name, variant)}"
+        reason = foreign.explain(name, source.value(name)) or describe.explain_unknown(name, variant)
+        return f"{full} is unknown: {reason}"
     have = "has" if len(option.variants) == 1 else "have"
     chosen = source.origins.get((*name[:-1], "type"))
     by = f"set at {chosen}" if chosen not in (None, COMMAND_LINE) else f"from the {chosen}" if chosen else "the default"
