@@ -127,7 +127,7 @@ class Disk:
             (Path, "write_bytes"),
             (Path, "write_text"),
             (Path, "mkdir"),
-            (store_module, "save_file"),
+            (store_module, "write_tensors"),
             (store_module, "save_policy"),
         ):
             monkeypatch.setattr(owner, name, self._counted(name, getattr(owner, name)))
@@ -190,7 +190,7 @@ def test_a_failed_save_is_told(policy: Policy, tmp_path: Path, monkeypatch: pyte
     store = CheckpointStore(tmp_path, 1)
     first = save(store, policy, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "save_file", full)
+        patch.setattr(store_module, "write_tensors", full)
         with pytest.raises(OSError, match="no space left"):
             save(store, policy, 2)
     assert store.latest() == first
