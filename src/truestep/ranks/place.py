@@ -1,4 +1,4 @@
-"""Where in the code the main thread is, and whether it waits for other ranks there."""
+"""The place in the code where the main thread is, and whether it waits for other ranks there."""
 
 import os
 import sys
