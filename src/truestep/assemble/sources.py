@@ -21,6 +21,7 @@ from truestep.rollouts.record import Checks, Needs
 from truestep.rollouts.shared import SharedPeekableSource, SharedSource
 from truestep.rollouts.source import FileSource, Source, SourceError
 from truestep.rollouts.stream.directory import DirectoryTransport
+from truestep.rollouts.stream.ids import SeenIds
 from truestep.rollouts.stream.source import StreamSource
 from truestep.rollouts.stream.transport import Transport
 from truestep.sampler.decode import DecodeOptions
@@ -33,6 +34,7 @@ from truestep.sampler.server.source import ServerSource, ThreadedRewards
 from truestep.sampler.server.sync import WeightsDirectory
 from truestep.text import keep_secret
 
+IDS_FILE = "stream_ids.bin"  # in the run's directory
 # A probe's mean over likely tokens. In float32 two engines differ by rounding alone; bfloat16 keeps three digits.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
@@ -142,8 +144,11 @@ def _make_stream_source(config: Config, vocabulary_size: int, ranks: Ranks) -> S
     assert data.source is not None
     if not ranks.first:
         return SharedPeekableSource(None, ranks)
+    assert config.checkpoint.directory is not None
+    ids = SeenIds(Path(config.checkpoint.directory) / IDS_FILE)
     checks = _checks(config, vocabulary_size)
-    source = StreamSource(make_transport(data.source), checks, config.schedule.stall_timeout)
+    timeout = config.schedule.stall_timeout
+    source = StreamSource(make_transport(data.source), checks, timeout, ids, data.group_timeout)
     return source if ranks.size == 1 else SharedPeekableSource(source, ranks)
 
 

@@ -38,7 +38,7 @@ class Progress:
     step: int
     queue: dict[str, Any]
     carried: Sequence[Rollout]
-    rejected_lines: int
+    rejected_bytes: int  # the size of rejected.jsonl
     optimizer: dict[str, torch.Tensor]
 
 
@@ -102,7 +102,7 @@ def _write_progress(folder: Path, progress: Progress) -> None:
     state = {
         "step": progress.step,
         "queue": progress.queue,
-        "rejected_lines": progress.rejected_lines,
+        "rejected_bytes": progress.rejected_bytes,
         "random": random_state(),
     }
     (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
@@ -117,6 +117,6 @@ def read_progress(checkpoint: Path) -> Progress:
         step=state["step"],
         queue=state["queue"],
         carried=[read_document(line) for line in read_exact_lines(folder / "carried.jsonl")],
-        rejected_lines=state["rejected_lines"],
+        rejected_bytes=state["rejected_bytes"],
         optimizer=read_tensors(folder / "optimizer.safetensors"),
     )

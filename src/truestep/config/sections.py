@@ -106,6 +106,10 @@ class DataConfig(Section):
     group_size: Count | None = None
     """The number of rollouts of one prompt. A group of rollouts from files is complete at this size; null: at the end
     of the data."""
+    group_timeout: Positive | None = 3600.0
+    """The seconds that a group of sent rollouts may stay open, by a clock that runs while the stream is read and stands
+    still while the trainer has enough to do. After that its documents are rejected: a part of a group has no baseline.
+    null: a group waits for as long as the run lasts."""
     tokens_per_microbatch: Count = 16384
     """At most this many tokens go through the model at once. A longer document is rejected."""
     pad_to_multiple: Count = 1

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from truestep.environments.prompts import Prompt
@@ -135,7 +136,11 @@ class InProcessSource(StillSource):
         group.rated.append(rollout)
 
     def state(self) -> dict[str, Any]:
-        return {"groups": self._groups, "fingerprint": fingerprint(self.prompts, self.seed, self.group_size)}
+        return {"groups": self._groups, "fingerprint": self._fingerprint}
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return fingerprint(self.prompts, self.seed, self.group_size)
 
     def restore(self, state: dict[str, Any]) -> None:
         refuse_other_groups(state, self.state())

@@ -5,7 +5,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -94,6 +94,7 @@ class ServerSource:
         self._publishing: Future[None] | None = None  # None: nobody has asked for documents yet
         self._closed = False
         self.asked_to_stop: Callable[[], bool] = never
+        self.put_rejected: Callable[[Sequence[Rejected]], None] | None = None
         try:
             servers, longest = self._loop.run(self._connect(make_servers))
             self._probes = make_probes(prompts, sampling.seed, longest - 1)
@@ -159,8 +160,15 @@ class ServerSource:
         self._publishing = self._loop.submit(self._ahead.publish(published))
 
     def state(self) -> dict[str, Any]:
-        own = fingerprint(self._prompts, self._sampling.seed, self._sampling.group_size)
-        return self._loop.run(self._ahead.state()) | {"fingerprint": own}
+        return self._loop.run(self._ahead.state()) | {"fingerprint": self._fingerprint}
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return fingerprint(self._prompts, self._sampling.seed, self._sampling.group_size)
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        state = self.state()  # the numbers of open groups
+        return lambda: state
 
     def restore(self, state: dict[str, Any]) -> None:
         refuse_other_groups(state, self.state())
