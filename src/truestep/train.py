@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 
 from truestep.assemble.evaluation import make_evaluator
 from truestep.assemble.policy import join_ranks, make_policy
+from truestep.assemble.rewards import Raters
 from truestep.assemble.sinks import make_sinks
 from truestep.assemble.sources import check_inputs, make_source
 from truestep.assemble.step import check_custom_code, make_learning_rate, make_optimizer, make_queue, make_runner
@@ -72,10 +73,11 @@ def make_trainer(
         _check_damage(latest, ranks)
     policy = _policy_of(config, ranks, latest)
     watch.phase("reading the data")
-    source = make_source(config, policy, ranks)
+    raters = Raters()
+    source = make_source(config, policy, ranks, raters)
     queue = make_queue(config, policy, source)
     optimizer = make_optimizer(config, policy.weights)
-    evaluator = make_evaluator(config, policy)
+    evaluator = make_evaluator(config, policy, raters)
     seed_random(config.seed)
     step, rejected_bytes = (0, 0) if latest is None else _restore(latest, queue, optimizer, policy)
     rejected = source.drain_rejected()

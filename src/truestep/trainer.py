@@ -98,12 +98,14 @@ class Trainer:
             if self.ranks.size == 1 or finished:  # ranks that end apart must not wait for one another
                 self.plans.close()
             self.source.close(finished)
+            if self.evaluator is not None:
+                self.evaluator.close()
 
     def _run(self) -> tuple[str, bool]:
         self.source.asked_to_stop = lambda: self.stopped_by is not None
         self.source.put_rejected = self._put_rejected
         with self._stop_between_steps():
-            if self.state.last_evaluated is None:
+            if self.state.last_evaluated is None or self._evaluation_due():  # due: it was interrupted
                 self._evaluate()
             ended = self._steps()
         if ended is not None and self.state.last_evaluated != self.step:
@@ -137,7 +139,7 @@ class Trainer:
             plan = planned.plan if change is None else change(planned.plan)
             num_rejected, self._num_rejected = self._num_rejected, 0
             self._train(plan, start, waited, num_rejected)
-            if self.evaluate_every and self.step % self.evaluate_every == 0:
+            if self._evaluation_due():
                 self._evaluate()
             if self.checkpoint_every and self.step % self.checkpoint_every == 0:
                 self._save()
@@ -202,12 +204,19 @@ class Trainer:
             f"updated, and the last checkpoint is {self.checkpoints.latest() or 'not written yet'}"
         )
 
+    def _evaluation_due(self) -> bool:
+        every = self.evaluate_every
+        return every > 0 and self.step % every == 0 and self.state.last_evaluated != self.step
+
     def _evaluate(self) -> None:
         if self.evaluator is None:
             return
-        self.state.last_evaluated = self.step
         self.watch.phase(f"evaluating after step {self.step}")
-        line = self.evaluator.run(self.step, self.state.documents_seen)
+        try:
+            line = self.evaluator.run(self.step, self.state.documents_seen, self.source.asked_to_stop)
+        except Interrupted:  # the run that goes on from here makes this evaluation first
+            return
+        self.state.last_evaluated = self.step
         self.directory.record_evaluation(line)
         for sink in self.sinks:
             sink.evaluation(line)

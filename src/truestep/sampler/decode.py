@@ -7,7 +7,7 @@ truncation, from the same head that training uses.
 Dimensions: R completions of a batch, P prompt tokens, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,12 +42,24 @@ class Completion:
     stopped: bool  # by a stop token, and not by the length
 
 
-def decode(policy: Policy, requests: Sequence[Request], options: DecodeOptions) -> list[Completion]:
-    """Complete requests, in their order. Each rank decodes some, and every rank gets all completions."""
-    return policy.weights.ranks.spread(requests, lambda part: _decode(policy, part, options))
+OnDone = Callable[[int, Completion], None]  # called with the request's place among those of all ranks
 
 
-def _decode(policy: Policy, requests: Sequence[Request], options: DecodeOptions) -> list[Completion]:
+def decode(
+    policy: Policy, requests: Sequence[Request], options: DecodeOptions, on_done: OnDone | None = None
+) -> list[Completion]:
+    """Complete requests, in their order. Each rank decodes some, and every rank gets all completions. `on_done` gets
+    each completion as soon as it ends, on the rank that decodes it."""
+    ranks = policy.weights.ranks
+
+    def done(index: int, completion: Completion) -> None:
+        if on_done is not None:
+            on_done(ranks.rank + index * ranks.size, completion)  # as `spread` divides them
+
+    return ranks.spread(requests, lambda part: _decode(policy, part, options, done))
+
+
+def _decode(policy: Policy, requests: Sequence[Request], options: DecodeOptions, on_done: OnDone) -> list[Completion]:
     # Like lengths together: less padding, and batches that end together.
     order = sorted(range(len(requests)), key=lambda index: len(requests[index].input_ids))
     completions: dict[int, Completion] = {}
@@ -55,7 +67,10 @@ def _decode(policy: Policy, requests: Sequence[Request], options: DecodeOptions)
         for start in range(0, len(order), options.batch_size):
             members = order[start : start + options.batch_size]
             batch = _Batch(policy, [requests[index] for index in members], options)
-            completions |= dict(zip(members, batch.run(), strict=True))
+            ended = dict(zip(members, batch.run(), strict=True))
+            for index, completion in ended.items():
+                on_done(index, completion)
+            completions |= ended
     return [completions[index] for index in range(len(requests))]
 
 

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ import torch
 
 from truestep import progress
 from truestep.environments.prompts import Prompt
-from truestep.environments.reward_pool import RewardPool
+from truestep.environments.rater import Rates
 from truestep.policy.policy import Policy
 from truestep.rollouts.advantages import AdvantageRule
 from truestep.rollouts.source import Interrupted, never
@@ -52,18 +52,17 @@ class LoopThread:
         self._loop.close()
 
 
-class ThreadedRewards:
-    """A pool of reward processes, each waited for by a thread."""
+class AwaitedRewards:
+    """The reward service, for the event loop to wait for."""
 
-    def __init__(self, pool: RewardPool, workers: int):
-        self._pool, self._threads = pool, ThreadPoolExecutor(workers, thread_name_prefix="rewards")
+    def __init__(self, rater: Rates, seed: int = 0):
+        self._rater, self._seed = rater, seed
 
-    async def rate(self, prompt: Prompt, text: str) -> float:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._pool.rate, prompt, text)
+    async def rate(self, prompt: Prompt, text: str, name: str) -> float:
+        return await asyncio.wrap_future(self._rater.submit(prompt, text, f"{self._seed} {name}"))
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._pool.close()
+        self._rater.close()
 
 
 class ServerSource:
@@ -77,7 +76,7 @@ class ServerSource:
         policy: Policy,
         prompts: Sequence[Prompt],
         make_servers: Callable[[], Sequence[InferenceServer]],
-        rewards: ThreadedRewards,
+        rewards: AwaitedRewards,
         sampling: SamplingOptions,
         pace: Pace,
         weights: WeightsDirectory,
