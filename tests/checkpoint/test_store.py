@@ -123,6 +123,7 @@ class Disk:
         for owner, name in (
             (os, "replace"),
             (os, "fsync"),
+            (os, "fdatasync"),
             (shutil, "rmtree"),
             (Path, "write_bytes"),
             (Path, "write_text"),
