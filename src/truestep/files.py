@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from truestep import progress
 from truestep.text import printable
 
 log = logging.getLogger(__name__)
@@ -31,8 +32,10 @@ def sync_tree(directory: Path) -> None:
     """Sync all files below, before a rename makes them count."""
     for folder, _, names in os.walk(directory):
         for name in names:
-            with (Path(folder) / name).open("rb") as file:
+            path = Path(folder) / name
+            with progress.waiting_for(f"the disk to write {path}"), path.open("rb") as file:
                 os.fsync(file.fileno())
+            progress.made("files on the disk")
         sync_directory(Path(folder))
 
 

@@ -1,4 +1,4 @@
-"""Streams that nobody meant well: each fault ends as a named rejection or one clear error, and the rest is trained on."""
+"""Streams that nobody meant well: each fault is a named rejection or one clear error, and the rest is trained on."""
 
 from __future__ import annotations
 

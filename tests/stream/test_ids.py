@@ -114,7 +114,7 @@ def test_a_damaged_file_is_named_with_what_to_do(how: str, tmp_path: Path) -> No
 
 def test_a_disk_that_is_full_is_said(tmp_path: Path) -> None:
     known = SeenIds(Path("/dev/full"))
-    known._open = lambda size: setattr(known, "_file", open("/dev/full", "r+b", buffering=0))  # type: ignore
+    known._open = lambda size: setattr(known, "_file", open("/dev/full", "r+b", buffering=0))  # type: ignore # noqa: SIM115
     known.add("a")
     with pytest.raises(SourceError, match=r"/dev/full, .* cannot be written: .*No space left"):
         known.state()

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from truestep import progress
 from truestep.ranks.axes import RankError
 from truestep.ranks.group import Ranks
 from truestep.step.queue import PlanQueue
@@ -36,7 +37,8 @@ class PlansAhead:
     def next(self) -> Planned:
         if self._worker is None:
             return self._make()
-        planned = (self._next or self._worker.submit(self._make)).result()
+        with progress.waiting_for("the documents of the next step"):
+            planned = (self._next or self._worker.submit(self._make)).result()
         self._next = None if planned.plan is None else self._worker.submit(self._make)
         return planned
 

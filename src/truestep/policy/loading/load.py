@@ -34,6 +34,7 @@ from truestep.policy.weights.protocol import Weights
 from truestep.policy.weights.sharded import ShardedWeights
 from truestep.policy.weights.unread import place_buffers, read_parameters, unread_files
 from truestep.policy.weights.whole import WholeWeights
+from truestep.ranks import marks
 from truestep.ranks.group import ALONE, Ranks
 from truestep.ranks.pipeline import Pipeline
 from truestep.text import printable
@@ -89,6 +90,8 @@ def load_policy(
         read_parameters(model, place)
         weights = WholeWeights(model, compute, ranks, pieces)
     _check_numbers(directory, weights)
+    for layer in layers_of(model)[1]:
+        layer.register_forward_hook(marks.layer_done)
     return Policy(model, directory, settings, weights, facts, tokenizer, read_companions(directory), stages, buffers)
 
 
