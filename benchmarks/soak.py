@@ -2,10 +2,10 @@
 
     python benchmarks/soak.py [files] [in_process] [stream] [--steps 20000]
 
-Every run is the real loop in a process of its own, on a model so small that the loop is most of a step. What is measured
-is kept as sums of a window, so that the measuring itself does not grow. Numbers are of a window's end; step time is
-the window's mean. The verdict compares the last window with the second (the first is warm-up); of time it takes what the
-processor worked, which does not depend on what else the machine does.
+Every run is the real loop in a process of its own, on a model so small that the loop is most of a step. What is
+measured is kept as sums of a window, so that the measuring itself does not grow. Numbers are of a window's end; step
+time is the window's mean. The verdict compares the last window with the second (the first is warm-up); of time it takes
+what the processor worked, which depends less on what else the machine does.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Windows:
 
 
 def send(directory: Path, trainer: Trainer, documents: int) -> None:
-    """Send a little more than the run has trained on, in files of a hundred that are removed when they are done with."""
+    """Send a little more than the run has trained on, in files of a hundred that are removed once trained on."""
     sent, size, removed = 0, 100, 0
     while sent < documents:
         if sent - trainer.state.documents_seen > 10 * size:
