@@ -102,6 +102,10 @@ CASES = [
         "2: data.epochs is for the files of data.path; the documents of data.source come once",
     ),
     (
+        sampled(data="data: {group_size: 4, group_timeout: 5}\n"),
+        "2: data.group_timeout is for the documents of data.source: all other groups end with their data",
+    ),
+    (
         sent("advantages: leave_one_out"),
         "2: data.advantages: leave_one_out needs data.group_size with data.source: how many rollouts make a group "
         "complete (or data.advantages: none, where records carry their own)",
