@@ -43,7 +43,7 @@ def progress(step: int) -> Progress:
         step=step,
         queue={"documents_seen": 3 * step, "micro_batches": [[0], [1]], "source": {"position": step}},
         carried=make_documents([3, 5], seed=step),
-        rejected_lines=step,
+        rejected_bytes=step,
         optimizer={
             "model.norm.weight.exp_avg": torch.arange(4.0) / 3 + step,
             "model.norm.weight.step": torch.tensor(step),
@@ -63,7 +63,7 @@ def check(checkpoint: Path, step: int) -> None:
     assert all((weight == 1 + step).all() for weight in weights.values())
     assert (checkpoint / "config.json").is_file()
     read, expected = read_progress(checkpoint), progress(step)
-    assert (read.step, read.queue, read.rejected_lines) == (step, expected.queue, expected.rejected_lines)
+    assert (read.step, read.queue, read.rejected_bytes) == (step, expected.queue, expected.rejected_bytes)
     assert all(same_document(one, other) for one, other in zip(read.carried, expected.carried, strict=True))
     assert set(read.optimizer) == set(expected.optimizer)
     assert all(same_bits(read.optimizer[name], tensor) for name, tensor in expected.optimizer.items())

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from truestep import progress
 from truestep.head.logits import scaled_logits
 from truestep.policy.policy import Policy
 
@@ -124,6 +125,7 @@ class _Batch:
 
     def _keep(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Record the new tokens, and drop the rows that are done once they are half of the batch."""
+        progress.made("tokens", len(tokens))
         for request, token, logprob in zip(self._active, tokens.tolist(), logprobs.tolist(), strict=True):
             if self._stopped[request]:
                 continue

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from truestep.environments.prompts import Prompt
 from truestep.environments.rater import Rates
 from truestep.environments.rewards import RewardError
 from truestep.policy.policy import Policy
+from truestep.rollouts.advantages import AdvantageRule
 from truestep.rollouts.source import Interrupted, SourceError, StillSource
 from truestep.sampler.decode import DecodeOptions, Request
 from truestep.sampler.groups import (
@@ -48,7 +50,7 @@ class InProcessSource(StillSource):
     rater: Rates
     options: DecodeOptions
     group_size: int
-    advantage_rule: str
+    advantage_rule: AdvantageRule | str
     seed: int
     max_tokens: int
     stop_at_rejected: bool = False
@@ -127,12 +129,17 @@ class InProcessSource(StillSource):
             temperature=self.options.temperature,
             versions=[version] * len(completion.token_ids),
             reward=rating,
+            truncated=not completion.stopped,
             metadata={"stopped": completion.stopped},
         )
         group.rated.append(rollout)
 
     def state(self) -> dict[str, Any]:
-        return {"groups": self._groups, "fingerprint": fingerprint(self.prompts, self.seed, self.group_size)}
+        return {"groups": self._groups, "fingerprint": self._fingerprint}
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return fingerprint(self.prompts, self.seed, self.group_size)
 
     def restore(self, state: dict[str, Any]) -> None:
         refuse_other_groups(state, self.state())
