@@ -64,8 +64,8 @@ def _check_fields(fields: dict[str, Any], where: str) -> None:
             json.dumps(value)
         except (TypeError, ValueError, RecursionError):
             raise PromptError(
-                f"{where}: the field `{printable(name)}` is of type {type(value).__name__}; a reward gets text, numbers, "
-                "booleans, lists and objects of these: convert the column, or remove it"
+                f"{where}: the field `{printable(name)}` is of type {type(value).__name__}; a reward gets text, "
+                "numbers, booleans, lists and objects of these: convert the column, or remove it"
             ) from None
 
 
