@@ -5,6 +5,7 @@ A section is a function that prints its figures with `figure`. Without arguments
 
 import json
 import resource
+import statistics
 import sys
 import tempfile
 import time
@@ -79,6 +80,36 @@ def report() -> None:
         figure("report of 100,000 steps, wall time", found[0], "s", 10)
         figure("report of 100,000 steps, processor time", found[1], "s", 10)
         figure("peak memory over that of a tenth of the run", after - before, "MiB", 400)
+
+
+@section
+def ids() -> None:
+    """Time what a step of 256 documents costs a stream that has seen many ids."""
+    from truestep.rollouts.stream.ids import SeenIds
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "stream_ids.bin"
+        known, count = SeenIds(path), 0
+        for size in (10_000, 1_000_000, 5_000_000):
+            for number in range(count, size):
+                known.add(f"document-{number}")
+            known.state()
+            count = size
+            steps = []
+            for step in range(50):
+                names = [f"{size}-{step}-{number}" for number in range(256)]
+                began = time.perf_counter()
+                for name in names:
+                    known.add(name)
+                state = known.state()
+                steps.append(time.perf_counter() - began)
+            figure(f"ids and state of a step, {size:,} ids seen", 1000 * statistics.median(steps), "ms", 1.0)
+            again = SeenIds(path)
+            began = time.perf_counter()
+            again.restore(state)
+            figure(f"restart, {size:,} ids seen", time.perf_counter() - began, "s", 3.0)
+            assert not again.add("document-0")
+            again.close()
 
 
 def main() -> None:

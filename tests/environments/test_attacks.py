@@ -17,6 +17,7 @@ import yaml
 
 import hostile_reward
 from doors.own_server import Process, serve
+from selection import long_except
 from small_runs import merged, quiet_trainer, read_lines, sampled_config, sort_prompts, word_model, write_lines
 
 KINDS = ("in_process", "server", "evaluation")
@@ -154,6 +155,7 @@ MANY = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_attacks_in_one_run_are_named_and_the_run_goes_on(kind: str, model: Path, tmp_path: Path) -> None:
     """A completion that loses a worker which had rated others gets a second chance, so two of a group can make two
@@ -182,7 +184,7 @@ train(load_config(Path(sys.argv[1])), Console(file=io.StringIO()))
 """
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", long_except(KINDS, "in_process"))
 def test_a_run_whose_rewards_never_end_stops_when_it_is_asked_and_goes_on(
     kind: str, model: Path, tmp_path: Path
 ) -> None:

@@ -65,7 +65,7 @@ def slow_config(what: str, directory: Path, timeout: float) -> dict[str, Any]:
     if what == "evaluation":
         model = word_model(directory / "model")
         prompts = write_lines(directory / "prompts.jsonl", sort_prompts(8))
-        evaluation = {"prompts": str(prompts), "reward": "small_runs:digit_reward", "max_new_tokens": 8}
+        evaluation = {"prompts": str(prompts), "reward": "plain_rewards:digit_reward", "max_new_tokens": 8}
         records = [{"input_ids": [2, 3, 4], "prompt_length": 1, "logprobs": [-1.0, -1.0], "advantage": 1.0}] * 14
         write_lines(directory / "rollouts.jsonl", [record | {"id": str(n)} for n, record in enumerate(records)])
         sections |= {"evaluation": evaluation | {"every": 5, "batch_size": 1}}

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from truestep import progress
 from truestep.environments import frames
 from truestep.environments.descendants import kill_below, started
 from truestep.environments.rewards import RewardError
@@ -21,6 +22,7 @@ from truestep.types import LARGEST_REWARD
 # Starting a process and importing the user's module is not the reward's own time.
 _START_SECONDS = 180.0
 _END_SECONDS = 6.0
+_HEALTHY_SECONDS = 5.0  # a reward that takes longer is waited for again
 # What a process needs to find its programs, files and language. Nothing here is a secret; see `reward_environment`.
 _PASSED_ON = frozenset(
     {
@@ -176,7 +178,8 @@ class Worker:
         poll = select.poll()
         for connection in (self._channel, self._control):
             poll.register(connection, select.POLLIN)
-        poll.poll(min(left, 1e6) * 1000 + 1)
+        poll.poll(min(left, _HEALTHY_SECONDS) * 1000 + 1)
+        progress.made("waits for rewards")  # each has an end of its own: no run stands still for it
 
     def _hear(self) -> None:
         """Take note of what the keeper has said."""

@@ -240,7 +240,6 @@ def _connecting(seconds: float) -> Iterator[None]:
         os._exit(1)
 
     timer = threading.Timer(seconds, give_up)
-    timer.daemon = True
     timer.start()
     try:
         yield
