@@ -3,6 +3,7 @@ Hopper GPU without one."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -134,9 +135,12 @@ def test_logits_that_are_no_numbers_draw_a_token_all_the_same() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux alone")
-@pytest.mark.parametrize("which", ["draw", *long_except(["attend", "attend-all"], "attend")])
+@pytest.mark.parametrize("which", long_except(["some", "all"], "some"))
 def test_the_kernels_compile_for_a_hopper_gpu(which: str) -> None:
     worker = Path(__file__).parent / "compile_kernels.py"
-    done = subprocess.run([sys.executable, str(worker), which], capture_output=True, text=True, timeout=500)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(worker), which], capture_output=True, text=True, timeout=500, env=environment
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip() == "compiled"

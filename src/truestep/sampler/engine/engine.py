@@ -139,6 +139,7 @@ class Session:
             self._graphs.begin(self.cache, slots, width, policy.model)
             self._last = self._graphs.last
         else:
+            self.cache.places = self.cache.addresses().to(place)
             self._last = torch.zeros(slots + 1, dtype=torch.int64, device=place)
         self._hidden: torch.Tensor | None = None  # [slots, H] the last states of prompts that are computed
         self._tables = np.full((slots, width), self.cache.spare)

@@ -14,6 +14,7 @@ import torch
 
 from truestep.policy.cuts.layers import layers_of
 from truestep.policy.model import attention
+from truestep.policy.model import compiled as compiled_code
 from truestep.policy.policy import Policy
 from truestep.rollouts.packing import pack_tokens
 from truestep.sampler.engine.attend import NAME, Recorded, Rows, UnservedError, attend_rows, make_pieces
@@ -49,7 +50,9 @@ def compiled_layers(model: Any, compiled: dict[Any, Any]) -> Iterator[None]:
         for layer, forward in zip(layers, before, strict=True):
             if layer not in compiled:
                 # Of layers that are compiled for training, the plain one.
-                compiled[layer] = torch.compile(getattr(forward, "__wrapped__", forward), dynamic=True)
+                compiled[layer] = torch.compile(
+                    getattr(forward, "__wrapped__", forward), dynamic=True, backend=compiled_code.BACKEND
+                )
             layer.forward = compiled[layer]
         yield
     finally:

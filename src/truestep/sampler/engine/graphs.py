@@ -59,6 +59,9 @@ class Graphs:
             self._lines = torch.zeros(size, width, dtype=torch.int64, device=self._place)
             self.last = torch.zeros(size + 1, dtype=torch.int64, device=self._place)
 
+    def __len__(self) -> int:
+        return len(self._made)
+
     @property
     def nobody(self) -> int:
         """The slot of rows that only fill up a batch."""
