@@ -150,6 +150,27 @@ CASES = [
         "parallel.pipeline: 1",
     ),
     (
+        MODEL + "data: {advantages: group_normalized, advantage_scale: step}\n",
+        "2: data.advantages: group_normalized has the scale group, and data.advantage_scale is step: write "
+        "data.advantages: group_mean, or leave out the scale",
+    ),
+    (
+        MODEL + "data: {advantages: group_mean, advantage_scale: step}\nloss: {type: cross_entropy}\n",
+        "2, run.yaml:3: data.advantage_scale is for advantages, and loss.type: cross_entropy has none",
+    ),
+    (
+        MODEL + "data: {advantages: none, overlong_penalty: {from: 1, to: 2}}\n",
+        "2: data.overlong_penalty is for advantages from rewards; with data.advantages: none records carry their own",
+    ),
+    (
+        MODEL + "data: {advantages: leave_one_out, advantage_std_floor: 0.1}\n",
+        "2: data.advantage_std_floor does nothing without data.advantage_scale: group or step",
+    ),
+    (
+        MODEL + "data: {overlong_penalty: {from: 20, to: 20}}\n",
+        "2: data.overlong_penalty.from is not below data.overlong_penalty.to: the penalty grows between them",
+    ),
+    (
         "model: {path: m, compile: true}\nparallel: {tensor: 2}\n",
         "1, run.yaml:2: model.compile: layers that are cut over parallel.tensor: 2 ranks are not compiled; remove "
         "one of the two",

@@ -116,7 +116,13 @@ def labels_of(**known: Any) -> Labels:
     per_label = {item.name: torch.zeros(count, dtype=dtype) for item in Labels.label_fields()}
     integers = {name: torch.zeros(count, dtype=torch.int64) for name in ("rows", "ids", "model_version")}
     has = {name: torch.ones(documents, dtype=torch.bool) for name in OPTIONAL_FIELDS}
-    return Labels(**per_label | integers | {"reward": torch.zeros(documents, dtype=dtype), "has": has} | known)
+    per_document = {
+        "reward": torch.zeros(documents, dtype=dtype),
+        "rewards": {},
+        "truncated": torch.zeros(documents, dtype=torch.bool),
+        "has": has,
+    }
+    return Labels(**per_label | integers | per_document | known)
 
 
 def make_labels(case: Case, denominator: Denominator, dtype: torch.dtype = torch.float64) -> Labels:

@@ -45,6 +45,7 @@ def measure(labels: Labels, objective: Objective, facts: Facts, level: str) -> d
         "advantages": facts.has_advantages,
         "model_version": facts.has_version,
         "reward": facts.has_reward,
+        "truncated": torch.zeros_like(facts.has_reward),
     }
     labels = replace(labels, reward=facts.reward, model_version=facts.model_version, has=has)
     return measure_labels(labels, StepFacts(objective, facts.documents_seen), level, {})
@@ -145,7 +146,7 @@ def test_the_levels() -> None:
         "old_logprobs", "ratio_new_old", "ratio_new_old_sum", "ratio_new_old_squared_sum", "kl_new_old",
         "clipped_ratio_fraction", "clipped_ratio_fraction_low", "clipped_ratio_fraction_high", "advantage",
         "max_advantage", "min_advantage", "reward", "max_reward", "min_reward", "staleness", "max_staleness",
-        "min_staleness", "effective_sample_size",
+        "min_staleness", "effective_sample_size", "truncated_fraction",
     }  # fmt: skip
     assert full - basic == {"entropy", *(f"log_ratio_p{percentile}" for percentile in LOG_RATIO_PERCENTILES)}
 

@@ -15,7 +15,6 @@ from oracles.step import (
     Document,
     LabelValues,
     OracleResult,
-    advantage_from_rewards,
     clipped_loss,
     complete_loss_config,
     float32,
@@ -189,12 +188,20 @@ def test_gradient_on_and_beside_the_bounds(ratio: float, advantage: float, slope
 
 def test_advantages_from_rewards_by_hand() -> None:
     """Rewards 0, 1, 5: mean 2, sample variance (4 + 1 + 9) / 2 = 7."""
-    rewards = [0.0, 1.0, 5.0]
-    assert advantage_from_rewards(5.0, rewards, "group_mean") == 3.0
-    assert advantage_from_rewards(5.0, rewards, "group_normalized") == pytest.approx(3.0 / (math.sqrt(7.0) + 1e-4))
-    assert advantage_from_rewards(5.0, rewards, "leave_one_out") == 4.5
-    for kind in ("group_mean", "group_normalized", "leave_one_out"):
-        assert advantage_from_rewards(5.0, [5.0], kind) == 0.0
+    by_hand = {
+        "group_mean": 3.0,
+        "group_normalized": 3.0 / (math.sqrt(7.0) + 1e-4),
+        "batch_normalized": 3.0 / (math.sqrt(7.0) + 1e-4),
+        "leave_one_out": 4.5,
+        "length_weighted": 5.0 - (1 * 0 + 2 * 1 + 1 * 5) / 4,
+    }
+    group = [
+        {"input_ids": [1] * (labels + 1), "prompt_length": 1, "reward": reward, "group_id": "g"}
+        for reward, labels in ((0.0, 1), (1.0, 2), (5.0, 1))
+    ]
+    for kind, advantage in by_hand.items():
+        assert read_documents(group, {"advantages": kind})[-1].advantages == pytest.approx([advantage]), kind
+        assert read_documents(group[-1:], {"advantages": kind})[-1].advantages == [0.0], kind
 
     records = make_records(1, advantages="rewards", group_size=4)
     documents = read_documents(records, {"advantages": "group_mean", "group_size": 4})

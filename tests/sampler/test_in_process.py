@@ -106,6 +106,7 @@ def test_a_rollout_is_what_was_sampled(policy: Policy, tmp_path: Path) -> None:
         completion = rollout.input_ids[start:].tolist()
         ended = completion[-1] == policy.tokenizer.eos_token_id
         assert rollout.metadata["stopped"] is ended
+        assert rollout.truncated is not ended
         assert ended or len(completion) == 6
         text = policy.tokenizer.decode([token for token in completion if token != policy.tokenizer.eos_token_id])
         assert rollout.reward == digit_reward(prompt.prompt, text)

@@ -14,6 +14,7 @@ from truestep.environments.reward_pool import RewardPool
 from truestep.environments.rewards import load_reward
 from truestep.policy.policy import Policy
 from truestep.ranks.group import Ranks
+from truestep.rollouts.advantages import AdvantageRule, OverlongPenalty
 from truestep.rollouts.files import DataError, Documents, expand_paths, load_documents
 from truestep.rollouts.parts import PartedSource
 from truestep.rollouts.record import Checks, Needs
@@ -30,6 +31,7 @@ from truestep.sampler.server.making import SamplingOptions
 from truestep.sampler.server.protocol import InferenceServer
 from truestep.sampler.server.source import ServerSource, ThreadedRewards
 from truestep.sampler.server.sync import WeightsDirectory
+from truestep.text import keep_secret
 
 # A probe's mean over likely tokens. In float32 two engines differ by rounding alone; bfloat16 keeps three digits.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
@@ -38,6 +40,7 @@ _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 def check_inputs(config: Config, ranks: Ranks) -> None:
     """Refuse wrong inputs before the model is loaded, which can take minutes."""
     data, sampler = config.data, config.sampler
+    advantage_rule(config)
     if data.path is None and data.source is None and sampler is None:
         raise SourceError(
             "documents come from data.path (rollout files), from data.source (sent while the run goes on) or from a "
@@ -85,10 +88,19 @@ def _make_file_source(config: Config, vocabulary_size: int, ranks: Ranks) -> Sou
     return PartedSource(files, ranks) if parted else files
 
 
+def advantage_rule(config: Config) -> AdvantageRule:
+    """Make the rule that rewards become advantages by. This imports a user's own."""
+    data, penalty = config.data, None
+    if data.overlong_penalty is not None:
+        bounds = data.overlong_penalty.model_dump()
+        penalty = OverlongPenalty(bounds["from"], bounds["to"], bounds["weight"])
+    return AdvantageRule.of(data.advantages, data.advantage_scale, data.advantage_std_floor, penalty)
+
+
 def _checks(config: Config, vocabulary_size: int) -> Checks:
     data, supervised = config.data, config.loss.supervised
     return Checks(
-        Needs(logprobs=not supervised, advantages=not supervised, advantage_rule=data.advantages),
+        Needs(logprobs=not supervised, advantages=not supervised, advantage_rule=advantage_rule(config)),
         vocabulary_size,
         data.temperature,
         max_tokens=data.tokens_per_microbatch,
@@ -155,7 +167,7 @@ def _make_in_process_source(config: Config, sampler: InProcessSampler, policy: P
         reward=load_reward(sampler.reward),
         options=decode_options(sampler, policy),
         group_size=config.data.group_size,
-        advantage_rule=config.data.advantages,
+        advantage_rule=advantage_rule(config),
         seed=config.seed,
         max_tokens=config.data.tokens_per_microbatch,
         stop_at_rejected=config.data.on_bad_record == "stop",
@@ -186,6 +198,7 @@ def _api_key(variable: str | None) -> str | None:
     key = os.environ.get(variable)
     if not key:
         raise SourceError(f"sampler.api_key_env: the environment has no variable {variable}, or it is empty")
+    keep_secret(key)
     return key
 
 
@@ -219,7 +232,7 @@ def _make_server_source(config: Config, sampler: ServerSampler, policy: Policy) 
         ),
         weights=WeightsDirectory(Path(sampler.weights_directory or Path(config.checkpoint.directory) / "weights")),
         weights_dtype=getattr(torch, config.model.dtype),
-        advantage_rule=data.advantages,
+        advantage_rule=advantage_rule(config),
         pause=sampler.pause,
         tolerance=sampler.tolerance or _TOLERANCE[config.model.dtype],
     )

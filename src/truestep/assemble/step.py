@@ -61,6 +61,7 @@ def make_rule(config: Config, policy: Policy) -> StepRule:
         breadth_first_micro_batches=schedule.breadth_first_micro_batches,
         tokens_per_microbatch=config.data.tokens_per_microbatch,
         ranks=policy.weights.ranks.data,
+        advantage_std_floor=config.data.advantage_std_floor,
         even_length=policy.facts.even_length,
     )
 

@@ -6,6 +6,7 @@ A checkpoint is a Hugging Face directory (float32 weights) with a folder `truest
     optimizer.safetensors    by weight name
     random.safetensors       torch's random state
     carried.jsonl            documents taken from the source and not yet done with
+    checksums.json           of all files, compared before a run goes on from them
 """
 
 import json
@@ -19,7 +20,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from truestep.files import read_json_lines, sync_directory, sync_tree, write_json_lines
+from truestep.checkpoint.checksums import write_checksums
+from truestep.files import exact_object, read_exact_lines, sync_directory, sync_tree, write_json_lines
 from truestep.policy.policy import Policy
 from truestep.policy.save import save_policy
 from truestep.randomness import random_state, random_tensors, restore_random
@@ -49,6 +51,10 @@ class CheckpointStore:
         """List the complete checkpoints, oldest first."""
         return sorted(path for path in self._directory.glob("step-*") if (path / _FOLDER / "state.json").is_file())
 
+    def before(self, checkpoint: Path) -> Path | None:
+        """Find the complete checkpoint that a run goes on from if this one is removed."""
+        return next((path for path in reversed(self.complete()) if path.name < checkpoint.name), None)
+
     def latest(self) -> Path | None:
         return next(reversed(self.complete()), None)
 
@@ -72,6 +78,7 @@ class CheckpointStore:
 
     def _complete(self, partial: Path, final: Path, progress: Progress) -> None:
         _write_progress(partial / _FOLDER, progress)
+        write_checksums(partial)
         sync_tree(partial)
         if final.exists():
             shutil.rmtree(final)  # not complete: a copy that was cut short
@@ -104,12 +111,12 @@ def _write_progress(folder: Path, progress: Progress) -> None:
 def read_progress(checkpoint: Path) -> Progress:
     """Read a checkpoint's progress, and put the random state back."""
     folder = checkpoint / _FOLDER
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    state = exact_object((folder / "state.json").read_bytes())
     restore_random(state["random"], load_file(folder / "random.safetensors"))
     return Progress(
         step=state["step"],
         queue=state["queue"],
-        carried=[read_document(line) for line in read_json_lines(folder / "carried.jsonl")],
+        carried=[read_document(line) for line in read_exact_lines(folder / "carried.jsonl")],
         rejected_lines=state["rejected_lines"],
         optimizer=load_file(folder / "optimizer.safetensors"),
     )

@@ -102,6 +102,31 @@ def _sampled_groups(config: "Config") -> Iterator[str]:
         yield "sampler.urls names a server twice: its weights would be replaced under its own completions"
 
 
+def _advantages(config: "Config") -> Iterator[str]:
+    data = config.data
+    scale = {"group_normalized": "group", "batch_normalized": "step"}.get(data.advantages, data.advantage_scale)
+    if scale != data.advantage_scale and data.advantage_scale is not None:
+        yield (
+            f"data.advantages: {data.advantages} has the scale {scale}, and data.advantage_scale is "
+            f"{data.advantage_scale}: write data.advantages: group_mean, or leave out the scale"
+        )
+    made_of_rewards = {
+        "advantage_scale": scale if data.advantage_scale is not None else None,
+        "overlong_penalty": data.overlong_penalty,
+    }
+    for name, value in made_of_rewards.items():
+        if value is not None and config.loss.supervised:
+            yield f"data.{name} is for advantages, and loss.type: {config.loss.type} has none"
+        if value is not None and data.advantages == "none":
+            yield f"data.{name} is for advantages from rewards; with data.advantages: none records carry their own"
+    if data.advantage_std_floor != 1e-4 and scale in (None, "none"):
+        yield "data.advantage_std_floor does nothing without data.advantage_scale: group or step"
+    if data.overlong_penalty is not None:
+        bounds = data.overlong_penalty.model_dump()
+        if bounds["from"] >= bounds["to"]:
+            yield "data.overlong_penalty.from is not below data.overlong_penalty.to: the penalty grows between them"
+
+
 def _steps(config: "Config") -> Iterator[str]:
     schedule, data = config.schedule, config.data
     if schedule.docs_per_step == 0 and schedule.overshoot == "keep":
@@ -155,4 +180,4 @@ def _ranks(config: "Config") -> Iterator[str]:
         )
 
 
-_RULES = (_documents, _sampled_groups, _steps, _learning_rate, _ranks)
+_RULES = (_documents, _sampled_groups, _advantages, _steps, _learning_rate, _ranks)

@@ -5,9 +5,9 @@ A field enters this file only together with the code that obeys it.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag
+from pydantic import Field, Tag, create_model
 
-from truestep.config.section import Count, NotNegative, Positive, Section, by_type
+from truestep.config.section import Count, ImportPath, NotNegative, Positive, Section, by_type
 
 
 class HeadConfig(Section):
@@ -66,6 +66,18 @@ class DirectorySource(Section):
 SourceConfig = Annotated[Annotated[RedisSource, Tag("stream")] | Annotated[DirectorySource, Tag("files")], by_type()]
 
 
+# Made by a call: `from` is an option's name, and a word that a Python class cannot have as an attribute.
+OverlongPenaltyConfig = create_model(
+    "OverlongPenaltyConfig",
+    __base__=Section,
+    **{
+        "from": (Annotated[int, Field(ge=0)], Field(description="Up to so many labels nothing is taken away.")),
+        "to": (Count, Field(description="From so many labels on the whole weight is taken away.")),
+        "weight": (Positive, Field(1.0, description="The most that is taken away.")),
+    },  # type: ignore[call-overload]
+)
+
+
 class DataConfig(Section):
     path: str | list[str] | None = None
     """Rollout files: JSONL (.jsonl) or Parquet (.parquet). A glob's files are read in sorted order. With {rank} in it,
@@ -74,8 +86,22 @@ class DataConfig(Section):
     """Rollouts that a sampler of your own sends while the run goes on."""
     temperature: Positive = 1.0
     """The temperature that a record was sampled at if it has no `temperature` of its own."""
-    advantages: Literal["group_mean", "group_normalized", "leave_one_out", "none"] = "group_normalized"
-    """How rewards become advantages within a group. none: each record carries its own advantage."""
+    advantages: (
+        Literal["group_mean", "leave_one_out", "length_weighted", "group_normalized", "batch_normalized", "none"]
+        | ImportPath
+    ) = "group_normalized"
+    """How rewards become advantages within a group: less a baseline. length_weighted: less the mean over the group's
+    labels. group_normalized and batch_normalized are group_mean with advantage_scale: group and step. none: each record
+    carries its own advantage. package.module:function: a function of yours, from a group's records to one advantage
+    for each."""
+    advantage_scale: Literal["none", "group", "step"] | None = None
+    """What advantages from rewards are divided by. group: the standard deviation of the group's rewards. step: that of
+    the differences of all the step's documents. null: as `advantages` names it, else none."""
+    advantage_std_floor: NotNegative = 1e-4
+    """This is added to the standard deviation that advantages are divided by."""
+    overlong_penalty: OverlongPenaltyConfig | None = None  # type: ignore[valid-type]
+    """A reward is less, before advantages are made of it, where the completion is long: by nothing up to `from` labels,
+    by `weight` at `to` labels and beyond, and linearly between."""
     group_size: Count | None = None
     """The number of rollouts of one prompt. A group of rollouts from files is complete at this size; null: at the end
     of the data."""
@@ -268,6 +294,8 @@ class CheckpointConfig(Section):
     """The number of steps between checkpoints. 0: only one, at the end."""
     keep: Count = 3
     """The number of complete checkpoints that are kept."""
+    lock: bool = True
+    """Lock the run's directory, so that no second process writes it. false: for a file system that has no locks."""
 
 
 class WandbConfig(Section):

@@ -139,7 +139,15 @@ def _advantages(labels: Labels, step: StepFacts) -> dict[str, Metric]:
 def _rewards(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     present = labels.has["reward"]
     values = labels.reward[present].double()
-    return {"reward": Mean(values.sum(), present.sum()), **extremes("reward", values)}
+    parts: dict[str, Metric] = {}
+    for name, part in labels.rewards.items():
+        there = ~part.isnan()
+        parts[f"rewards/{name}"] = Mean(part[there].double().sum(), there.sum())
+    return {"reward": Mean(values.sum(), present.sum()), **extremes("reward", values), **parts}
+
+
+def _truncated(labels: Labels, step: StepFacts) -> dict[str, Metric]:
+    return {"truncated_fraction": Mean(labels.truncated.double().sum(), labels.has["truncated"].sum())}
 
 
 def _staleness(labels: Labels, step: StepFacts) -> dict[str, Metric]:
@@ -160,6 +168,7 @@ BUILT_IN: tuple[tuple[str, Measure], ...] = (
     ("full", _percentiles),
     ("basic", _advantages),
     ("basic", _rewards),
+    ("basic", _truncated),
     ("basic", _staleness),
     ("full", _entropy),
 )

@@ -15,6 +15,7 @@ from truestep.errors import TruestepError
 from truestep.rollouts.advantages import assign_advantages
 from truestep.rollouts.record import FIELDS, BadRecord, Checks, parse_record, readable_text
 from truestep.rollouts.values import describe
+from truestep.text import printable
 from truestep.types import Rejected, Rollout
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -67,8 +68,8 @@ def read_records(paths: Iterable[Path]) -> Iterator[tuple[Path, int, Any]]:
         try:
             for line, record in read(path):
                 yield path, line, record
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(f"{path} cannot be read: {error}") from error
+        except (OSError, pa.ArrowException, UnicodeDecodeError) as error:  # UnicodeDecodeError: a column's name
+            raise DataError(f"{path} cannot be read: {printable(error)}") from error
 
 
 def load_documents(paths: Sequence[Path], checks: Checks) -> Documents:

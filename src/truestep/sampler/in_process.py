@@ -7,6 +7,7 @@ from typing import Any
 from truestep.environments.prompts import Prompt
 from truestep.environments.rewards import Reward, RewardError, rate
 from truestep.policy.policy import Policy
+from truestep.rollouts.advantages import AdvantageRule
 from truestep.rollouts.source import SourceError, StillSource
 from truestep.sampler.decode import Completion, DecodeOptions, Request, decode
 from truestep.sampler.groups import (
@@ -46,7 +47,7 @@ class InProcessSource(StillSource):
     reward: Reward
     options: DecodeOptions
     group_size: int
-    advantage_rule: str
+    advantage_rule: AdvantageRule | str
     seed: int
     max_tokens: int
     stop_at_rejected: bool = False
@@ -128,6 +129,7 @@ class InProcessSource(StillSource):
             temperature=self.options.temperature,
             versions=[version] * len(completion.token_ids),
             reward=rating,
+            truncated=not completion.stopped,
             metadata={"stopped": completion.stopped},
         )
         group.rated.append(rollout)

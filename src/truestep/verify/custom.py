@@ -33,7 +33,14 @@ class CustomOracle:
         def vector(values: Sequence[float] | None, dtype: torch.dtype = torch.float64) -> torch.Tensor:
             return torch.zeros(count, dtype=dtype) if values is None else torch.tensor(values, dtype=dtype)
 
-        optional = (document.old_logprobs, document.advantages, document.versions, document.reward)
+        optional = (
+            document.old_logprobs,
+            document.advantages,
+            document.versions,
+            document.reward,
+            document.reference_logprobs,
+            document.truncated,
+        )
         has = zip(OPTIONAL_FIELDS, optional, strict=True)
         measured = self.loss(
             Labels(
@@ -44,8 +51,11 @@ class CustomOracle:
                 old_logprobs=vector(document.old_logprobs),
                 advantages=vector(document.advantages),
                 model_version=vector(document.versions, torch.int64),
+                reference_logprobs=vector(document.reference_logprobs),
                 num_labels=torch.tensor([count]),
                 reward=torch.tensor([document.reward or 0.0], dtype=torch.float64),
+                rewards={name: torch.tensor([value]) for name, value in document.rewards.items()},
+                truncated=torch.tensor([bool(document.truncated)]),
                 has={name: torch.tensor([value is not None]) for name, value in has},
                 logprobs=torch.stack([label.logprob for label in labels]),
                 entropy=torch.stack([label.entropy for label in labels]),

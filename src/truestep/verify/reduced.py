@@ -87,9 +87,27 @@ def record_of(document: Rollout) -> Record:
         "loss_mask": document.loss_mask.astype(int).tolist(),
         "temperature": document.temperature,
     }
-    fields = {"logprobs": document.logprobs, "advantage": document.advantages, "model_version": document.model_version}
+    fields = {
+        "logprobs": document.logprobs,
+        "advantage": document.advantages,
+        "model_version": document.model_version,
+        "reference_logprobs": document.reference_logprobs,
+    }
     record |= {name: values.tolist() for name, values in fields.items() if values is not None}
-    return record if document.reward is None else record | {"reward": document.reward}
+    facts = {"reward": document.reward, "truncated": document.truncated, "rewards": dict(document.rewards) or None}
+    record |= {name: value for name, value in facts.items() if value is not None}
+    return record if document.difference is None else with_difference(record, document.difference)
+
+
+def with_difference(record: Record, difference: float) -> Record:
+    """Give a record, in place of its advantage, the difference of which a step's scale makes one."""
+    own = {name: value for name, value in record.items() if name != "advantage"}
+    return {"reward": difference} | own | {"group_id": record["id"], "metadata": {"difference": difference}}
+
+
+def given_differences(group: Sequence[Rollout]) -> list[float]:
+    """Read the differences of records that `with_difference` wrote, as data.advantages."""
+    return [rollout.metadata["difference"] for rollout in group]
 
 
 def reduce_record(record: Record, most: int) -> Record:

@@ -5,7 +5,7 @@ import hashlib
 from collections import deque
 from typing import Any
 
-from truestep.rollouts.advantages import assign_advantages
+from truestep.rollouts.advantages import as_rule, assign_advantages
 from truestep.rollouts.documents import document_line, read_document
 from truestep.rollouts.files import DataError, parse_json, readable
 from truestep.rollouts.record import BadRecord, Checks, parse_record
@@ -24,7 +24,7 @@ class Intake:
 
     def __init__(self, checks: Checks):
         self._checks = checks
-        self._grouped = checks.needs.advantages and checks.needs.advantage_rule != "none"
+        self._grouped = checks.needs.advantages and as_rule(checks.needs.advantage_rule).from_rewards
         self._groups: dict[str, list[Rollout | None]] = {}  # open ones; None is the place of a rejected record
         self._ids = bytearray()  # as a checkpoint holds them
         self._known: set[bytes] = set()

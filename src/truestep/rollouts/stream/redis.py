@@ -14,6 +14,7 @@ from typing import Any
 
 from truestep.rollouts.source import SourceError, other_source
 from truestep.rollouts.stream.transport import Message, TransportError
+from truestep.text import keep_secret, printable
 
 try:
     import redis
@@ -50,7 +51,9 @@ class RedisTransport:
         try:
             kind = self._client.type(self._stream).decode()
         except RedisError as error:
-            raise SourceError(f"data.source.url: {_address(self._client)} cannot be used: {error}") from error
+            raise SourceError(
+                f"data.source.url: {_address(self._client)} cannot be used: {printable(error)}"
+            ) from error
         if kind not in ("stream", "none"):
             raise SourceError(f"data.source.stream: {self.name} is not a stream: it holds a {kind}")
 
@@ -212,17 +215,19 @@ class RedisTransport:
 
 
 def _connect(url: str) -> Any:
+    password = os.environ.get("REDISCLI_AUTH")
+    keep_secret(password)
     try:
         return redis.Redis.from_url(
             url,
-            password=os.environ.get("REDISCLI_AUTH"),  # where the URL, which every run writes down, has none
+            password=password,  # where the URL, which every run writes down, has none
             retry=Retry(NoBackoff(), 0),  # a reply that was lost is not repaired by asking for the next
             socket_timeout=_SERVER_SILENT,
             socket_connect_timeout=_SERVER_SILENT / 2,
             protocol=2,
         )
     except ValueError as error:
-        raise SourceError(f"data.source.url: {error}") from error
+        raise SourceError(f"data.source.url: {printable(error)}") from error
 
 
 def _address(client: Any) -> str:

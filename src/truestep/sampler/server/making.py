@@ -153,6 +153,7 @@ class GroupMaker:
             temperature=self._options.temperature,
             versions=choice.versions,
             reward=reward,
+            truncated=not choice.stopped,
             metadata={"stopped": choice.stopped, "server": answer.server.url},
         )
         return Member(rollout, choice.versions, answer)

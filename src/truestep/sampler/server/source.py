@@ -14,6 +14,7 @@ import torch
 from truestep.environments.prompts import Prompt
 from truestep.environments.reward_pool import RewardPool
 from truestep.policy.policy import Policy
+from truestep.rollouts.advantages import AdvantageRule
 from truestep.rollouts.source import Interrupted, never
 from truestep.sampler.groups import fingerprint, num_groups, refuse_other_groups, with_advantages
 from truestep.sampler.server.ahead import LookAhead, Pace
@@ -80,7 +81,7 @@ class ServerSource:
         pace: Pace,
         weights: WeightsDirectory,
         weights_dtype: torch.dtype,
-        advantage_rule: str,
+        advantage_rule: AdvantageRule | str,
         pause: str,
         tolerance: float,
         loop: LoopThread | None = None,  # tests give one with a clock of its own

@@ -61,6 +61,11 @@ def step_metrics(
     rewards = [[document.reward] for document in documents if document.reward is not None]
     metrics.update(document_mean("reward", rewards))
     metrics.update(extremes("reward", rewards))
+    for name in sorted({name for document in documents for name in document.rewards}):
+        parts = [[document.rewards[name]] for document in documents if name in document.rewards]
+        metrics.update(document_mean(f"rewards/{name}", parts))
+    known = [[float(document.truncated)] for document in documents if document.truncated is not None]
+    metrics.update(document_mean("truncated_fraction", known))
 
     metrics.update(ratio_metrics(ratios, loss_config["bounds"]))
     return metrics
