@@ -1,5 +1,5 @@
 """The oracle of sampling: one completion at a time, the whole sequence through transformers' own model for each token,
-in float64, and draws written in plain Python from docs/sampling.md and not from the code."""
+in float64, and draws written in plain Python from docs/engine.md and not from the code."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import torch
 from truestep.policy.cuts.layers import layers_of
 from truestep.policy.model import attention
 from truestep.policy.model import compiled as compiled_code
-from truestep.policy.policy import Policy
+from truestep.policy.policy import Policy, packed_hidden
 from truestep.rollouts.packing import pack_tokens
 from truestep.sampler.engine.attend import NAME, Recorded, Rows, UnservedError, attend_rows, make_pieces
 from truestep.sampler.engine.cache import LayerShape, PagedCache
@@ -47,12 +47,10 @@ def compiled_layers(model: Any, compiled: dict[Any, Any]) -> Iterator[None]:
     layers: list[Any] = layers_of(model)[1]
     before = [layer.forward for layer in layers]
     try:
-        for layer, forward in zip(layers, before, strict=True):
+        for layer in layers:
             if layer not in compiled:
-                # Of layers that are compiled for training, the plain one.
-                compiled[layer] = torch.compile(
-                    getattr(forward, "__wrapped__", forward), dynamic=True, backend=compiled_code.BACKEND
-                )
+                own = compiled_code.own_forward(layer)
+                compiled[layer] = torch.compile(own, dynamic=True, backend=compiled_code.BACKEND)
             layer.forward = compiled[layer]
         yield
     finally:
@@ -90,7 +88,8 @@ def probe(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
     device = policy.device
     generator = np.random.default_rng(0)
     ids = generator.integers(0, policy.vocabulary_size, _PROBE_TOKENS)
-    expected = policy.hidden(pack_tokens([ids], 1)).float()
+    # Alone, also where ranks share a micro-batch's tokens: not every rank may be sampling.
+    expected = packed_hidden(policy.model, pack_tokens([ids], 1), device).float()
     pages = tuple(range(1, 2 + _PROBE_TOKENS // page_size))
     cache = PagedCache.make(layers, len(pages) + 1, page_size, policy.weights.dtype, device)
     tokens = torch.from_numpy(ids).to(device)
