@@ -37,6 +37,7 @@ from truestep.sampler.decode import decode_here, decode_plainly
 from truestep.sampler.engine.engine import Counts, Engine, Limits, engine_of
 
 VOCABULARY = 151_936
+PLACE = "cuda"
 START = time.perf_counter()
 
 
@@ -50,14 +51,14 @@ class StillWeights(Weights):
 def make_policy(dtype: torch.dtype, **shape: int) -> Policy:
     config = Qwen3Config(tie_word_embeddings=True, max_position_embeddings=32_768, **shape)
     torch.set_default_dtype(dtype)
-    with torch.device("cuda"):
+    with torch.device(PLACE):
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(config)
     torch.set_default_dtype(torch.float32)
     model.eval().requires_grad_(False)
     model.generation_config.eos_token_id = None
     model.set_attn_implementation(attention.NAME)
-    place = torch.empty(0, device="cuda").device
+    place = torch.empty(0, device=PLACE).device
     return Policy(model, Path(), HeadSettings(), StillWeights(dtype), ModelFacts.of(model, place))
 
 
@@ -96,9 +97,9 @@ class Rates:
     """Copies in bytes a second, read and written, and products in FLOP/s."""
 
     def __init__(self) -> None:
-        source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+        source = torch.empty(2**30, dtype=torch.uint8, device=PLACE)
         target = torch.empty_like(source)
-        a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        a, b = (torch.randn(8192, 8192, device=PLACE, dtype=torch.bfloat16) for _ in range(2))
         self.copy = 2 * 2**30 / statistics.median(timed(lambda: target.copy_(source))[0] for _ in range(10))
         self.product = 2 * 8192**3 / statistics.median(timed(lambda: a @ b)[0] for _ in range(10))
 
@@ -227,7 +228,7 @@ def main_case(policy: Policy, rates: Rates, quick: bool) -> float:
 
 def generate(policy: Policy, rate: float, quick: bool) -> None:
     asked = requests(256, 128)
-    ids = torch.tensor([request.input_ids for request in asked], device="cuda")
+    ids = torch.tensor([request.input_ids for request in asked], device=PLACE)
     new = 96 if quick else 256
     with torch.no_grad(), policy.plain_attention():
         how = {"attention_mask": torch.ones_like(ids), "do_sample": True, "pad_token_id": 0, "top_k": 0}
@@ -330,7 +331,7 @@ def attention_rate(rates: Rates) -> None:
     from truestep.sampler.engine.attend import Rows
     from truestep.sampler.engine.cache import LayerShape, PagedCache
 
-    place = torch.empty(0, device="cuda").device
+    place = torch.empty(0, device=PLACE).device
     for rows, length in ((256, 320), (256, 1100), (1024, 384), (32, 2000)):
         width = -(-length // 64)
         cache = PagedCache.make([LayerShape(8, 128, 128, 16)], rows * width, 64, torch.bfloat16, place)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
+from selection import long_except
 from tiny import VOCABULARY
 from truestep.policy.loading.load import load_policy
 from truestep.policy.model import compiled
@@ -71,15 +72,14 @@ def as_on_a_gpu(engine: Engine) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("cut", [{}, {"top_p": 0.8}])
-@pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
+@pytest.mark.parametrize(("kind", "cut"), long_except([("gemma2", {}), ("qwen3", {"top_p": 0.8})], ("gemma2", {})))
 def test_kernels_and_replays_draw_the_same(
     kind: str, cut: dict[str, float], tiny_model: Model, replays: list[tuple[int, int]]
 ) -> None:
     generator = np.random.default_rng(5)
-    lengths = (3, 9, 20, 1, 9)
+    lengths = (3, 17, 1)
     asked = [Request(tuple(generator.integers(0, VOCABULARY, n).tolist()), (n, at)) for at, n in enumerate(lengths)]
-    how = DecodeOptions(0.9, cut.get("top_p", 1.0), 7, 4, frozenset(range(6)))
+    how = DecodeOptions(0.9, cut.get("top_p", 1.0), 5, 2, frozenset(range(6)))
     expected = decode_here(load_policy(tiny_model(kind)), asked, how)
     policy = load_policy(tiny_model(kind))
     found = engine_of(policy)
@@ -92,7 +92,7 @@ def test_kernels_and_replays_draw_the_same(
         if phase == 0:
             first = list(replays)
             assert len(set(first)) == len(first)
-            assert {size for size, _ in first} <= {2, 4}
+            assert {size for size, _ in first} == {2}
     # A second phase has its cache elsewhere; it needs the same replays no matter that the first one's cache is gone.
     assert replays == first
 
@@ -138,8 +138,8 @@ def test_layers_of_a_kind_are_compiled_once(tiny_model: Model, monkeypatch: pyte
     counter = CompileCounter()
     monkeypatch.setattr(compiled, "BACKEND", counter)
     generator = np.random.default_rng(5)
-    asked = [Request(tuple(generator.integers(0, VOCABULARY, 4 + n).tolist()), (n,)) for n in range(12)]
-    how = DecodeOptions(1.0, 1.0, 5, None, frozenset(range(12)))
+    asked = [Request(tuple(generator.integers(0, VOCABULARY, 4 + n).tolist()), (n,)) for n in range(9)]
+    how = DecodeOptions(1.0, 1.0, 4, None, frozenset())
     policy = load_policy(tiny_model("qwen3"))
     expected = decode_here(policy, asked, how)
     found = engine_of(policy)
@@ -147,7 +147,7 @@ def test_layers_of_a_kind_are_compiled_once(tiny_model: Model, monkeypatch: pyte
     found.device.compiles = True
     assert [one.token_ids for one in decode_here(policy, asked, how)] == [one.token_ids for one in expected]
     made = counter.frame_count
-    assert 2 <= made <= 6, "before attention and after it, for several tokens and for one"
+    assert made == 4, "before attention, after it, the layer's beginning and its end"
     decode_here(policy, asked[3:], how)
     assert counter.frame_count == made
     assert policy.model.base_model.layers[0].forward.__func__ is type(policy.model.base_model.layers[0]).forward

@@ -65,6 +65,13 @@ class Recorded:
     layers: dict[int, LayerShape] = field(default_factory=dict)
 
 
+@dataclass
+class Paged:
+    """The one keyword that a model passes on to its attention: of one type, so that compiled layers serve all steps."""
+
+    step: Pieces | Rows | Recorded
+
+
 class UnservedError(Exception):
     """Names what a model needs and the engine does not have."""
 
@@ -80,26 +87,27 @@ def paged_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    paged: Any = None,
+    paged: Paged | None = None,
     **unused: object,
 ) -> tuple[torch.Tensor, None]:  # [1, T, Q, E]
     """Attend over the cache; transformers calls this."""
     layer: Any = getattr(module, "layer_idx", None)
     if paged is None or layer is None:
         raise UnservedError(f"{type(module).__name__} does not tell its attention what the engine passes on")
-    if isinstance(paged, Recorded):
-        if layer in paged.layers:
+    step = paged.step
+    if isinstance(step, Recorded):
+        if layer in step.layers:
             raise UnservedError(f"{type(module).__name__} attends more than once in layer {layer}")
-        paged.layers[layer] = LayerShape(
+        step.layers[layer] = LayerShape(
             key.shape[1], key.shape[-1], value.shape[-1], query.shape[1], sliding_window, softcap
         )
         repeats = query.shape[1] // value.shape[1]
         return value.repeat_interleave(repeats, dim=1).transpose(1, 2), None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if isinstance(paged, Rows):
+    if isinstance(step, Rows):
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return paged.attend(paged, layer, q, k, v, scale, sliding_window, softcap)[None], None
-    return _attend_pieces(module, paged, layer, query, key, value, scale, sliding_window, softcap), None
+        return step.attend(step, layer, q, k, v, scale, sliding_window, softcap)[None], None
+    return _attend_pieces(module, step, layer, query, key, value, scale, sliding_window, softcap), None
 
 
 def _attend_pieces(

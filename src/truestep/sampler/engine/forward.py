@@ -17,7 +17,7 @@ from truestep.policy.model import attention
 from truestep.policy.model import compiled as compiled_code
 from truestep.policy.policy import Policy, packed_hidden
 from truestep.rollouts.packing import pack_tokens
-from truestep.sampler.engine.attend import NAME, Recorded, Rows, UnservedError, attend_rows, make_pieces
+from truestep.sampler.engine.attend import NAME, Paged, Pieces, Recorded, Rows, UnservedError, attend_rows, make_pieces
 from truestep.sampler.engine.cache import LayerShape, PagedCache
 
 log = logging.getLogger(__name__)
@@ -58,10 +58,12 @@ def compiled_layers(model: Any, compiled: dict[Any, Any]) -> Iterator[None]:
             layer.forward = forward
 
 
-def run_model(policy: Policy, ids: torch.Tensor, positions: torch.Tensor, step: object) -> torch.Tensor:
+def run_model(
+    policy: Policy, ids: torch.Tensor, positions: torch.Tensor, step: Pieces | Rows | Recorded
+) -> torch.Tensor:
     """Give the last hidden states of tokens: [T], [T] -> [T, H]."""
     output = policy.model.base_model(
-        input_ids=ids[None], position_ids=positions[None], attention_mask=None, use_cache=False, paged=step
+        input_ids=ids[None], position_ids=positions[None], attention_mask=None, use_cache=False, paged=Paged(step)
     )
     return output.last_hidden_state[0]
 
@@ -104,17 +106,18 @@ def probe(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
             step = make_pieces(cache, [(start, end - start, pages)], send)
             found.append(run_model(policy, tokens[start:end], torch.arange(start, end, device=device), step))
             start = end
-        for at in range(start, _PROBE_TOKENS):
+        for at in range(start, _PROBE_TOKENS):  # two equal rows: compiled code treats a single one apart
             rows = Rows(
                 cache,
-                pages=torch.tensor([pages[at // page_size]], device=device),
-                offsets=torch.tensor([at % page_size], device=device),
-                lengths=torch.tensor([at + 1], device=device),
-                table=torch.tensor([pages], device=device),
+                pages=torch.tensor([pages[at // page_size]] * 2, device=device),
+                offsets=torch.tensor([at % page_size] * 2, device=device),
+                lengths=torch.tensor([at + 1] * 2, device=device),
+                table=torch.tensor([pages] * 2, device=device),
                 longest=at + 1,
                 attend=attend_rows,
             )
-            found.append(run_model(policy, tokens[at : at + 1], torch.tensor([at], device=device), rows))
+            positions = torch.tensor([at] * 2, device=device)
+            found.append(run_model(policy, tokens[at].expand(2), positions, rows)[:1])
     difference = (torch.cat(found).float() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-12)
     worst = float(difference.max())
     allowed = _TOLERANCE.get(policy.weights.dtype, _HALF_TOLERANCE)
