@@ -20,7 +20,16 @@ def make_evaluator(config: Config, policy: Policy, raters: Raters) -> Evaluator 
         policy=policy,
         prompts=held_out[: evaluation.max_prompts],
         rater=raters.of(rewards),
-        options=DecodeOptions(evaluation.temperature, 1.0, max_new_tokens, evaluation.batch_size, stop_ids(policy)),
+        options=DecodeOptions(
+            temperature=evaluation.temperature,
+            top_p=evaluation.top_p,
+            max_new_tokens=max_new_tokens,
+            batch_size=evaluation.batch_size,
+            stop_ids=stop_ids(policy),
+            top_k=evaluation.top_k,
+            min_p=evaluation.min_p,
+            stop=tuple(evaluation.stop or ()),
+        ),
         samples_per_prompt=evaluation.samples_per_prompt,
         seed=config.seed,
     )

@@ -157,7 +157,14 @@ def read_prompts(sampler: SamplerConfig, policy: Policy) -> list[Prompt]:
 
 def decode_options(sampler: InProcessSampler, policy: Policy) -> DecodeOptions:
     return DecodeOptions(
-        sampler.temperature, sampler.top_p, sampler.max_new_tokens, sampler.batch_size, stop_ids(policy)
+        temperature=sampler.temperature,
+        top_p=sampler.top_p,
+        max_new_tokens=sampler.max_new_tokens,
+        batch_size=sampler.batch_size,
+        stop_ids=stop_ids(policy),
+        top_k=sampler.top_k,
+        min_p=sampler.min_p,
+        stop=tuple(sampler.stop or ()),
     )
 
 

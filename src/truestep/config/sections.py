@@ -150,8 +150,16 @@ class InProcessSampler(SamplerBase):
     """The policy itself samples, with the very weights that are trained."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; 1 switches it off. Log-probs are those of the whole distribution."""
-    batch_size: Count = 256
-    """At most this many completions are decoded at a time."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Draw from this many of the likeliest tokens; 0 switches it off. Log-probs are those of the whole distribution."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Draw only tokens that are at least this many times as likely as the likeliest; 0 switches it off. Log-probs are
+    those of the whole distribution."""
+    stop: list[Annotated[str, Field(min_length=1)]] | None = None
+    """Texts that end a completion, which keeps the tokens that make them."""
+    batch_size: Count | None = None
+    """At most this many completions are decoded at a time. null: as many as the free memory holds, at most 1,024 on a
+    GPU and 256 on a CPU."""
 
 
 class ServerSampler(SamplerBase):
@@ -214,8 +222,18 @@ class EvaluationConfig(Section):
     """The temperature of the sampled completions."""
     max_new_tokens: Count | None = None
     """A completion ends after this many tokens. null: sampler.max_new_tokens, or 512 without a sampler."""
-    batch_size: Count = 256
-    """At most this many completions are decoded at a time."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling of the sampled completions; 1 switches it off."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """The sampled completions are drawn from this many of the likeliest tokens; 0 switches it off."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """The sampled completions have only tokens that are at least this many times as likely as the likeliest; 0 switches
+    it off."""
+    stop: list[Annotated[str, Field(min_length=1)]] | None = None
+    """Texts that end a completion."""
+    batch_size: Count | None = None
+    """At most this many completions are decoded at a time. null: as many as the free memory holds, at most 1,024 on a
+    GPU and 256 on a CPU."""
 
 
 class ScheduleConfig(Section):

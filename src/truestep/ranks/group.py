@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -45,6 +45,32 @@ def in_buckets(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list
         room -= size
     if bucket:
         yield bucket
+
+
+def divide(costs: Sequence[float], count: int, kinds: Sequence[Hashable] | None = None) -> list[list[int]]:
+    """Divide the numbers of items into so many shares of like cost: the dearest first, each to the share that is least
+    so far. Items of one kind go to one share, unless together they cost more than a fair one."""
+    together: dict[Hashable, list[int]] = {}
+    for index in range(len(costs)):
+        together.setdefault(index if kinds is None else kinds[index], []).append(index)
+    fair = sum(costs) / count
+    bundles: list[list[int]] = []
+    for members in together.values():
+        bundle: list[int] = []
+        for index in members:
+            if bundle and sum(costs[other] for other in bundle) + costs[index] > fair:
+                bundles.append(bundle)
+                bundle = []
+            bundle.append(index)
+        bundles.append(bundle)
+    bundles.sort(key=lambda bundle: (-sum(costs[index] for index in bundle), bundle))
+    shares: list[list[int]] = [[] for _ in range(count)]
+    spent = [0.0] * count
+    for bundle in bundles:
+        least = min(range(count), key=lambda share: (spent[share], share))
+        shares[least] += bundle
+        spent[least] += sum(costs[index] for index in bundle)
+    return [sorted(share) for share in shares]
 
 
 @dataclass(frozen=True)
@@ -156,12 +182,26 @@ class Ranks:
             raise result[1]
         return result[0]
 
-    def spread(self, items: Sequence[T], work: Callable[[Sequence[T]], Sequence[R]]) -> list[R]:
-        """Divide items over the ranks, do the work, and give every rank the results in the items' order."""
+    def spread(
+        self,
+        items: Sequence[T],
+        work: Callable[[Sequence[T]], Sequence[R]],
+        kind: Callable[[T], Hashable] | None = None,
+        cost: Callable[[T], float] = lambda item: 1.0,
+    ) -> list[R]:
+        """Divide items over the ranks by their cost, do the work, and give every rank the results in the items' order.
+
+        Items of one kind stay together, as far as no rank gets more than its share for it."""
         if self.size == 1:
             return list(work(items))
-        done = self.gather(list(work(items[self.rank :: self.size])))
-        return [done[index % self.size][index // self.size] for index in range(len(items))]
+        shares = divide([cost(item) for item in items], self.size, kind and [kind(item) for item in items])
+        done = self.gather(list(work([items[index] for index in shares[self.rank]])))
+        results = {
+            index: result
+            for share, part in zip(shares, done, strict=True)
+            for index, result in zip(share, part, strict=True)
+        }
+        return [results[index] for index in range(len(items))]
 
     def sum_over(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Sum over a group of ranks, in place."""
@@ -240,7 +280,6 @@ def _connecting(seconds: float) -> Iterator[None]:
         os._exit(1)
 
     timer = threading.Timer(seconds, give_up)
-    timer.daemon = True
     timer.start()
     try:
         yield

@@ -112,6 +112,17 @@ class _Heard:
     activity: Activity | None = None  # looked at once it is silent
     moved: float | None = None  # when it last did anything since it is silent
 
+    def begin_anew(self, now: float) -> None:
+        """Count its silence from now on: nobody listened."""
+        self.at = now
+
+    def look(self, now: float, computes: bool) -> None:
+        """Look at what the process does that says nothing."""
+        if self.activity is None:
+            self.activity = Activity(self.process.number)
+        elif self.activity.since_last(own_computing=computes):
+            self.moved = now
+
 
 class Watch:
     """The watch of one rank: the main thread names its phases, and another thread compares all ranks."""
@@ -225,7 +236,7 @@ class Watch:
             # This thread could not run, as where a call holds all threads up or the process was stopped: now it can.
             progress.made("returns")
             for heard in self._heard.values():
-                heard.at = now
+                heard.begin_anew(now)
         self._looked = now
         place = find_place()
         device = marks.outstanding()
@@ -284,10 +295,7 @@ class Watch:
         idle = said.idle + silent
         if silent > 3 * self._beat and process == "there":
             # It may hold its threads up while it computes or reads.
-            if heard.activity is None:
-                heard.activity = Activity(heard.process.number)
-            elif heard.activity.since_last(own_computing=not said.waits):
-                heard.moved = now
+            heard.look(now, computes=not said.waits)
             if heard.moved is not None:
                 idle = now - heard.moved
         return dataclasses.replace(said, since=said.since + silent, idle=idle, silent=silent, process=process)
