@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import tempfile
 from pathlib import Path
 
@@ -95,14 +96,13 @@ def load(*paths, **options):
     """Load the files in memory and by way of tables, which must not differ in anything."""
     defaults = {"needs": NEEDS, "vocabulary_size": 100, "max_tokens": 16}
     checks = Checks(**(defaults | options))
-    try:
-        documents = load_documents(list(paths), checks)
-    except DataError as error:
-        with tempfile.TemporaryDirectory() as cache, pytest.raises(DataError) as caught:
-            load_tables(list(paths), checks, Path(cache))
-        assert str(caught.value) == str(error)
-        raise
     with tempfile.TemporaryDirectory() as cache:
+        try:
+            documents = load_documents(list(paths), checks)
+        except DataError as error:
+            with pytest.raises(DataError, match=f"^{re.escape(str(error))}$"):
+                load_tables(list(paths), checks, Path(cache))
+            raise
         assert_same(load_tables(list(paths), checks, Path(cache)), documents)
     return documents
 

@@ -29,7 +29,7 @@ class DataError(TruestepError):
 class Documents:
     """All documents of the files, in file order and then line order."""
 
-    rollouts: tuple[Rollout, ...]
+    rollouts: Sequence[Rollout]
     rejected: tuple[Rejected, ...]
 
 

@@ -1,6 +1,6 @@
 """The tables of a machine, each in a directory of the cache: whole or absent, of exactly the file that it was made of.
 
-A process converts a file under a lock; all others that want it, ranks of the same run or another run, wait and share it.
+A process converts a file under a lock; all others that want it, ranks of this run or another, wait and share it.
 """
 
 import contextlib
@@ -90,7 +90,7 @@ class Table:
             raise self.damaged(str(error)) from error
 
     def damaged(self, reason: str) -> DataError:
-        """Word the error of a table whose values changed on the disk, and see to it that the next start makes it anew."""
+        """Word the error of a table whose values changed on the disk, and have the next start make it anew."""
         with contextlib.suppress(OSError):
             (self.directory / "table.json").unlink()
         return DataError(

@@ -1,7 +1,7 @@
 """The conversion of rollout files to tables, in parts that worker processes make beside each other.
 
-A worker (`python -m truestep.rollouts.table.convert`) reads jobs as lines of JSON and answers each with a line. It imports
-no torch, and ends when its input does.
+A worker (`python -m truestep.rollouts.table.convert`) reads jobs as lines of JSON and answers each with a line. It
+imports no torch, and ends when its input does.
 """
 
 import gc
@@ -146,7 +146,12 @@ class _Worker:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         command = [sys.executable, "-P", "-m", __name__]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, encoding="utf-8"
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            encoding="utf-8",
+            start_new_session=True,  # an interrupt is for the run, which ends its workers
         )
 
     def convert(self, job: Job) -> dict[str, Any]:
@@ -220,8 +225,12 @@ def main() -> None:
     gc.disable()  # numbers and lists of numbers make no circles, and there are very many
     for line in sys.stdin:
         job = Job(**json.loads(line))
-        sys.stdout.write(json.dumps(answer(job)) + "\n")
-        sys.stdout.flush()
+        result = json.dumps(answer(job)) + "\n"
+        try:
+            sys.stdout.write(result)
+            sys.stdout.flush()
+        except BrokenPipeError:  # nobody waits for it: the run was killed
+            os._exit(1)
         gc.collect()
 
 

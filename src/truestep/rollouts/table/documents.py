@@ -3,6 +3,7 @@
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
@@ -17,23 +18,33 @@ from truestep.rollouts.files import (
     DataError,
     Documents,
     line_content,
+    load_documents,
     parse_json,
     read_parquet,
     readable,
     short_names,
 )
 from truestep.rollouts.record import Checks, parse_record
-from truestep.rollouts.table.cache import Table, table_of
+from truestep.rollouts.table.cache import Table, default_directory, table_of
 from truestep.rollouts.table.convert import is_parquet
 from truestep.rollouts.table.layout import checksum, make_rollout
 from truestep.rollouts.values import BadRecord, describe
 from truestep.types import Rejected, Rollout
 
+LARGE_BYTES = 1 << 24  # of all files together; fewer are read into memory in less than a second
 _KEPT = 4096  # documents of groups that are kept once they have their advantages
 
 _REFUSED = pa.schema(
     [("row", pa.int64()), ("reason", pa.large_string()), ("id", pa.large_string()), ("group_id", pa.large_string())]
 )
+
+
+def open_documents(paths: Sequence[Path], checks: Checks, cache: Path | None = None) -> Documents:
+    """Read small files into memory, and open large ones as tables in the cache; None: the user's own cache."""
+    with suppress(OSError):  # a file that cannot be read is named where it is read
+        if sum(path.stat().st_size for path in paths) >= LARGE_BYTES:
+            return load_tables(paths, checks, cache or default_directory())
+    return load_documents(paths, checks)
 
 
 def load_tables(paths: Sequence[Path], checks: Checks, cache: Path) -> Documents:
@@ -150,11 +161,13 @@ class _Selection:
         self._rejected: dict[int, tuple[str, str | None, str | None]] = {}  # by record, over all tables
         for start, found in zip(self._starts[:-1].tolist(), refused, strict=True):
             columns = [found.column(name).to_pylist() for name in _REFUSED.names]
-            for row, *reason in zip(*columns, strict=True):
-                self._rejected[start + row] = tuple(reason)
+            for row, why, identifier, group_id in zip(*columns, strict=True):
+                self._rejected[start + row] = (why, identifier, group_id)
         accepted = np.ones(self._starts[-1], bool)
         accepted[list(self._rejected)] = False
-        ids = pa.chunked_array([chunk for table in tables for chunk in table.rows.column("id").chunks], pa.large_string())
+        ids = pa.chunked_array(
+            [chunk for table in tables for chunk in table.rows.column("id").chunks], pa.large_string()
+        )
         for record, first in self._repeated(ids, accepted):
             name, group = self.name(record), self.text("group_id", record)
             reason = f"id is {describe(name)}: repeated, first at {self.place(first)}"
@@ -332,7 +345,9 @@ class TableDocuments(Sequence[Rollout]):
     def digests(self, start: int, stop: int) -> list[bytes]:
         """List the digests of the tokens and labels of documents, as they were made when the files were converted."""
         records = self._selection.records[start:stop]
-        found: list[bytes] = self._selection.column("digest").take(pa.array(records)).to_pylist() if len(records) else []
+        found: list[bytes] = (
+            self._selection.column("digest").take(pa.array(records)).to_pylist() if len(records) else []
+        )
         return found
 
 

@@ -1,7 +1,7 @@
 """The columns that a document is stored in, and the way back. Every field of `Rollout` is stored, whatever they are.
 
-A part of a table is two Arrow files of one row a record. `rows` has what checks, order and groups need. `values` has the
-token ids, the spans of labels, each array field at its labels alone, and all other fields as JSON.
+A part of a table is two Arrow files of one row a record. `rows` has what checks, order and groups need. `values` has
+the token ids, the spans of labels, each array field at its labels alone, and all other fields as JSON.
 """
 
 import dataclasses
@@ -107,9 +107,7 @@ class PartWriter:
 
     def __init__(self) -> None:
         self._rows: dict[str, list[Any]] = {name: [] for name in ROWS.names if name not in ("part", "index")}
-        self._arrays: dict[str, list[np.ndarray | None]] = {
-            name: [] for name in ("input_ids", "bounds", *LABEL_ARRAYS)
-        }
+        self._arrays: dict[str, list[np.ndarray | None]] = {name: [] for name in ("input_ids", "bounds", *LABEL_ARRAYS)}
         self._others: list[str] = []
 
     def _row(self, **columns: Any) -> None:
@@ -220,7 +218,7 @@ def make_rollout(
     ids, bounds, *rest = arrays
     assert ids is not None and bounds is not None
     mask = mask_of(bounds, len(ids))
-    on_labels = {
+    on_labels: dict[str, Any] = {
         name: None if stored is None else from_labels(stored, mask)
         for name, stored in zip(LABEL_ARRAYS, rest, strict=True)
     }
