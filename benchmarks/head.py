@@ -105,8 +105,11 @@ def pack_case(case: Case, document: torch.Tensor, counts: torch.Tensor) -> Packe
         old_logprobs=case.old_logprobs,
         advantages=case.advantages,
         model_version=document,
+        reference_logprobs=case.old_logprobs,
         num_labels=counts,
         reward=torch.zeros(len(counts), device="cuda"),
+        rewards={},
+        truncated=torch.zeros(len(counts), dtype=torch.bool, device="cuda"),
         has={},
     )
 

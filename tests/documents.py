@@ -11,7 +11,7 @@ import torch
 from truestep.rollouts.packing import pack
 from truestep.types import PackedBatch, Rollout
 
-ARRAYS = ("input_ids", "loss_mask", "logprobs", "advantages", "model_version")
+ARRAYS = ("input_ids", "loss_mask", "logprobs", "advantages", "model_version", "reference_logprobs")
 
 
 def make_document(name: str, length: int, seed: int = 0, *, vocabulary: int = 61, bare: bool = False) -> Rollout:
@@ -34,6 +34,9 @@ def make_document(name: str, length: int, seed: int = 0, *, vocabulary: int = 61
         group_id=f"group-{seed % 3}",
         temperature=float(generator.uniform(0.5, 1.5)),
         model_version=on_labels(generator.integers(0, 100, length)),
+        reference_logprobs=on_labels(-generator.exponential(1.0, length).astype(np.float32)),
+        truncated=bool(seed % 2),
+        rewards={"format": float(generator.normal())} | ({"unit": 0.1} if seed % 3 else {}),
         metadata={"seed": seed},
     )
 

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from truestep.text import printable
+
 if TYPE_CHECKING:  # a process that rates completions reads this file and needs no torch
     import torch
 
 # A difference of rewards must be finite in float32.
 LARGEST_REWARD = 1e38
+LONGEST_REASON = 1000  # characters of why a record was rejected
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +35,11 @@ class Rollout:
     group_id: str | None = None
     temperature: float = 1.0
     model_version: np.ndarray | None = None  # [L] int64: documents the policy had seen when each token was sampled
+    reference_logprobs: np.ndarray | None = None  # [L] float32, a reference's or a teacher's; 0 off the mask
+    truncated: bool | None = None  # it ended at a length limit and not by itself; None: unknown
+    rewards: Mapping[str, float] = field(default_factory=dict)  # the parts of the reward, by name
+    # The reward less its group's baseline, where it is to be scaled over the whole step and the step is not known yet.
+    difference: float | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -44,7 +52,7 @@ class Rollout:
 
 
 # A rollout's fields that a loss or a metric may need and a record may lack.
-OPTIONAL_FIELDS = ("logprobs", "advantages", "model_version", "reward")
+OPTIONAL_FIELDS = ("logprobs", "advantages", "model_version", "reward", "reference_logprobs", "truncated")
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,10 @@ class Rejected:
     reason: str
     id: str | None = None
     group_id: str | None = None  # where it could be read: it still counts towards its group being complete
+
+    def __post_init__(self) -> None:
+        # A reason may quote what others wrote: an exception of a reward, an answer of a server.
+        object.__setattr__(self, "reason", printable(self.reason, LONGEST_REASON))
 
 
 @dataclass(frozen=True)
@@ -104,6 +116,8 @@ class StepPlan:
             content.update(
                 f"{document.id}\n{document.num_tokens} {document.num_labels}\n".encode(errors="surrogatepass")
             )
+            if document.advantages is not None:  # a user's function may give other ones at each call
+                content.update(document.advantages.tobytes())
         return content.hexdigest()
 
 
@@ -145,9 +159,12 @@ class PackedLabels:
     old_logprobs: torch.Tensor = field(metadata=per_label("logprobs", np.float32))
     advantages: torch.Tensor = field(metadata=per_label("advantages", np.float32))
     model_version: torch.Tensor = field(metadata=per_label("model_version"))
+    reference_logprobs: torch.Tensor = field(metadata=per_label("reference_logprobs", np.float32))
     # Per document.
     num_labels: torch.Tensor  # [D] int64
     reward: torch.Tensor  # [D] float32; 0 where the document has none
+    rewards: Mapping[str, torch.Tensor]  # [D] float32 by name, of every part that a document has; NaN where one has not
+    truncated: torch.Tensor  # [D] bool; False where it is not known
     has: Mapping[str, torch.Tensor]  # [D] bool by rollout field: whether the document has it
 
     @classmethod

@@ -27,6 +27,8 @@ GOOD = {
     "group_id": "g",
     "temperature": 0.7,
     "model_version": 12,
+    "truncated": True,
+    "rewards": {"format": 0.5, "answer": 1},
     "id": "a",
     "metadata": {"k": [1, None]},
 }
@@ -52,13 +54,13 @@ POISON = [math.nan, math.inf, -math.inf, 1e30, -1e30, None, 10**400, "x", [1], {
 
 def same(left: Rollout, right: Rollout) -> bool:
     """Bit for bit, -0.0 and the types of the arrays included."""
-    for name in ("input_ids", "loss_mask", "logprobs", "advantages", "model_version"):
+    for name in ("input_ids", "loss_mask", "logprobs", "advantages", "model_version", "reference_logprobs"):
         first, second = getattr(left, name), getattr(right, name)
         if (first is None) != (second is None):
             return False
         if first is not None and (first.dtype != second.dtype or first.tobytes() != second.tobytes()):
             return False
-    names = ("id", "reward", "group_id", "temperature", "metadata")
+    names = ("id", "reward", "group_id", "temperature", "metadata", "truncated", "rewards")
     return all(getattr(left, name) == getattr(right, name) for name in names)
 
 

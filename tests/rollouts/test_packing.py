@@ -104,7 +104,9 @@ def _by_hand(documents: list[Rollout], padding: int) -> dict[str, list]:
     made: dict[str, list] = {item.name: [] for item in dataclasses.fields(PackedTokens)}
     made |= {item.name: [] for item in dataclasses.fields(PackedLabels)}
     made |= {f"has {name}": [] for name in OPTIONAL_FIELDS}
-    del made["num_documents"], made["has"]
+    del made["num_documents"], made["has"], made["rewards"]
+    for part in sorted({part for document in documents for part in document.rewards}):
+        made[f"rewards {part}"] = [np.float32(document.rewards.get(part, math.nan)) for document in documents]
     made["segments"].append(0)
     for number, document in enumerate(documents):
         before = len(made["input_ids"])
@@ -120,6 +122,7 @@ def _by_hand(documents: list[Rollout], padding: int) -> dict[str, list]:
                     ("old_logprobs", document.logprobs),
                     ("advantages", document.advantages),
                     ("model_version", document.model_version),
+                    ("reference_logprobs", document.reference_logprobs),
                 ):
                     made[name].append(0 if field is None else field[position])
         made["segments"].append(len(made["input_ids"]))
@@ -129,6 +132,9 @@ def _by_hand(documents: list[Rollout], padding: int) -> dict[str, list]:
         made["has advantages"].append(document.advantages is not None)
         made["has model_version"].append(document.model_version is not None)
         made["has reward"].append(document.reward is not None)
+        made["has reference_logprobs"].append(document.reference_logprobs is not None)
+        made["has truncated"].append(document.truncated is not None)
+        made["truncated"].append(document.truncated is True)
     made["position_ids"] += range(padding)
     if padding:
         made["segments"].append(len(made["input_ids"]) + padding)
@@ -136,8 +142,9 @@ def _by_hand(documents: list[Rollout], padding: int) -> dict[str, list]:
 
 
 DTYPES = {"segments": torch.int32} | dict.fromkeys(
-    ("temperature", "old_logprobs", "advantages", "reward"), torch.float32
+    ("temperature", "old_logprobs", "advantages", "reward", "reference_logprobs"), torch.float32
 )
+DTYPES |= {"truncated": torch.bool} | dict.fromkeys(("rewards format", "rewards unit"), torch.float32)
 DTYPES |= {f"has {name}": torch.bool for name in OPTIONAL_FIELDS}
 
 
@@ -159,12 +166,13 @@ def test_tensors_against_plain_loops(shapes: list, multiple: int, seed: int, ran
     assert len(batch.tokens) == tokens + padding
     assert batch.tokens.num_documents == len(chosen)
     found = vars(batch.tokens) | vars(batch.labels) | {f"has {name}": there for name, there in batch.labels.has.items()}
+    found |= {f"rewards {name}": part for name, part in batch.labels.rewards.items()}
     for name, values in expected.items():
         actual = found[name]
         assert actual.dtype == DTYPES.get(name, torch.int64), name
         if name == "input_ids":
             actual = actual[:tokens]
-        assert actual.tolist() == [value.item() if hasattr(value, "item") else value for value in values], name
+        np.testing.assert_array_equal(actual.tolist(), values, err_msg=name)
 
 
 def test_padding_is_last_and_no_document_has_it() -> None:
@@ -175,9 +183,10 @@ def test_padding_is_last_and_no_document_has_it() -> None:
     assert padded.tokens.num_documents == 3
     for item in dataclasses.fields(PackedLabels):
         without, with_padding = getattr(bare.labels, item.name), getattr(padded.labels, item.name)
-        if item.name == "has":
+        if item.name in ("has", "rewards"):
             assert without.keys() == with_padding.keys()
-            assert all(torch.equal(without[name], with_padding[name]) for name in without)
+            for name in without:
+                torch.testing.assert_close(without[name], with_padding[name], rtol=0, atol=0, equal_nan=True)
         else:
             assert torch.equal(without, with_padding), item.name
     assert padded.labels.rows.max() < 14

@@ -15,7 +15,7 @@ def test_rejected_records_are_written_and_added_to(tmp_path):
     one, two = Rejected("f.jsonl", 3, "bad 'x'\n\u2028", "a", "g"), Rejected("f\udcff.jsonl", 4, "worse")
     path = write_rejected(tmp_path / "run", [one])
     assert path == tmp_path / "run" / "rejected.jsonl"
-    expected = {"file": "f.jsonl", "line": 3, "reason": "bad 'x'\n\u2028", "id": "a"}
+    expected = {"file": "f.jsonl", "line": 3, "reason": r"bad 'x'\n\u2028", "id": "a"}
     assert rejected_lines(path) == [expected]
     write_rejected(tmp_path / "run", [two], append=True)
     assert rejected_lines(path) == [expected, {"file": "f\udcff.jsonl", "line": 4, "reason": "worse", "id": None}]

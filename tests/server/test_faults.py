@@ -146,6 +146,7 @@ def test_both_ways_for_a_completion_to_end(servers: Servers, tmp_path: Path) -> 
     for rollout in run.taken:
         tokens = completion(rollout)
         assert rollout.metadata["stopped"] == (tokens[-1] == 0)
+        assert rollout.truncated is not rollout.metadata["stopped"]
         assert rollout.metadata["stopped"] or len(tokens) == 16
         assert 0 not in tokens[:-1]
     assert {rollout.metadata["stopped"] for rollout in run.taken} == {True, False}

@@ -6,20 +6,21 @@ from pathlib import Path
 
 import torch
 
+from truestep.assemble.rewards import Raters, check_rewards, sampler_rewards
 from truestep.config.schema import Config
 from truestep.config.sections import DirectorySource, InProcessSampler, RedisSource, SamplerConfig, ServerSampler
 from truestep.custom import check_options, load_custom
 from truestep.environments.prompts import Prompt, find_prompts, load_prompts
-from truestep.environments.reward_pool import RewardPool
-from truestep.environments.rewards import load_reward
 from truestep.policy.policy import Policy
 from truestep.ranks.group import Ranks
+from truestep.rollouts.advantages import AdvantageRule, OverlongPenalty
 from truestep.rollouts.files import DataError, Documents, expand_paths
 from truestep.rollouts.parts import PartedSource
 from truestep.rollouts.record import Checks, Needs
 from truestep.rollouts.shared import SharedPeekableSource, SharedSource
 from truestep.rollouts.source import FileSource, Source, SourceError
 from truestep.rollouts.stream.directory import DirectoryTransport
+from truestep.rollouts.stream.ids import SeenIds
 from truestep.rollouts.stream.source import StreamSource
 from truestep.rollouts.stream.transport import Transport
 from truestep.rollouts.table.documents import open_documents
@@ -29,9 +30,11 @@ from truestep.sampler.in_process import InProcessSource, stop_ids
 from truestep.sampler.server.ahead import Pace
 from truestep.sampler.server.making import SamplingOptions
 from truestep.sampler.server.protocol import InferenceServer
-from truestep.sampler.server.source import ServerSource, ThreadedRewards
+from truestep.sampler.server.source import AwaitedRewards, ServerSource
 from truestep.sampler.server.sync import WeightsDirectory
+from truestep.text import keep_secret
 
+IDS_FILE = "stream_ids.bin"  # in the run's directory
 # A probe's mean over likely tokens. In float32 two engines differ by rounding alone; bfloat16 keeps three digits.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
@@ -39,6 +42,7 @@ _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 def check_inputs(config: Config, ranks: Ranks) -> None:
     """Refuse wrong inputs before the model is loaded, which can take minutes."""
     data, sampler = config.data, config.sampler
+    advantage_rule(config)
     if data.path is None and data.source is None and sampler is None:
         raise SourceError(
             "documents come from data.path (rollout files), from data.source (sent while the run goes on) or from a "
@@ -56,23 +60,23 @@ def check_inputs(config: Config, ranks: Ranks) -> None:
     for section in (sampler, config.evaluation):
         if section is not None:
             find_prompts(section.prompts)
-            if section.reward is not None:
-                load_reward(section.reward)
+    check_rewards(config, ranks)
     if isinstance(sampler, ServerSampler) and ranks.first:
         server_maker(sampler)
 
 
-def make_source(config: Config, policy: Policy, ranks: Ranks) -> Source:
+def make_source(config: Config, policy: Policy, ranks: Ranks, raters: Raters) -> Source:
     if config.data.source is not None:
         return _make_stream_source(config, policy.vocabulary_size, ranks)
     if config.sampler is None:
         return _make_file_source(config, policy.vocabulary_size, ranks)
     if isinstance(config.sampler, InProcessSampler):
-        return _make_in_process_source(config, config.sampler, policy)
+        return _make_in_process_source(config, config.sampler, policy, raters)
     if ranks.size == 1:
-        return _make_server_source(config, config.sampler, policy)
+        return _make_server_source(config, config.sampler, policy, raters)
     # Every rank has all of the weights, so the first can write and score them alone.
-    return SharedSource(_make_server_source(config, config.sampler, policy) if ranks.first else None, ranks)
+    source = _make_server_source(config, config.sampler, policy, raters) if ranks.first else None
+    return SharedSource(source, ranks)
 
 
 def _make_file_source(config: Config, vocabulary_size: int, ranks: Ranks) -> Source:
@@ -86,10 +90,19 @@ def _make_file_source(config: Config, vocabulary_size: int, ranks: Ranks) -> Sou
     return PartedSource(files, ranks) if parted else files
 
 
+def advantage_rule(config: Config) -> AdvantageRule:
+    """Make the rule that rewards become advantages by. This imports a user's own."""
+    data, penalty = config.data, None
+    if data.overlong_penalty is not None:
+        bounds = data.overlong_penalty.model_dump()
+        penalty = OverlongPenalty(bounds["from"], bounds["to"], bounds["weight"])
+    return AdvantageRule.of(data.advantages, data.advantage_scale, data.advantage_std_floor, penalty)
+
+
 def _checks(config: Config, vocabulary_size: int) -> Checks:
     data, supervised = config.data, config.loss.supervised
     return Checks(
-        Needs(logprobs=not supervised, advantages=not supervised, advantage_rule=data.advantages),
+        Needs(logprobs=not supervised, advantages=not supervised, advantage_rule=advantage_rule(config)),
         vocabulary_size,
         data.temperature,
         max_tokens=data.tokens_per_microbatch,
@@ -133,10 +146,11 @@ def _make_stream_source(config: Config, vocabulary_size: int, ranks: Ranks) -> S
     assert data.source is not None
     if not ranks.first:
         return SharedPeekableSource(None, ranks)
+    assert config.checkpoint.directory is not None
+    ids = SeenIds(Path(config.checkpoint.directory) / IDS_FILE)
+    checks = _checks(config, vocabulary_size)
     timeout = config.schedule.stall_timeout
-    if ranks.size > 1:  # the watch over the ranks must not end the run first: it cannot say what was waited for
-        timeout -= min(5.0, 0.1 * timeout)
-    source = StreamSource(make_transport(data.source), _checks(config, vocabulary_size), timeout)
+    source = StreamSource(make_transport(data.source), checks, timeout, ids, data.group_timeout)
     return source if ranks.size == 1 else SharedPeekableSource(source, ranks)
 
 
@@ -150,15 +164,18 @@ def decode_options(sampler: InProcessSampler, policy: Policy) -> DecodeOptions:
     )
 
 
-def _make_in_process_source(config: Config, sampler: InProcessSampler, policy: Policy) -> InProcessSource:
-    assert config.data.group_size is not None
+def _make_in_process_source(
+    config: Config, sampler: InProcessSampler, policy: Policy, raters: Raters
+) -> InProcessSource:
+    rewards = sampler_rewards(config, policy.weights.ranks)
+    assert config.data.group_size is not None and rewards is not None
     return InProcessSource(
         policy=policy,
         prompts=read_prompts(sampler, policy),
-        reward=load_reward(sampler.reward),
+        rater=raters.of(rewards),
         options=decode_options(sampler, policy),
         group_size=config.data.group_size,
-        advantage_rule=config.data.advantages,
+        advantage_rule=advantage_rule(config),
         seed=config.seed,
         max_tokens=config.data.tokens_per_microbatch,
         stop_at_rejected=config.data.on_bad_record == "stop",
@@ -189,21 +206,21 @@ def _api_key(variable: str | None) -> str | None:
     key = os.environ.get(variable)
     if not key:
         raise SourceError(f"sampler.api_key_env: the environment has no variable {variable}, or it is empty")
+    keep_secret(key)
     return key
 
 
-def _make_server_source(config: Config, sampler: ServerSampler, policy: Policy) -> Source:
+def _make_server_source(config: Config, sampler: ServerSampler, policy: Policy, raters: Raters) -> Source:
     data, schedule = config.data, config.schedule
-    assert data.group_size is not None and config.checkpoint.directory is not None
+    rewards = sampler_rewards(config, policy.weights.ranks)
+    assert data.group_size is not None and config.checkpoint.directory is not None and rewards is not None
     prompts = read_prompts(sampler, policy)
     check_lengths(prompts, sampler.max_new_tokens, data.tokens_per_microbatch)
     return ServerSource(
         policy=policy,
         prompts=prompts,
         make_servers=server_maker(sampler),
-        rewards=ThreadedRewards(
-            RewardPool(sampler.reward, sampler.reward_workers, sampler.reward_timeout), sampler.reward_workers
-        ),
+        rewards=AwaitedRewards(raters.of(rewards), config.seed),
         sampling=SamplingOptions(
             group_size=data.group_size,
             seed=config.seed,
@@ -222,7 +239,7 @@ def _make_server_source(config: Config, sampler: ServerSampler, policy: Policy) 
         ),
         weights=WeightsDirectory(Path(sampler.weights_directory or Path(config.checkpoint.directory) / "weights")),
         weights_dtype=getattr(torch, config.model.dtype),
-        advantage_rule=data.advantages,
+        advantage_rule=advantage_rule(config),
         pause=sampler.pause,
         tolerance=sampler.tolerance or _TOLERANCE[config.model.dtype],
     )

@@ -52,6 +52,8 @@ def _documents(config: "Config") -> Iterator[str]:
     if config.sampler is not None and data.path is not None:
         yield "data.path and sampler are both given: documents come from one source; remove one of the two"
     if data.source is None:
+        if data.group_timeout != type(data).model_fields["group_timeout"].default:
+            yield "data.group_timeout is for the documents of data.source: all other groups end with their data"
         return
     if data.path is not None:
         yield "data.source and data.path are both given: documents come from one source; remove one of the two"
@@ -100,6 +102,31 @@ def _sampled_groups(config: "Config") -> Iterator[str]:
     urls = [url.rstrip("/") for url in config.sampler.urls] if config.sampler.type == "server" else []
     if len(set(urls)) < len(urls):
         yield "sampler.urls names a server twice: its weights would be replaced under its own completions"
+
+
+def _advantages(config: "Config") -> Iterator[str]:
+    data = config.data
+    scale = {"group_normalized": "group", "batch_normalized": "step"}.get(data.advantages, data.advantage_scale)
+    if scale != data.advantage_scale and data.advantage_scale is not None:
+        yield (
+            f"data.advantages: {data.advantages} has the scale {scale}, and data.advantage_scale is "
+            f"{data.advantage_scale}: write data.advantages: group_mean, or leave out the scale"
+        )
+    made_of_rewards = {
+        "advantage_scale": scale if data.advantage_scale is not None else None,
+        "overlong_penalty": data.overlong_penalty,
+    }
+    for name, value in made_of_rewards.items():
+        if value is not None and config.loss.supervised:
+            yield f"data.{name} is for advantages, and loss.type: {config.loss.type} has none"
+        if value is not None and data.advantages == "none":
+            yield f"data.{name} is for advantages from rewards; with data.advantages: none records carry their own"
+    if data.advantage_std_floor != 1e-4 and scale in (None, "none"):
+        yield "data.advantage_std_floor does nothing without data.advantage_scale: group or step"
+    if data.overlong_penalty is not None:
+        bounds = data.overlong_penalty.model_dump()
+        if bounds["from"] >= bounds["to"]:
+            yield "data.overlong_penalty.from is not below data.overlong_penalty.to: the penalty grows between them"
 
 
 def _steps(config: "Config") -> Iterator[str]:
@@ -155,4 +182,4 @@ def _ranks(config: "Config") -> Iterator[str]:
         )
 
 
-_RULES = (_documents, _sampled_groups, _steps, _learning_rate, _ranks)
+_RULES = (_documents, _sampled_groups, _advantages, _steps, _learning_rate, _ranks)

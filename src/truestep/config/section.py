@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field
 
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+ImportPath = Annotated[str, Field(pattern=r"^[^:\s]+:[^:\s]+$")]  # package.module:function
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 

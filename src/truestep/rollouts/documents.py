@@ -14,6 +14,7 @@ ARRAYS: dict[str, type] = {
     "logprobs": np.float32,
     "advantages": np.float32,
     "model_version": np.int64,
+    "reference_logprobs": np.float32,
 }
 
 
@@ -21,11 +22,11 @@ def document_line(document: Rollout) -> dict[str, Any]:
     line = {item.name: getattr(document, item.name) for item in dataclasses.fields(document)}
     for name in ARRAYS:
         line[name] = None if line[name] is None else line[name].tolist()
-    return line | {"metadata": dict(document.metadata)}
+    return line | {"metadata": dict(document.metadata), "rewards": dict(document.rewards)}
 
 
 def read_document(line: dict[str, Any]) -> Rollout:
     arrays: dict[str, Any] = {
-        name: None if line[name] is None else np.array(line[name], dtype=kind) for name, kind in ARRAYS.items()
+        name: None if line.get(name) is None else np.array(line[name], dtype=kind) for name, kind in ARRAYS.items()
     }
     return Rollout(**(line | arrays))

@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -198,6 +199,11 @@ def _pack_labels(documents: Sequence[Rollout], starts: np.ndarray) -> PackedLabe
         },
         num_labels=torch.from_numpy(counts),
         reward=torch.tensor([document.reward or 0.0 for document in documents], dtype=torch.float32),
+        rewards={
+            name: torch.tensor([document.rewards.get(name, math.nan) for document in documents], dtype=torch.float32)
+            for name in sorted({name for document in documents for name in document.rewards})
+        },
+        truncated=torch.tensor([bool(document.truncated) for document in documents], dtype=torch.bool),
         has={
             name: torch.tensor([getattr(document, name) is not None for document in documents], dtype=torch.bool)
             for name in OPTIONAL_FIELDS

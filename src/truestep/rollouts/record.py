@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from truestep.rollouts import values
+from truestep.rollouts.advantages import AdvantageRule, as_rule
 from truestep.rollouts.values import BadRecord, Check, checked, checked_array, describe, plain
 from truestep.types import Rollout
 
@@ -24,9 +25,14 @@ FIELDS = (
     "group_id",
     "temperature",
     "model_version",
+    "truncated",
+    "reference_logprobs",
+    "rewards",
     "id",
     "metadata",
 )
+
+LONGEST_TEXT = 4096  # characters of an id: every step's line of the ledger repeats them
 
 Record = Mapping[str, Any]
 
@@ -37,7 +43,7 @@ class Needs:
 
     logprobs: bool
     advantages: bool
-    advantage_rule: str  # group_mean, group_normalized, leave_one_out, or none: records carry `advantage`
+    advantage_rule: AdvantageRule | str  # none: records carry `advantage`
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,9 @@ def parse_record(raw: Any, where: str, checks: Checks) -> Rollout:
             group_id=group_id,
             temperature=float(checks.default_temperature) if temperature is None else temperature,
             model_version=_on_labels(record, "model_version", values.version, loss_mask),
+            reference_logprobs=_reference_logprobs(record, loss_mask),
+            truncated=_single(record, "truncated", values.true_or_false),
+            rewards=_rewards(record),
             metadata=_metadata(record),
         )
     except BadRecord as error:
@@ -160,16 +169,38 @@ def _advantages(
 ) -> np.ndarray | None:
     """Read the record's own advantages; None where they are not needed or come from the rewards of its group."""
     advantages = _on_labels(record, "advantage", values.advantage, loss_mask)
-    from_group = needs.advantage_rule != "none" and has_reward and has_group
+    from_rewards = as_rule(needs.advantage_rule).from_rewards
+    from_group = from_rewards and has_reward and has_group
     if advantages is not None or from_group or not needs.advantages:
         return advantages
     if not loss_mask.any():
         return np.zeros(len(loss_mask), dtype=np.float32)
-    if needs.advantage_rule == "none":
+    if not from_rewards:
         raise BadRecord("advantage is missing: with data.advantages: none each record carries its own")
     if not has_reward:
         raise BadRecord("advantage and reward are missing: this run's loss needs one of them")
     raise BadRecord("group_id is missing: advantages come from the rewards of the record's group")
+
+
+def _reference_logprobs(record: Record, loss_mask: np.ndarray) -> np.ndarray | None:
+    _list(record, "reference_logprobs")  # as with logprobs, one number is none of any label's
+    return _on_labels(record, "reference_logprobs", values.logprob, loss_mask)
+
+
+def _rewards(record: Record) -> dict[str, float]:
+    """Read the parts of the reward; one that is null is absent, as a row of Parquet has to write it."""
+    parts = plain(record.get("rewards"), "rewards")
+    if parts is None:
+        return {}
+    if not isinstance(parts, Mapping):
+        raise BadRecord(f"rewards is {describe(parts)}: expected an object of numbers by name")
+    checked_parts: dict[str, float] = {}
+    for name, value in parts.items():
+        if not isinstance(name, str) or not name.isprintable() or not name.strip():
+            raise BadRecord(f"rewards has a part {describe(name)}: its name is not printable text")
+        if plain(value, "rewards") is not None:
+            checked_parts[name] = checked(values.reward, value, f"rewards[{describe(name)}]")
+    return checked_parts
 
 
 def _metadata(record: Record) -> dict[str, Any]:
@@ -195,6 +226,8 @@ def _text(record: Record, field: str) -> str | None:
         raise BadRecord(f"{field} is {describe(text)}: expected text")
     if not text:
         raise BadRecord(f"{field} is empty text")
+    if len(text) > LONGEST_TEXT:
+        raise BadRecord(f"{field} has {len(text)} characters: expected at most {LONGEST_TEXT}")
     try:
         text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair: no output file could hold it

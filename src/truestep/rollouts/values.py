@@ -98,6 +98,12 @@ def _zero_or_one(value: Any) -> bool:
     return bool(value)
 
 
+def true_or_false(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise UnfitError("expected true or false")
+    return value
+
+
 def _count(value: Any) -> int:
     count = integer(value)
     if count < 0:

@@ -11,7 +11,7 @@ import numpy as np
 
 from truestep.environments.prompts import Prompt
 from truestep.environments.rewards import RewardError
-from truestep.rollouts.advantages import group_advantages
+from truestep.rollouts.advantages import AdvantageRule, as_rule, with_group_advantages
 from truestep.rollouts.source import SourceError, refuse_other_kind
 from truestep.types import Rejected, Rollout
 
@@ -66,6 +66,7 @@ def to_rollout(
     temperature: float,
     versions: Sequence[int] | None = None,
     reward: float | None = None,
+    truncated: bool | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Rollout:
     """Make a document of a prompt and its completion, whose tokens are the labels and may each have a version."""
@@ -81,21 +82,17 @@ def to_rollout(
         loss_mask=np.arange(len(ids)) >= prompt_length,
         logprobs=behind_prompt(logprobs, 0.0, np.float32),
         reward=reward,
+        truncated=truncated,
         temperature=temperature,
         model_version=None if versions is None else behind_prompt(versions, versions[0], np.int64),
         metadata={"prompt_id": prompt.id, **(metadata or {})},
     )
 
 
-def with_advantages(rated: Sequence[Rollout], group: int, rule: str) -> list[Rollout]:
+def with_advantages(rated: Sequence[Rollout], group: int, rule: AdvantageRule | str) -> list[Rollout]:
     """Give one group's documents their advantages, over one shared baseline."""
-    advantages = group_advantages(np.array([rollout.reward for rollout in rated]), rule)
-    return [
-        dataclasses.replace(
-            rollout, advantages=np.full(rollout.num_tokens, advantage, dtype=np.float32), group_id=str(group)
-        )
-        for rollout, advantage in zip(rated, advantages, strict=True)
-    ]
+    named = [dataclasses.replace(rollout, group_id=str(group)) for rollout in rated]
+    return with_group_advantages(named, as_rule(rule))
 
 
 def reject(prompt: Prompt, group: int, name: str, reason: str) -> Rejected:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from truestep.rollouts.advantages import STANDARD_DEVIATION_FLOOR, scale_over_step
 from truestep.rollouts.packing import balance, fill_in_order
 from truestep.types import Rollout, StepPlan, StepTotals
 
@@ -22,6 +23,7 @@ class StepRule:
     breadth_first_micro_batches: int
     tokens_per_microbatch: int
     ranks: int = 1
+    advantage_std_floor: float = STANDARD_DEVIATION_FLOOR  # where advantages are scaled over the step
     even_length: float = math.inf  # at which a document's attention costs as much as its matrix products
 
     @property
@@ -47,10 +49,16 @@ def totals_of(documents: Sequence[Rollout]) -> StepTotals:
 
 
 def make_plan(
-    documents: Sequence[Rollout], micro_batches: Sequence[Sequence[int]], documents_seen: int, ranks: int = 1
+    documents: Sequence[Rollout],
+    micro_batches: Sequence[Sequence[int]],
+    documents_seen: int,
+    ranks: int = 1,
+    advantage_std_floor: float = STANDARD_DEVIATION_FLOOR,
 ) -> StepPlan:
     packed = tuple(tuple(members) for members in micro_batches)
-    return StepPlan(tuple(documents), packed, totals_of(documents), documents_seen, ranks)
+    # Every rank has all documents of the step here, so a scale over the step is the same on each.
+    scaled = scale_over_step(documents, advantage_std_floor)
+    return StepPlan(tuple(scaled), packed, totals_of(scaled), documents_seen, ranks)
 
 
 def plan_exactly(documents: Sequence[Rollout], rule: StepRule, documents_seen: int) -> StepPlan:
@@ -58,14 +66,14 @@ def plan_exactly(documents: Sequence[Rollout], rule: StepRule, documents_seen: i
     lengths = [document.num_tokens for document in documents]
     costs = [rule.cost(length) for length in lengths]
     bins = balance(lengths, costs, rule.tokens_per_microbatch, rule.multiple)
-    return make_plan(documents, bins, documents_seen, rule.ranks)
+    return make_plan(documents, bins, documents_seen, rule.ranks, rule.advantage_std_floor)
 
 
 def plan_packed(documents: Sequence[Rollout], rule: StepRule, documents_seen: int) -> StepPlan:
     """Pack these documents in order, and add empty micro-batches up to the multiple."""
     bins = fill_in_order([document.num_tokens for document in documents], rule.tokens_per_microbatch)
     bins += [[] for _ in range(-len(bins) % rule.multiple)]
-    return make_plan(documents, bins, documents_seen, rule.ranks)
+    return make_plan(documents, bins, documents_seen, rule.ranks, rule.advantage_std_floor)
 
 
 def count_packed(lengths: Sequence[int], rule: StepRule) -> tuple[list[list[int]], bool]:

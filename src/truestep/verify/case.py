@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from truestep.assemble.sources import read_documents
+from truestep.assemble.sources import advantage_rule, read_documents
 from truestep.assemble.step import make_objective
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
@@ -24,7 +24,7 @@ from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks
 from truestep.verify.layouts import Layout
 from truestep.verify.oracle.records import Record
-from truestep.verify.reduced import record_of, redraw_logprobs, reduce_model, reduce_record
+from truestep.verify.reduced import record_of, redraw_logprobs, reduce_model, reduce_record, with_difference
 
 STEPS = 2
 _MOST_TOKENS = 40  # a reduced document has no more
@@ -60,12 +60,12 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
         raise VerifyError(f"model.path: {model} is not a Hugging Face model directory: it has no config.json")
     if not full:
         model = reduce_model(model, scratch / "model", seed, config.model.trust_remote_code)
-    records = _invented(documents, seed) if config.data.path is None else _of_user(config, documents)
+    over_step = not config.loss.supervised and advantage_rule(config).scale == "step"
+    records = _invented(documents, seed, over_step) if config.data.path is None else _of_user(config, documents)
     if not full:
         records = [reduce_record(record, _MOST_TOKENS) for record in records]
     if not config.loss.supervised and not full:
-        label_loss = make_objective(config).label_loss
-        redraw_logprobs(model, records, label_loss, seed, config.model.trust_remote_code)
+        redraw_logprobs(model, records, make_objective(config), seed, config.model.trust_remote_code)
     longest = max(len(record["input_ids"]) for record in records)
     budget = config.data.tokens_per_microbatch if full else 3 * longest
     write_json_lines(scratch / "rollouts.jsonl", records)
@@ -74,7 +74,7 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
         "loss": config.loss.model_dump() | {"metrics": "full"},
         "data": {
             "path": str(scratch / "rollouts.jsonl"),
-            "advantages": "none",
+            **_advantages(config, over_step),
             "tokens_per_microbatch": budget,
             "on_bad_record": "stop",
         },
@@ -91,6 +91,17 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
         "seed": seed,
     }
     return Case(scratch, model, options, records, budget)
+
+
+def _advantages(config: Config, over_step: bool) -> dict[str, Any]:
+    """Make the options of advantages: records carry their own, or what the step's scale makes them of."""
+    if not over_step:
+        return {"advantages": "none"}
+    return {
+        "advantages": "truestep.verify.reduced:given_differences",
+        "advantage_scale": "step",
+        "advantage_std_floor": config.data.advantage_std_floor,
+    }
 
 
 def permits(case: Case, layout: Layout) -> bool:
@@ -129,7 +140,7 @@ def _of_user(config: Config, documents: int) -> list[Record]:
     return [record_of(rollout) for rollout in rollouts]
 
 
-def _invented(documents: int, seed: int) -> list[Record]:
+def _invented(documents: int, seed: int, over_step: bool) -> list[Record]:
     """Invent documents for a configuration whose documents a sampler is to make."""
     draw = np.random.default_rng([seed, 7])
     records = []
@@ -146,6 +157,8 @@ def _invented(documents: int, seed: int) -> list[Record]:
                 "temperature": 1.0,
             }
         )
+    if over_step:
+        return [with_difference(record, record["advantage"]) for record in records]
     return records
 
 

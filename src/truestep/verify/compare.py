@@ -91,7 +91,10 @@ class Comparer:
         key = digest.hexdigest()
         if key not in self._references:
             model = Reference(self._case.model, weights, self._case.options["model"]["trust_remote_code"])
-            config = {"loss": self._loss, "data": {"advantages": "none"}}
+            data = self._case.options["data"]
+            if data["advantages"] != "none":
+                data = data | {"advantages": "given"}
+            config = {"loss": self._loss, "data": data}
             self._references[key] = oracle_step(model, list(records), config, documents_seen_before_step=seen)
         return self._references[key]
 

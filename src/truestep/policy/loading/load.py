@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
+from truestep.errors import TruestepError
+from truestep.files import LineError, exact_object
 from truestep.head.logits import HeadSettings
 from truestep.policy.cuts.layers import layers_of
 from truestep.policy.cuts.pieces import Piece, pieces_of
@@ -34,10 +35,15 @@ from truestep.policy.weights.protocol import Weights
 from truestep.policy.weights.sharded import ShardedWeights
 from truestep.policy.weights.unread import place_buffers, read_parameters, unread_files
 from truestep.policy.weights.whole import WholeWeights
+from truestep.ranks import marks
 from truestep.ranks.group import ALONE, Ranks
 from truestep.ranks.pipeline import Pipeline
+from truestep.text import printable
 
 log = logging.getLogger(__name__)
+
+_MOST_LAYERS = 10_000
+_LARGEST_SIZE = 2**40
 
 
 def load_policy(
@@ -88,6 +94,8 @@ def load_policy(
         read_parameters(model, place)
         weights = WholeWeights(model, compute, ranks, pieces)
     _check_numbers(directory, weights)
+    for layer in layers_of(model)[1]:
+        layer.register_forward_hook(marks.layer_done)
     return Policy(model, directory, settings, weights, facts, tokenizer, read_companions(directory), stages, buffers)
 
 
@@ -144,6 +152,7 @@ def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipe
         raise ModelError(f"model.path: {directory} is not a Hugging Face model directory: it has no config.json")
     if not list(directory.glob("*.safetensors")):
         raise ModelError(f"model.path: {directory} has no .safetensors file; other weight formats are not loaded")
+    _check_config(directory)
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(directory, **options)
@@ -163,10 +172,27 @@ def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipe
                 ignore_mismatched_sizes=True,  # refused below, by name
                 **options,
             )
-    except (ValueError, OSError, ImportError, RuntimeError, SafetensorError) as error:  # JSON's error is a ValueError
-        raise ModelError(f"model.path: {directory} could not be loaded: {error}") from error
+    except TruestepError:
+        raise
+    except Exception as error:  # transformers raises whatever an odd config.json leads to, KeyError and TypeError too
+        raise ModelError(
+            f"model.path: {directory} could not be loaded: {type(error).__name__}: {printable(error, 2000)}"
+        ) from error
     _check_loading(directory, model, loading)
     return model.eval(), _read_tokenizer(directory, options)
+
+
+def _check_config(directory: Path) -> None:
+    """Refuse a config.json that is none, or that asks for more layers than can be: to make them takes hours."""
+    try:
+        config = exact_object((directory / "config.json").read_bytes(), lenient=True)
+    except (OSError, LineError) as error:
+        raise ModelError(f"model.path: {directory}: config.json cannot be used: {error}") from error
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    for name, value in (item for part in parts for item in part.items()):
+        most = _MOST_LAYERS if name.endswith(("layers", "n_layer")) else _LARGEST_SIZE
+        if isinstance(value, int) and abs(value) > most:
+            raise ModelError(f"model.path: {directory}: config.json has {printable(name, 60)} beyond {most:,}")
 
 
 def _check_loading(directory: Path, model: Any, loading: dict[str, Any]) -> None:
@@ -186,7 +212,7 @@ def _check_loading(directory: Path, model: Any, loading: dict[str, Any]) -> None
             directory,
             len(extra),
             type(model).__name__,
-            ", ".join(extra[:3]),
+            printable(", ".join(extra[:3])),
         )
 
 
@@ -198,7 +224,7 @@ def _read_tokenizer(directory: Path, options: dict[str, Any]) -> Any:
     try:
         return AutoTokenizer.from_pretrained(directory, **options)
     except Exception as error:  # the tokenizers library raises nothing narrower
-        raise ModelError(f"model.path: the tokenizer of {directory} could not be loaded: {error}") from error
+        raise ModelError(f"model.path: the tokenizer of {directory} could not be loaded: {printable(error)}") from error
 
 
 def _head_settings(model: Any, settings: HeadSettings) -> HeadSettings:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from truestep import progress
-from truestep.rollouts.advantages import assign_advantages
+from truestep.rollouts.advantages import as_rule, assign_advantages
 from truestep.rollouts.files import (
     DataError,
     Documents,
@@ -63,7 +63,7 @@ def load_tables(paths: Sequence[Path], checks: Checks, cache: Path) -> Documents
 
 
 def _from_rewards(checks: Checks) -> bool:
-    return checks.needs.advantages and checks.needs.advantage_rule != "none"
+    return checks.needs.advantages and as_rule(checks.needs.advantage_rule).from_rewards
 
 
 # ---- the records of one table that a run refuses
@@ -356,7 +356,9 @@ def _completed(rollout: Rollout, checks: Checks) -> Rollout:
     zeros, needs = np.zeros(rollout.num_tokens, dtype=np.float32), checks.needs
     if needs.logprobs and rollout.logprobs is None:
         rollout = replace(rollout, logprobs=zeros)
-    from_group = needs.advantage_rule != "none" and rollout.reward is not None and rollout.group_id is not None
+    from_group = (
+        as_rule(needs.advantage_rule).from_rewards and rollout.reward is not None and rollout.group_id is not None
+    )
     if needs.advantages and rollout.advantages is None and not from_group:
         rollout = replace(rollout, advantages=zeros)
     return rollout
