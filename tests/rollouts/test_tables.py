@@ -16,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollouts.rollout_records import NEEDS, NOTHING, assert_same, record, write
+from truestep.assemble.sources import read_documents
+from truestep.config.schema import Config
 from truestep.rollouts.files import DataError, load_documents
 from truestep.rollouts.record import Checks
 from truestep.rollouts.source import FileSource, SourceError
@@ -248,3 +250,20 @@ def test_only_large_files_become_tables(tmp_path: Path, monkeypatch: pytest.Monk
     assert list((tmp_path / "home" / "truestep" / "data").glob("*/table.json"))
     with pytest.raises(DataError, match="cannot be read"):
         open_documents([tmp_path / "none.jsonl"], CHECKS)
+
+
+def test_the_option_names_the_place_of_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "r.jsonl", *some(8))
+    data = {"path": str(path), "cache_directory": str(tmp_path / "tables"), "tokens_per_microbatch": 16}
+    config = Config.model_validate({"model": {"path": "none"}, "data": data})
+    expected = read_documents(config, 100)
+    assert not (tmp_path / "tables").exists()
+    monkeypatch.setattr("truestep.rollouts.table.documents.LARGE_BYTES", 1)
+    assert_same(read_documents(config, 100), expected)
+    assert list((tmp_path / "tables").glob("*/table.json"))
+
+
+def test_a_worker_needs_no_torch() -> None:
+    code = "import sys, truestep.rollouts.table.convert; sys.exit('torch' in sys.modules)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(item for item in sys.path if item)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=300).returncode == 0
