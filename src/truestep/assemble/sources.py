@@ -14,7 +14,7 @@ from truestep.environments.prompts import Prompt, find_prompts, load_prompts
 from truestep.policy.policy import Policy
 from truestep.ranks.group import Ranks
 from truestep.rollouts.advantages import AdvantageRule, OverlongPenalty
-from truestep.rollouts.files import DataError, Documents, expand_paths, load_documents
+from truestep.rollouts.files import DataError, Documents, expand_paths
 from truestep.rollouts.parts import PartedSource
 from truestep.rollouts.record import Checks, Needs
 from truestep.rollouts.shared import SharedPeekableSource, SharedSource
@@ -23,6 +23,7 @@ from truestep.rollouts.stream.directory import DirectoryTransport
 from truestep.rollouts.stream.ids import SeenIds
 from truestep.rollouts.stream.source import StreamSource
 from truestep.rollouts.stream.transport import Transport
+from truestep.rollouts.table.documents import open_documents
 from truestep.sampler.decode import DecodeOptions
 from truestep.sampler.groups import check_lengths
 from truestep.sampler.in_process import InProcessSource, stop_ids
@@ -124,7 +125,9 @@ def data_paths(config: Config, rank: int) -> list[Path]:
 
 
 def read_documents(config: Config, vocabulary_size: int, rank: int = 0) -> Documents:
-    return load_documents(data_paths(config, rank), _checks(config, vocabulary_size))
+    cache = config.data.cache_directory
+    directory = None if cache is None else Path(cache).expanduser()
+    return open_documents(data_paths(config, rank), _checks(config, vocabulary_size), directory)
 
 
 def make_transport(source: RedisSource | DirectorySource) -> Transport:

@@ -85,6 +85,10 @@ class DataConfig(Section):
     each data rank reads its own part and no other."""
     source: SourceConfig | None = None
     """Rollouts that a sampler of your own sends while the run goes on."""
+    cache_directory: str | None = None
+    """The directory that large rollout files are converted into, once, for all ranks and runs of the machine; it takes
+    about half of their size. null: truestep/data in $XDG_CACHE_HOME or ~/.cache. Files of less than 16 MiB together
+    are read into memory."""
     temperature: Positive = 1.0
     """The temperature that a record was sampled at if it has no `temperature` of its own."""
     advantages: (

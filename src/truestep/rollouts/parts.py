@@ -38,7 +38,7 @@ class PartedSource(StillSource):
     ranks: Ranks
 
     def __post_init__(self) -> None:
-        ids = self.ranks.gather_parts([document.id for document in self.own_part.documents])
+        ids = self.ranks.gather_parts(self.own_part.ids())
         counts = Counter(name for part in ids for name in part)
         repeated = sorted(name for name, count in counts.items() if count > 1)
         if repeated:

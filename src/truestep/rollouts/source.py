@@ -9,7 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from truestep.errors import TruestepError
+from truestep.rollouts.table.documents import TableDocuments
+from truestep.rollouts.table.layout import content_digest
 from truestep.types import Rejected, Rollout
+
+_AT_A_TIME = 1 << 16  # documents that a fingerprint goes over
 
 
 class SourceError(TruestepError):
@@ -126,12 +130,13 @@ class FileSource(StillSource):
     """Documents of files, in file order or a seeded shuffle of it, `epochs` times over."""
 
     plans_ahead = True
-    documents: tuple[Rollout, ...]
+    documents: Sequence[Rollout]
     rejected: tuple[Rejected, ...] = ()
     epochs: int = 1
     shuffle_seed: int | None = None  # None: file order
     position: int = 0  # over all epochs
     _orders: dict[int, np.ndarray] = field(default_factory=dict)
+    _peeked: dict[int, Rollout] = field(default_factory=dict)  # by position
     _digest: Any = None  # of the first `_hashed` documents
     _hashed: int = 0
 
@@ -154,22 +159,37 @@ class FileSource(StillSource):
 
     def peek(self, count: int) -> list[Rollout]:
         end = min(self.position + count, self.total)
-        return [self._at(position) for position in range(self.position, end)]
+        # What was looked at is kept until it is taken: a document may have to be read.
+        read = {at: self._peeked[at] if at in self._peeked else self._at(at) for at in range(self.position, end)}
+        self._peeked |= read
+        return list(read.values())
 
     def take(self, count: int, documents_seen: int) -> list[Rollout]:
         taken = self.peek(count)
         self.position += len(taken)
+        self._peeked = {at: document for at, document in self._peeked.items() if at >= self.position}
         return taken
+
+    def ids(self, start: int = 0, stop: int | None = None) -> list[str]:
+        if isinstance(self.documents, TableDocuments):
+            return self.documents.ids(start, stop)
+        return [document.id for document in self.documents[start:stop]]
+
+    def _contents(self, start: int, stop: int) -> list[bytes]:
+        """Digest the tokens and labels of each document."""
+        if isinstance(self.documents, TableDocuments):
+            return self.documents.digests(start, stop)
+        return [content_digest(document.input_ids, document.loss_mask) for document in self.documents[start:stop]]
 
     def _fingerprint(self, position: int) -> str:
         """Digest the order and the documents before `position`. A file may grow after this place, never before it."""
         seen = len(self.documents) if position >= len(self.documents) or self.shuffle_seed is not None else position
         if self._digest is None or self._hashed > seen:
             self._digest, self._hashed = hashlib.sha256(f"{self.shuffle_seed}\n".encode()), 0
-        for document in self.documents[self._hashed : seen]:  # each once: a position is asked for at every step
-            self._digest.update(f"{document.id}\n{document.num_tokens}\n".encode())
-            self._digest.update(document.input_ids.tobytes())
-            self._digest.update(document.loss_mask.tobytes())
+        for start in range(self._hashed, seen, _AT_A_TIME):  # each once: a position is asked for at every step
+            stop = min(start + _AT_A_TIME, seen)
+            contents = zip(self.ids(start, stop), self._contents(start, stop), strict=True)
+            self._digest.update(b"".join(f"{name}\n".encode() + content for name, content in contents))
         self._hashed = seen
         return self._digest.copy().hexdigest()
 
@@ -184,7 +204,7 @@ class FileSource(StillSource):
                 "data.shuffle was changed; give it the same files in the same order (they may have grown at the end, "
                 "unless shuffled), or another checkpoint.directory"
             )
-        self.position = state["position"]
+        self.position, self._peeked = state["position"], {}
 
     def drain_rejected(self) -> list[Rejected]:
         rejected, self.rejected = list(self.rejected), ()
