@@ -22,7 +22,7 @@ from truestep.sampler.evaluate import Evaluator
 from truestep.step.ahead import Planned, PlansAhead
 from truestep.step.optimizer import LearningRate, optimizer_tensors, update
 from truestep.step.runner import Accumulated, StepRunner, clip_gradients, gradient_norm
-from truestep.types import StepPlan
+from truestep.types import PutAside, StepPlan
 
 
 class TrainingError(TruestepError):
@@ -71,6 +71,7 @@ class Trainer:
     evaluate_every: int = 0
     state: RunState = field(default_factory=RunState)
     hooks: Hooks = Hooks()
+    put_aside: list[PutAside] = field(default_factory=list)  # since the last step's line of the ledger
 
     @property
     def step(self) -> int:
@@ -128,7 +129,9 @@ class Trainer:
                 self.directory.record_rejected(rejected)
             waited = time.perf_counter() - start
             self.state.planned = planned
+            self.put_aside += self.source.drain_put_aside()
             if planned.plan is None:
+                self.directory.record_put_aside(self.step, self.state.documents_seen, self.put_aside)
                 return self._end_of_data(planned.dropped)
             change = self.hooks.change_plan
             plan = planned.plan if change is None else change(planned.plan)
@@ -173,7 +176,8 @@ class Trainer:
         self.state.documents_seen = plan.documents_seen_after
         self.watch.phase(f"ending step {number}")
         self.source.updated(self.state.documents_seen)
-        self.directory.record_step(number, plan)
+        self.directory.record_step(number, plan, self.put_aside)
+        num_put_aside, self.put_aside = len(self.put_aside), []
         metrics = accumulated.line()
         elapsed = time.perf_counter() - start
         line = {
@@ -181,6 +185,7 @@ class Trainer:
             **metrics,
             "documents_seen": self.state.documents_seen,
             "num_rejected": num_rejected,
+            "num_put_aside": num_put_aside,
             "grad_norm": norm,
             "learning_rate": rate,
             "tokens_per_second": plan.totals.num_tokens / elapsed,

@@ -171,6 +171,34 @@ CASES = [
         "2: data.overlong_penalty.from is not below data.overlong_penalty.to: the penalty grows between them",
     ),
     (
+        MODEL + "data: {zero_advantage: skip}\nloss: {type: cross_entropy}\nschedule: {docs_per_step: 8}\n",
+        "2, run.yaml:3: data.zero_advantage is for advantages, and loss.type: cross_entropy has none",
+    ),
+    (
+        MODEL + "data: {zero_advantage: skip}\nloss: {z_loss: 0.1}\nschedule: {docs_per_step: 8}\n",
+        "2, run.yaml:3: data.zero_advantage: skip leaves out backward passes that have no gradient, and loss.z_loss may "
+        "have one where the advantage is 0",
+    ),
+    (
+        MODEL + "data: {zero_advantage: skip}\n",
+        "2: data.zero_advantage: skip needs schedule.docs_per_step > 0 and schedule.overshoot: carry, where documents "
+        "are packed once the step's are known",
+    ),
+    (
+        MODEL + "data: {zero_advantage: replace}\n",
+        "2: data.zero_advantage: replace needs a sampler, which can make other documents",
+    ),
+    (
+        sampled(data="data: {group_size: 1, zero_advantage: replace}\n"),
+        "2: data.zero_advantage: replace would replace every group of data.group_size: 1, whose advantage is 0",
+    ),
+    (MODEL + "data: {replace_limit: 7}\n", "2: data.replace_limit is for data.zero_advantage: replace"),
+    (
+        sampled(data="data: {group_size: 4, truncated: drop}\n"),
+        "2, run.yaml:4, run.yaml:3: data.truncated: drop would leave a sampler's steps short of "
+        "schedule.docs_per_step, and take what is long out of them: write data.truncated: mask",
+    ),
+    (
         "model: {path: m, compile: true}\nparallel: {tensor: 2}\n",
         "1, run.yaml:2: model.compile: layers that are cut over parallel.tensor: 2 ranks are not compiled; remove "
         "one of the two",

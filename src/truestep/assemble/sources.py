@@ -83,7 +83,9 @@ def _make_file_source(config: Config, vocabulary_size: int, ranks: Ranks) -> Sou
         reasons = "; ".join(sorted({record.reason for record in documents.rejected})[:3]) or "the files are empty"
         raise DataError(f"data.path: no record of {config.data.path} can be trained on: {reasons}")
     shuffle_seed = config.seed if config.data.shuffle else None
-    files = FileSource(documents.rollouts, documents.rejected, config.data.epochs, shuffle_seed)
+    files = FileSource(
+        documents.rollouts, documents.rejected, config.data.epochs, shuffle_seed, put_aside=documents.put_aside
+    )
     return PartedSource(files, ranks) if parted else files
 
 
@@ -105,6 +107,7 @@ def _checks(config: Config, vocabulary_size: int) -> Checks:
         max_tokens=data.tokens_per_microbatch,
         group_size=data.group_size,
         stop_at_rejected=data.on_bad_record == "stop",
+        truncated=data.truncated,
     )
 
 
@@ -170,7 +173,13 @@ def _make_in_process_source(config: Config, sampler: InProcessSampler, policy: P
         seed=config.seed,
         max_tokens=config.data.tokens_per_microbatch,
         stop_at_rejected=config.data.on_bad_record == "stop",
+        truncated=config.data.truncated,
+        replace_limit=_replace_limit(config),
     )
+
+
+def _replace_limit(config: Config) -> int:
+    return config.data.replace_limit if config.data.zero_advantage == "replace" else 0
 
 
 def server_maker(sampler: ServerSampler) -> Callable[[], list[InferenceServer]]:
@@ -231,6 +240,8 @@ def _make_server_source(config: Config, sampler: ServerSampler, policy: Policy) 
         weights=WeightsDirectory(Path(sampler.weights_directory or Path(config.checkpoint.directory) / "weights")),
         weights_dtype=getattr(torch, config.model.dtype),
         advantage_rule=advantage_rule(config),
+        truncated=data.truncated,
+        replace_limit=_replace_limit(config),
         pause=sampler.pause,
         tolerance=sampler.tolerance or _TOLERANCE[config.model.dtype],
     )

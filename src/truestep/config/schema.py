@@ -127,6 +127,36 @@ def _advantages(config: "Config") -> Iterator[str]:
             yield "data.overlong_penalty.from is not below data.overlong_penalty.to: the penalty grows between them"
 
 
+def _step_documents(config: "Config") -> Iterator[str]:
+    data, loss, schedule = config.data, config.loss, config.schedule
+    if data.zero_advantage != "keep" and loss.supervised:
+        yield f"data.zero_advantage is for advantages, and loss.type: {loss.type} has none"
+    if data.zero_advantage == "skip":
+        terms = [name for name in ("entropy_bonus", "z_loss", "kl_reference") if getattr(loss, name, None)]
+        if terms or loss.type == "custom":
+            yield (
+                f"data.zero_advantage: skip leaves out backward passes that have no gradient, and "
+                f"{f'loss.{terms[0]}' if terms else 'loss.type: custom'} may have one where the advantage is 0"
+            )
+        if schedule.docs_per_step == 0 or schedule.overshoot == "keep":
+            yield (
+                "data.zero_advantage: skip needs schedule.docs_per_step > 0 and schedule.overshoot: carry, where "
+                "documents are packed once the step's are known"
+            )
+    if data.zero_advantage == "replace":
+        if config.sampler is None:
+            yield "data.zero_advantage: replace needs a sampler, which can make other documents"
+        if data.group_size == 1 and ":" not in data.advantages:
+            yield "data.zero_advantage: replace would replace every group of data.group_size: 1, whose advantage is 0"
+    elif data.replace_limit != 64:
+        yield "data.replace_limit is for data.zero_advantage: replace"
+    if data.truncated == "drop" and config.sampler is not None:
+        yield (
+            "data.truncated: drop would leave a sampler's steps short of schedule.docs_per_step, and take what is "
+            "long out of them: write data.truncated: mask"
+        )
+
+
 def _steps(config: "Config") -> Iterator[str]:
     schedule, data = config.schedule, config.data
     if schedule.docs_per_step == 0 and schedule.overshoot == "keep":
@@ -180,4 +210,4 @@ def _ranks(config: "Config") -> Iterator[str]:
         )
 
 
-_RULES = (_documents, _sampled_groups, _advantages, _steps, _learning_rate, _ranks)
+_RULES = (_documents, _sampled_groups, _advantages, _step_documents, _steps, _learning_rate, _ranks)

@@ -54,6 +54,7 @@ class Checks:
     max_tokens: int | None = None
     group_size: int | None = None  # members of a complete group; None: a group is complete at the end of the data
     stop_at_rejected: bool = False
+    truncated: str = "keep"  # what becomes of documents that ended at a length limit: keep, mask or drop
 
 
 def parse_record(raw: Any, where: str, checks: Checks) -> Rollout:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from truestep.errors import TruestepError
-from truestep.types import Rejected, Rollout
+from truestep.types import PutAside, Rejected, Rollout
 
 
 class SourceError(TruestepError):
@@ -67,6 +67,10 @@ class Source(Protocol):
         """Hand over the records that were refused since the last call."""
         ...
 
+    def drain_put_aside(self) -> list[PutAside]:
+        """Hand over the good documents that no step takes, of those since the last call."""
+        ...
+
     def updated(self, documents_seen: int) -> None:
         """Take note that the policy has new weights, after it has seen so many documents."""
         ...
@@ -95,6 +99,9 @@ class StillSource:
     plans_ahead = False
     asked_to_stop: Callable[[], bool] = staticmethod(never)
 
+    def drain_put_aside(self) -> list[PutAside]:
+        return []
+
     def updated(self, documents_seen: int) -> None: ...
 
     def checkpointed(self, checkpoint: Path, step: int, documents_seen: int) -> None: ...
@@ -112,6 +119,7 @@ class FileSource(StillSource):
     epochs: int = 1
     shuffle_seed: int | None = None  # None: file order
     position: int = 0  # over all epochs
+    put_aside: tuple[PutAside, ...] = ()
     _orders: dict[int, np.ndarray] = field(default_factory=dict)
     _digest: Any = None  # of the first `_hashed` documents
     _hashed: int = 0
@@ -170,3 +178,7 @@ class FileSource(StillSource):
     def drain_rejected(self) -> list[Rejected]:
         rejected, self.rejected = list(self.rejected), ()
         return rejected
+
+    def drain_put_aside(self) -> list[PutAside]:
+        put_aside, self.put_aside = list(self.put_aside), ()
+        return put_aside

@@ -9,9 +9,10 @@ from truestep.rollouts.advantages import as_rule, assign_advantages
 from truestep.rollouts.documents import document_line, read_document
 from truestep.rollouts.files import DataError, parse_json, readable
 from truestep.rollouts.record import BadRecord, Checks, parse_record
+from truestep.rollouts.selection import choose_truncated
 from truestep.rollouts.stream.transport import Message
 from truestep.rollouts.values import describe
-from truestep.types import Rejected, Rollout
+from truestep.types import PutAside, Rejected, Rollout
 
 _DIGEST = 8  # bytes of an id's digest: among a million ids two are alike with a chance of 3 in 100 million
 
@@ -30,6 +31,7 @@ class Intake:
         self._known: set[bytes] = set()
         self.ready: deque[Rollout] = deque()
         self.rejected: list[Rejected] = []
+        self.put_aside: list[PutAside] = []
         self.accepted = 0
 
     def add(self, message: Message) -> None:
@@ -76,12 +78,17 @@ class Intake:
             if len(group) == self._checks.group_size:
                 self._close(group_id)
         elif rollout is not None:
-            self.ready.append(rollout)
+            self._use([rollout])
 
     def _close(self, group_id: str) -> None:
         # A rejected member has had its effect, which is that the group is complete: the baseline is the others'.
         rollouts = [rollout for rollout in self._groups.pop(group_id) if rollout is not None]
-        self.ready.extend(assign_advantages(rollouts, rule=self._checks.needs.advantage_rule, group_size=None))
+        self._use(assign_advantages(rollouts, rule=self._checks.needs.advantage_rule, group_size=None))
+
+    def _use(self, rollouts: list[Rollout]) -> None:
+        chosen, put_aside = choose_truncated(rollouts, self._checks.truncated)
+        self.ready.extend(chosen)
+        self.put_aside += put_aside
 
     @property
     def in_open_groups(self) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from truestep.rollouts.record import Checks
 from truestep.rollouts.source import Interrupted, SourceError, never, refuse_other_kind
 from truestep.rollouts.stream.intake import Intake
 from truestep.rollouts.stream.transport import Transport, TransportError
-from truestep.types import Rejected, Rollout
+from truestep.types import PutAside, Rejected, Rollout
 
 _LOOK = 1.0  # seconds that one look for messages waits at most
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds between attempts to reach what cannot be reached
@@ -103,6 +103,10 @@ class StreamSource:
     def drain_rejected(self) -> list[Rejected]:
         rejected, self._intake.rejected = self._intake.rejected, []
         return rejected
+
+    def drain_put_aside(self) -> list[PutAside]:
+        put_aside, self._intake.put_aside = self._intake.put_aside, []
+        return put_aside
 
     def updated(self, documents_seen: int) -> None:
         self._documents_seen = documents_seen
