@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
@@ -18,7 +19,6 @@ from truestep.ranks.group import Ranks
 from truestep.ranks.watch import Watch
 from truestep.rollouts.source import Interrupted, Source
 from truestep.run_directory import RunDirectory
-from truestep.sampler.evaluate import Evaluator
 from truestep.step.ahead import Planned, PlansAhead
 from truestep.step.optimizer import LearningRate, optimizer_tensors, update
 from truestep.step.runner import Accumulated, StepRunner, clip_gradients, gradient_norm
@@ -27,6 +27,12 @@ from truestep.types import PutAside, StepPlan
 
 class TrainingError(TruestepError):
     """The reason why a run cannot go on."""
+
+
+class Evaluates(Protocol):
+    def run(self, step: int, documents_seen: int) -> dict[str, Any]:
+        """Evaluate the policy and give one line of evaluation.jsonl."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class Trainer:
     ranks: Ranks
     watch: Watch
     steps: int | None = None
-    evaluator: Evaluator | None = None
+    evaluator: Evaluates | None = None
     evaluate_every: int = 0
     state: RunState = field(default_factory=RunState)
     hooks: Hooks = Hooks()

@@ -135,6 +135,19 @@ CASES = [
         "2: evaluation needs evaluation.reward: there is no sampler.reward to take",
     ),
     (
+        MODEL + "evaluation: {every: 3}\n",
+        "2: evaluation needs evaluation.prompts, to sample answers, or evaluation.path, held-out documents of a "
+        "supervised run: one of the two",
+    ),
+    (
+        MODEL + "evaluation: {path: p}\n",
+        "2: evaluation.path is for supervised losses, and loss.type: grpo is none",
+    ),
+    (
+        MODEL + "evaluation: {path: p, reward: r}\nloss: {type: cross_entropy}\n",
+        "2: evaluation.reward is for answers that are sampled: it does nothing with evaluation.path",
+    ),
+    (
         MODEL + "data: {tokens_per_microbatch: 100, pad_to_multiple: 64}\n",
         "2: data.tokens_per_microbatch: 100 is not a multiple of data.pad_to_multiple: 64, so padding could exceed the "
         "budget",
@@ -176,8 +189,8 @@ CASES = [
     ),
     (
         MODEL + "data: {zero_advantage: skip}\nloss: {z_loss: 0.1}\nschedule: {docs_per_step: 8}\n",
-        "2, run.yaml:3: data.zero_advantage: skip leaves out backward passes that have no gradient, and loss.z_loss may "
-        "have one where the advantage is 0",
+        "2, run.yaml:3: data.zero_advantage: skip leaves out backward passes that have no gradient, and loss.z_loss "
+        "may have one where the advantage is 0",
     ),
     (
         MODEL + "data: {zero_advantage: skip}\n",

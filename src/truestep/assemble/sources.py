@@ -1,8 +1,10 @@
 """Makes the source of documents: rollout files, documents that are sent, the policy itself, or servers."""
 
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,9 +14,11 @@ from truestep.custom import check_options, load_custom
 from truestep.environments.prompts import Prompt, find_prompts, load_prompts
 from truestep.environments.reward_pool import RewardPool
 from truestep.environments.rewards import load_reward
+from truestep.policy.loading.load import load_tokenizer
 from truestep.policy.policy import Policy
 from truestep.ranks.group import Ranks
 from truestep.rollouts.advantages import AdvantageRule, OverlongPenalty
+from truestep.rollouts.chat import ChatTemplate
 from truestep.rollouts.files import DataError, Documents, expand_paths, load_documents
 from truestep.rollouts.parts import PartedSource
 from truestep.rollouts.record import Checks, Needs
@@ -52,11 +56,14 @@ def check_inputs(config: Config, ranks: Ranks) -> None:
         )
     if data.path is not None:
         data_paths(config, ranks.data_rank)
+    if config.evaluation is not None and config.evaluation.path is not None:
+        expand_paths(config.evaluation.path)
     if data.source is not None and ranks.first:
         make_transport(data.source).close()
     for section in (sampler, config.evaluation):
         if section is not None:
-            find_prompts(section.prompts)
+            if section.prompts is not None:
+                find_prompts(section.prompts)
             if section.reward is not None:
                 load_reward(section.reward)
     if isinstance(sampler, ServerSampler) and ranks.first:
@@ -65,9 +72,9 @@ def check_inputs(config: Config, ranks: Ranks) -> None:
 
 def make_source(config: Config, policy: Policy, ranks: Ranks) -> Source:
     if config.data.source is not None:
-        return _make_stream_source(config, policy.vocabulary_size, ranks)
+        return _make_stream_source(config, policy, ranks)
     if config.sampler is None:
-        return _make_file_source(config, policy.vocabulary_size, ranks)
+        return _make_file_source(config, policy, ranks)
     if isinstance(config.sampler, InProcessSampler):
         return _make_in_process_source(config, config.sampler, policy)
     if ranks.size == 1:
@@ -76,8 +83,9 @@ def make_source(config: Config, policy: Policy, ranks: Ranks) -> Source:
     return SharedSource(_make_server_source(config, config.sampler, policy) if ranks.first else None, ranks)
 
 
-def _make_file_source(config: Config, vocabulary_size: int, ranks: Ranks) -> Source:
-    documents = read_documents(config, vocabulary_size, ranks.data_rank)
+def _make_file_source(config: Config, policy: Policy, ranks: Ranks) -> Source:
+    vocabulary_size, tokenizer = policy.vocabulary_size, lambda: policy.tokenizer
+    documents = read_documents(config, vocabulary_size, ranks.data_rank, tokenizer)
     parted = own_part(config)
     if not documents.rollouts and not parted:
         reasons = "; ".join(sorted({record.reason for record in documents.rejected})[:3]) or "the files are empty"
@@ -98,7 +106,7 @@ def advantage_rule(config: Config) -> AdvantageRule:
     return AdvantageRule.of(data.advantages, data.advantage_scale, data.advantage_std_floor, penalty)
 
 
-def _checks(config: Config, vocabulary_size: int) -> Checks:
+def _checks(config: Config, vocabulary_size: int, tokenizer: Callable[[], Any]) -> Checks:
     data, supervised = config.data, config.loss.supervised
     return Checks(
         Needs(logprobs=not supervised, advantages=not supervised, advantage_rule=advantage_rule(config)),
@@ -107,6 +115,7 @@ def _checks(config: Config, vocabulary_size: int) -> Checks:
         max_tokens=data.tokens_per_microbatch,
         group_size=data.group_size,
         stop_at_rejected=data.on_bad_record == "stop",
+        chat=ChatTemplate(tokenizer) if supervised else None,
         truncated=data.truncated,
     )
 
@@ -124,8 +133,24 @@ def data_paths(config: Config, rank: int) -> list[Path]:
     return expand_paths([pattern.replace("{rank}", str(rank)) for pattern in patterns])
 
 
-def read_documents(config: Config, vocabulary_size: int, rank: int = 0) -> Documents:
-    return load_documents(data_paths(config, rank), _checks(config, vocabulary_size))
+def read_documents(
+    config: Config, vocabulary_size: int, rank: int = 0, tokenizer: Callable[[], Any] | None = None
+) -> Documents:
+    """Read the documents of data.path. Without `tokenizer`, that of the model is loaded where messages need one."""
+    paths = data_paths(config, rank)
+    return load_documents(paths, _checks(config, vocabulary_size, tokenizer or tokenizer_of(config)))
+
+
+def tokenizer_of(config: Config) -> Callable[[], Any]:
+    return lambda: load_tokenizer(Path(config.model.path), config.model.trust_remote_code)
+
+
+def held_out_documents(config: Config, vocabulary_size: int, tokenizer: Callable[[], Any]) -> Documents:
+    """Read the documents of evaluation.path, whole on every rank."""
+    assert config.evaluation is not None and config.evaluation.path is not None
+    path = config.evaluation.path
+    checks = dataclasses.replace(_checks(config, vocabulary_size, tokenizer), stop_at_rejected=False)
+    return load_documents(expand_paths(path if isinstance(path, str) else list(path)), checks)
 
 
 def make_transport(source: RedisSource | DirectorySource) -> Transport:
@@ -139,7 +164,7 @@ def make_transport(source: RedisSource | DirectorySource) -> Transport:
     )
 
 
-def _make_stream_source(config: Config, vocabulary_size: int, ranks: Ranks) -> Source:
+def _make_stream_source(config: Config, policy: Policy, ranks: Ranks) -> Source:
     data = config.data
     assert data.source is not None
     if not ranks.first:
@@ -147,7 +172,8 @@ def _make_stream_source(config: Config, vocabulary_size: int, ranks: Ranks) -> S
     timeout = config.schedule.stall_timeout
     if ranks.size > 1:  # the watch over the ranks must not end the run first: it cannot say what was waited for
         timeout -= min(5.0, 0.1 * timeout)
-    source = StreamSource(make_transport(data.source), _checks(config, vocabulary_size), timeout)
+    checks = _checks(config, policy.vocabulary_size, lambda: policy.tokenizer)
+    source = StreamSource(make_transport(data.source), checks, timeout)
     return source if ranks.size == 1 else SharedPeekableSource(source, ranks)
 
 

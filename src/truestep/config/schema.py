@@ -171,8 +171,23 @@ def _steps(config: "Config") -> Iterator[str]:
             f"data.tokens_per_microbatch: {data.tokens_per_microbatch} is not a multiple of data.pad_to_multiple: "
             f"{data.pad_to_multiple}, so padding could exceed the budget"
         )
-    if config.evaluation is not None and config.evaluation.reward is None and config.sampler is None:
+
+
+def _evaluation(config: "Config") -> Iterator[str]:
+    evaluation = config.evaluation
+    if evaluation is None:
+        return
+    if (evaluation.prompts is None) == (evaluation.path is None):
+        yield (
+            "evaluation needs evaluation.prompts, to sample answers, or evaluation.path, held-out documents of a "
+            "supervised run: one of the two"
+        )
+    if evaluation.path is not None and not config.loss.supervised:
+        yield f"evaluation.path is for supervised losses, and loss.type: {config.loss.type} is none"
+    if evaluation.prompts is not None and evaluation.reward is None and config.sampler is None:
         yield "evaluation needs evaluation.reward: there is no sampler.reward to take"
+    if evaluation.path is not None and evaluation.reward is not None:
+        yield "evaluation.reward is for answers that are sampled: it does nothing with evaluation.path"
 
 
 def _learning_rate(config: "Config") -> Iterator[str]:
@@ -196,7 +211,7 @@ def _ranks(config: "Config") -> Iterator[str]:
                 f"parallel.{name}: {ranks} leaves no rank a whole model to sample with or to give to servers: remove "
                 f"sampler (and train on data.path or data.source), or set parallel.{name}: 1"
             )
-        if ranks > 1 and config.evaluation is not None:
+        if ranks > 1 and config.evaluation is not None and config.evaluation.prompts is not None:
             yield (
                 f"parallel.{name}: {ranks} leaves no rank a whole model to generate with: remove evaluation, or set "
                 f"parallel.{name}: 1"
@@ -210,4 +225,4 @@ def _ranks(config: "Config") -> Iterator[str]:
         )
 
 
-_RULES = (_documents, _sampled_groups, _advantages, _step_documents, _steps, _learning_rate, _ranks)
+_RULES = (_documents, _sampled_groups, _advantages, _step_documents, _steps, _evaluation, _learning_rate, _ranks)

@@ -188,8 +188,11 @@ SamplerConfig = Annotated[
 
 
 class EvaluationConfig(Section):
-    prompts: str
-    """Held-out prompts, in the form of sampler.prompts."""
+    prompts: str | None = None
+    """Held-out prompts, in the form of sampler.prompts, for which the policy samples answers."""
+    path: str | list[str] | None = None
+    """With a supervised loss: held-out documents, in the form of data.path. Their loss is the mean over all of their
+    labels."""
     every: Count = 10
     """Evaluate before the first step, every this many steps and after the last."""
     reward: str | None = None
