@@ -56,6 +56,7 @@ format: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed
 	$(BIN)/python -m truestep.config.describe > docs/configuration.md
+	$(BIN)/python -m truestep.config.foreign > docs/coming-from.md
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

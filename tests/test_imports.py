@@ -15,6 +15,7 @@ ROOT = Path(truestep.__file__).parent
 FLOORS = (
     ("__main__",),
     ("cli",),
+    ("init",),
     ("demo", "verify", "parity"),
     ("train", "score", "export"),
     ("trainer", "assemble", "run_notes"),

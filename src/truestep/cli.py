@@ -1,6 +1,5 @@
 """The commands. Each reads its arguments, calls one function, and reports what went wrong in one message."""
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from rich.console import Console
 
 from truestep import __version__
 from truestep.errors import TruestepError
+from truestep.text import printable, shown
 
 if TYPE_CHECKING:  # each command imports what it runs: help must not wait for torch
     from truestep.config.schema import Config
@@ -57,13 +57,13 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
 def _fail(message: str) -> NoReturn:
     from rich.markup import escape
 
-    Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    Console(stderr=True).print(f"[bold red]error:[/] {escape(shown(message))}", highlight=False, soft_wrap=True)
     sys.exit(1)
 
 
 def _print(text: str) -> None:
     """Print text as it is: paths and names may look like markup."""
-    Console().print(text, highlight=False, markup=False, soft_wrap=True)
+    Console().print(shown(text), highlight=False, markup=False, soft_wrap=True)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -77,9 +77,11 @@ def _config_command(command: Callable[..., None]) -> click.Command:
 
     @wraps(command)
     def with_config(config: Path, overrides: tuple[str, ...], **options: Any) -> None:
-        from truestep.config.load import load_config
+        from truestep.config.load import check_secrets, load_config
 
-        command(load_config(config, overrides), **options)
+        loaded = load_config(config, overrides)
+        check_secrets(loaded, config)
+        command(loaded, **options)
 
     words = click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--section.option VALUE]...")
     file = click.argument("config", type=click.Path(path_type=Path))
@@ -244,10 +246,15 @@ def _chat_template(model: Path | None) -> Any:
 
 
 def _vocabulary_size(model: Path) -> int:
+    from truestep.files import LineError, exact_object
+
     try:
-        return int(json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"])
-    except (OSError, ValueError, KeyError) as error:
-        raise TruestepError(f"--model {model}: its config.json gives no vocab_size: {error}") from error
+        size = exact_object((model / "config.json").read_bytes()).get("vocab_size")
+    except (OSError, LineError) as error:
+        raise TruestepError(f"--model {model}: its config.json cannot be used: {error}") from error
+    if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < 2**31:
+        raise TruestepError(f"--model {model}: its config.json gives no vocab_size: it is {printable(size, 60)}")
+    return size
 
 
 @main.command()
@@ -280,3 +287,17 @@ def demo(output: Path, seed: int) -> None:
     from truestep.demo.run import run
 
     run(output, seed, Console())
+
+
+@main.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--model", type=click.Path(path_type=Path), help="A model directory. Without it a tiny model is made.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seeds the prompts.")
+@_guarded
+def init(directory: Path, model: Path | None, seed: int) -> None:
+    """Write a task that runs as it is into DIRECTORY: prompts, a reward, a configuration and a test."""
+    from truestep.init.make import init as run
+
+    written = run(directory, model, seed)
+    _print(f"{directory}: {', '.join(path.name for path in written)}")
+    _print(f"next: cd {directory} && truestep train config.yaml")

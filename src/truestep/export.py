@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from truestep.checkpoint.checksums import find_damage
 from truestep.checkpoint.store import CheckpointStore
 from truestep.errors import TruestepError
 from truestep.files import sync_directory, sync_tree
@@ -23,6 +24,8 @@ def export(source: Path, output: Path, dtype: str, trust_remote_code: bool = Fal
     checkpoint = _checkpoint_of(source)
     if output.exists():
         raise ExportError(f"{output} is there already; name a directory that is not")
+    if (damage := find_damage(checkpoint)) is not None:
+        raise ExportError(f"the checkpoint {checkpoint} cannot be exported: {damage}")
     policy = load_policy(checkpoint, device="cpu", trust_remote_code=trust_remote_code)
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
     try:

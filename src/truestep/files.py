@@ -1,11 +1,22 @@
-"""Files that are whole or absent: written under another name, synced, renamed."""
+"""Files that are whole or absent (written under another name, synced, renamed), and files of lines, damaged or not."""
 
+import itertools
 import json
+import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from truestep import progress
+from truestep.text import printable
+
+log = logging.getLogger(__name__)
+
+DEEPEST = 100  # levels of lists and objects in a line; json's own reader and writer fail at some depth of the stack
+LONGEST_LINE = 1 << 28  # bytes; a step of a million documents with long names takes a third of it
 
 
 def sync_directory(directory: Path) -> None:
@@ -21,8 +32,10 @@ def sync_tree(directory: Path) -> None:
     """Sync all files below, before a rename makes them count."""
     for folder, _, names in os.walk(directory):
         for name in names:
-            with (Path(folder) / name).open("rb") as file:
+            path = Path(folder) / name
+            with progress.waiting_for(f"the disk to write {path}"), path.open("rb") as file:
                 os.fsync(file.fileno())
+            progress.made("files on the disk")
         sync_directory(Path(folder))
 
 
@@ -83,9 +96,184 @@ def append_json_line(path: Path, value: Mapping[str, Any]) -> None:
         file.write(json_line(value))
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Read all whole lines: a last line cut short by a kill is left out."""
+class LineError(ValueError):
+    """The reason why a line is no JSON object that can be trusted."""
+
+
+def exact_object(line: bytes) -> dict[str, Any]:
+    """Read a JSON object: no key twice, no NaN, not nested deeply. Anything else raises `LineError`."""
+
+    def to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        inside = dict(pairs)
+        if len(inside) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise LineError(f"the key {printable(next(n for n in names if names.count(n) > 1), 60)!r} is given twice")
+        return inside
+
+    try:
+        value = json.loads(line.decode(), object_pairs_hook=to_dict, parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise LineError(f"not UTF-8 at its byte {error.start + 1}") from None
+    except json.JSONDecodeError as error:
+        raise LineError(f"not JSON: {error.msg} at its column {error.colno}") from None
+    except RecursionError:
+        raise LineError(f"nested deeper than {DEEPEST} levels") from None
+    except LineError:
+        raise
+    except ValueError as error:  # an integer of thousands of digits
+        raise LineError(f"not readable: {printable(error)}") from None
+    if not isinstance(value, dict):
+        raise LineError("not a JSON object")
+    if line.count(b"[") + line.count(b"{") > DEEPEST and _deeper_than(value, DEEPEST):
+        raise LineError(f"nested deeper than {DEEPEST} levels")
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise LineError(f"{name} is no JSON")
+
+
+def _deeper_than(value: Any, limit: int) -> bool:
+    """Tell whether lists and objects are nested deeper than a limit, without recursion."""
+    level = [value]
+    for _ in range(limit):
+        inner: list[Any] = []
+        for item in level:
+            parts = item.values() if isinstance(item, dict) else item
+            inner += [part for part in parts if isinstance(part, dict | list)]
+        if not inner:
+            return False
+        level = inner
+    return True
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a file: where it stands, and its object, or the reason why it has none."""
+
+    path: Path
+    number: int | None  # from 1; None where the file was read from its end
+    start: int  # its first byte
+    end: int  # the byte behind its line break
+    value: dict[str, Any] | None
+    damage: str = ""
+    whole: bool = True  # False: a last line without its line break, cut short by a kill
+
+    @property
+    def place(self) -> str:
+        number = "" if self.number is None else f":{self.number}"
+        return f"{self.path}{number} (byte {self.start})"
+
+    def __str__(self) -> str:
+        return f"{self.place} is damaged: {self.damage}"
+
+
+def _line_of(path: Path, number: int | None, start: int, content: bytes) -> Line | None:
+    """Parse the bytes of a line, its line break included; None for an empty one."""
+    end, whole = start + len(content), content.endswith(b"\n")
+    if not whole:
+        return Line(path, number, start, end, None, "the last line is cut off", whole=False)
+    if not content.strip():
+        return None
+    if len(content) > LONGEST_LINE:
+        return Line(path, number, start, end, None, f"it is longer than {LONGEST_LINE:,} bytes")
+    try:
+        return Line(path, number, start, end, exact_object(content))
+    except LineError as error:
+        return Line(path, number, start, end, None, str(error))
+
+
+def scan_lines(path: Path) -> Iterator[Line]:
+    """Read a line-based file one line at a time. A damaged line is given with its reason, and the next one follows it.
+
+    A file that is not there has no lines. No more than a line is held.
+    """
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        start = 0
+        for number in itertools.count(1):
+            content = file.readline(LONGEST_LINE + 1)
+            if not content:
+                return
+            end = start + len(content)
+            more = content
+            while len(content) > LONGEST_LINE and not more.endswith(
+                b"\n"
+            ):  # read over the rest of what is no line of ours
+                more = file.readline(1 << 20)
+                end += len(more)
+                if not more:
+                    break
+            if end > start + len(content):
+                long = f"it is longer than {LONGEST_LINE:,} bytes"
+                yield Line(path, number, start, end, None, long, whole=more.endswith(b"\n"))
+            elif (line := _line_of(path, number, start, content)) is not None:
+                yield line
+            start = end
+
+
+def lines_from_the_end(path: Path, block: int = 1 << 16) -> Iterator[Line]:
+    """Read a line-based file from its last line backwards, without reading what stands before the lines asked for."""
     if not path.is_file():
-        return []
-    lines = path.read_bytes().split(b"\n")
-    return [json.loads(line) for line in lines[:-1] if line.strip()]
+        return
+    with path.open("rb") as file:
+        position = file.seek(0, os.SEEK_END)
+        blocks: list[bytes] = []  # of the line that is being gathered, from the file's end backwards
+        while position > 0:
+            size = min(block, position)
+            position -= size
+            file.seek(position)
+            content = file.read(size)
+            end = len(content)
+            while (found := content.rfind(b"\n", 0, end)) >= 0:
+                tail = content[found + 1 : end] + b"".join(reversed(blocks))
+                line = _line_of(path, None, position + found + 1, tail) if tail else None
+                if line is not None:
+                    yield line
+                # The line break belongs to the line before it.
+                blocks, end = [b"\n"], found
+            blocks.append(content[:end])
+        first = b"".join(reversed(blocks))
+        if first and (line := _line_of(path, None, 0, first)) is not None:
+            yield line
+
+
+def count_lines(path: Path) -> int:
+    """Count the whole lines of a file, without holding or reading them as JSON."""
+    if not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Read all whole lines: a last line cut short by a kill is left out, a damaged one is left out with a warning."""
+    lines, damaged = [], []
+    for line in scan_lines(path):
+        if line.value is not None:
+            lines.append(line.value)
+        elif line.whole:
+            damaged.append(line)
+    if damaged:
+        more = f" (and {len(damaged) - 1} more lines)" if len(damaged) > 1 else ""
+        log.warning("%s%s; left out, %d lines are read", damaged[0], more, len(lines))
+    return lines
+
+
+def read_exact_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Read all lines of a file of which none may be missing: damage raises `LineError`, which names it."""
+    for line in scan_lines(path):
+        if line.value is None:
+            raise LineError(str(line))
+        yield line.value
+
+
+def cut_file(path: Path, size: int) -> None:
+    """Cut a file off behind its first `size` bytes, and put that on the disk."""
+    with path.open("r+b") as file:
+        if file.seek(0, os.SEEK_END) != size:
+            file.truncate(size)
+            os.fsync(file.fileno())

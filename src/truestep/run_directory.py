@@ -4,17 +4,22 @@ Lines are appended as steps are made. A restart rolls every file back to the che
 step stands in them twice.
 """
 
+import errno
 import fcntl
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from truestep.errors import TruestepError
-from truestep.files import append_json_line, read_json_lines, write_json_lines
+from truestep.files import Line, append_json_line, cut_file, lines_from_the_end
 from truestep.rollouts.rejects import write_rejected
+from truestep.text import printable
 from truestep.types import PutAside, Rejected, StepPlan
+
+_HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # what flock says where another process has the lock
 
 
 class RunError(TruestepError):
@@ -24,9 +29,10 @@ class RunError(TruestepError):
 class RunDirectory:
     """The paths of a run's files, and the one process that writes them; `writes` is False on the other ranks."""
 
-    def __init__(self, path: Path, writes: bool = True):
+    def __init__(self, path: Path, writes: bool = True, locks: bool = True):
         self.path = path
         self.writes = writes
+        self._locks = locks
         self.ledger = path / "ledger.jsonl"
         self.metrics = path / "metrics.jsonl"
         self.evaluations = path / "evaluation.jsonl"
@@ -37,36 +43,56 @@ class RunDirectory:
 
     def lock(self) -> None:
         """Keep other processes from writing this run. The lock goes with the process, however that ends."""
-        if self._lock is not None or not self.writes:
+        if self._lock is not None or not self.writes or not self._locks:
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        handle = (self.path / ".lock").open("a+", encoding="utf-8")
+        handle = (self.path / ".lock").open("a+", encoding="utf-8", errors="replace")
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            handle.seek(0)
-            raise RunError(f"{self.path} is being written by another process ({handle.read().strip()})") from error
+            with handle:
+                raise RunError(self._why_not_locked(handle, error)) from error
         handle.truncate(0)
         handle.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         handle.flush()
         self._lock = handle
+
+    def _why_not_locked(self, handle: TextIO, error: OSError) -> str:
+        if error.errno not in _HELD:
+            why = error.strerror or error
+            return (
+                f"{self.path} cannot be locked: its file system has no locks ({why}). Two processes that write one run "
+                "damage it. If you see to it that only one does, set checkpoint.lock: false"
+            )
+        handle.seek(0)
+        owner = printable(handle.read(200).strip()) or "one that has not written its name yet"
+        return f"{self.path} is being written by another process ({owner})"
 
     def unlock(self) -> None:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
-    def roll_back(self, step: int, rejected_lines: int) -> None:
-        """Remove the lines written after the end of `step`; 0 is a run's beginning."""
+    def roll_back(self, step: int, rejected_bytes: int) -> list[str]:
+        """Remove the lines written after the end of `step`; 0 is a run's beginning. Give a sentence for each fault."""
         if not self.writes:
-            return
+            return []
+        faults = []
         for file in (self.ledger, self.metrics, self.evaluations):
             if file.is_file():
                 # A run that starts over evaluates its first weights anew.
-                lines = read_json_lines(file)
-                write_json_lines(file, [line for line in lines if line["step"] <= step and (step or line["step"])])
-        if self.rejected.is_file():
-            write_json_lines(self.rejected, read_json_lines(self.rejected)[:rejected_lines])
+                size, last, damaged = _end_of(file, step) if step else (0, 0, [])
+                cut_file(file, size)
+                faults += [f"{line}; the run goes on, as its checkpoint needs no line of this file" for line in damaged]
+                if file == self.ledger and last + len(damaged) < step:
+                    named = f"ends with step {last}" if last else "names no step"
+                    faults.append(
+                        f"{file} {named}, and the run goes on after step {step}: which documents the steps between "
+                        "them trained on is not in it. The checkpoint knows them, so none is trained on again"
+                    )
+        if self.rejected.is_file() and self.rejected.stat().st_size > rejected_bytes:
+            cut_file(self.rejected, rejected_bytes)
+        return faults
 
     def _append(self, file: Path, line: dict[str, Any]) -> None:
         if self.writes:
@@ -90,13 +116,13 @@ class RunDirectory:
 
     def not_in_ledger(self, put_aside: Sequence[PutAside]) -> list[PutAside]:
         """Select those that no line has: a restart reads files anew, and finds what it had put aside before."""
-        lines = read_json_lines(self.ledger) if put_aside else []
+        lines = [line.value or {} for line in lines_from_the_end(self.ledger)] if put_aside else []
         known = {document["id"] for line in lines for document in line.get("put_aside", ())}
         return [document for document in put_aside if document.id not in known]
 
     def sync(self) -> None:
         """Put the lines of all steps on the disk, before a checkpoint of them counts."""
-        for file in (self.ledger, self.metrics, self.evaluations) if self.writes else ():
+        for file in (self.ledger, self.metrics, self.evaluations, self.rejected) if self.writes else ():
             if file.is_file():
                 with file.open("rb") as stream:
                     os.fsync(stream.fileno())
@@ -105,17 +131,56 @@ class RunDirectory:
         self._append(self.evaluations, line)
 
     def last_evaluated(self) -> int | None:
-        lines = read_json_lines(self.evaluations)
-        return lines[-1]["step"] if lines else None
+        return next(
+            (step for line in lines_from_the_end(self.evaluations) if (step := _step_of(line)) is not None), None
+        )
 
     def record_rejected(self, rejected: Sequence[Rejected]) -> None:
         if rejected and self.writes:
             write_rejected(self.path, rejected, append=True)
 
-    def rejected_lines(self) -> int:
-        return len(read_json_lines(self.rejected))
+    def rejected_bytes(self) -> int:
+        """Give the place in rejected.jsonl that a restart from now on rolls it back to."""
+        return self.rejected.stat().st_size if self.rejected.is_file() else 0
 
 
 def _named(put_aside: Sequence[PutAside]) -> dict[str, Any]:
     named = [{"id": document.id, "reason": document.reason} for document in put_aside]
     return {"put_aside": named} if named else {}
+
+
+def _step_of(line: Line) -> int | None:
+    """Read the step of a line; None where it is damaged."""
+    step = None if line.value is None else line.value.get("step")
+    return step if isinstance(step, int) and not isinstance(step, bool) else None
+
+
+def _end_of(file: Path, step: int) -> tuple[int, int, list[Line]]:
+    """Find where the lines up to a step end. Also give the last step found, and the damaged lines behind it that stay.
+
+    The file is read from its end, as far as that takes. Steps grow from line to line, so a line whose step is smaller
+    than that of the line before it is damaged too.
+    """
+    newest: list[tuple[Line, int | None]] = []
+    chosen: int | None = None
+    for line in lines_from_the_end(file):
+        found = _step_of(line)
+        if chosen is not None and found is not None:
+            candidate, named = newest[chosen]
+            if named is not None and found <= named:
+                break
+            newest[chosen] = (replace(candidate, value=None, damage=f"its step {named} is out of order"), None)
+            chosen = None
+        newest.append((line, found))
+        if chosen is None and found is not None and found <= step:
+            chosen = len(newest) - 1
+    end, last = 0, 0
+    if chosen is not None:
+        end, last = newest[chosen][0].end, newest[chosen][1] or 0
+        newest = newest[:chosen]
+    stay: list[Line] = []
+    for line, found in reversed(newest):  # every step has a line: as many stay as there are steps left to name
+        if found is not None or not line.whole or len(stay) == step - last:
+            break
+        stay.append(line)
+    return (stay[-1].end if stay else end), last, stay

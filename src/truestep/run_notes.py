@@ -7,12 +7,13 @@ from typing import Any
 
 from truestep.config.load import ConfigError, load_config
 from truestep.config.schema import Config
-from truestep.files import read_json_lines
+from truestep.files import count_lines
 from truestep.policy.policy import Policy
 from truestep.rollouts.rejects import reason_kind
 from truestep.rollouts.source import FileSource, Source
 from truestep.run_directory import RunDirectory
 from truestep.sampler.in_process import stop_ids
+from truestep.text import printable, redacted_options
 from truestep.types import Rejected
 
 
@@ -28,7 +29,7 @@ def run_notes(
     notes = []
     if latest is not None:
         notes += [f"going on after step {step} of {latest}", *_changes_since(directory, config)]
-    elif done := len(read_json_lines(directory.ledger)):
+    elif done := count_lines(directory.ledger):
         notes.append(f"{directory.path} has no checkpoint: starting again, its {done} steps are removed")
     if rejected:
         kinds = Counter(reason_kind(record.reason) for record in rejected)
@@ -46,12 +47,12 @@ def run_notes(
 def _changes_since(directory: RunDirectory, config: Config) -> list[str]:
     """Name the options that differ from those the run was started with. That is allowed, but should not surprise."""
     try:
-        before = _flat(load_config(directory.config).model_dump())
+        before = _flat(redacted_options(load_config(directory.config).model_dump()))
     except ConfigError:  # written by another version, or gone
         return []
-    now = _flat(config.model_dump())
+    now = _flat(redacted_options(config.model_dump()))  # a secret that changed is no one's business
     notes = [
-        f"{name} is now {now.get(name)}; before it was {before.get(name)}"
+        f"{name} is now {printable(now.get(name))}; before it was {printable(before.get(name))}"
         for name in dict.fromkeys((*before, *now))
         if before.get(name) != now.get(name)
     ]

@@ -9,9 +9,11 @@ from safetensors import SafetensorError
 
 from truestep.assemble.evaluation import make_evaluator
 from truestep.assemble.policy import join_ranks, make_policy
+from truestep.assemble.rewards import Raters
 from truestep.assemble.sinks import make_sinks
 from truestep.assemble.sources import check_inputs, make_source
 from truestep.assemble.step import check_custom_code, make_learning_rate, make_optimizer, make_queue, make_runner
+from truestep.checkpoint.checksums import find_damage
 from truestep.checkpoint.store import CheckpointStore, read_progress
 from truestep.config.load import dump_config
 from truestep.config.schema import Config
@@ -28,8 +30,12 @@ from truestep.run_notes import run_notes
 from truestep.step.ahead import PlansAhead
 from truestep.step.optimizer import restore_optimizer
 from truestep.step.queue import PlanQueue
+from truestep.text import keep_secrets_of, printable, shown
 from truestep.trainer import RunState, Trainer, TrainingError
 from truestep.types import Rejected
+
+# All that reading files of any content raises; with checksums only one written by an earlier version gets this far.
+_ODD_CONTENT = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
 
 def train(config: Config, console: Console, title: str = "training") -> Trainer:
@@ -45,7 +51,7 @@ def train(config: Config, console: Console, title: str = "training") -> Trainer:
                 sink.close()
     if config.logging.console and ranks.first:
         text = f"{ended}; the run is in {trainer.directory.path}"
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.print(shown(text), highlight=False, markup=False, soft_wrap=True)
     return trainer
 
 
@@ -53,32 +59,36 @@ def make_trainer(
     config: Config, console: Console, title: str = "training", ranks: Ranks = ALONE, watch: Watch | None = None
 ) -> Trainer:
     watch = watch or Watch(ranks, config.schedule.stall_timeout)
+    keep_secrets_of(config.model_dump())
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
     check_inputs(config, ranks)
     check_custom_code(config)
     assert config.checkpoint.directory is not None
-    directory = RunDirectory(Path(config.checkpoint.directory), writes=ranks.first)
+    directory = RunDirectory(Path(config.checkpoint.directory), writes=ranks.first, locks=config.checkpoint.lock)
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     latest = ranks.share(lambda: _latest(directory, store))
     watch.phase("loading the model")
+    if latest is not None:
+        _check_damage(latest, ranks)
     policy = _policy_of(config, ranks, latest)
     watch.phase("reading the data")
-    source = make_source(config, policy, ranks)
+    raters = Raters()
+    source = make_source(config, policy, ranks, raters)
     queue = make_queue(config, policy, source)
     optimizer = make_optimizer(config, policy.weights)
-    evaluator = make_evaluator(config, policy)
+    evaluator = make_evaluator(config, policy, raters)
     seed_random(config.seed)
-    step, rejected_lines = (0, 0) if latest is None else _restore(latest, queue, optimizer, policy)
+    step, rejected_bytes = (0, 0) if latest is None else _restore(latest, queue, optimizer, policy)
     rejected = source.drain_rejected()
     sinks: list[Sink] = []
     if ranks.first:
         notes = run_notes(directory, config, policy, source, rejected, latest, step)
         sinks = make_sinks(config, directory, console, title, step)
         directory.lock()
+        notes += _lay_out(directory, config, rejected, step, rejected_bytes)
         for note in notes if config.logging.console else ():
-            console.print(note, highlight=False, markup=False, soft_wrap=True)
-    _lay_out(directory, config, rejected, step, rejected_lines)
+            console.print(shown(note), highlight=False, markup=False, soft_wrap=True)
     if latest is not None:  # a kill may have come after its completion, and before the source was told
         source.checkpointed(latest, step, queue.documents_seen)
     return Trainer(
@@ -116,31 +126,44 @@ def _policy_of(config: Config, ranks: Ranks, checkpoint: Path | None) -> Policy:
         raise error if checkpoint is None else _damaged(checkpoint, error) from error
 
 
+def _check_damage(checkpoint: Path, ranks: Ranks) -> None:
+    """Compare the checkpoint with its checksums, each rank a part of it; all ranks raise what one of them finds."""
+    found = [damage for damage in ranks.gather(find_damage(checkpoint, ranks.rank, ranks.size)) if damage is not None]
+    if found:
+        raise _damaged(checkpoint, found[0])
+
+
 def _restore(checkpoint: Path, queue: PlanQueue, optimizer: torch.optim.Optimizer, policy: Policy) -> tuple[int, int]:
-    """Put the run back to where the checkpoint left it; return its step, and how many records were rejected by then."""
+    """Put the run back to where the checkpoint left it; return its step, and the size of rejected.jsonl by then."""
     try:
         progress = read_progress(checkpoint)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise _damaged(checkpoint, error) from error
-    queue.restore(progress.queue, list(progress.carried))
-    restore_optimizer(optimizer, policy.weights, progress.optimizer)
-    return progress.step, progress.rejected_lines
+        queue.restore(progress.queue, list(progress.carried))
+        restore_optimizer(optimizer, policy.weights, progress.optimizer)
+    except _ODD_CONTENT as error:
+        raise _damaged(checkpoint, f"{type(error).__name__}: {error}") from error
+    return progress.step, progress.rejected_bytes
 
 
-def _damaged(checkpoint: Path, error: Exception) -> TrainingError:
+def _damaged(checkpoint: Path, problem: object) -> TrainingError:
+    before = CheckpointStore(checkpoint.parent, 1).before(checkpoint)
+    goes_on = (
+        "starts again from its beginning: it has no other checkpoint" if before is None else f"goes on from {before}"
+    )
     return TrainingError(
-        f"the checkpoint {checkpoint} cannot be read: {error}. Without it the run goes on from the one before: remove "
-        "that directory and start again"
+        f"the checkpoint {checkpoint} cannot be read: {printable(problem)}. Without it the run {goes_on}. For that, "
+        "remove that directory and start again"
     )
 
 
 def _lay_out(
-    directory: RunDirectory, config: Config, rejected: Sequence[Rejected], step: int, rejected_lines: int
-) -> None:
-    """Roll the run's files back to the end of `step`. Nothing is written before everything else could be built."""
-    if not directory.writes:
-        return
-    directory.roll_back(step, rejected_lines)
+    directory: RunDirectory, config: Config, rejected: Sequence[Rejected], step: int, rejected_bytes: int
+) -> list[str]:
+    """Roll the run's files back to the end of `step`. Nothing is written before everything else could be built.
+
+    What is found damaged in them is given, a sentence each.
+    """
+    faults = directory.roll_back(step, rejected_bytes)
     if config.data.path is not None:
         write_rejected(directory.path, rejected)  # of the whole data, read anew at every start
-    write_whole(directory.config, dump_config(config).encode())
+    write_whole(directory.config, dump_config(config, without_secrets=True).encode())
+    return faults

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from truestep.text import printable
+
 if TYPE_CHECKING:  # a process that rates completions reads this file and needs no torch
     import torch
 
 # A difference of rewards must be finite in float32.
 LARGEST_REWARD = 1e38
+LONGEST_REASON = 1000  # characters of why a record was rejected
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +64,10 @@ class Rejected:
     reason: str
     id: str | None = None
     group_id: str | None = None  # where it could be read: it still counts towards its group being complete
+
+    def __post_init__(self) -> None:
+        # A reason may quote what others wrote: an exception of a reward, an answer of a server.
+        object.__setattr__(self, "reason", printable(self.reason, LONGEST_REASON))
 
 
 @dataclass(frozen=True)

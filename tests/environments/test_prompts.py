@@ -88,7 +88,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model(tokenizer: Any, tmp_path: P
 def test_a_file_that_is_no_utf8(tokenizer: Any, tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
     file.write_bytes(b'{"prompt": "1"}\n{"prompt": "caf\xe9"}\n')
-    with pytest.raises(PromptError, match=r"p\.jsonl:2: not JSON"):
+    with pytest.raises(PromptError, match=r"p\.jsonl:2: not UTF-8"):
         load_prompts(file, tokenizer)
 
 

@@ -10,7 +10,9 @@ import pytest
 from rollouts.rollout_records import NEEDS, load, record, write
 from small_runs import file_config, quiet_trainer, read_lines, tokenised_model, write_lines, write_rollouts
 from truestep.rollouts.record import Checks
+from truestep.rollouts.stream.ids import SeenIds
 from truestep.rollouts.stream.intake import Intake
+from truestep.rollouts.stream.reading import parse_message
 from truestep.rollouts.stream.transport import Message
 
 LINES = [
@@ -47,9 +49,11 @@ def test_files(rule, expected, tmp_path):
 
 @pytest.mark.parametrize("rule", ["keep", "mask", "drop"])
 def test_a_stream_gives_what_files_give(rule, tmp_path):
-    intake = Intake(Checks(NEEDS, 100, max_tokens=16, group_size=3, truncated=rule))
+    checks = Checks(NEEDS, 100, max_tokens=16, group_size=3, truncated=rule)
+    intake = Intake(checks, SeenIds(tmp_path / "ids"))
     for number, line in enumerate(LINES):
-        intake.add(Message(f"s:{number}", "s", number, json.dumps(line).encode()))
+        message = Message(f"s:{number}", "s", number, json.dumps(line).encode())
+        intake.add(message, parse_message(message, checks))
     from_files = load(write(tmp_path / "a.jsonl", *LINES), truncated=rule, group_size=3)
     assert labels(intake.ready) == labels(from_files.rollouts)
     assert baseline(intake.ready) == baseline(from_files.rollouts)

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from plain_rewards import digit_reward, failing_reward, one_reward
+from raters import DirectRater, NumberedRater
 from small_runs import (
     WORDS,
-    digit_reward,
-    failing_reward,
     quiet_trainer,
     read_lines,
     sampled_config,
@@ -50,7 +50,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 def make_source(policy: Policy, directory: Path, count: int = 5, **changes: Any) -> InProcessSource:
     prompts = load_prompts(write_lines(directory / "prompts.jsonl", sort_prompts(count)), policy.tokenizer)
     usual: dict[str, Any] = {
-        "reward": digit_reward,
+        "rater": DirectRater(digit_reward),
         "options": DecodeOptions(0.7, 1.0, 6, 64, stop_ids(policy)),
         "group_size": 4,
         "advantage_rule": "group_mean",
@@ -120,7 +120,7 @@ def test_the_reward_sees_the_prompt_the_text_and_the_fields(policy: Policy, tmp_
         seen.append((prompt, completion, fields))
         return 0.0
 
-    rollouts = make_source(policy, tmp_path, reward=reward).take(4, 0)
+    rollouts = make_source(policy, tmp_path, rater=DirectRater(reward)).take(4, 0)
     for (prompt, completion, fields), _ in zip(seen, rollouts, strict=True):
         assert set(fields) == {"answer"}
         assert sorted(prompt.split()[1:-1]) == fields["answer"].split()
@@ -174,38 +174,29 @@ def test_a_file_runs_checkpoint_is_refused_in_words(policy: Policy, tmp_path: Pa
 def test_a_completion_without_a_reward_is_sampled_anew_and_the_group_is_whole(
     answer: Any, reason: str, policy: Policy, tmp_path: Path
 ) -> None:
-    calls = []
-
-    def reward(prompt: str, completion: str, **_: object) -> Any:
-        calls.append(completion)
-        if len(calls) != 2:
-            return float(len(calls))
+    def reward(group: int, member: int) -> Any:
+        if (group, member) != (0, 1):
+            return float(group * 10 + member)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    source = make_source(policy, tmp_path, reward=reward, advantage_rule="leave_one_out")
+    source = make_source(policy, tmp_path, rater=NumberedRater(reward), advantage_rule="leave_one_out")
     rollouts = source.take(8, 0)
     assert [rollout.id for rollout in rollouts] == ["0-0", "0-2", "0-3", "0-4", "1-0", "1-1", "1-2", "1-3"]
     (rejected,) = source.drain_rejected()
     assert source.drain_rejected() == []
     assert (rejected.id, rejected.group_id) == ("0-1", "0")
     assert re.search(reason, rejected.reason), rejected.reason
-    expected = expected_advantages([1.0, 3.0, 4.0, 9.0], "leave_one_out")
+    expected = expected_advantages([0.0, 2.0, 3.0, 4.0], "leave_one_out")
     for rollout, advantage in zip(rollouts[:4], expected, strict=True):
         np.testing.assert_allclose(rollout.advantages[rollout.loss_mask], advantage, rtol=1e-6)
 
 
 def test_a_group_that_cannot_be_completed_gives_its_place_to_the_next_prompt(policy: Policy, tmp_path: Path) -> None:
     """One completion of the first group is rated, and no other in four tries: nothing of it is trained on."""
-    calls = 0
-
-    def reward(prompt: str, completion: str, **_: object) -> float | None:
-        nonlocal calls
-        calls += 1
-        return 1.0 if calls == 2 or calls > 4 + 3 * 3 else None
-
-    source = make_source(policy, tmp_path, reward=reward)
+    rater = NumberedRater(lambda group, member: 1.0 if group or member == 1 else None)
+    source = make_source(policy, tmp_path, rater=rater)
     rollouts = source.take(4, 0)
     assert [rollout.id for rollout in rollouts] == ["1-0", "1-1", "1-2", "1-3"]
     rejected = source.drain_rejected()
@@ -222,7 +213,7 @@ def test_completions_that_could_not_fit_are_refused_before_any_is_sampled(policy
 
 
 def test_on_bad_record_stop_ends_the_run_at_the_first_reward_that_fails(policy: Policy, tmp_path: Path) -> None:
-    source = make_source(policy, tmp_path, reward=failing_reward, stop_at_rejected=True)
+    source = make_source(policy, tmp_path, rater=DirectRater(failing_reward), stop_at_rejected=True)
     with pytest.raises(RewardError, match="data.on_bad_record: stop: a completion of prompt prompt-"):
         source.take(8, 0)
 
@@ -238,7 +229,7 @@ def test_a_restored_source_refuses_other_prompts(change: dict[str, int], policy:
 
 def test_a_run_whose_documents_are_all_rejected_says_why(policy: Policy, tmp_path: Path) -> None:
     prompts = write_lines(tmp_path / "prompts.jsonl", sort_prompts(3))
-    config = sampled_config(policy.path, prompts, tmp_path / "run", sampler={"reward": "small_runs:failing_reward"})
+    config = sampled_config(policy.path, prompts, tmp_path / "run", sampler={"reward": "plain_rewards:failing_reward"})
     with pytest.raises(SourceError, match=r"rejected\.jsonl"):
         quiet_trainer(config).run()
     rejected = read_lines(tmp_path / "run" / "rejected.jsonl")  # the file that the message sends to
@@ -258,9 +249,9 @@ def test_chat_messages_go_through_the_template(policy: Policy, tmp_path: Path) -
         seen.append((prompt, fields))
         return 1.0
 
-    (rollout,) = dataclasses.replace(make_source(policy, tmp_path, group_size=1, reward=reward), prompts=prompts).take(
-        1, 0
-    )
+    (rollout,) = dataclasses.replace(
+        make_source(policy, tmp_path, group_size=1, rater=DirectRater(reward)), prompts=prompts
+    ).take(1, 0)
     policy.tokenizer.chat_template = None
     assert policy.tokenizer.decode(rollout.input_ids[:4]) == "sort 7 2 ="
     assert not rollout.loss_mask[:4].any()
@@ -290,7 +281,7 @@ def test_on_policy_every_ratio_is_one(
     source = InProcessSource(
         policy=policy,
         prompts=load_prompts(write_lines(tmp_path / "prompts.jsonl", records), policy.tokenizer),
-        reward=word_reward,
+        rater=DirectRater(word_reward),
         options=DecodeOptions(temperature, 0.95, 10, 7, stop_ids(policy)),
         group_size=4,
         advantage_rule="group_normalized",
@@ -335,7 +326,7 @@ def hash_of(prompt: object) -> int:
 
 
 def test_groups_without_a_difference_are_replaced(policy: Policy, tmp_path: Path) -> None:
-    source = make_source(policy, tmp_path, reward=prompt_reward, replace_limit=50, count=10)
+    source = make_source(policy, tmp_path, rater=DirectRater(prompt_reward), replace_limit=50, count=10)
     rollouts = [*source.take(12, 0), *source.take(8, 12)]
     taken = list(dict.fromkeys(str(rollout.group_id) for rollout in rollouts))
     aside = source.drain_put_aside()
@@ -347,14 +338,14 @@ def test_groups_without_a_difference_are_replaced(policy: Policy, tmp_path: Path
     assert sorted(map(int, {*taken, *(str(document.group_id) for document in aside)})) == list(range(source._groups))
     assert all(np.any(rollout.advantages) for rollout in rollouts if rollout.group_id == taken[0])
     # It is what the same groups are without the option, in the same order.
-    plain = make_source(policy, tmp_path, reward=prompt_reward, count=10).take(4 * source._groups, 0)
+    plain = make_source(policy, tmp_path, rater=DirectRater(prompt_reward), count=10).take(4 * source._groups, 0)
     kept = [rollout for rollout in plain if str(rollout.group_id) in taken]
     assert [rollout.id for rollout in kept] == [rollout.id for rollout in rollouts]
     assert all(np.array_equal(a.input_ids, b.input_ids) for a, b in zip(kept, rollouts, strict=True))
 
 
 def test_no_more_groups_are_replaced_than_permitted(policy: Policy, tmp_path: Path) -> None:
-    source = make_source(policy, tmp_path, reward=lambda *_, **__: 1.0, replace_limit=2)
+    source = make_source(policy, tmp_path, rater=DirectRater(one_reward), replace_limit=2)
     rollouts = source.take(12, 0)
     assert [rollout.group_id for rollout in rollouts[::4]] == ["2", "3", "4"]
     assert {document.group_id for document in source.drain_put_aside()} == {"0", "1"}
@@ -377,7 +368,7 @@ def test_what_is_put_aside_is_in_the_ledger(tmp_path: Path) -> None:
         prompts,
         tmp_path / "run",
         data={"zero_advantage": "replace", "replace_limit": 1},
-        sampler={"reward": "small_runs:one_reward"},
+        sampler={"reward": "plain_rewards:one_reward"},
     )
     quiet_trainer(config).run()
     ledger = read_lines(tmp_path / "run" / "ledger.jsonl")

@@ -20,7 +20,7 @@ class Rewards(FakeRewards):
         super().__init__()
         self.equal, self.slow, self.drawn = equal, slow, 0
 
-    async def rate(self, prompt: Prompt, text: str) -> float:
+    async def rate(self, prompt: Prompt, text: str, name: str) -> float:
         number = int(prompt.id.removeprefix("p"))
         self.drawn += 1
         drawn = float(self.drawn)

@@ -2,11 +2,11 @@
 
 import dataclasses
 
+from truestep.assemble.rewards import Raters, evaluation_rewards
 from truestep.assemble.sources import held_out_documents
 from truestep.assemble.step import make_objective, make_rule, make_runner
 from truestep.config.schema import Config
 from truestep.environments.prompts import load_prompts
-from truestep.environments.rewards import load_reward
 from truestep.losses.objective import Denominator, Objective
 from truestep.policy.policy import Policy
 from truestep.rollouts.files import DataError
@@ -16,20 +16,20 @@ from truestep.sampler.in_process import stop_ids
 from truestep.step.held_out import HeldOutLoss
 
 
-def make_evaluator(config: Config, policy: Policy) -> Evaluator | HeldOutLoss | None:
+def make_evaluator(config: Config, policy: Policy, raters: Raters) -> Evaluator | HeldOutLoss | None:
     evaluation, sampler = config.evaluation, config.sampler
-    if evaluation is None:
-        return None
-    if evaluation.prompts is None:
+    if evaluation is not None and evaluation.prompts is None:
         return _make_held_out_loss(config, policy)
-    reward = evaluation.reward or (sampler and sampler.reward)
-    assert reward, "a contradiction that the configuration refuses"
+    rewards = evaluation_rewards(config, policy.weights.ranks)
+    if evaluation is None or rewards is None:
+        return None
+    assert evaluation.prompts is not None
     max_new_tokens = evaluation.max_new_tokens or (sampler.max_new_tokens if sampler else 512)
     held_out = load_prompts(evaluation.prompts, policy.tokenizer, policy.vocabulary_size)
     return Evaluator(
         policy=policy,
         prompts=held_out[: evaluation.max_prompts],
-        reward=load_reward(reward),
+        rater=raters.of(rewards),
         options=DecodeOptions(evaluation.temperature, 1.0, max_new_tokens, evaluation.batch_size, stop_ids(policy)),
         samples_per_prompt=evaluation.samples_per_prompt,
         seed=config.seed,

@@ -5,6 +5,7 @@ from rich.console import Console
 from truestep.config.schema import Config
 from truestep.metrics.sinks import ConsoleSink, JsonLines, Sink, TensorBoardSink, WandbSink
 from truestep.run_directory import RunDirectory
+from truestep.text import redacted_options
 
 
 def make_sinks(config: Config, directory: RunDirectory, console: Console, title: str, done: int) -> list[Sink]:
@@ -16,7 +17,9 @@ def make_sinks(config: Config, directory: RunDirectory, console: Console, title:
     if logging.tensorboard is not None:
         sinks.append(TensorBoardSink(logging.tensorboard, done))
     if logging.wandb is not None:
-        sinks.append(WandbSink(directory.path, config.model_dump(mode="json"), **logging.wandb.model_dump()))
+        sinks.append(
+            WandbSink(directory.path, redacted_options(config.model_dump(mode="json")), **logging.wandb.model_dump())
+        )
     if logging.console:
         sinks.append(ConsoleSink(console, steps=config.schedule.steps, done=done, title=title))
     return sinks

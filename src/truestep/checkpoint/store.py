@@ -6,6 +6,7 @@ A checkpoint is a Hugging Face directory (float32 weights) with a folder `truest
     optimizer.safetensors    by weight name
     random.safetensors       torch's random state
     carried.jsonl            documents taken from the source and not yet done with
+    checksums.json           of all files, compared before a run goes on from them
 """
 
 import json
@@ -17,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from truestep.files import read_json_lines, sync_directory, sync_tree, write_json_lines
+from truestep.checkpoint.checksums import write_checksums
+from truestep.files import exact_object, read_exact_lines, sync_directory, sync_tree, write_json_lines
 from truestep.policy.policy import Policy
 from truestep.policy.save import save_policy
+from truestep.policy.tensor_files import read_tensors, write_tensors
 from truestep.randomness import random_state, random_tensors, restore_random
 from truestep.rollouts.documents import document_line, read_document
 from truestep.types import Rollout
@@ -36,7 +38,7 @@ class Progress:
     step: int
     queue: dict[str, Any]
     carried: Sequence[Rollout]
-    rejected_lines: int
+    rejected_bytes: int  # the size of rejected.jsonl
     optimizer: dict[str, torch.Tensor]
 
 
@@ -48,6 +50,10 @@ class CheckpointStore:
     def complete(self) -> list[Path]:
         """List the complete checkpoints, oldest first."""
         return sorted(path for path in self._directory.glob("step-*") if (path / _FOLDER / "state.json").is_file())
+
+    def before(self, checkpoint: Path) -> Path | None:
+        """Find the complete checkpoint that a run goes on from if this one is removed."""
+        return next((path for path in reversed(self.complete()) if path.name < checkpoint.name), None)
 
     def latest(self) -> Path | None:
         return next(reversed(self.complete()), None)
@@ -72,6 +78,7 @@ class CheckpointStore:
 
     def _complete(self, partial: Path, final: Path, progress: Progress) -> None:
         _write_progress(partial / _FOLDER, progress)
+        write_checksums(partial)
         sync_tree(partial)
         if final.exists():
             shutil.rmtree(final)  # not complete: a copy that was cut short
@@ -89,13 +96,13 @@ class CheckpointStore:
 
 def _write_progress(folder: Path, progress: Progress) -> None:
     folder.mkdir(parents=True)
-    save_file(progress.optimizer, folder / "optimizer.safetensors")
-    save_file(random_tensors(), folder / "random.safetensors")
+    write_tensors(progress.optimizer, folder / "optimizer.safetensors")
+    write_tensors(random_tensors(), folder / "random.safetensors")
     write_json_lines(folder / "carried.jsonl", [document_line(document) for document in progress.carried])
     state = {
         "step": progress.step,
         "queue": progress.queue,
-        "rejected_lines": progress.rejected_lines,
+        "rejected_bytes": progress.rejected_bytes,
         "random": random_state(),
     }
     (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
@@ -104,12 +111,12 @@ def _write_progress(folder: Path, progress: Progress) -> None:
 def read_progress(checkpoint: Path) -> Progress:
     """Read a checkpoint's progress, and put the random state back."""
     folder = checkpoint / _FOLDER
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    restore_random(state["random"], load_file(folder / "random.safetensors"))
+    state = exact_object((folder / "state.json").read_bytes())
+    restore_random(state["random"], read_tensors(folder / "random.safetensors"))
     return Progress(
         step=state["step"],
         queue=state["queue"],
-        carried=[read_document(line) for line in read_json_lines(folder / "carried.jsonl")],
-        rejected_lines=state["rejected_lines"],
-        optimizer=load_file(folder / "optimizer.safetensors"),
+        carried=[read_document(line) for line in read_exact_lines(folder / "carried.jsonl")],
+        rejected_bytes=state["rejected_bytes"],
+        optimizer=read_tensors(folder / "optimizer.safetensors"),
     )

@@ -12,9 +12,10 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from truestep.config import describe, yaml_tree
+from truestep.config import describe, foreign, yaml_tree
 from truestep.config.schema import Config
 from truestep.config.yaml_tree import ConfigError, Name, TreeReader, dotted
+from truestep.text import HIDDEN, hidden_options, redacted_options
 
 COMMAND_LINE = "command line"
 
@@ -37,9 +38,19 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return config.model_copy(update={"checkpoint": checkpoint})
 
 
-def dump_config(config: Config) -> str:
-    """Write every option as YAML, defaults included; it loads back to an equal Config."""
-    return yaml_tree.dump(config.model_dump())
+def dump_config(config: Config, *, without_secrets: bool = False) -> str:
+    """Write every option as YAML, defaults included; it loads back to an equal Config, but for secrets left out."""
+    options = config.model_dump()
+    return yaml_tree.dump(redacted_options(options) if without_secrets else options)
+
+
+def check_secrets(config: Config, source: Path) -> None:
+    """Refuse options that hold *** for a secret: the file is one that a run wrote about itself."""
+    if hidden := hidden_options(config.model_dump()):
+        raise ConfigError(
+            f"{source}: {', '.join(hidden)}: {HIDDEN} stands where a secret was left out, as in the config.yaml of a "
+            "run. Give the option with its secret, in your own file or on the command line"
+        )
 
 
 @dataclass
@@ -172,7 +183,8 @@ def _unknown(name: Name, variant: str, source: _Source) -> str:
     full, section = dotted(name), dotted(name[:-1])
     option = describe.options().get(full)
     if option is None:
-        return f"{full} is unknown: {describe.explain_unknown(name, variant)}"
+        reason = foreign.explain(name, source.value(name)) or describe.explain_unknown(name, variant)
+        return f"{full} is unknown: {reason}"
     have = "has" if len(option.variants) == 1 else "have"
     chosen = source.origins.get((*name[:-1], "type"))
     by = f"set at {chosen}" if chosen not in (None, COMMAND_LINE) else f"from the {chosen}" if chosen else "the default"

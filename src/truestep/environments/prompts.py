@@ -1,15 +1,17 @@
 """Prompts from a JSONL file or a Hugging Face dataset on disk, tokenised once."""
 
 import codecs
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
 from truestep.errors import TruestepError
+from truestep.files import LineError, exact_object
+from truestep.text import printable
+
+# A reward is called as reward(prompt, completion, **fields), perhaps as a method.
+_TAKEN = ("completion", "self")
 
 
 class PromptError(TruestepError):
@@ -34,6 +36,11 @@ def load_prompts(path: str | Path, tokenizer: Any, vocabulary_size: int | None =
         where = f"{source}:{number}"
         if not isinstance(record, dict) or "prompt" not in record:
             raise PromptError(f"{where}: a prompt is an object with the field `prompt`")
+        if taken := next((name for name in _TAKEN if name in record), None):
+            raise PromptError(
+                f"{where}: a prompt cannot have the field `{taken}`: a reward gets the fields by name, beside the "
+                "prompt and the completion, and that name is taken. Give the field another one, such as `reference`"
+            )
         fields = {name: value for name, value in record.items() if name not in ("prompt", "id")}
         ids = _tokenise(record["prompt"], tokenizer, where)
         if vocabulary_size is not None and max(ids) >= vocabulary_size:
@@ -67,8 +74,8 @@ def _tokenise(prompt: Any, tokenizer: Any, where: str) -> tuple[int, ...]:
         try:
             chat = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
             ids = chat["input_ids"]
-        except (ValueError, TypeError, TemplateError) as error:
-            raise PromptError(f"{where}: the chat template refuses these messages: {error}") from error
+        except Exception as error:  # a template is code that came with the model
+            raise PromptError(f"{where}: the chat template refuses these messages: {printable(error)}") from error
     else:
         raise PromptError(f"{where}: `prompt` is neither text nor a list of chat messages")
     if not ids:
@@ -77,26 +84,32 @@ def _tokenise(prompt: Any, tokenizer: Any, where: str) -> tuple[int, ...]:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
-    # Lines end at \n alone: JSON may hold other line separators as they are.
-    for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            yield number, json.loads(line.decode())
-        except ValueError as error:  # not JSON, or not UTF-8
-            raise PromptError(f"{path}:{number}: not JSON: {error}") from error
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if content.strip():
+                    yield number, exact_object(content)
+    except LineError as error:
+        raise PromptError(f"{path}:{number}: {error}; a prompt is an object with the field `prompt`") from error
+    except OSError as error:
+        raise PromptError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _read_dataset(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         import datasets
+        import pyarrow as pa
     except ImportError as error:
         needed = "reading a dataset needs `pip install 'truestep[datasets]'`"
         raise PromptError(f"{path} is a directory: {needed}") from error
     try:
         loaded = datasets.load_from_disk(str(path))
-    except (FileNotFoundError, ValueError) as error:
-        raise PromptError(f"{path} is not a Hugging Face dataset on disk: {error}") from error
+    except Exception as error:  # of damaged files: KeyError, TypeError, Arrow's own, UnicodeDecodeError
+        raise PromptError(f"{path} is not a Hugging Face dataset on disk: {printable(error)}") from error
     if isinstance(loaded, datasets.DatasetDict):
         raise PromptError(f"{path} holds several splits: name one, such as {path / next(iter(loaded))}")
-    yield from enumerate(loaded, start=1)
+    try:
+        yield from enumerate(loaded, start=1)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise PromptError(f"{path} cannot be read: {printable(error)}") from error

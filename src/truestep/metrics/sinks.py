@@ -1,5 +1,6 @@
 """The sinks of a run's numbers: metrics.jsonl, the console, Weights & Biases, TensorBoard."""
 
+import re
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from rich.table import Column
 
 from truestep.errors import TruestepError
 from truestep.files import append_json_line, write_whole
+from truestep.text import printable
 
 # The numbers that matter while watching, in order, with how to show them.
 _LIVE = {
@@ -114,8 +116,9 @@ class ConsoleSink:
         )
         text = f"held-out after step {line['step']}: {rewards} over {line['num_prompts']} prompts"
         if line["num_unrated"]:
-            text += f"; {line['num_unrated']} completions have no reward: {'; '.join(line.get('problems', []))}"
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+            text += f"; {line['num_unrated']} completions have no reward: "
+            text += "; ".join(printable(problem) for problem in line.get("problems", []))
+        self._console.print(printable(text, 2000), highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         self._progress.stop()
@@ -156,11 +159,11 @@ class WandbSink:
             raise SinkError("logging.wandb needs `pip install 'truestep[wandb]'`") from error
         # One run on the server for all starts of this one.
         id_file = directory / "wandb_id"
-        run_id = id_file.read_text(encoding="utf-8") if id_file.is_file() else uuid.uuid4().hex[:12]
+        run_id = _run_id(id_file)
         try:
             self._run = wandb.init(dir=str(directory), config=dict(config), id=run_id, resume="allow", **options)
         except wandb.Error as error:
-            raise SinkError(f"logging.wandb: {error}") from error
+            raise SinkError(f"logging.wandb: {printable(error)}") from error
         write_whole(id_file, run_id.encode())
         self._run.define_metric("*", step_metric="documents_seen")
 
@@ -173,6 +176,15 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _run_id(file: Path) -> str:
+    """Read the run's id at Weights & Biases; a new one where there is none, or a damaged one."""
+    if file.is_file():
+        found = file.read_bytes()[:100].decode("ascii", errors="replace").strip()
+        if re.fullmatch(r"[\w-]{1,64}", found, re.ASCII):
+            return found
+    return uuid.uuid4().hex[:12]
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, float]:

@@ -11,11 +11,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from truestep import progress
 from truestep.errors import TruestepError
 from truestep.rollouts.advantages import assign_advantages
 from truestep.rollouts.record import FIELDS, BadRecord, Checks, parse_record, readable_text
 from truestep.rollouts.selection import choose_truncated
 from truestep.rollouts.values import describe
+from truestep.text import printable
 from truestep.types import PutAside, Rejected, Rollout
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -68,9 +70,10 @@ def read_records(paths: Iterable[Path]) -> Iterator[tuple[Path, int, Any]]:
         read = _read_parquet if path.suffix.lower() == ".parquet" else _read_jsonl
         try:
             for line, record in read(path):
+                progress.made("records read")
                 yield path, line, record
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(f"{path} cannot be read: {error}") from error
+        except (OSError, pa.ArrowException, UnicodeDecodeError) as error:  # UnicodeDecodeError: a column's name
+            raise DataError(f"{path} cannot be read: {printable(error)}") from error
 
 
 def load_documents(paths: Sequence[Path], checks: Checks) -> Documents:

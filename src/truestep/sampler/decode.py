@@ -7,7 +7,7 @@ truncation, from the same head that training uses.
 Dimensions: R completions of a batch, P prompt tokens, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from truestep import progress
 from truestep.head.logits import scaled_logits
 from truestep.policy.policy import Policy
 
@@ -41,12 +42,24 @@ class Completion:
     stopped: bool  # by a stop token, and not by the length
 
 
-def decode(policy: Policy, requests: Sequence[Request], options: DecodeOptions) -> list[Completion]:
-    """Complete requests, in their order. Each rank decodes some, and every rank gets all completions."""
-    return policy.weights.ranks.spread(requests, lambda part: _decode(policy, part, options))
+OnDone = Callable[[int, Completion], None]  # called with the request's place among those of all ranks
 
 
-def _decode(policy: Policy, requests: Sequence[Request], options: DecodeOptions) -> list[Completion]:
+def decode(
+    policy: Policy, requests: Sequence[Request], options: DecodeOptions, on_done: OnDone | None = None
+) -> list[Completion]:
+    """Complete requests, in their order. Each rank decodes some, and every rank gets all completions. `on_done` gets
+    each completion as soon as it ends, on the rank that decodes it."""
+    ranks = policy.weights.ranks
+
+    def done(index: int, completion: Completion) -> None:
+        if on_done is not None:
+            on_done(ranks.rank + index * ranks.size, completion)  # as `spread` divides them
+
+    return ranks.spread(requests, lambda part: _decode(policy, part, options, done))
+
+
+def _decode(policy: Policy, requests: Sequence[Request], options: DecodeOptions, on_done: OnDone) -> list[Completion]:
     # Like lengths together: less padding, and batches that end together.
     order = sorted(range(len(requests)), key=lambda index: len(requests[index].input_ids))
     completions: dict[int, Completion] = {}
@@ -54,7 +67,10 @@ def _decode(policy: Policy, requests: Sequence[Request], options: DecodeOptions)
         for start in range(0, len(order), options.batch_size):
             members = order[start : start + options.batch_size]
             batch = _Batch(policy, [requests[index] for index in members], options)
-            completions |= dict(zip(members, batch.run(), strict=True))
+            ended = dict(zip(members, batch.run(), strict=True))
+            for index, completion in ended.items():
+                on_done(index, completion)
+            completions |= ended
     return [completions[index] for index in range(len(requests))]
 
 
@@ -109,6 +125,7 @@ class _Batch:
 
     def _keep(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Record the new tokens, and drop the rows that are done once they are half of the batch."""
+        progress.made("tokens", len(tokens))
         for request, token, logprob in zip(self._active, tokens.tolist(), logprobs.tolist(), strict=True):
             if self._stopped[request]:
                 continue

@@ -10,6 +10,7 @@ import torch
 from truestep.custom import check_options, load_custom
 from truestep.errors import TruestepError
 from truestep.policy.weights.protocol import Weights
+from truestep.ranks import marks
 
 # The float32 weights by name, under `matrices` and `vectors`. A rank that has a part of a weight has that part here.
 Groups = dict[str, dict[str, torch.nn.Parameter]]
@@ -50,14 +51,17 @@ def grouped(weights: Mapping[str, torch.nn.Parameter]) -> Groups:
 def make_adamw(
     weights: Weights, *, betas: tuple[float, float], epsilon: float, weight_decay: float
 ) -> torch.optim.AdamW:
-    """Make AdamW, which never decays norms and biases: they are vectors."""
+    """Make AdamW, which never decays norms and biases: they are vectors.
+
+    It is torch's fused one, which needs no memory beside its two moments.
+    """
     decays = {"matrices": weight_decay, "vectors": 0.0}
     groups = [
         {"params": list(group.values()), "weight_decay": decays[kind]}
         for kind, group in grouped(weights.master).items()
         if group
     ]
-    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=epsilon)
+    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=epsilon, fused=True)
 
 
 def load_optimizer(function: str, options: Mapping[str, Any] | None) -> Callable[[Groups], torch.optim.Optimizer]:
@@ -111,6 +115,7 @@ def update(optimizer: torch.optim.Optimizer, weights: Weights, learning_rate: fl
         group["lr"] = learning_rate
     optimizer.step()
     weights.publish()
+    marks.mark("updates", weights.device)
 
 
 # What a checkpoint keeps of a weight, by name: numbers, as tensors, and the types of tensors that have its shape.
@@ -175,7 +180,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, weights: Weights, tensor
             state[kind.removesuffix(_PYTHON)] = value.item()
         elif value.shape == weights.pieces[name].shape:
             state[kind] = weights.part_of(name, value).to(master.device, copy=True)
-        else:  # a number on the host, where AdamW keeps it
-            state[kind] = value.clone()
+        else:  # a number: a fused optimizer keeps it beside the weights, and others on the host
+            state[kind] = value.clone().to(master.device if optimizer.defaults.get("fused") else "cpu")
     for name, state in restored.items():
         optimizer.state[weights.master[name]] = state

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
+from truestep.errors import TruestepError
 from truestep.head.logits import HeadSettings
 from truestep.policy.cuts.layers import layers_of
 from truestep.policy.cuts.pieces import Piece, pieces_of
@@ -34,8 +34,10 @@ from truestep.policy.weights.protocol import Weights
 from truestep.policy.weights.sharded import ShardedWeights
 from truestep.policy.weights.unread import place_buffers, read_parameters, unread_files
 from truestep.policy.weights.whole import WholeWeights
+from truestep.ranks import marks
 from truestep.ranks.group import ALONE, Ranks
 from truestep.ranks.pipeline import Pipeline
+from truestep.text import printable
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +90,8 @@ def load_policy(
         read_parameters(model, place)
         weights = WholeWeights(model, compute, ranks, pieces)
     _check_numbers(directory, weights)
+    for layer in layers_of(model)[1]:
+        layer.register_forward_hook(marks.layer_done)
     return Policy(model, directory, settings, weights, facts, tokenizer, read_companions(directory), stages, buffers)
 
 
@@ -163,8 +167,12 @@ def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipe
                 ignore_mismatched_sizes=True,  # refused below, by name
                 **options,
             )
-    except (ValueError, OSError, ImportError, RuntimeError, SafetensorError) as error:  # JSON's error is a ValueError
-        raise ModelError(f"model.path: {directory} could not be loaded: {error}") from error
+    except TruestepError:
+        raise
+    except Exception as error:  # transformers raises whatever an odd config.json leads to, KeyError and TypeError too
+        raise ModelError(
+            f"model.path: {directory} could not be loaded: {type(error).__name__}: {printable(error, 2000)}"
+        ) from error
     _check_loading(directory, model, loading)
     return model.eval(), _read_tokenizer(directory, options)
 
@@ -186,7 +194,7 @@ def _check_loading(directory: Path, model: Any, loading: dict[str, Any]) -> None
             directory,
             len(extra),
             type(model).__name__,
-            ", ".join(extra[:3]),
+            printable(", ".join(extra[:3])),
         )
 
 
@@ -203,7 +211,7 @@ def _read_tokenizer(directory: Path, options: dict[str, Any]) -> Any:
     try:
         return AutoTokenizer.from_pretrained(directory, **options)
     except Exception as error:  # the tokenizers library raises nothing narrower
-        raise ModelError(f"model.path: the tokenizer of {directory} could not be loaded: {error}") from error
+        raise ModelError(f"model.path: the tokenizer of {directory} could not be loaded: {printable(error)}") from error
 
 
 def _head_settings(model: Any, settings: HeadSettings) -> HeadSettings:

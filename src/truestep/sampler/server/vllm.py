@@ -12,6 +12,7 @@ import httpx
 
 from truestep.sampler.server.errors import BadAnswerError, ServerError, UnreachableError
 from truestep.sampler.server.protocol import Advice, Choice, CompletionRequest, Description, InferenceServer
+from truestep.text import printable
 
 _CONNECT_SECONDS = 10.0
 _QUICK_SECONDS = 30.0  # for an answer that takes no computing
@@ -160,7 +161,7 @@ class Vllm(InferenceServer):
         self._check_status(path, response.status_code, response.text)
         try:
             return response.json() if response.content else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # RecursionError: nested without end
             raise BadAnswerError(f"{path} answered what is not JSON") from error
 
     async def _events(self, path: str, body: Any, read: Callable[[dict[str, Any]], None]) -> None:
@@ -182,7 +183,7 @@ class Vllm(InferenceServer):
     def _check_status(self, path: str, status: int, text: str) -> None:
         if status < 400:
             return
-        problem = f"{path} answered {status}: {text[:300]}"
+        problem = f"{path} answered {status}: {printable(text)}"
         if status >= 500 or status in _BUSY:
             raise UnreachableError(problem)
         hint = {
@@ -201,16 +202,16 @@ async def _reaching(path: str, timeout: float) -> AsyncIterator[None]:
     except (TimeoutError, httpx.TimeoutException) as error:
         raise UnreachableError(f"{path} gave no whole answer within {timeout:g} s") from error
     except (httpx.TransportError, httpx.DecodingError) as error:
-        raise UnreachableError(f"{path}: {error!r}") from error
+        raise UnreachableError(f"{path}: {printable(repr(error))}") from error
 
 
 def _event(text: str) -> dict[str, Any]:
     try:
         event = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadAnswerError("an event of the stream is not JSON") from error
     if not isinstance(event, dict) or "error" in event:
-        raise BadAnswerError(f"the stream says {text[:300]}")
+        raise BadAnswerError(f"the stream says {printable(text)}")
     return event
 
 
@@ -228,7 +229,7 @@ def read_choices(answer: Any, request: CompletionRequest) -> list[Choice]:
 def _index(choice: dict[str, Any]) -> int:
     index = choice.get("index")
     if type(index) is not int:
-        raise BadAnswerError(f"a completion's index is {index!r}")
+        raise BadAnswerError(f"a completion's index is {printable(index, 60)}")
     return index
 
 
@@ -240,7 +241,8 @@ def _read(choice: dict[str, Any], request: CompletionRequest) -> Choice:
     if reason == "abort":
         return Choice([], [], stopped=False, aborted=True)
     if reason not in ("stop", "length"):
-        raise BadAnswerError(f"finish_reason is {reason!r}, neither stop nor length: the completion is not whole")
+        shown = printable(repr(reason), 60)
+        raise BadAnswerError(f"finish_reason is {shown}, neither stop nor length: the completion is not whole")
     tokens = choice.get("token_ids")
     if not isinstance(tokens, list) or not tokens:
         raise BadAnswerError("a completion without token_ids: the server must obey return_token_ids (vLLM >= 0.10.2)")

@@ -1,0 +1,300 @@
+"""The names that other trainers give to options: what each is called here, and what its value becomes.
+
+A name that means something else here, or that nothing here does, says so. Imports no torch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+TRL, VERL, PRIME, OPENRLHF, FAST, SLIME, TRANSFORMERS, DEEPSPEED = (
+    "TRL",
+    "verl",
+    "prime-rl",
+    "OpenRLHF",
+    "Fast-LLM",
+    "slime",
+    "transformers",
+    "DeepSpeed",
+)
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """An option of other trainers. Example: `max_steps` of TRL, here `schedule.steps`."""
+
+    owners: tuple[str, ...]
+    option: str | None  # here; None: there is none
+    note: str = ""
+    convert: Callable[[Any], Any] | None = None  # from its value to ours; None: the value stays
+
+    def explain(self, name: str, value: Any) -> str:
+        """Say what to write in place of this option."""
+        whose = f"it is an option of {_join(self.owners)}"
+        if self.option is None:
+            return f"{whose}, and truestep has none like it{f': {self.note}' if self.note else ''}"
+        example = self._example(value)
+        return f"{whose}; write {self.option}{example}{f' ({self.note})' if self.note else ''}"
+
+    def _example(self, value: Any) -> str:
+        """Give our value where the foreign one is a plain value that can be converted."""
+        if not isinstance(value, bool | int | float | str) or self.convert is _UNKNOWN:
+            return ""
+        try:
+            ours = self.convert(value) if self.convert else value
+        except (TypeError, ValueError, ArithmeticError, KeyError, AttributeError):
+            return ""
+        return f": {_shown(ours)}"
+
+
+def _UNKNOWN(value: Any) -> Any:  # noqa: N802 - a marker: our value does not follow from theirs alone
+    raise ValueError
+
+
+def _join(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)
+
+
+def _null_if_zero(value: float) -> float | None:
+    return value or None
+
+
+def _same_unless_off(value: float) -> float | None:
+    return None if value in (-1, 0) else value
+
+
+_SCALES = {"group": "group_normalized", "none": "group_mean", "batch": "batch_normalized"}
+_SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine", "linear": "linear"}
+_DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
+_AGGREGATIONS = {
+    "token-mean": "labels",
+    "seq-mean-token-mean": "document_means",
+    "seq-mean-token-sum": "documents",
+    "seq-mean-token-sum-norm": "constant",
+}
+_LOSSES = {
+    "grpo": "labels",
+    "dapo": "labels",
+    "bnpo": "labels",
+    "dr_grpo": "constant",
+}
+
+
+def _scale(value: Any) -> str:
+    return _SCALES[{True: "group", False: "none"}.get(value, value)]
+
+
+def _dtype(value: Any) -> str:
+    return _DTYPES[value] if isinstance(value, str) else "bfloat16" if value else "float32"
+
+
+_BATCH = "a step is a number of documents, however they are split over ranks and micro-batches"
+_PACKED = "documents are packed by tokens, so no batch has a number of rows"
+_MEMORY = "memory is set by tokens, and the head's by model.head.logits_chunk_size"
+
+FOREIGN: dict[str, Foreign] = {
+    # The objective
+    "epsilon_clip": Foreign((FAST,), "loss.epsilon_low and loss.epsilon_high"),
+    "clip_ratio": Foreign((VERL,), "loss.epsilon_low and loss.epsilon_high"),
+    "eps_clip_low_high": Foreign((OPENRLHF,), "loss.epsilon_low and loss.epsilon_high", "", _UNKNOWN),
+    "eps_clip": Foreign((OPENRLHF, SLIME), "loss.epsilon_low and loss.epsilon_high"),
+    "cliprange": Foreign((TRL,), "loss.epsilon_low and loss.epsilon_high"),
+    "clip_ratio_low": Foreign((VERL,), "loss.epsilon_low"),
+    "clip_ratio_high": Foreign((VERL,), "loss.epsilon_high"),
+    "eps_clip_high": Foreign((SLIME,), "loss.epsilon_high"),
+    "clip_ratio_c": Foreign((VERL,), "loss.dual_clip"),
+    "delta": Foreign((TRL,), "loss.dual_clip"),
+    "loss_type": Foreign((TRL,), "loss.normalize_by", "and loss.type", lambda value: _LOSSES[value]),
+    "loss_agg_mode": Foreign((VERL,), "loss.normalize_by", "", lambda value: _AGGREGATIONS[value]),
+    "importance_sampling_level": Foreign(
+        (TRL,), "loss.type", "", lambda value: {"token": "grpo", "sequence": "gspo"}[value]
+    ),
+    "adv_estimator": Foreign(
+        (VERL,), "data.advantages", "", lambda value: {"grpo": "group_normalized", "rloo": "leave_one_out"}[value]
+    ),
+    "advantage_estimator": Foreign(
+        (OPENRLHF, SLIME),
+        "data.advantages",
+        "",
+        lambda value: {
+            "grpo": "group_normalized",
+            "group_norm": "group_normalized",
+            "rloo": "leave_one_out",
+            "dr_grpo": "group_mean",
+        }[value],
+    ),
+    "scale_rewards": Foreign((TRL,), "data.advantages", "", _scale),
+    "norm_adv_by_std_in_grpo": Foreign((VERL,), "data.advantages", "", _scale),
+    "entropy_coeff": Foreign((VERL,), "loss.entropy_bonus"),
+    "entropy_coef": Foreign((SLIME, OPENRLHF), "loss.entropy_bonus"),
+    "entropy_loss_coef": Foreign((OPENRLHF,), "loss.entropy_bonus"),
+    "cast_lm_head_to_fp32": Foreign(
+        (TRL,), "model.head.fp32_lm_head", "the logits are float32 without a float32 copy of the weight"
+    ),
+    # The step
+    "max_steps": Foreign((TRL, TRANSFORMERS, PRIME), "schedule.steps", "", _same_unless_off),
+    "total_training_steps": Foreign((VERL,), "schedule.steps"),
+    "num_rollout": Foreign((SLIME,), "schedule.steps"),
+    "num_train_epochs": Foreign(
+        (TRL, TRANSFORMERS),
+        "data.epochs",
+        "for files; a run that samples ends at schedule.steps",
+        lambda value: int(value),
+    ),
+    "total_epochs": Foreign((VERL,), "data.epochs", "for files; a run that samples ends at schedule.steps"),
+    "num_episodes": Foreign((OPENRLHF,), "schedule.steps", "", _UNKNOWN),
+    "num_iterations": Foreign((TRL,), "schedule.updates_per_batch"),
+    "ppo_epochs": Foreign((VERL,), "schedule.updates_per_batch"),
+    "per_device_train_batch_size": Foreign(
+        (TRL, TRANSFORMERS),
+        "schedule.docs_per_step",
+        f"for the whole step, and data.tokens_per_microbatch for memory: {_BATCH}",
+        _UNKNOWN,
+    ),
+    "train_batch_size": Foreign(
+        (VERL, OPENRLHF, DEEPSPEED),
+        "schedule.docs_per_step",
+        "verl counts prompts: multiply by data.group_size",
+        _UNKNOWN,
+    ),
+    "global_batch_size": Foreign((SLIME,), "schedule.docs_per_step"),
+    "rollout_batch_size": Foreign(
+        (SLIME, OPENRLHF), "schedule.docs_per_step", "it counts prompts: multiply by data.group_size", _UNKNOWN
+    ),
+    "generation_batch_size": Foreign((TRL,), "schedule.docs_per_step", "and schedule.updates_per_batch"),
+    "ppo_mini_batch_size": Foreign(
+        (VERL,), "schedule.docs_per_step", "every update is of a whole step's documents", _UNKNOWN
+    ),
+    "gradient_accumulation_steps": Foreign((TRL, TRANSFORMERS, DEEPSPEED), "schedule.docs_per_step", _BATCH, _UNKNOWN),
+    "micro_train_batch_size": Foreign((OPENRLHF,), "data.tokens_per_microbatch", _PACKED, _UNKNOWN),
+    "ppo_micro_batch_size_per_gpu": Foreign((VERL,), "data.tokens_per_microbatch", _PACKED, _UNKNOWN),
+    "ppo_max_token_len_per_gpu": Foreign((VERL,), "data.tokens_per_microbatch"),
+    "max_tokens_per_gpu": Foreign((SLIME,), "data.tokens_per_microbatch"),
+    "use_dynamic_bsz": Foreign((VERL,), None, f"it is always so; {_PACKED}"),
+    "packing": Foreign((TRL,), None, "documents are always packed, and attention never crosses from one to another"),
+    "padding_free": Foreign((TRL,), None, "documents are always packed, and nothing is padded"),
+    # Sampling
+    "num_generations": Foreign((TRL,), "data.group_size"),
+    "n_samples_per_prompt": Foreign((OPENRLHF, SLIME), "data.group_size"),
+    "rollouts_per_example": Foreign((PRIME,), "data.group_size"),
+    "max_completion_length": Foreign((TRL,), "sampler.max_new_tokens"),
+    "max_response_length": Foreign((VERL,), "sampler.max_new_tokens"),
+    "rollout_max_response_len": Foreign((SLIME,), "sampler.max_new_tokens"),
+    "generate_max_len": Foreign((OPENRLHF,), "sampler.max_new_tokens"),
+    "max_prompt_length": Foreign(
+        (TRL, VERL), None, "a prompt is never cut; one that does not fit a micro-batch with its completion is refused"
+    ),
+    "reward_funcs": Foreign((TRL,), "sampler.reward", "one function, as package.module:name", _UNKNOWN),
+    "custom_reward_function": Foreign((VERL,), "sampler.reward", "as package.module:name", _UNKNOWN),
+    "rollout_temperature": Foreign((SLIME,), "sampler.temperature"),
+    "use_vllm": Foreign(
+        (TRL,),
+        "sampler.type",
+        "with sampler.urls: the addresses of the servers",
+        lambda value: "server" if value else "in_process",
+    ),
+    "vllm_server_base_url": Foreign((TRL,), "sampler.urls", "", lambda value: f"[{value}]"),
+    "max_async_level": Foreign(
+        (PRIME,),
+        "sampler.max_staleness",
+        "it counts documents trained on since, not steps: multiply by schedule.docs_per_step",
+        _UNKNOWN,
+    ),
+    # The optimizer
+    "lr": Foreign((VERL, PRIME, SLIME, DEEPSPEED), "optimizer.learning_rate"),
+    "actor_learning_rate": Foreign((OPENRLHF,), "optimizer.learning_rate"),
+    "lr_scheduler_type": Foreign((TRL, TRANSFORMERS), "optimizer.schedule", "", lambda value: _SCHEDULES[value]),
+    "lr_warmup_steps": Foreign((VERL,), "optimizer.warmup_steps", "", lambda value: max(int(value), 0)),
+    "warmup_ratio": Foreign((TRL, TRANSFORMERS), "optimizer.warmup_steps", "a number of steps", _UNKNOWN),
+    "max_grad_norm": Foreign((TRL, TRANSFORMERS, PRIME), "optimizer.gradient_clip", "", _null_if_zero),
+    "grad_clip": Foreign((VERL,), "optimizer.gradient_clip", "", _null_if_zero),
+    "gradient_clipping": Foreign((DEEPSPEED,), "optimizer.gradient_clip", "", _null_if_zero),
+    "adam_beta1": Foreign((TRL, TRANSFORMERS, SLIME), "optimizer.beta1"),
+    "adam_beta2": Foreign((TRL, TRANSFORMERS, SLIME), "optimizer.beta2"),
+    "adam_epsilon": Foreign((TRL, TRANSFORMERS), "optimizer.epsilon"),
+    # The model, memory and ranks
+    "model_name_or_path": Foreign((TRL, TRANSFORMERS), "model.path", "a directory with the model's files"),
+    "hf_checkpoint": Foreign((SLIME,), "model.path"),
+    "pretrain": Foreign((OPENRLHF,), "model.path", "a directory with the model's files"),
+    "bf16": Foreign((TRL, TRANSFORMERS, OPENRLHF), "model.dtype", "", _dtype),
+    "torch_dtype": Foreign((TRL, TRANSFORMERS), "model.dtype", "", _dtype),
+    "gradient_checkpointing": Foreign((TRL, TRANSFORMERS, OPENRLHF), "model.activation_checkpointing"),
+    "enable_gradient_checkpointing": Foreign((VERL,), "model.activation_checkpointing"),
+    "torch_compile": Foreign((TRL, TRANSFORMERS), "model.compile"),
+    "attn_implementation": Foreign(
+        (TRL, TRANSFORMERS), None, "attention over packed documents is chosen for the device"
+    ),
+    "use_liger_kernel": Foreign((TRL, TRANSFORMERS), None, "logits are never held whole: model.head.logits_chunk_size"),
+    "use_liger_loss": Foreign((TRL,), None, "logits are never held whole: model.head.logits_chunk_size"),
+    "use_remove_padding": Foreign((VERL,), None, "documents are always packed, and nothing is padded"),
+    "ulysses_sequence_parallel_size": Foreign((VERL,), "parallel.context"),
+    "context_parallel_size": Foreign((SLIME,), "parallel.context"),
+    "tensor_model_parallel_size": Foreign((SLIME,), "parallel.tensor", "of the trainer; a server has its own"),
+    "pipeline_model_parallel_size": Foreign((SLIME,), "parallel.pipeline"),
+    "fsdp_size": Foreign((VERL,), "parallel.data_shard"),
+    "zero_stage": Foreign(
+        (OPENRLHF, DEEPSPEED),
+        "parallel.data_shard",
+        "weights, gradients and optimizer are sharded together, as in stage 3",
+        lambda value: -1 if value else 1,
+    ),
+    "offload": Foreign((VERL, OPENRLHF), None, _MEMORY),
+    # Runs
+    "output_dir": Foreign((TRL, TRANSFORMERS, PRIME), "checkpoint.directory"),
+    "default_local_dir": Foreign((VERL,), "checkpoint.directory"),
+    "save_path": Foreign((OPENRLHF,), "checkpoint.directory"),
+    "save_steps": Foreign((TRL, TRANSFORMERS, OPENRLHF), "checkpoint.every", "", lambda value: max(int(value), 0)),
+    "save_freq": Foreign((VERL,), "checkpoint.every", "", lambda value: max(int(value), 0)),
+    "save_interval": Foreign((SLIME,), "checkpoint.every"),
+    "save_total_limit": Foreign((TRL, TRANSFORMERS), "checkpoint.keep"),
+    "eval_steps": Foreign((TRL, TRANSFORMERS, OPENRLHF), "evaluation.every"),
+    "test_freq": Foreign((VERL,), "evaluation.every"),
+    "eval_interval": Foreign((SLIME,), "evaluation.every"),
+    "report_to": Foreign((TRL, TRANSFORMERS), "logging.wandb or logging.tensorboard", "", _UNKNOWN),
+    "run_name": Foreign((TRL, TRANSFORMERS), "logging.wandb.name"),
+    "wandb_project": Foreign((OPENRLHF, SLIME), "logging.wandb.project"),
+    "project_name": Foreign((VERL,), "logging.wandb.project"),
+    "experiment_name": Foreign((VERL,), "logging.wandb.name"),
+    "full_determinism": Foreign((TRANSFORMERS, OPENRLHF), "deterministic"),
+}
+
+
+def explain(name: Sequence[str], value: Any = None) -> str | None:
+    """Say what a name of another trainer is here; None where no other trainer has it."""
+    found = FOREIGN.get(name[-1].replace("-", "_")) if name else None
+    return None if found is None else found.explain(name[-1], value)
+
+
+def markdown_table() -> str:
+    """Write the names of each trainer beside ours, as a page of the documentation."""
+    lines = [
+        "# Coming from another trainer",
+        "",
+        "<!-- Written by `python -m truestep.config.foreign > docs/coming-from.md`; a test compares the two. -->",
+        "",
+        "An option under another trainer's name is an error that says what to write instead. These are the",
+        "names that truestep knows. A value that has another meaning here is converted in the message.",
+    ]
+    for trainer in sorted({owner for found in FOREIGN.values() for owner in found.owners}, key=str.lower):
+        lines += ["", f"## {trainer}", "", "| there | here | note |", "| --- | --- | --- |"]
+        for name, found in FOREIGN.items():
+            if trainer in found.owners:
+                lines.append(f"| `{name}` | {_code(found.option)} | {found.note} |")
+    return "\n".join(lines)
+
+
+def _code(option: str | None) -> str:
+    if option is None:
+        return "none"
+    joint = next((word for word in (" and ", " or ") if word in option), None)
+    return joint.join(f"`{part}`" for part in option.split(joint)) if joint else f"`{option}`"
+
+
+if __name__ == "__main__":
+    print(markdown_table())

@@ -1,0 +1,78 @@
+"""`truestep init` writes a task that runs as it is: its test passes, it trains, and it goes on after a stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import truestep
+from truestep.config.load import load_config
+from truestep.errors import TruestepError
+from truestep.files import read_json_lines
+from truestep.init.make import HELD_OUT, PROMPTS, init
+
+Model = Callable[[str], Path]
+
+
+def run(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    paths = [str(Path(truestep.__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_the_task_runs_as_it_is(tmp_path: Path) -> None:
+    task = tmp_path / "task"
+    init(task, None)
+    tested = run(task, "pytest", "-q", "-p", "no:cacheprovider", "test_reward.py")
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+    trained = run(task, "truestep", "train", "config.yaml", "--schedule.steps", "2", "--schedule.docs_per_step", "16")
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    assert [line["step"] for line in read_json_lines(task / "run" / "metrics.jsonl")] == [1, 2]
+    again = run(task, "truestep", "train", "config.yaml", "--schedule.steps", "3", "--schedule.docs_per_step", "16")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert [line["step"] for line in read_json_lines(task / "run" / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_named_model_gets_its_own_prompts_and_sizes(tmp_path: Path, tiny_model: Model) -> None:
+    plain, chat = tiny_model("llama"), tmp_path / "chat"
+    chat.mkdir()
+    (chat / "config.json").write_text("{}", encoding="utf-8")
+    (chat / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}), encoding="utf-8")
+    for number, (model, kind) in enumerate(((plain, str), (chat, list))):
+        task = tmp_path / f"task-{number}"
+        init(task, model)
+        config = load_config(task / "config.yaml")
+        assert config.model.path == str(model.resolve())
+        assert config.model.dtype == "bfloat16"
+        prompts = read_json_lines(task / "prompts.jsonl")
+        assert len(prompts) == PROMPTS
+        assert len(read_json_lines(task / "held_out.jsonl")) == HELD_OUT
+        assert isinstance(prompts[0]["prompt"], kind)
+        assert not (task / "model").exists()
+
+
+def test_nothing_is_written_where_something_is(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine", encoding="utf-8")
+    with pytest.raises(TruestepError, match="is not empty"):
+        init(tmp_path, None)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_hub_name_is_answered_with_how_to_download_it(tmp_path: Path) -> None:
+    with pytest.raises(TruestepError, match="hf download"):
+        init(tmp_path / "task", Path("organisation/name"))
+    assert not (tmp_path / "task").exists()
