@@ -15,9 +15,10 @@ from truestep import progress
 from truestep.errors import TruestepError
 from truestep.rollouts.advantages import assign_advantages
 from truestep.rollouts.record import FIELDS, BadRecord, Checks, parse_record, readable_text
+from truestep.rollouts.selection import choose_truncated
 from truestep.rollouts.values import describe
 from truestep.text import printable
-from truestep.types import Rejected, Rollout
+from truestep.types import PutAside, Rejected, Rollout
 
 SUFFIXES = (".jsonl", ".parquet")
 ROWS_AT_A_TIME = 128  # of a Parquet file, as Arrow arrays; one row at a time becomes Python's lists
@@ -33,6 +34,7 @@ class Documents:
 
     rollouts: Sequence[Rollout]
     rejected: tuple[Rejected, ...]
+    put_aside: tuple[PutAside, ...] = ()
 
 
 def expand_paths(path: str | list[str]) -> list[Path]:
@@ -94,7 +96,9 @@ def load_documents(paths: Sequence[Path], checks: Checks) -> Documents:
             items.append(Rejected(str(file), line, error.reason, error.id, error.group_id))
     rule = checks.needs.advantage_rule if checks.needs.advantages else "none"
     rejected = tuple(item for item in items if isinstance(item, Rejected))
-    return Documents(tuple(assign_advantages(items, rule=rule, group_size=checks.group_size)), rejected)
+    rollouts = assign_advantages(items, rule=rule, group_size=checks.group_size)
+    chosen, put_aside = choose_truncated(rollouts, checks.truncated)
+    return Documents(tuple(chosen), rejected, tuple(put_aside))
 
 
 def readable(record: Any) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 from truestep.errors import TruestepError
 from truestep.rollouts.table.documents import TableDocuments
 from truestep.rollouts.table.layout import content_digest
-from truestep.types import Rejected, Rollout
+from truestep.types import PutAside, Rejected, Rollout
 
 _AT_A_TIME = 1 << 16  # documents that a fingerprint goes over
 
@@ -81,6 +81,10 @@ class Source(Protocol):
         """Hand over the records that were refused since the last call."""
         ...
 
+    def drain_put_aside(self) -> list[PutAside]:
+        """Hand over the good documents that no step takes, of those since the last call."""
+        ...
+
     def updated(self, documents_seen: int) -> None:
         """Take note that the policy has new weights, after it has seen so many documents."""
         ...
@@ -118,6 +122,9 @@ class StillSource:
         state = self.state()
         return lambda: state
 
+    def drain_put_aside(self) -> list[PutAside]:
+        return []
+
     def updated(self, documents_seen: int) -> None: ...
 
     def checkpointed(self, checkpoint: Path, step: int, documents_seen: int) -> None: ...
@@ -135,6 +142,7 @@ class FileSource(StillSource):
     epochs: int = 1
     shuffle_seed: int | None = None  # None: file order
     position: int = 0  # over all epochs
+    put_aside: tuple[PutAside, ...] = ()
     _orders: dict[int, np.ndarray] = field(default_factory=dict)
     _peeked: dict[int, Rollout] = field(default_factory=dict)  # by position
     _digest: Any = None  # of the first `_hashed` documents
@@ -209,3 +217,7 @@ class FileSource(StillSource):
     def drain_rejected(self) -> list[Rejected]:
         rejected, self.rejected = list(self.rejected), ()
         return rejected
+
+    def drain_put_aside(self) -> list[PutAside]:
+        put_aside, self.put_aside = list(self.put_aside), ()
+        return put_aside

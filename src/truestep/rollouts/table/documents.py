@@ -40,7 +40,13 @@ _REFUSED = pa.schema(
 
 
 def open_documents(paths: Sequence[Path], checks: Checks, cache: Path | None = None) -> Documents:
-    """Read small files into memory, and open large ones as tables in the cache; None: the user's own cache."""
+    """Read small files into memory, and open large ones as tables in the cache; None: the user's own cache.
+
+    Chat messages, and documents that are chosen by how they ended, are read into memory whatever their size: a table
+    holds documents as their files have them.
+    """
+    if checks.chat is not None or checks.truncated != "keep":
+        return load_documents(paths, checks)
     with suppress(OSError):  # a file that cannot be read is named where it is read
         if sum(path.stat().st_size for path in paths) >= LARGE_BYTES:
             return load_tables(paths, checks, cache or default_directory())
