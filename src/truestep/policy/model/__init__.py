@@ -12,6 +12,8 @@
 | cuts/tensor.py | weight, in_features, out_features, num_embeddings | the sizes of those slices |
 | weights/sharded.py | register_parameter, _apply | a tied head reads the embedding; FSDP2's modules and `_apply` |
 | weights/unread.py | safe_open, setattr | tensors unread; that transformers.modeling_utils opens files by that name |
+| sampler/engine/attend.py | AttentionInterface.register | attention over a paged cache; a public door of transformers |
+| sampler/engine/forward.py | forward | layers run compiled while they sample |
 | step/optimizer.py | register_step_post_hook | refuses what no checkpoint keeps; a public hook |
 | weights/whole.py | register_post_accumulate_grad_hook | float32 gradients; a public hook |
 
