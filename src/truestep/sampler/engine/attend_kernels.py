@@ -80,6 +80,22 @@ def _fetch(pool, line, lane, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _fetch_queries(line, seen, lane, SIZE: tl.constexpr):
+    """Load the queries of one key-value head: [G, E], with zeros below."""
+    inside = seen[:, None] & (lane[None, :] < SIZE)
+    return tl.load(line[:, None] + lane[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _update(result, total, highest, scores, v, TYPE: tl.constexpr):
+    """Add a page to what was seen so far."""
+    higher = tl.maximum(highest, tl.max(scores, axis=1))  # finite: every page has a key that is seen
+    weights, rescale = tl.exp2(scores - higher[:, None]), tl.exp2(highest - higher)
+    result = result * rescale[:, None] + tl.dot(weights.to(TYPE), v, input_precision="ieee")
+    return result, total * rescale + tl.sum(weights, axis=1), higher
+
+
+@triton.jit
 def _score(q, k, position, length, scale, softcap, WINDOW: tl.constexpr, CAPPED: tl.constexpr):
     """Score a page's keys, in powers of 2; -inf: not seen."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -132,9 +148,8 @@ def _attend_kernel(
     member, token = tl.arange(0, GROUP_BLOCK), tl.arange(0, PAGE_SIZE)
     key_lane, value_lane = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
     queries = head * GROUP + member
-    inside = (member[:, None] < GROUP) & (key_lane[None, :] < KEY_SIZE)
-    own = query_pointer + row * query_row + queries[:, None] * query_head
-    q = tl.load(own + key_lane[None, :], mask=inside, other=0.0)
+    seen = member < GROUP
+    q = _fetch_queries(query_pointer + row * query_row + queries * query_head, seen, key_lane, KEY_SIZE)
     highest = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP_BLOCK,), tl.float32)
     result = tl.zeros((GROUP_BLOCK, VALUE_BLOCK), tl.float32)
@@ -142,22 +157,17 @@ def _attend_kernel(
         line = (tl.load(table_pointer + row * meta_row + tile) * HEADS + head) * PAGE_SIZE + token
         k, v = _fetch(keys, line, key_lane, KEY_SIZE), _fetch(values, line, value_lane, VALUE_SIZE)
         scores = _score(q, k, tile * PAGE_SIZE + token, length, scale, softcap, WINDOW, CAPPED)
-        higher = tl.maximum(highest, tl.max(scores, axis=1))  # finite: every page has a key that is seen
-        weights, rescale = tl.exp2(scores - higher[:, None]), tl.exp2(highest - higher)
-        total = total * rescale + tl.sum(weights, axis=1)
-        result = result * rescale[:, None] + tl.dot(weights.to(TYPE), v, input_precision="ieee")
-        highest = higher
-    ours = member < GROUP
-    inside = ours[:, None] & (value_lane[None, :] < VALUE_SIZE)
+        result, total, highest = _update(result, total, highest, scores, v, TYPE)
     place = row * (HEADS * GROUP) + queries
+    inside = seen[:, None] & (value_lane[None, :] < VALUE_SIZE)
     if end - first <= TILES:  # it is the only span
         target = output_pointer + place[:, None] * VALUE_SIZE + value_lane[None, :]
         tl.store(target, (result / total[:, None]).to(TYPE), mask=inside)
     else:
         place = place * SPANS + span
         tl.store(part_pointer + place[:, None] * VALUE_SIZE + value_lane[None, :], result, mask=inside)
-        tl.store(highest_pointer + place, highest, mask=ours)
-        tl.store(total_pointer + place, total, mask=ours)
+        tl.store(highest_pointer + place, highest, mask=seen)
+        tl.store(total_pointer + place, total, mask=seen)
 
 
 @triton.jit
