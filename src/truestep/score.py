@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save
 
 from truestep.assemble.policy import join_ranks, make_policy
 from truestep.assemble.sources import own_part, read_documents
 from truestep.assemble.step import make_rule, make_runner
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
-from truestep.files import write_json, write_json_lines, write_whole
+from truestep.files import write_json, write_json_lines
 from truestep.policy.policy import Policy
+from truestep.policy.tensor_files import write_tensors
 from truestep.ranks.group import Ranks
 from truestep.ranks.watch import Watch
 from truestep.rollouts.parts import PartedSource
@@ -57,11 +57,11 @@ def _score(config: Config, output: Path, gradients: bool, ranks: Ranks, watch: W
     runner = dataclasses.replace(make_runner(config, policy), keep_scores=True)
     watch.phase("computing the step")
     accumulated = runner.accumulate(plan, backward=gradients)
-    whole_documents = runner.objective.whole_documents
+    document_ratio = runner.objective.label_loss.document_ratio
     scored = zip(plan.documents, accumulated.scores, strict=True)
     result = Score(
         _step_line(accumulated, plan, policy, gradients, len(rejected)),
-        [_document_line(rollout, score, whole_documents) for rollout, score in scored],
+        [_document_line(rollout, score, document_ratio) for rollout, score in scored],
     )
     watch.phase("writing the scores")
     tensors = policy.weights.collect_gradients() if gradients else None
@@ -88,7 +88,9 @@ def _write(output: Path, result: Score, gradients: dict[str, torch.Tensor] | Non
     write_json_lines(output / "scores.jsonl", result.documents)
     if gradients is not None:
         tensors = {name: gradient.float().cpu().contiguous() for name, gradient in gradients.items()}
-        write_whole(output / "gradients.safetensors", save(tensors))
+        partial = output / ".gradients.safetensors.partial"
+        write_tensors(tensors, partial)
+        partial.replace(output / "gradients.safetensors")
     # The step's file is last: where it stands, the others are whole.
     write_json(output / "step.json", result.step)
 
@@ -100,21 +102,21 @@ def _step_line(
     return line | {"grad_norm": gradient_norm(policy.weights)} if gradients else line
 
 
-def _document_line(rollout: Rollout, score: DocumentScore, whole_documents: bool) -> dict[str, Any]:
+def _document_line(rollout: Rollout, score: DocumentScore, document_ratio: bool) -> dict[str, Any]:
     line = {
         "id": rollout.id,
         "logprobs": score.logprobs.tolist(),
         "entropy": score.entropy.tolist(),
-        "ratio": _ratios(rollout, score, whole_documents),
+        "ratio": _ratios(rollout, score, document_ratio),
     }
     return line | {"metadata": dict(rollout.metadata)} if rollout.metadata else line
 
 
-def _ratios(rollout: Rollout, score: DocumentScore, whole_documents: bool) -> list[float]:
+def _ratios(rollout: Rollout, score: DocumentScore, document_ratio: bool) -> list[float]:
     """Compute each label's ratio as the loss looks at it: its own, or its document's. Empty without old log-probs."""
     if rollout.logprobs is None or not len(score.logprobs):
         return []
     log_ratio = score.logprobs.astype(np.float64) - rollout.logprobs[rollout.loss_mask]
-    if whole_documents:
+    if document_ratio:
         log_ratio = np.full_like(log_ratio, log_ratio.mean())
     return np.exp(log_ratio).tolist()

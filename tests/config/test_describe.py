@@ -95,9 +95,13 @@ def test_an_option_is_described_whole(expected: Option) -> None:
     ("name", "type_text", "default"),
     [
         ("model.head.logits_chunk_size", "int >= 1 | auto", "auto"),
-        ("loss.type", "grpo | gspo | reinforce | cispo | cross_entropy | custom", "grpo"),
-        ("loss.normalize_by", "labels | documents | document_means | constant", "labels (gspo: document_means)"),
-        ("loss.epsilon_low", "float >= 0", "0.2 (gspo: 0.0003, cispo: 1.0)"),
+        ("loss.type", "grpo | gspo | reinforce | cispo | sapo | gmpo | dppo | cross_entropy | custom", "grpo"),
+        (
+            "loss.normalize_by",
+            "labels | documents | document_means | constant",
+            "labels (gspo: document_means, gmpo: document_means)",
+        ),
+        ("loss.epsilon_low", "float >= 0", "0.2 (gspo: 0.0003, cispo: 1.0, gmpo: 0.4)"),
         ("data.path", "text | list of text | null", "null"),
         ("parallel.data_shard", "-1 | int >= 1", "-1"),
         ("optimizer.learning_rate", "float >= 0", "1e-6"),
@@ -113,7 +117,8 @@ def test_types_and_defaults(name: str, type_text: str, default: str) -> None:
 
 def test_a_field_redeclared_without_a_docstring_means_what_its_parent_says() -> None:
     assert losses.GspoLoss.model_fields["epsilon_low"].description is None  # or this test tests nothing
-    assert options()["loss.epsilon_low"].meaning == "The ratio is clipped at 1 - epsilon_low from below."
+    meaning = "The ratio is clipped at 1 - epsilon_low from below (gmpo: its logarithm at -epsilon_low)."
+    assert options()["loss.epsilon_low"].meaning == meaning
 
 
 def test_each_loss_has_its_own_meaning() -> None:
@@ -123,6 +128,9 @@ def test_each_loss_has_its_own_meaning() -> None:
         "gspo",
         "reinforce",
         "cispo",
+        "sapo",
+        "gmpo",
+        "dppo",
         "cross_entropy",
         "custom",
     ]
@@ -198,15 +206,19 @@ OPTION_ERRORS = [
     ("loss: {ratio_cap: 2}", "2: loss.ratio_cap is not an option of loss.type: grpo (the default); reinforce has it"),
     (
         "loss:\n  type: reinforce\n  epsilon_low: 1",
-        "4: loss.epsilon_low is not an option of loss.type: reinforce (set at run.yaml:3); grpo, gspo and cispo "
+        "4: loss.epsilon_low is not an option of loss.type: reinforce (set at run.yaml:3); grpo, gspo, cispo and gmpo "
         "have it",
     ),
     # values
     (
         "loss:\n  type: gsop",
-        "3: loss.type must be grpo, gspo, reinforce, cispo, cross_entropy or custom, not 'gsop'; did you mean gspo?",
+        "3: loss.type must be grpo, gspo, reinforce, cispo, sapo, gmpo, dppo, cross_entropy or custom, not 'gsop'; did "
+        "you mean gspo?",
     ),
-    ("loss: {type: [a]}", "2: loss.type must be grpo, gspo, reinforce, cispo, cross_entropy or custom, not ['a']"),
+    (
+        "loss: {type: [a]}",
+        "2: loss.type must be grpo, gspo, reinforce, cispo, sapo, gmpo, dppo, cross_entropy or custom, not ['a']",
+    ),
     ("loss: gspo", "2: loss must be a section of options, not 'gspo'"),
     ("loss: {type: gspo, dual_clip: 1}", "2: loss.dual_clip must be float > 1 or null, not 1"),
     ("logging: {wandb: no}", "2: logging.wandb must be a section of options or null, not false"),
@@ -258,7 +270,7 @@ def test_an_override_of_the_type_leaves_no_option_of_the_old_type_behind(tmp_pat
     text = MODEL + "loss:\n  type: grpo\n  epsilon_low: 0.1\n  dual_clip: 3\n"
     by = "is not an option of loss.type: reinforce (from the command line);"
     assert message(text, tmp_path, "--loss.type", "reinforce").splitlines() == [
-        f"run.yaml:4: loss.epsilon_low {by} grpo, gspo and cispo have it",
+        f"run.yaml:4: loss.epsilon_low {by} grpo, gspo, cispo and gmpo have it",
         f"run.yaml:5: loss.dual_clip {by} grpo and gspo have it",
     ]
 

@@ -97,6 +97,12 @@ def test_verify_proves_it_without_a_line_of_ours(case: dict[str, Any], tmp_path:
     assert max(worst.values()) <= 1e-5
 
 
+def test_verify_proves_it_with_a_correction(case: dict[str, Any], tmp_path: Path) -> None:
+    correction = {"type": "mask", "level": "document", "low": 0.5, "high": 2.0}
+    worst = judged(case, tmp_path, custom("Saturating", sharpness=2.0) | {"correction": correction})
+    assert max(worst.values()) <= 1e-5
+
+
 def test_verify_finds_a_slope_that_is_not_the_losses_own(case: dict[str, Any], tmp_path: Path) -> None:
     worst = judged(case, tmp_path, custom("WrongSlope", sharpness=2.0))
     assert worst["loss"] <= 1e-5
@@ -121,6 +127,15 @@ def test_a_supervised_loss_needs_no_advantage(tiny_model: Callable[[str], Path],
         ("{type: custom, function: doors.toy_losses:Saturating}", "options.sharpness"),
         ("{type: custom, function: doors.toy_losses:Absent}", "has no function Absent"),
         ("{type: custom, function: doors.nowhere:Absent}", "No module named 'doors.nowhere'"),
+        (
+            "{type: custom, function: doors.toy_losses:Imitation, off_policy_mask: 0.1}",
+            "off_policy_mask corrects a policy loss, and doors.toy_losses:Imitation is supervised",
+        ),
+        (
+            "{type: custom, function: doors.toy_losses:Saturating, options: {sharpness: 1.0}, "
+            "correction: {type: mask, high: 2.0}}",
+            "correction.level: label weighs the labels of a document apart",
+        ),
         ("{type: custom, function: plain}", "write it as package.module:function"),
     ],
 )

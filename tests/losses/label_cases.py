@@ -12,7 +12,18 @@ from typing import Any
 import torch
 
 from oracles.step import Document, LabelValues, complete_loss_config
-from truestep.losses.label_losses import Cispo, CrossEntropy, Grpo, Gspo, LabelLoss, Reinforce
+from truestep.losses.corrections import Correction, OffPolicyMask
+from truestep.losses.label_losses import (
+    Cispo,
+    CrossEntropy,
+    Dppo,
+    Gmpo,
+    Grpo,
+    Gspo,
+    LabelLoss,
+    Reinforce,
+    Sapo,
+)
 from truestep.losses.labels import Labels
 from truestep.losses.objective import Denominator, Objective
 from truestep.types import OPTIONAL_FIELDS, StepTotals
@@ -32,13 +43,34 @@ LOSSES: tuple[dict[str, Any], ...] = (
     {"type": "reinforce"},
     {"type": "reinforce", "ratio_cap": 1.3},
     {"type": "cispo", "epsilon_low": 0.3, "epsilon_high": 0.2},
+    {"type": "sapo", "tau_positive": 2.0, "tau_negative": 3.0},
+    {"type": "gmpo", "epsilon_low": 0.2, "epsilon_high": 0.15},
+    {"type": "dppo", "threshold": 0.05},
+    {"type": "dppo", "divergence": "kl", "threshold": 0.01},
     {"type": "cross_entropy"},
+)
+# Constant weights on the policy loss, with c on both sides of their bounds. Each is tried with two losses.
+CORRECTIONS: tuple[dict[str, Any], ...] = (
+    {"correction": {"type": "truncate", "level": "label", "high": 1.2}},
+    {"correction": {"type": "mask", "level": "label", "low": 0.7, "high": 1.4}},
+    {"correction": {"type": "reject", "level": "label", "low": 0.7, "high": 1.4}},
+    {"correction": {"type": "truncate", "level": "document", "high": 1.5}},
+    {"correction": {"type": "mask", "level": "document", "low": 0.4, "high": 2.0}},
+    {"correction": {"type": "reject", "level": "document_mean", "low": 0.8, "high": 1.2}},
+    {"off_policy_mask": 0.1},
+    {"correction": {"type": "mask", "level": "document_mean", "low": 0.6, "high": 1.3}, "off_policy_mask": 0.0},
+)
+CORRECTED: tuple[dict[str, Any], ...] = tuple(
+    {**loss, **correction}
+    for number, correction in enumerate(CORRECTIONS)
+    for loss in (LOSSES[1], (LOSSES[3], LOSSES[5], LOSSES[8], LOSSES[9])[number % 4])
 )
 COUNTS = (5, 0, 1, 9, 2, 0, 14, 3, 3, 7)
 
 
 def loss_name(loss: dict[str, Any]) -> str:
-    return "-".join(f"{value}" for value in loss.values())
+    values = [item for value in loss.values() for item in (value.values() if isinstance(value, dict) else [value])]
+    return "-".join(f"{value}" for value in values)
 
 
 @dataclass(frozen=True)
@@ -94,18 +126,27 @@ def label_loss(loss: dict[str, Any]) -> LabelLoss:
             return Reinforce(options["ratio_cap"])
         case "cispo":
             return Cispo(*epsilons)
+        case "sapo":
+            return Sapo(options["tau_positive"], options["tau_negative"])
+        case "gmpo":
+            return Gmpo(*epsilons)
+        case "dppo":
+            return Dppo(options["divergence"], options["threshold"])
         case _:
             return CrossEntropy()
 
 
 def make_objective(loss: dict[str, Any]) -> Objective:
     options = complete_loss_config(loss)
+    correction, threshold = options["correction"], options["off_policy_mask"]
     return Objective(
         label_loss(loss),
         Denominator(options["normalize_by"], options["max_labels"]),
         entropy_bonus=options["entropy_bonus"],
         z_loss=options["z_loss"],
-        deepspeed_divisor=options["gradient_divisor"] == "deepspeed",
+        gradient_divisor=options["gradient_divisor"] or 1.0,
+        correction=None if correction is None else Correction(**correction),
+        off_policy_mask=None if threshold is None else OffPolicyMask(threshold),
     )
 
 

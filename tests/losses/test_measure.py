@@ -12,7 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from losses.label_cases import LOSSES, Case, loss_name, make_case, make_labels, make_objective, oracle_inputs, without
+from losses.label_cases import (
+    CORRECTED,
+    LOSSES,
+    Case,
+    loss_name,
+    make_case,
+    make_labels,
+    make_objective,
+    oracle_inputs,
+    without,
+)
 from oracles.step import Document, complete_loss_config, loss_terms, step_metrics
 from truestep.losses.labels import Labels
 from truestep.losses.measure import LOG_RATIO_EDGES, LOG_RATIO_PERCENTILES, StepFacts, measure_labels
@@ -106,7 +116,7 @@ def check_against_oracle(case: Case, loss: dict[str, Any], flags: list[Flags]) -
         assert abs(mine[name] - value) <= 1e-11 * max(scale, 1e-30), name
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=loss_name)
+@pytest.mark.parametrize("loss", LOSSES + CORRECTED, ids=loss_name)
 def test_documents_that_each_lack_something_else(loss: dict[str, Any]) -> None:
     """All 16 combinations of inputs among the documents of one micro-batch, and each of them without labels."""
     for seed, shift in itertools.product(range(2), (0, 5)):
@@ -118,12 +128,14 @@ def test_documents_that_each_lack_something_else(loss: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("flags", EVERY_COMBINATION, ids=str)
 def test_a_step_that_lacks_an_input_altogether(flags: Flags) -> None:
-    for loss in LOSSES:
+    for loss in (*LOSSES, *CORRECTED[::5]):
         check_against_oracle(make_case((3, 0, 5)), loss, [flags] * 3)
         check_against_oracle(make_case((0, 0)), loss, [flags] * 2)
 
 
-@pytest.mark.parametrize("loss", [LOSSES[0], LOSSES[2], LOSSES[4], LOSSES[6]], ids=loss_name)
+@pytest.mark.parametrize(
+    "loss", [LOSSES[0], LOSSES[2], LOSSES[4], LOSSES[6], *LOSSES[7:11], *CORRECTED[::5]], ids=loss_name
+)
 @pytest.mark.parametrize("absent", [float("nan"), float("inf"), -1e30])
 def test_what_stands_for_an_absent_input_never_reaches_a_metric(loss: dict[str, Any], absent: float) -> None:
     case, objective = make_case((4, 6, 2)), make_objective(loss)
@@ -144,7 +156,9 @@ def test_the_levels() -> None:
     assert none == {"loss", "new_logprobs", "policy_loss", "z_loss"}
     assert basic - none == {
         "old_logprobs", "ratio_new_old", "ratio_new_old_sum", "ratio_new_old_squared_sum", "kl_new_old",
-        "clipped_ratio_fraction", "clipped_ratio_fraction_low", "clipped_ratio_fraction_high", "advantage",
+        "clipped_ratio_fraction", "clipped_ratio_fraction_low", "clipped_ratio_fraction_high",
+        "clipped_fraction", "clamped_ratios",
+        "advantage",
         "max_advantage", "min_advantage", "reward", "max_reward", "min_reward", "staleness", "max_staleness",
         "min_staleness", "effective_sample_size", "truncated_fraction",
     }  # fmt: skip
@@ -214,7 +228,7 @@ def micro_batch(case: Case, objective: Objective, facts: Facts, chosen: list[int
     documents=st.lists(
         st.tuples(st.integers(0, 4), st.sampled_from(EVERY_COMBINATION), st.integers(0, 3)), min_size=1, max_size=9
     ),
-    loss=st.sampled_from(LOSSES),
+    loss=st.sampled_from(LOSSES + CORRECTED),
     normalize_by=st.sampled_from(["labels", "documents", "document_means"]),
     seed=st.integers(0, 99),
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from losses.label_cases import (
+    CORRECTED,
     DENOMINATORS,
     LOSSES,
     Case,
@@ -52,7 +53,7 @@ def gradient_of_logits(coefficients: Coefficients, case: Case) -> torch.Tensor: 
     return log_p.exp() * (coefficients.a[:, None] + b * log_p) - coefficients.c[:, None] * one_hot
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=loss_name)
+@pytest.mark.parametrize("loss", LOSSES + CORRECTED, ids=loss_name)
 @pytest.mark.parametrize("denominator", DENOMINATORS, ids=loss_name)
 def test_coefficients_equal_autograd_of_the_whole_loss(loss: dict[str, Any], denominator: dict[str, Any]) -> None:
     case = make_case(seed=3)
@@ -68,7 +69,7 @@ def test_coefficients_equal_autograd_of_the_whole_loss(loss: dict[str, Any], den
         assert terms == {name: pytest.approx(value, rel=1e-11, abs=1e-14) for name, value in sums.items()}
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=loss_name)
+@pytest.mark.parametrize("loss", LOSSES + CORRECTED, ids=loss_name)
 @pytest.mark.parametrize("chunk", [1, 4, None])
 def test_the_head_and_the_objective_together_equal_autograd(loss: dict[str, Any], chunk: int | None) -> None:
     """Documents are cut by the chunks, and a loss of whole documents does not notice."""
@@ -94,16 +95,18 @@ def test_the_head_and_the_objective_together_equal_autograd(loss: dict[str, Any]
     torch.testing.assert_close(buffer, wanted.T @ case.logits, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.parametrize("divisor", ["deepspeed", 4.0])
 @pytest.mark.parametrize("loss", LOSSES, ids=loss_name)
-def test_deepspeed_divides_the_gradient_and_not_the_loss(loss: dict[str, Any]) -> None:
+def test_a_divisor_divides_the_gradient_and_not_the_loss(loss: dict[str, Any], divisor: float | str) -> None:
     case = make_case()
     options = loss | {"entropy_bonus": 0.3, "z_loss": 0.02}
     plain = make_objective(options)
-    divided = make_objective(options | {"gradient_divisor": "deepspeed"})
+    divided = make_objective(options | {"gradient_divisor": divisor})
     labels = make_labels(case, plain.denominator)
     before, after = plain.coefficients(labels, case.totals), divided.coefficients(labels, case.totals)
     for name in ("a", "b", "c"):
-        torch.testing.assert_close(getattr(after, name) * len(case.counts), getattr(before, name), rtol=1e-12, atol=0)
+        number = len(case.counts) if divisor == "deepspeed" else divisor
+        torch.testing.assert_close(getattr(after, name) * number, getattr(before, name), rtol=1e-12, atol=0)
     for name, term in plain.terms(labels).items():
         assert torch.equal(term, divided.terms(labels)[name])
 
@@ -141,7 +144,9 @@ def test_an_unknown_denominator_is_an_error() -> None:
 
 def test_a_label_by_hand() -> None:
     """Cross-entropy with both extras, of one label with logπ = -2, H = 1.5, logsumexp = 4 and weight 1/10."""
-    objective = Objective(CrossEntropy(), Denominator("labels"), entropy_bonus=0.5, z_loss=0.25, deepspeed_divisor=True)
+    objective = Objective(
+        CrossEntropy(), Denominator("labels"), entropy_bonus=0.5, z_loss=0.25, gradient_divisor="deepspeed"
+    )
     labels = plain_labels(logprobs=[-2.0], entropy=[1.5], logsumexp=[4.0], weight=[0.1])
     terms = {name: term.tolist() for name, term in objective.terms(labels).items()}
     approximately = {"policy_loss": 0.2, "entropy_bonus": -0.075, "z_loss": 0.4}
@@ -154,7 +159,7 @@ def test_a_label_by_hand() -> None:
     assert coefficients.c.tolist() == [pytest.approx(0.05)]
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=loss_name)
+@pytest.mark.parametrize("loss", LOSSES + CORRECTED, ids=loss_name)
 @pytest.mark.parametrize("denominator", DENOMINATORS, ids=loss_name)
 def test_micro_batches_add_up_to_the_step(loss: dict[str, Any], denominator: dict[str, Any]) -> None:
     """A micro-batch has some of the documents and the step's totals; its coefficients are those of the whole step."""

@@ -122,9 +122,9 @@ def test_normalize_by_by_hand(normalize_by: str, loss: float, scale: float) -> N
 
 
 def test_gspo_by_hand() -> None:
-    """Log-ratios 0.1 and -0.3: R = exp(-0.1). A = (1 - 3) / 2 = -1. Not below 1 - 0.2, so l = exp(-0.1), twice.
+    """Log-ratios 0.1 and -0.3: R = exp(-0.1), inside its bounds. A = 1 and -3: l = -R and 3 R, the mean R.
 
-    dl/dlogpi_t = -R A / N_d each way: as every label carries l, the sum of two has -R A; document_means halves it.
+    The slope of a label in its own log-prob is -R A, here -R and 3 R; labels and document_means halve it.
     """
     document = hand_document([-1.1, -0.7], [1.0, -3.0])
     labels = hand_values([-1.0, -1.0])
@@ -137,11 +137,11 @@ def test_gspo_by_hand() -> None:
         total = sum_terms(terms)
         assert total.item() == pytest.approx(loss)
         gradients = torch.autograd.grad(total, [label.logprob for label in labels])
-        assert [gradient.item() for gradient in gradients] == pytest.approx([loss / 2, loss / 2])
+        assert [gradient.item() for gradient in gradients] == pytest.approx([-loss / 2, 3 * loss / 2])
         metrics = step_metrics([document], [labels], terms, config, 0)
         assert metrics["ratio_new_old"][0] == pytest.approx(ratio)
-        assert metrics["ratio_new_old_sum"][0] == pytest.approx(2 * ratio)
-        assert metrics["effective_sample_size"][0] == pytest.approx(2.0)
+        assert metrics["ratio_new_old_sum"][0] == pytest.approx(ratio)  # of one document
+        assert metrics["effective_sample_size"][0] == pytest.approx(1.0)
         assert metrics["kl_new_old"][0] == pytest.approx(ratio + 0.1 - 1.0)
         assert metrics["max_advantage"][0] == 1.0
     assert complete_loss_config({"type": "gspo"})["normalize_by"] == "document_means"
@@ -248,6 +248,9 @@ FINITE_DIFFERENCE_LOSSES: list[dict[str, Any]] = [
     {"type": "grpo", "entropy_bonus": 0.3, "z_loss": 0.05},
     {"type": "gspo", "normalize_by": "documents"},
     {"type": "gspo"},
+    {"type": "gmpo", "epsilon_low": 0.2, "epsilon_high": 0.2, "normalize_by": "labels"},
+    {"type": "sapo", "tau_positive": 2.0, "tau_negative": 3.0},
+    {"type": "dppo", "threshold": 0.002},
     {"type": "reinforce", "ratio_cap": 1.5, "normalize_by": "documents"},
     {"type": "cispo", "epsilon_low": 0.3, "epsilon_high": 0.4, "normalize_by": "constant", "max_labels": 9},
     {"type": "cross_entropy", "entropy_bonus": 0.2},
@@ -257,6 +260,9 @@ FINITE_DIFFERENCE_LOSSES: list[dict[str, Any]] = [
 def stepped_records(directory: Path, loss: dict[str, Any], seed: int = 5) -> list[dict[str, Any]]:
     records = make_records(seed, documents=8, max_length=12)
     logprobs = oracle_logprobs(directory, records)
+    if loss["type"] in ("gspo", "gmpo"):  # with one advantage a document, the slopes are those of the document's sum
+        for number, record in enumerate(records):
+            record["advantage"] = (1.5, -0.5, 0.8, -2.0)[number % 4]
     if loss["type"] == "gspo":
         return set_old_logprobs(
             records, logprobs, seed=seed, level="document", spread=0.05, bounds=(1.0 - 3e-4, 1.0 + 4e-4)

@@ -4,6 +4,7 @@ every chunk size and packing budget."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from scoring import check_against_oracle, loaded_once, run_score, write_records
 from selection import long_except
 from tiny import make_records, set_old_logprobs
 
-LOSSES = ("grpo", "gspo", "reinforce", "cispo", "cross_entropy")
+LOSSES = ("grpo", "gspo", "reinforce", "cispo", "cross_entropy", "sapo", "gmpo", "dppo")
 DENOMINATORS: tuple[dict[str, Any], ...] = (
     {"normalize_by": "labels"},
     {"normalize_by": "documents"},
@@ -31,6 +32,8 @@ SHORT = (
     ("qwen3_tied", "grpo"),
     ("gemma2", "reinforce"),
 )
+# The kinds of model and the losses are independent: every kind meets five losses, and one kind all of them.
+PAIRS = (*itertools.product(MATRIX, LOSSES[:5]), *(("qwen3_tied", loss) for loss in LOSSES[5:]))
 CHUNKS = (1, 7, "auto")
 BUDGETS = (24, 50, 1000)
 # Where each loss has its kinks: ratios lie on both sides of every one of them.
@@ -39,6 +42,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gspo": {"epsilon_low": 0.003, "epsilon_high": 0.004, "dual_clip": 1.02},
     "reinforce": {"ratio_cap": 1.3},
     "cispo": {"epsilon_low": 0.3, "epsilon_high": 0.2},
+    "sapo": {"tau_positive": 2.0, "tau_negative": 3.0},
+    "gmpo": {"epsilon_low": 0.2, "epsilon_high": 0.15},
+    "dppo": {"divergence": "kl", "threshold": 1e-4},
     "cross_entropy": {},
 }
 BOUNDS = {
@@ -46,8 +52,25 @@ BOUNDS = {
     "gspo": {"level": "document", "spread": 0.05, "bounds": (0.997, 1.004)},
     "reinforce": {"bounds": (0.8, 1.3)},
     "cispo": {"bounds": (0.7, 1.2)},
+    "sapo": {},
+    "gmpo": {"bounds": (math.exp(-0.2), math.exp(0.15))},
+    "dppo": {},
     "cross_entropy": {},
 }
+
+# Every kind and level of correction, each with another loss. Their bounds lie inside the drawn ratios.
+CORRECTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("grpo", {"correction": {"type": "truncate", "level": "label", "high": 1.1}}),
+    ("sapo", {"correction": {"type": "mask", "level": "label", "low": 0.8, "high": 1.3}}),
+    ("reinforce", {"correction": {"type": "reject", "level": "label", "low": 0.8, "high": 1.3}}),
+    ("dppo", {"correction": {"type": "truncate", "level": "document", "high": 1.2}}),
+    ("gspo", {"correction": {"type": "mask", "level": "document", "low": 0.97, "high": 1.03}}),
+    ("cispo", {"correction": {"type": "reject", "level": "document_mean", "low": 0.95, "high": 1.05}}),
+    (
+        "gmpo",
+        {"correction": {"type": "mask", "level": "document_mean", "low": 0.9, "high": 1.1}, "off_policy_mask": 0.0},
+    ),
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,7 +92,7 @@ def config_for(model: Path, records: Path, loss: dict[str, Any], **data: Any) ->
     }
 
 
-@pytest.mark.parametrize(("kind", "loss"), long_except(itertools.product(MATRIX, LOSSES), *SHORT))
+@pytest.mark.parametrize(("kind", "loss"), long_except(PAIRS, *SHORT))
 def test_score_equals_the_oracle_at_every_layout(
     kind: str, loss: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -88,8 +111,34 @@ def test_score_equals_the_oracle_at_every_layout(
             scored = run_score(config, tmp_path / "out")
             check_against_oracle(scored, oracle)
             clipped |= {name for name, value in scored.step.items() if "clipped" in name and 0 < value < 1}
-    if loss in ("grpo", "gspo", "cispo"):
-        assert len(clipped) == 3, "both bounds must lie inside the tested range"
+    fractions = {"clipped_ratio_fraction", "clipped_ratio_fraction_low", "clipped_ratio_fraction_high"}
+    wanted = fractions if loss in ("grpo", "gspo", "cispo", "gmpo") else set()
+    wanted |= set() if loss in ("sapo", "cross_entropy") else {"clipped_fraction"}
+    assert clipped == wanted, "both bounds must lie inside the tested range"
+
+
+@pytest.mark.parametrize(("loss", "correction"), long_except(CORRECTIONS, CORRECTIONS[6]))
+def test_corrections_equal_the_oracle_at_every_layout(
+    loss: str, correction: dict[str, Any], tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = tiny_model("qwen3_tied")
+    records = records_for(model, loss)
+    file = write_records(tmp_path / "rollouts.jsonl", records)
+    options = {"type": loss, "z_loss": 0.01, "gradient_divisor": 3.0, **OPTIONS[loss], **correction}
+    configs = [config_for(model, file, options | denominator) for denominator in DENOMINATORS]
+    weighed: set[str] = set()
+    for config, oracle in zip(configs, oracle_steps(model, records, configs), strict=True):
+        for chunk, budget in itertools.product(CHUNKS, BUDGETS):
+            config["model"]["head"] = {"logits_chunk_size": chunk}
+            config["data"]["tokens_per_microbatch"] = budget
+            scored = run_score(config, tmp_path / "out")
+            check_against_oracle(scored, oracle)
+            weighed |= {name for name, value in scored.step.items() if "corrected" in name and 0 < value < 1}
+            weighed |= {name for name, value in scored.step.items() if "off_policy" in name and 0 < value < 1}
+    kinds = {"corrected_fraction_high", "corrected_fraction_low", "off_policy_fraction"}
+    kinds -= {"corrected_fraction_low"} if "truncate" in str(correction) else set()
+    kinds -= {"off_policy_fraction"} if "off_policy_mask" not in correction else set()
+    assert weighed == kinds, "some labels must be weighed away, and others not"
 
 
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "granite"])

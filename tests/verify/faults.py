@@ -9,7 +9,10 @@ import torch
 
 from truestep.head import logits, passes
 from truestep.losses import label_losses
-from truestep.losses.objective import Denominator
+from truestep.losses.corrections import Correction
+from truestep.losses.label_losses import LabelTerm
+from truestep.losses.labels import Labels
+from truestep.losses.objective import Denominator, Objective
 from truestep.metrics.types import Max, Mean, Metric, Min
 from truestep.policy.cuts.pieces import Piece, pieces_of
 from truestep.policy.model.context import Context
@@ -214,3 +217,42 @@ def extremes_of_a_stage_without_a_loss() -> None:
         return sums, passes
 
     StepRunner._accumulate = reporting  # type: ignore[method-assign]
+
+
+def masked_labels_leave_the_denominator() -> None:
+    """A mask that changes N: the mean is over the labels that are left."""
+    honest = Objective.policy_weights
+
+    def renormalised(self: Objective, labels: Labels) -> torch.Tensor | None:
+        weights = honest(self, labels)
+        return None if weights is None else weights * len(weights) / (weights != 0).sum().clamp(min=1)
+
+    Objective.policy_weights = renormalised  # type: ignore[method-assign]
+
+
+def corrections_that_learn() -> None:
+    """The weight is differentiated as if it were part of the ratio."""
+    honest = Objective.policy_term
+
+    def learning(self: Objective, labels: Labels) -> LabelTerm:
+        term = honest(self, labels)
+        return dataclasses.replace(term, slope=term.slope + term.loss)
+
+    Objective.policy_term = learning  # type: ignore[method-assign]
+
+
+def corrections_by_the_label() -> None:
+    """Every label is weighed by its own ratio, where its document's was asked for."""
+    Correction.log_importance = lambda self, labels: labels.log_importance  # type: ignore[method-assign]
+
+
+def masked_whatever_way_they_move() -> None:
+    """The sign of the advantage is forgotten."""
+    honest = label_losses.Dppo.__call__
+
+    def unsigned(self: label_losses.Dppo, labels: Labels) -> LabelTerm:
+        term = honest(self, labels)
+        masked = self.moved(labels) > self.threshold
+        return dataclasses.replace(term, slope=torch.where(masked, 0, term.slope), clipped=masked)
+
+    label_losses.Dppo.__call__ = unsigned  # type: ignore[method-assign]

@@ -19,11 +19,13 @@ from transformers import AutoConfig
 from oracles.transformer import Transformer
 from selection import long_except
 from tiny import KINDS, make_model
+from truestep.assemble.step import make_objective
 from truestep.cli import main
 from truestep.config.load import load_config
 from truestep.errors import TruestepError
 from truestep.verify.case import make_case
 from truestep.verify.compare import Difference
+from truestep.verify.custom import document_labels
 from truestep.verify.judge import Verdict, verify, worst_of_each_kind
 from truestep.verify.layouts import Layout, layouts_for
 from truestep.verify.oracle.records import read_document
@@ -77,7 +79,7 @@ def check_proof(output: Path) -> None:
 
 @pytest.mark.parametrize("name", ["grpo"])
 def test_an_example_passes_under_every_layout_as_a_user_types_it(name: str, examples: Path, tmp_path: Path) -> None:
-    """A loss of labels; the next test has the loss of whole documents. How long it takes: benchmarks/verify.py."""
+    """A loss of labels; the next test has those of whole documents. How long it takes: benchmarks/verify.py."""
     command = [sys.executable, "-m", "truestep", "verify", f"examples/{name}.yaml", "--output", "out"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -86,7 +88,7 @@ def test_an_example_passes_under_every_layout_as_a_user_types_it(name: str, exam
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["gspo", "reinforce", "cispo", "cross_entropy"])
+@pytest.mark.parametrize("name", ["gspo", "reinforce", "cispo", "dppo", "gmpo", "cross_entropy"])
 def test_every_example_passes_under_every_layout(name: str, examples: Path, tmp_path: Path) -> None:
     """By the same command, in this process: its ranks are forked from a server that other tests have started."""
     done = CliRunner().invoke(main, ["verify", str(examples / f"{name}.yaml"), "--output", str(tmp_path / "out")])
@@ -102,6 +104,25 @@ def test_every_example_passes_over_eight_ranks(name: str, examples: Path) -> Non
     verdicts = verify(config, Path("out"), most_ranks=8, only=lambda layout: layout.ranks == 8)
     eight = [verdict for verdict in verdicts if verdict.layout.ranks == 8]
     assert len(eight) >= 3 and all(verdict.passed for verdict in eight)
+
+
+@pytest.mark.parametrize("name", ["dppo", "gmpo", "grpo"])
+def test_log_probs_lie_on_both_sides_of_every_bound(name: str, examples: Path, tmp_path: Path) -> None:
+    """Of clips, masks and corrections alike, and none so near a bound that float32 would decide."""
+    config = load_config(examples / f"{name}.yaml")
+    case = make_case(config, tmp_path, 14, full=False)
+    objective, reference = make_objective(config), Reference(case.model)
+    sides: dict[float, set[bool]] = {}
+    for record in case.records:
+        document = read_document(record, 1.0)
+        if not document.positions:
+            continue
+        with torch.no_grad():
+            logprobs = torch.stack([value.logprob for value in label_values(reference, document)])
+        for values, bound in objective.switches(document_labels(document, logprobs, logprobs, logprobs)):
+            sides.setdefault(bound, set()).update((values > bound).tolist())
+            assert float((values - bound).abs().min()) > 1e-2 * abs(bound)
+    assert len(sides) >= 2 and all(side == {False, True} for side in sides.values()), sides
 
 
 @pytest.mark.parametrize("name", long_except(["grpo", "gspo", "cispo"], "gspo"))
@@ -182,12 +203,34 @@ def test_a_planted_fault_is_found_and_named(
     assert any(found[kind].name in complaint for complaint in complaints(verdict))
 
 
-def test_document_sums_of_one_rank_are_found_and_named(examples: Path) -> None:
-    """gspo, and documents that lie on several ranks: each takes the part that it has for the whole."""
-    verdict = judge(examples, "context 4", faults.document_sums_of_one_rank, name="gspo")
+# The part of a document's product that a rank has is taken for the whole: by a loss, and by a correction.
+@pytest.mark.parametrize("name", long_except(["gspo", "gmpo", "dppo"], "gspo"))
+def test_document_sums_of_one_rank_are_found_and_named(name: str, examples: Path) -> None:
+    verdict = judge(examples, "context 4", faults.document_sums_of_one_rank, name=name)
     assert verdict.failure is None, verdict.failure
     found = {difference.kind: difference.value for difference in verdict.wrong}
     assert "gradient" in found, complaints(verdict)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("plant", "kind", "named"),
+    [
+        (faults.masked_labels_leave_the_denominator, "loss", "loss"),
+        (faults.corrections_that_learn, "gradient", ""),
+        (faults.corrections_by_the_label, "metric", "correct"),
+        (faults.masked_whatever_way_they_move, "metric", "clipped_fraction"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_fault_in_a_correction_is_found_and_named(
+    plant: Callable[[], None], kind: str, named: str, examples: Path
+) -> None:
+    verdict = judge(examples, "smallest micro-batches", plant, name="dppo")
+    assert verdict.failure is None, verdict.failure
+    found = {difference.kind: difference for difference in verdict.wrong}
+    assert kind in found, complaints(verdict)
+    assert named in found[kind].name, complaints(verdict)
 
 
 @pytest.mark.long

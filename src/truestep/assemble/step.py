@@ -5,6 +5,7 @@ import torch
 from truestep.config.schema import Config
 from truestep.config.sections import CustomOptimizer
 from truestep.custom import load_custom
+from truestep.losses.corrections import Correction, OffPolicyMask
 from truestep.losses.label_losses import make_label_loss
 from truestep.losses.measure import Measure
 from truestep.losses.objective import Denominator, Objective
@@ -19,12 +20,16 @@ from truestep.step.runner import StepRunner
 
 def make_objective(config: Config) -> Objective:
     loss = config.loss
+    # A supervised loss has no policy loss that could be corrected, and no such options.
+    correction, threshold = getattr(loss, "correction", None), getattr(loss, "off_policy_mask", None)
     return Objective(
         label_loss=make_label_loss(loss),
         denominator=Denominator(loss.normalize_by, loss.max_labels),
         entropy_bonus=loss.entropy_bonus,
         z_loss=loss.z_loss,
-        deepspeed_divisor=loss.gradient_divisor == "deepspeed",
+        gradient_divisor=1.0 if loss.gradient_divisor == "none" else loss.gradient_divisor,
+        correction=None if correction is None else Correction(**correction.model_dump()),
+        off_policy_mask=None if threshold is None else OffPolicyMask(threshold),
     )
 
 

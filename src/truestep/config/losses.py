@@ -22,9 +22,10 @@ class LossBase(Section):
     document's own labels, and then the documents. constant: documents x max_labels (Dr. GRPO)."""
     max_labels: Count | None = None
     """The constant of normalize_by: constant. It is usually the longest completion allowed."""
-    gradient_divisor: Literal["none", "deepspeed"] = "none"
-    """deepspeed: the gradient is divided once more by the step's documents, and the reported loss is not. DeepSpeed
-    divides so (1 / (accumulation x world)), and clip thresholds that were tuned there expect it."""
+    gradient_divisor: Literal["none", "deepspeed"] | Positive = "none"
+    """The gradient is divided once more by this, and the reported loss is not, so that clip thresholds that were tuned
+    elsewhere carry over. deepspeed: by the step's documents, as DeepSpeed does (1 / (accumulation x world)) where its
+    batches hold one document a step of each rank."""
     entropy_bonus: NotNegative = 0.0
     """The weight w of the term -w x entropy, which has the same denominator as the loss."""
     z_loss: NotNegative = 0.0
@@ -40,11 +41,43 @@ class LossBase(Section):
         return self
 
 
-class Clipped(LossBase):
+class CorrectionConfig(Section):
+    type: Literal["truncate", "mask", "reject"]
+    """The weight of a label, from its importance ratio c. truncate: min(c, high). mask: c inside [low, high], else 0.
+    reject: 1 inside [low, high], else 0."""
+    level: Literal["label", "document", "document_mean"] = "label"
+    """label: c is each label's own. document: the product over the document's labels. document_mean: the geometric
+    mean over them."""
+    high: Positive
+    """The largest c."""
+    low: NotNegative = 0.0
+    """The smallest c, for mask and reject."""
+
+    @model_validator(mode="after")
+    def _bounds_agree(self) -> "CorrectionConfig":
+        if self.type == "truncate" and self.low > 0:
+            raise ValueError("low is for mask and reject: truncate keeps small ratios as they are")
+        if self.low > self.high:
+            raise ValueError(f"low: {self.low:g} is above high: {self.high:g}, so every label would weigh 0")
+        return self
+
+
+class PolicyLoss(LossBase):
+    """The losses that learn from advantages."""
+
+    correction: CorrectionConfig | None = None
+    """A constant weight on the policy loss of each label, from how far its probability is from the sampler's. A label
+    that weighs 0 still counts in the denominator. null: none."""
+    off_policy_mask: NotNegative | None = None
+    """Labels of negative advantage weigh 0 in a document whose mean of the sampler's log-prob less the policy's is
+    above this. null: none."""
+
+
+class Clipped(PolicyLoss):
     epsilon_low: NotNegative = 0.2
-    """The ratio is clipped at 1 - epsilon_low from below."""
+    """The ratio is clipped at 1 - epsilon_low from below (gmpo: its logarithm at -epsilon_low)."""
     epsilon_high: NotNegative = 0.2
-    """The ratio is clipped at 1 + epsilon_high from above."""
+    """The ratio is clipped at 1 + epsilon_high from above (gmpo: its logarithm at epsilon_high)."""
 
 
 class DualClipped(Clipped):
@@ -65,7 +98,7 @@ class GspoLoss(DualClipped):
     epsilon_high: NotNegative = 4e-4
 
 
-class ReinforceLoss(LossBase):
+class ReinforceLoss(PolicyLoss):
     type: Literal["reinforce"]
     """The log-prob is weighted by the importance ratio, which is capped and held constant."""
     ratio_cap: Positive | None = None
@@ -79,13 +112,40 @@ class CispoLoss(Clipped):
     epsilon_high: NotNegative = 4.0
 
 
+class SapoLoss(PolicyLoss):
+    type: Literal["sapo"]
+    """A soft gate in place of a clip: the gradient falls off smoothly as the ratio moves away from 1."""
+    tau_positive: Positive = 1.0
+    """How fast the gradient falls off where the advantage is not negative."""
+    tau_negative: Positive = 1.05
+    """How fast the gradient falls off where the advantage is negative."""
+
+
+class GmpoLoss(Clipped):
+    type: Literal["gmpo"]
+    """The geometric mean over the document of ratios that are clipped one by one."""
+    normalize_by: NormalizeBy = "document_means"
+    epsilon_low: NotNegative = 0.4
+    epsilon_high: NotNegative = 0.4
+
+
+class DppoLoss(PolicyLoss):
+    type: Literal["dppo"]
+    """Labels that move outward lose their gradient once their probability has moved too far from the old one."""
+    divergence: Literal["tv", "kl"] = "tv"
+    """How far a label's probability has moved. tv: the absolute difference. kl: the divergence of the old from the new,
+    of the label against all other tokens."""
+    threshold: Positive = 0.2
+    """The largest divergence of a label that moves outward."""
+
+
 class CrossEntropyLoss(LossBase):
     type: Literal["cross_entropy"]
     """Supervised learning: it needs neither advantages nor the sampler's log-probs."""
     supervised: ClassVar[bool] = True
 
 
-class CustomLoss(LossBase):
+class CustomLoss(PolicyLoss):
     type: Literal["custom"]
     """A loss of your own, by import path."""
     function: str
@@ -109,7 +169,19 @@ class CustomLoss(LossBase):
             self.custom  # noqa: B018
         except CustomError as error:
             raise ValueError(str(error).removeprefix("loss.")) from error
+        corrected = [name for name in PolicyLoss.__annotations__ if getattr(self, name) is not None]
+        if self.supervised and corrected:
+            raise ValueError(f"{corrected[0]} corrects a policy loss, and {self.function} is supervised")
+        if self.correction is not None and self.correction.level == "label" and self._of_whole_documents:
+            raise ValueError(
+                f"correction.level: label weighs the labels of a document apart, and {self.function} is a loss of "
+                "whole documents; take level: document or document_mean"
+            )
         return self
+
+    @property
+    def _of_whole_documents(self) -> bool:
+        return bool(getattr(self.custom, "whole_documents", False))
 
 
 LossConfig = Annotated[
@@ -117,6 +189,9 @@ LossConfig = Annotated[
     | Annotated[GspoLoss, Tag("gspo")]
     | Annotated[ReinforceLoss, Tag("reinforce")]
     | Annotated[CispoLoss, Tag("cispo")]
+    | Annotated[SapoLoss, Tag("sapo")]
+    | Annotated[GmpoLoss, Tag("gmpo")]
+    | Annotated[DppoLoss, Tag("dppo")]
     | Annotated[CrossEntropyLoss, Tag("cross_entropy")]
     | Annotated[CustomLoss, Tag("custom")],
     by_type("grpo"),

@@ -12,13 +12,19 @@ from typing import Any, ClassVar
 import torch
 
 from truestep.custom import CustomError
-from truestep.losses.labels import Labels
+from truestep.losses.labels import Labels, clamped_exp
+
+# A value of each label that decides which formula holds, and the bound at which it changes.
+Switch = tuple[torch.Tensor, float]
 
 
 @dataclass(frozen=True)
 class LabelTerm:
     loss: torch.Tensor  # [T] l_t, before any denominator
     slope: torch.Tensor  # [T] d l_t / d logπ_t; of a loss of whole documents, d (Σ l) / d logπ_t over the document
+    # [T] bool: a clip, a cap, a mask or a clamp changed the gradient; None where the loss has none of these.
+    clipped: torch.Tensor | None = None
+    clamped: torch.Tensor | None = None  # [T] bool: the log-ratio is beyond the clamp; None where nothing is clamped
 
 
 class LabelLoss:
@@ -33,12 +39,28 @@ class LabelLoss:
         """The least and the largest ratio before clipping; None where the loss does not clip."""
         return None
 
+    @property
+    def document_ratio(self) -> bool:
+        """True where the ratio that the loss looks at, and that metrics are of, is one of each document."""
+        return self.whole_documents
+
     def __call__(self, labels: Labels) -> LabelTerm:
         raise NotImplementedError
 
     def log_ratio(self, labels: Labels) -> torch.Tensor:  # [T]
         """The log-ratio that this loss looks at: each label's own, or its document's mean."""
-        return labels.document_means(labels.log_ratio) if self.whole_documents else labels.log_ratio
+        return labels.document_means(labels.log_ratio) if self.document_ratio else labels.log_ratio
+
+    def outside(self, labels: Labels) -> tuple[torch.Tensor, torch.Tensor] | None:  # [T] bool each
+        """Tell which labels' ratios are below and above the clip's bounds; None where the loss does not clip."""
+        if self.bounds is None:
+            return None
+        ratio, (low, high) = self.log_ratio(labels).exp(), self.bounds
+        return ratio < low, ratio > high
+
+    def switches(self, labels: Labels) -> list[Switch]:
+        """List the values at which the loss changes its formula, so that `verify` can keep away from them."""
+        return [(self.log_ratio(labels), math.log(bound)) for bound in self.bounds or () if bound > 0]
 
 
 def make_label_loss(options: Any) -> LabelLoss:
@@ -56,8 +78,18 @@ def make_label_loss(options: Any) -> LabelLoss:
 
 def round_bounds(epsilon_low: float, epsilon_high: float) -> tuple[float, float]:
     """Round the bounds of a ratio to float32, so that a float32 ratio can lie exactly on one."""
-    low, high = torch.tensor([1 - epsilon_low, 1 + epsilon_high], dtype=torch.float32).tolist()
-    return low, high
+    return to_float32(1 - epsilon_low), to_float32(1 + epsilon_high)
+
+
+def to_float32(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float32))
+
+
+def stopped(term: LabelTerm, clamped: torch.Tensor) -> LabelTerm:
+    """Take the gradient of labels whose log-ratio is beyond the clamp."""
+    lost = clamped & (term.slope != 0)
+    clipped = lost if term.clipped is None else term.clipped | lost
+    return LabelTerm(term.loss, torch.where(clamped, 0, term.slope), clipped, clamped)
 
 
 def clipped_surrogate(
@@ -73,13 +105,15 @@ def clipped_surrogate(
     if dual_clip is not None:
         loss = torch.where(negative, torch.minimum(loss, -dual_clip * advantages), loss)
         inside &= ~(negative & (ratio > dual_clip))
-    return LabelTerm(loss, torch.where(inside, -surrogate, 0))
+    return LabelTerm(loss, torch.where(inside, -surrogate, 0), ~inside & (advantages != 0))
 
 
-def weighted_logprob(importance: torch.Tensor, labels: Labels) -> LabelTerm:
-    """Compute `-importance · A · logπ`, where the importance counts as a constant, and its slope."""
-    slope = torch.where(labels.advantages == 0, 0, -importance * labels.advantages)
-    return LabelTerm(torch.where(slope == 0, 0, slope * labels.logprobs), slope)
+def weighted_logprob(ratio: torch.Tensor, labels: Labels, low: float, high: float) -> LabelTerm:
+    """Compute `-clip(ρ, low, high) · A · logπ`, where the clipped ratio counts as a constant, and its slope."""
+    slope = -ratio.clamp(low, high) * labels.advantages
+    clipped = ((ratio < low) | (ratio > high)) & (labels.advantages != 0)
+    # A log-prob may be infinitely small, and 0 · inf is NaN.
+    return LabelTerm(torch.where(slope == 0, 0, slope * labels.logprobs), slope, clipped)
 
 
 @dataclass(frozen=True)
@@ -97,23 +131,19 @@ class Grpo(Clipped):
     dual_clip: float | None = None
 
     def __call__(self, labels: Labels) -> LabelTerm:
-        return clipped_surrogate(self.log_ratio(labels).exp(), labels.advantages, self.bounds, self.dual_clip)
+        ratio, clamped = clamped_exp(self.log_ratio(labels))
+        return stopped(clipped_surrogate(ratio, labels.advantages, self.bounds, self.dual_clip), clamped)
 
 
 @dataclass(frozen=True)
-class Gspo(Clipped):
-    """Clips the document's geometric-mean ratio R_d, with the document's mean advantage.
+class Gspo(Grpo):
+    """Clips the document's geometric-mean ratio R_d, with each label's own advantage.
 
-    Every label carries l_d, so with W_d the sum of the labels' weights, dL/dlogπ_t = W_d · (dl_d/dR · R) / N_d. All
-    labels of a document have the same weight w = W_d / N_d, hence the slope of a label is dl_d/dR · R itself.
+    The slope is that of R_d · exp(logπ_t - sg(logπ_t)) for the ratio. Where all labels of a document have one
+    advantage and one weight it is the derivative of the document's sum.
     """
 
-    dual_clip: float | None = None
     whole_documents: ClassVar[bool] = True
-
-    def __call__(self, labels: Labels) -> LabelTerm:
-        advantages = labels.document_means(labels.advantages)
-        return clipped_surrogate(self.log_ratio(labels).exp(), advantages, self.bounds, self.dual_clip)
 
 
 @dataclass(frozen=True)
@@ -122,13 +152,96 @@ class Reinforce(LabelLoss):
 
     def __call__(self, labels: Labels) -> LabelTerm:
         cap = math.inf if self.ratio_cap is None else self.ratio_cap
-        return weighted_logprob(self.log_ratio(labels).exp().clamp(max=cap), labels)
+        ratio, clamped = clamped_exp(self.log_ratio(labels))
+        return stopped(weighted_logprob(ratio, labels, 0.0, cap), clamped)
+
+    def switches(self, labels: Labels) -> list[Switch]:
+        return [] if self.ratio_cap is None else [(self.log_ratio(labels), math.log(self.ratio_cap))]
 
 
 @dataclass(frozen=True)
 class Cispo(Clipped):
     def __call__(self, labels: Labels) -> LabelTerm:
-        return weighted_logprob(self.log_ratio(labels).exp().clamp(*self.bounds), labels)
+        ratio, clamped = clamped_exp(self.log_ratio(labels))
+        return stopped(weighted_logprob(ratio, labels, *self.bounds), clamped)
+
+
+@dataclass(frozen=True)
+class Sapo(LabelLoss):
+    """A soft gate in place of a clip: the slope falls off smoothly on both sides of ρ = 1."""
+
+    tau_positive: float
+    tau_negative: float
+
+    def __call__(self, labels: Labels) -> LabelTerm:
+        (ratio, clamped), advantages = clamped_exp(self.log_ratio(labels)), labels.advantages
+        tau = torch.full_like(ratio, self.tau_positive).masked_fill(advantages < 0, self.tau_negative)
+        gate = torch.sigmoid(tau * (ratio - 1))
+        slope = -4 * gate * torch.sigmoid(-tau * (ratio - 1)) * ratio * advantages
+        return stopped(LabelTerm(-4 / tau * gate * advantages, slope), clamped)
+
+
+@dataclass(frozen=True)
+class Gmpo(LabelLoss):
+    """Takes the geometric mean of ratios that are clipped one by one, on the side that the advantage's sign says."""
+
+    epsilon_low: float
+    epsilon_high: float
+    whole_documents: ClassVar[bool] = True
+
+    @property
+    def document_ratio(self) -> bool:
+        return False  # each label's own ratio is clipped
+
+    @cached_property
+    def log_bounds(self) -> tuple[float, float]:
+        return to_float32(-self.epsilon_low), to_float32(self.epsilon_high)
+
+    def __call__(self, labels: Labels) -> LabelTerm:
+        (low, high), log_ratio, advantages = self.log_bounds, labels.log_ratio, labels.advantages
+        sign = advantages.sign()
+        effective = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(low, high))
+        ratio, clamped = clamped_exp(labels.document_means(effective))
+        surrogate = ratio * advantages
+        inside = torch.where(advantages < 0, log_ratio >= low, log_ratio <= high)
+        term = LabelTerm(-surrogate, torch.where(inside, -surrogate, 0), ~inside & (advantages != 0))
+        return stopped(term, clamped)
+
+    def outside(self, labels: Labels) -> tuple[torch.Tensor, torch.Tensor] | None:
+        low, high = self.log_bounds
+        return labels.log_ratio < low, labels.log_ratio > high
+
+    def switches(self, labels: Labels) -> list[Switch]:
+        return [(labels.log_ratio, bound) for bound in self.log_bounds]
+
+
+@dataclass(frozen=True)
+class Dppo(LabelLoss):
+    """Masks labels that move outward and whose probability has moved too far from the old one."""
+
+    divergence: str
+    threshold: float
+
+    def __call__(self, labels: Labels) -> LabelTerm:
+        log_ratio, advantages = self.log_ratio(labels), labels.advantages
+        ratio, clamped = clamped_exp(log_ratio)
+        # In float32, as the ratio is where other losses compare it.
+        masked = (advantages * log_ratio > 0) & (self.moved(labels) > to_float32(self.threshold))
+        surrogate = torch.where(masked, 0, ratio * advantages)
+        return stopped(LabelTerm(-surrogate, -surrogate, masked), clamped)
+
+    def moved(self, labels: Labels) -> torch.Tensor:  # [T]
+        """Measure how far each label's probability is from the old one."""
+        new, old = labels.logprobs, labels.old_logprobs
+        if self.divergence == "tv":
+            return (new.exp() - old.exp()).abs()
+        # The label against the rest of the vocabulary. A label that was certain has no rest.
+        rest_new, rest_old = -new.expm1(), -old.expm1()
+        of_rest = torch.where(rest_old > 0, rest_old * (rest_old.log() - rest_new.log()), 0)
+        return old.exp() * (old - new) + of_rest
+
+    def switches(self, labels: Labels) -> list[Switch]:
+        return [(self.moved(labels), self.threshold)]
 
 
 @dataclass(frozen=True)
@@ -143,5 +256,8 @@ _BY_TYPE: dict[str, type[LabelLoss]] = {
     "gspo": Gspo,
     "reinforce": Reinforce,
     "cispo": Cispo,
+    "sapo": Sapo,
+    "gmpo": Gmpo,
+    "dppo": Dppo,
     "cross_entropy": CrossEntropy,
 }

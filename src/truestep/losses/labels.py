@@ -14,6 +14,15 @@ from truestep.types import PackedLabels, RowStatistics, per_label
 DocumentReducer = Callable[[torch.Tensor], torch.Tensor]
 
 
+# exp(20) is half a billion: no ratio of two log-probs of the same token is beyond it but by a fault.
+LARGEST_LOG_RATIO = 20.0
+
+
+def clamped_exp(log_ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the ratios of clamped log-ratios, and tell which of those were clamped."""
+    return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp(), log_ratio.abs() > LARGEST_LOG_RATIO
+
+
 def no_reduction(sums: torch.Tensor) -> torch.Tensor:
     return sums
 
@@ -46,6 +55,15 @@ class Labels(PackedLabels):
     @property
     def log_ratio(self) -> torch.Tensor:  # [T]
         return self.logprobs - self.old_logprobs
+
+    @property
+    def sampler_logprobs(self) -> torch.Tensor:  # [T]
+        return self.old_logprobs
+
+    @property
+    def log_importance(self) -> torch.Tensor:  # [T]
+        """The logarithm of c, by which the sampler's probability of each label is to be corrected."""
+        return self.log_ratio
 
     def has_label(self, name: str) -> torch.Tensor:  # [T] bool
         """Tell for each label whether its document has a field that a record may lack."""

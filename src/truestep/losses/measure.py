@@ -85,7 +85,7 @@ def _log_ratio(labels: Labels, step: StepFacts) -> torch.Tensor:  # [T] float64
     far smaller than the ratio's own rounding.
     """
     log_ratio = labels.logprobs.double() - labels.old_logprobs.double()
-    if step.objective.whole_documents:
+    if step.objective.label_loss.document_ratio:
         log_ratio = labels.document_means(log_ratio)
     return torch.where(labels.has_label("logprobs"), log_ratio, 0)
 
@@ -94,6 +94,8 @@ def _ratio(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     present, label_present = labels.has["logprobs"], labels.has_label("logprobs")
     log_ratio = _log_ratio(labels, step)
     ratio, counted = log_ratio.exp(), label_present.double()
+    if step.objective.label_loss.document_ratio:  # one ratio of each document
+        counted = counted / labels.num_labels[labels.document]
     total, squares = Sum((ratio * counted).sum()), Sum((ratio.square() * counted).sum())
     metrics: dict[str, Metric] = {
         "old_logprobs": document_mean(labels, labels.old_logprobs, present),
@@ -109,18 +111,50 @@ def _ratio(labels: Labels, step: StepFacts) -> dict[str, Metric]:
 
 def _clipped(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     """Measure the clipped fractions. The ratio is float32, as it is where the loss compares it with its bounds."""
-    label_loss = step.objective.label_loss
-    if label_loss.bounds is None:
+    present, label_present = labels.has["logprobs"], labels.has_label("logprobs")
+    outside = step.objective.label_loss.outside(labels)
+    if outside is None:
         return {}
-    low, high = label_loss.bounds
-    present = labels.has["logprobs"]
-    ratio = torch.where(labels.has_label("logprobs"), label_loss.log_ratio(labels).exp(), 1)
-    below, above = (ratio < low).float(), (ratio > high).float()
+    below, above = ((label_present & side).float() for side in outside)
     return {
         "clipped_ratio_fraction": document_mean(labels, below + above, present),
         "clipped_ratio_fraction_low": document_mean(labels, below, present),
         "clipped_ratio_fraction_high": document_mean(labels, above, present),
     }
+
+
+def _gradient_taken(labels: Labels, step: StepFacts) -> dict[str, Metric]:
+    """Count the labels whose gradient the loss itself changed, and those whose ratio it clamped."""
+    term = step.objective.label_loss(labels)
+    counted = _counted(labels)
+    metrics: dict[str, Metric] = {}
+    if term.clipped is not None:
+        metrics["clipped_fraction"] = Mean((term.clipped & counted).sum(), counted.sum())
+    if term.clamped is not None:
+        metrics["clamped_ratios"] = Sum((term.clamped & counted).sum())
+    return metrics
+
+
+def _weighed_away(labels: Labels, step: StepFacts) -> dict[str, Metric]:
+    """Count the labels that corrections left out or cut down, by the kind of the correction."""
+    correction, mask = step.objective.correction, step.objective.off_policy_mask
+    counted = _counted(labels)
+    total = counted.sum()
+    metrics: dict[str, Metric] = {}
+    if correction is not None:
+        below, above = correction.outside(labels)
+        metrics["correction_weight"] = Mean(torch.where(counted, correction.weights(labels), 0).double().sum(), total)
+        metrics["corrected_fraction_high"] = Mean((counted & above).sum(), total)
+        if correction.type != "truncate":
+            metrics["corrected_fraction_low"] = Mean((counted & below).sum(), total)
+    if mask is not None:
+        metrics["off_policy_fraction"] = Mean((counted & (mask.weights(labels) == 0)).sum(), total)
+    return metrics
+
+
+def _counted(labels: Labels) -> torch.Tensor:  # [T] bool
+    """Tell which labels have all that a policy loss needs."""
+    return labels.has_label("logprobs") & labels.has_label("advantages")
 
 
 def _percentiles(labels: Labels, step: StepFacts) -> dict[str, Metric]:
@@ -165,6 +199,8 @@ BUILT_IN: tuple[tuple[str, Measure], ...] = (
     ("none", _loss),
     ("basic", _ratio),
     ("basic", _clipped),
+    ("basic", _gradient_taken),
+    ("basic", _weighed_away),
     ("full", _percentiles),
     ("basic", _advantages),
     ("basic", _rewards),

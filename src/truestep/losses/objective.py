@@ -3,11 +3,14 @@
 T: labels of a micro-batch; N, D: labels and documents of the whole step.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
-from truestep.losses.label_losses import LabelLoss
+from truestep.losses.corrections import Correction, OffPolicyMask
+from truestep.losses.label_losses import LabelLoss, LabelTerm, Switch
 from truestep.losses.labels import Labels
 from truestep.types import Coefficients, StepTotals
 
@@ -43,18 +46,35 @@ class Objective:
     denominator: Denominator
     entropy_bonus: float = 0.0
     z_loss: float = 0.0
-    deepspeed_divisor: bool = False
+    # A number, or "deepspeed": the step's documents.
+    gradient_divisor: float | Literal["deepspeed"] = 1.0
+    correction: Correction | None = None
+    off_policy_mask: OffPolicyMask | None = None
 
     @property
     def whole_documents(self) -> bool:
-        return self.label_loss.whole_documents
+        corrected = self.correction is not None and self.correction.whole_documents
+        return self.label_loss.whole_documents or corrected or self.off_policy_mask is not None
+
+    def policy_weights(self, labels: Labels) -> torch.Tensor | None:  # [T]
+        """Compute the constant weight of each label's policy loss; None where nothing is corrected."""
+        parts = [part.weights(labels) for part in (self.correction, self.off_policy_mask) if part is not None]
+        return math.prod(parts[1:], start=parts[0]) if parts else None
+
+    def policy_term(self, labels: Labels) -> LabelTerm:
+        """Compute the label loss, corrected. What weighs 0 is 0, whatever it was."""
+        term, weights = self.label_loss(labels), self.policy_weights(labels)
+        if weights is None:
+            return term
+        loss, slope = (torch.where(weights == 0, 0, weights * value) for value in (term.loss, term.slope))
+        return replace(term, loss=loss, slope=slope)
 
     def coefficients(self, labels: Labels, totals: StepTotals) -> Coefficients:
         """Compute the coefficients of the step's gradient, all denominators included."""
-        weight = labels.weight
-        if self.deepspeed_divisor:
-            weight = weight / max(totals.num_documents, 1)
-        slope = self.label_loss(labels).slope * weight
+        documents = max(totals.num_documents, 1)
+        divisor = documents if self.gradient_divisor == "deepspeed" else self.gradient_divisor
+        weight = labels.weight / divisor
+        slope = self.policy_term(labels).slope * weight
         a, b, c = -slope, None, -slope
         if self.entropy_bonus:
             b = self.entropy_bonus * weight
@@ -66,9 +86,14 @@ class Objective:
     def terms(self, labels: Labels) -> dict[str, torch.Tensor]:
         """Compute each term's contribution per label, [T] in float64: over the step's labels they sum to its loss."""
         weight = labels.weight.double()
-        terms = {"policy_loss": self.label_loss(labels).loss * weight}
+        terms = {"policy_loss": self.policy_term(labels).loss * weight}
         if self.entropy_bonus:
             terms["entropy_bonus"] = -self.entropy_bonus * labels.entropy * weight
         if self.z_loss:
             terms["z_loss"] = self.z_loss * labels.logsumexp.double().square() * weight
         return terms
+
+    def switches(self, labels: Labels) -> list[Switch]:
+        """List the values at which the objective changes its formula."""
+        parts = (self.label_loss, self.correction, self.off_policy_mask)
+        return [switch for part in parts if part is not None for switch in part.switches(labels)]

@@ -26,13 +26,24 @@ __all__ = ["Completion", "DecodeOptions", "Done", "Request", "decode", "decode_h
 _ROWS = {"cuda": 1024, "cpu": 256}  # completions at a time, if the options leave it open
 
 
-def decode(policy: Policy, requests: Sequence[Request], options: DecodeOptions) -> list[Completion]:
-    """Complete requests, in their order. Each rank decodes some, and every rank gets all completions."""
+def decode(
+    policy: Policy, requests: Sequence[Request], options: DecodeOptions, on_done: Done | None = None
+) -> list[Completion]:
+    """Complete requests, in their order. Each rank decodes some, and every rank gets all completions. `on_done` gets
+    each completion as soon as it ends, on the rank that decodes it."""
+
+    def work(part: Sequence[int]) -> list[Completion]:
+        def done(number: int, completion: Completion) -> None:
+            if on_done is not None:
+                on_done(part[number], completion)
+
+        return decode_here(policy, [requests[index] for index in part], options, done)
+
     return policy.weights.ranks.spread(
-        requests,
-        lambda part: decode_here(policy, part, options),
-        kind=lambda request: request.input_ids,
-        cost=lambda request: len(request.input_ids) + options.max_new_tokens,
+        range(len(requests)),
+        work,
+        kind=lambda index: requests[index].input_ids,
+        cost=lambda index: len(requests[index].input_ids) + options.max_new_tokens,
     )
 
 

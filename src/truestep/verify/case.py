@@ -65,8 +65,7 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
     if not full:
         records = [reduce_record(record, _MOST_TOKENS) for record in records]
     if not config.loss.supervised and not full:
-        label_loss = make_objective(config).label_loss
-        redraw_logprobs(model, records, label_loss, seed, config.model.trust_remote_code)
+        redraw_logprobs(model, records, make_objective(config), seed, config.model.trust_remote_code)
     longest = max(len(record["input_ids"]) for record in records)
     budget = config.data.tokens_per_microbatch if full else 3 * longest
     write_json_lines(scratch / "rollouts.jsonl", records)

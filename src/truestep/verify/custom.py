@@ -19,8 +19,8 @@ class CustomOracle:
     loss: LabelLoss
 
     @property
-    def whole_documents(self) -> bool:
-        return self.loss.whole_documents
+    def document_ratio(self) -> bool:
+        return self.loss.document_ratio
 
     @property
     def bounds(self) -> tuple[float, float] | None:
@@ -28,39 +28,46 @@ class CustomOracle:
 
     def losses(self, document: Document, labels: list[LabelValues]) -> list[torch.Tensor]:
         """Call the user's loss with one document as a batch of its own."""
-        count = len(labels)
-
-        def vector(values: Sequence[float] | None, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-            return torch.zeros(count, dtype=dtype) if values is None else torch.tensor(values, dtype=dtype)
-
-        optional = (
-            document.old_logprobs,
-            document.advantages,
-            document.versions,
-            document.reward,
-            document.reference_logprobs,
-            document.truncated,
+        logprobs, entropy, logsumexp = (
+            torch.stack([getattr(label, name) for label in labels]) for name in ("logprob", "entropy", "logsumexp")
         )
-        has = zip(OPTIONAL_FIELDS, optional, strict=True)
-        measured = self.loss(
-            Labels(
-                rows=torch.tensor(document.positions) - 1,
-                ids=torch.tensor([document.input_ids[position] for position in document.positions]),
-                document=vector(None, torch.int64),
-                temperature=torch.full((count,), document.temperature, dtype=torch.float64),
-                old_logprobs=vector(document.old_logprobs),
-                advantages=vector(document.advantages),
-                model_version=vector(document.versions, torch.int64),
-                reference_logprobs=vector(document.reference_logprobs),
-                num_labels=torch.tensor([count]),
-                reward=torch.tensor([document.reward or 0.0], dtype=torch.float64),
-                rewards={name: torch.tensor([value]) for name, value in document.rewards.items()},
-                truncated=torch.tensor([bool(document.truncated)]),
-                has={name: torch.tensor([value is not None]) for name, value in has},
-                logprobs=torch.stack([label.logprob for label in labels]),
-                entropy=torch.stack([label.entropy for label in labels]),
-                logsumexp=torch.stack([label.logsumexp for label in labels]),
-                weight=torch.ones(count, dtype=torch.float64),
-            )
-        )
-        return list(measured.loss)
+        return list(self.loss(document_labels(document, logprobs, entropy, logsumexp)).loss)
+
+
+def document_labels(
+    document: Document, logprobs: torch.Tensor, entropy: torch.Tensor, logsumexp: torch.Tensor
+) -> Labels:
+    """Make the labels of one document, in float64, as a batch of its own."""
+    count = len(document.positions)
+
+    def vector(values: Sequence[float] | None, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        return torch.zeros(count, dtype=dtype) if values is None else torch.tensor(values, dtype=dtype)
+
+    optional = (
+        document.old_logprobs,
+        document.advantages,
+        document.versions,
+        document.reward,
+        document.reference_logprobs,
+        document.truncated,
+    )
+    has = zip(OPTIONAL_FIELDS, optional, strict=True)
+    return Labels(
+        rows=torch.tensor(document.positions) - 1,
+        ids=torch.tensor([document.input_ids[position] for position in document.positions]),
+        document=vector(None, torch.int64),
+        temperature=torch.full((count,), document.temperature, dtype=torch.float64),
+        old_logprobs=vector(document.old_logprobs),
+        advantages=vector(document.advantages),
+        model_version=vector(document.versions, torch.int64),
+        reference_logprobs=vector(document.reference_logprobs),
+        num_labels=torch.tensor([count]),
+        reward=torch.tensor([document.reward or 0.0], dtype=torch.float64),
+        rewards={name: torch.tensor([value]) for name, value in document.rewards.items()},
+        truncated=torch.tensor([bool(document.truncated)]),
+        has={name: torch.tensor([value is not None]) for name, value in has},
+        logprobs=logprobs,
+        entropy=entropy,
+        logsumexp=logsumexp,
+        weight=torch.ones(count, dtype=torch.float64),
+    )

@@ -6,18 +6,20 @@ their token ids are taken modulo the small vocabulary. A random model's log-prob
 one's, so the sampler's are made anew around them, with ratios on both sides of both clip bounds.
 """
 
-import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from truestep.losses.label_losses import LabelLoss
+from truestep.losses.label_losses import Switch
+from truestep.losses.objective import Objective
 from truestep.policy.errors import ModelError
 from truestep.types import Rollout
-from truestep.verify.oracle.records import Record
+from truestep.verify.custom import document_labels
+from truestep.verify.oracle.records import Document, Record, read_document
 from truestep.verify.oracle.step import oracle_logprobs
 from truestep.verify.reference import Reference
 
@@ -36,7 +38,9 @@ _SIZES: dict[str, int] = {
     "sliding_window": 8,
     "max_window_layers": 1,
 }
-_SPREAD = 0.25  # standard deviation of log-ratios
+_SPREADS = (0.25, 0.5, 1.0, 2.0, 4.0)  # standard deviations of log-ratios: the first that reaches beyond every bound
+_ON_EACH_SIDE = 2  # labels, of each bound
+_ATTEMPTS = 10_000
 
 
 def reduce_model(source: Path, directory: Path, seed: int, trust_remote_code: bool) -> Path:
@@ -120,30 +124,66 @@ def reduce_record(record: Record, most: int) -> Record:
 
 
 def redraw_logprobs(
-    model: Path, records: Sequence[Record], loss: LabelLoss, seed: int, trust_remote_code: bool
+    model: Path, records: Sequence[Record], objective: Objective, seed: int, trust_remote_code: bool
 ) -> None:
-    """Draw the records' log-probs anew, in place.
-
-    For a loss of whole documents a document's mean is moved; else every label has its own noise.
-    """
-    draw = random.Random(seed)
+    """Draw the records' log-probs anew, in place: on both sides of every bound of the objective, and never so near one
+    that float32 would decide on which side."""
     new = oracle_logprobs(Reference(model, None, trust_remote_code), list(records))
-    bounds = [] if loss.bounds is None else [math.log(bound) if bound > 0 else -3.0 for bound in loss.bounds]
-    for number, (record, values) in enumerate(zip(records, new, strict=True)):
-        shifts = [_draw_away_from(bounds, draw) for _ in values]
-        if loss.whole_documents and bounds and values:
-            low, high = bounds[0], bounds[1]
-            target = (1.8 * low, 0.4 * high, 1.8 * high, 0.4 * low)[number % 4]
-            noise = [draw.gauss(0.0, 0.1) for _ in values]
-            shifts = [target + value - sum(noise) / len(noise) for value in noise]
-        old = iter(min(value - shift, 0.0) for value, shift in zip(values, shifts, strict=True))
+    documents = [read_document(record, 1.0) for record in records]
+    for spread in _SPREADS:
+        draw = random.Random(seed)
+        sides: dict[int, list[int]] = {}  # of each bound of labels: how many of them are below and above
+        for number, (document, values) in enumerate(zip(documents, new, strict=True)):
+            document.old_logprobs = _draw_old(document, values, objective, number, spread, draw)
+            for place, (found, bound) in enumerate(_switches(objective, document, values)):
+                counts = sides.setdefault(place, [0, 0])
+                counts[0] += int((found < bound).sum())
+                counts[1] += int((found > bound).sum())
+        if all(min(counts) >= _ON_EACH_SIDE for counts in sides.values()):
+            break
+    for record, document in zip(records, documents, strict=True):
+        old = iter(document.old_logprobs or [])
         record["logprobs"] = [next(old) if label else 0.0 for label in record["loss_mask"]]
 
 
-def _draw_away_from(bounds: Sequence[float], draw: random.Random) -> float:
-    """Draw a log-ratio that is not so near a bound that float32 would decide on which side it lies."""
-    spread = max([_SPREAD, *(abs(bound) for bound in bounds)])
-    while True:
-        value = draw.gauss(0.0, spread)
-        if all(abs(value - bound) > 1e-2 * abs(bound) + 1e-5 for bound in bounds):
-            return value
+def _draw_old(
+    document: Document, new: Sequence[float], objective: Objective, number: int, spread: float, draw: random.Random
+) -> list[float]:
+    """Draw the sampler's log-probs of a document. Its mean log-ratio is moved to one side of a bound on the document;
+    around that, every label has noise of its own."""
+    if not new:
+        return []
+    at_rest, moved = (_switches(objective, replace(document, old_logprobs=[v - by for v in new]), new) for by in (0, 1))
+    # A value of the document is the same at all of its labels, and follows the mean log-ratio.
+    slopes = [(bound, float(after[0] - before[0])) for (before, bound), (after, _) in zip(at_rest, moved, strict=True)]
+    of_document = [
+        (bound, slope)
+        for (bound, slope), (values, _) in zip(slopes, _noisy(objective, document, new), strict=True)
+        if len(new) > 1 and bool((values == values[0]).all())
+    ]
+    for _ in range(_ATTEMPTS):
+        target = 0.0
+        if of_document:
+            bound, slope = of_document[number // 2 % len(of_document)]
+            target = (1.8 if number % 2 else 0.4) * bound / slope
+        size = spread if len(of_document) < len(slopes) or not slopes else 0.1
+        noise = [draw.gauss(0.0, size) for _ in new]
+        mean = sum(noise) / len(noise) if of_document else 0.0
+        old = [min(value - target - shift + mean, 0.0) for value, shift in zip(new, noise, strict=True)]
+        found = _switches(objective, replace(document, old_logprobs=old), new)
+        if all(bool(((values - bound).abs() > 1e-2 * abs(bound) + 1e-5).all()) for values, bound in found):
+            return old
+    raise AssertionError(f"no log-probs of {document.id} are clear of every bound of the loss")
+
+
+def _noisy(objective: Objective, document: Document, new: Sequence[float]) -> list[Switch]:
+    old = [value - 0.01 * place for place, value in enumerate(new)]
+    return _switches(objective, replace(document, old_logprobs=old), new)
+
+
+def _switches(objective: Objective, document: Document, new: Sequence[float]) -> list[Switch]:
+    """List the values that decide which formula holds, in float64, given the policy's log-probs."""
+    if not new:
+        return []
+    zeros = torch.zeros(len(new), dtype=torch.float64)
+    return objective.switches(document_labels(document, torch.tensor(new, dtype=torch.float64), zeros, zeros))

@@ -1,5 +1,6 @@
 """The loss term of every label, and its weight: docs/contract.md, sections 6 and 7."""
 
+import math
 from typing import Any, Protocol
 
 import torch
@@ -10,18 +11,20 @@ from truestep.verify.oracle.values import LabelValues
 
 Metric = tuple[float, float]  # the value, and the same sum with the absolute values of its terms
 
-LOSS_TYPES = ("grpo", "gspo", "reinforce", "cispo", "cross_entropy")
-DEFAULT_EPSILONS = {"grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
+LOSS_TYPES = ("grpo", "gspo", "reinforce", "cispo", "sapo", "gmpo", "dppo", "cross_entropy")
+DEFAULT_EPSILONS = {"grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0), "gmpo": (0.4, 0.4)}
 KNOWN_OPTIONS = {
-    "type", "epsilon_low", "epsilon_high", "dual_clip", "ratio_cap", "normalize_by", "max_labels",
-    "gradient_divisor", "entropy_bonus", "z_loss", "metrics", "custom",
+    "type", "epsilon_low", "epsilon_high", "dual_clip", "ratio_cap", "tau_positive", "tau_negative", "divergence",
+    "threshold", "correction", "off_policy_mask", "normalize_by", "max_labels", "gradient_divisor", "entropy_bonus",
+    "z_loss", "metrics", "custom",
 }  # fmt: skip
+LARGEST_LOG_RATIO = 20.0
 
 
 class CustomTerms(Protocol):
     """A user's loss, by its own formula. The gradient is autograd's, and not the slope that the user gives."""
 
-    whole_documents: bool
+    document_ratio: bool
     bounds: tuple[float, float] | None
 
     def losses(self, document: Document, labels: list[LabelValues]) -> list[Tensor]:
@@ -42,14 +45,21 @@ def complete_loss_config(options: dict[str, Any]) -> dict[str, Any]:
         "epsilon_high": epsilon_high,
         "dual_clip": None,
         "ratio_cap": None,
-        "normalize_by": "document_means" if kind == "gspo" else "labels",
+        "tau_positive": 1.0,
+        "tau_negative": 1.05,
+        "divergence": "tv",
+        "threshold": 0.2,
+        "correction": None,
+        "off_policy_mask": None,
+        "normalize_by": "document_means" if kind in ("gspo", "gmpo") else "labels",
         "max_labels": None,
         "gradient_divisor": None,
         "entropy_bonus": 0.0,
         "z_loss": 0.0,
     }
     complete = {**defaults, **{name: value for name, value in options.items() if value is not None}}
-    complete["whole_documents"] = kind == "gspo" or (custom is not None and custom.whole_documents)
+    # Metrics of ratios look at R_d for these.
+    complete["document_ratio"] = kind == "gspo" or (custom is not None and custom.document_ratio)
     complete["bounds"] = None if custom is None else custom.bounds
     if kind in DEFAULT_EPSILONS:
         complete["bounds"] = clip_bounds(complete)
@@ -65,7 +75,8 @@ def loss_terms(
     terms = []
     for document, labels in zip(documents, values, strict=True):
         losses = label_losses(document, labels, loss_config)
-        for loss, label in zip(losses, labels, strict=True):
+        weights = policy_weights(document, labels, loss_config)
+        for loss, weight, label in zip(losses, weights, labels, strict=True):
             if loss_config["normalize_by"] == "labels":
                 denominator = num_labels
             elif loss_config["normalize_by"] == "documents":
@@ -77,7 +88,8 @@ def loss_terms(
             else:
                 raise ValueError(f"loss.normalize_by: {loss_config['normalize_by']}")
 
-            terms.append(("policy_loss", loss / denominator))
+            # What weighs nothing adds nothing, whatever it is.
+            terms.append(("policy_loss", weight * loss / denominator if weight else constant(0.0)))
             if loss_config["entropy_bonus"]:
                 terms.append(("entropy_bonus", -loss_config["entropy_bonus"] * label.entropy / denominator))
             if loss_config["z_loss"]:
@@ -97,29 +109,200 @@ def label_losses(document: Document, labels: list[LabelValues], loss_config: dic
     if document.old_logprobs is None or document.advantages is None:
         raise ValueError(f"{document.id}: {kind} needs log-probs and an advantage")
 
+    log_ratios = [label.logprob - old for label, old in zip(labels, document.old_logprobs, strict=True)]
     if kind == "gspo":
-        log_ratio_sum = torch.zeros((), dtype=torch.float64)
-        for label, old in zip(labels, document.old_logprobs, strict=True):
-            log_ratio_sum = log_ratio_sum + (label.logprob - old)
-        document_ratio = torch.exp(log_ratio_sum / len(labels))
-        document_advantage = sum(document.advantages) / len(labels)
-        return [clipped_loss(document_ratio, document_advantage, loss_config) for _ in labels]
+        document_ratio = document_mean_ratio(log_ratios)
+        # The ratio of a label has the value R_d, and the slope R_d in the label's own log-prob alone.
+        ratios = [as_ratio(document_ratio, label.logprob) for label in labels]
+        return [
+            clipped_loss(ratio, advantage, loss_config)
+            for ratio, advantage in zip(ratios, document.advantages, strict=True)
+        ]
+    if kind == "gmpo":
+        clipped = []
+        for log_ratio, advantage in zip(log_ratios, document.advantages, strict=True):
+            clipped.append(gmpo_log_ratio(log_ratio.item(), advantage, loss_config))
+        document_ratio = document_mean_ratio([constant(value) for value, _ in clipped])
+        losses = []
+        for label, (_, is_clipped), advantage in zip(labels, clipped, document.advantages, strict=True):
+            ratio = constant(document_ratio.item()) if is_clipped else as_ratio(document_ratio, label.logprob)
+            losses.append(-ratio * advantage)
+        return losses
 
     losses = []
-    for label, old, advantage in zip(labels, document.old_logprobs, document.advantages, strict=True):
-        ratio = torch.exp(label.logprob - old)
+    for label, log_ratio, old, advantage in zip(
+        labels, log_ratios, document.old_logprobs, document.advantages, strict=True
+    ):
+        ratio = clamped_ratio(log_ratio)
         if kind == "grpo":
             losses.append(clipped_loss(ratio, advantage, loss_config))
-        elif kind == "reinforce":
+        elif kind == "sapo":
+            tau = loss_config["tau_negative"] if advantage < 0 else loss_config["tau_positive"]
+            losses.append(-4.0 / tau / (1.0 + torch.exp(-tau * (ratio - 1.0))) * advantage)
+        elif kind == "dppo":
+            masked = is_masked(label.logprob.item(), old, advantage, loss_config)
+            losses.append(constant(0.0) if masked else -ratio * advantage)
+        else:
             weight = ratio.item()  # a number, which has no gradient: sg()
-            if loss_config["ratio_cap"] is not None:
+            if kind == "reinforce" and loss_config["ratio_cap"] is not None:
                 weight = min(weight, loss_config["ratio_cap"])
-            losses.append(-weight * advantage * label.logprob)
-        else:  # cispo
-            low, high = clip_bounds(loss_config)
-            weight = min(max(ratio.item(), low), high)
-            losses.append(-weight * advantage * label.logprob)
+            if kind == "cispo":
+                low, high = clip_bounds(loss_config)
+                weight = min(max(weight, low), high)
+            logprob = label.logprob if ratio.requires_grad else constant(label.logprob.item())
+            losses.append(-weight * advantage * logprob)
     return losses
+
+
+def clamped_ratio(log_ratio: Tensor) -> Tensor:
+    """Compute exp of the log-ratio; beyond 20 either way it is a constant."""
+    if abs(log_ratio.item()) > LARGEST_LOG_RATIO:
+        return constant(math.exp(math.copysign(LARGEST_LOG_RATIO, log_ratio.item())))
+    return torch.exp(log_ratio)
+
+
+def document_mean_ratio(log_ratios: list[Tensor]) -> Tensor:
+    """Compute exp of the mean of a document's log-ratios, clamped."""
+    total = constant(0.0)
+    for log_ratio in log_ratios:
+        total = total + log_ratio
+    return clamped_ratio(total / len(log_ratios))
+
+
+def as_ratio(document_ratio: Tensor, logprob: Tensor) -> Tensor:
+    """Compute R exp(logπ - sg(logπ)): the value is R, and so is the slope in this label's own log-prob."""
+    value = document_ratio.item()
+    if value in (math.exp(LARGEST_LOG_RATIO), math.exp(-LARGEST_LOG_RATIO)):
+        return constant(value)
+    return value * torch.exp(logprob - logprob.item())
+
+
+def gmpo_log_ratio(log_ratio: float, advantage: float, loss_config: dict[str, Any]) -> tuple[float, bool]:
+    """Clip a label's log-ratio on the side that its advantage's sign says, and tell whether it was clipped."""
+    low, high = float32(-loss_config["epsilon_low"]), float32(loss_config["epsilon_high"])
+    if advantage > 0 and float32(log_ratio) > high:
+        return high, True
+    if advantage < 0 and float32(log_ratio) < low:
+        return low, True
+    return (0.0 if advantage == 0 else log_ratio), False
+
+
+def is_masked(logprob: float, old: float, advantage: float, loss_config: dict[str, Any]) -> bool:
+    """Tell whether dppo takes a label's gradient: it moves outward, and has moved too far."""
+    if not (advantage > 0 and logprob > old) and not (advantage < 0 and logprob < old):
+        return False
+    new_probability, old_probability = math.exp(logprob), math.exp(old)
+    if loss_config["divergence"] == "tv":
+        divergence = abs(new_probability - old_probability)
+    else:
+        divergence = old_probability * (old - logprob)
+        if old_probability < 1.0:
+            if new_probability == 1.0:
+                return True
+            divergence += (1.0 - old_probability) * math.log((1.0 - old_probability) / (1.0 - new_probability))
+    return float32(divergence) > float32(loss_config["threshold"])
+
+
+def policy_weights(document: Document, labels: list[LabelValues], loss_config: dict[str, Any]) -> list[float]:
+    """Compute the constant weight of every label's policy loss: the correction's times the off-policy mask's."""
+    corrections = correction_weights(document, labels, loss_config)
+    kept = off_policy_kept(document, labels, loss_config)
+    return [weight * mask for weight, mask in zip(corrections, kept, strict=True)]
+
+
+def importances(document: Document, labels: list[LabelValues], level: str) -> list[float]:
+    """Compute c of every label: its own, or that of its document."""
+    log_ratios = [v.logprob.item() - old for v, old in zip(labels, document.old_logprobs or [], strict=True)]
+    if level == "document":
+        log_ratios = [sum(log_ratios)] * len(labels)
+    elif level == "document_mean":
+        log_ratios = [sum(log_ratios) / max(len(labels), 1)] * len(labels)
+    return [math.exp(min(max(value, -LARGEST_LOG_RATIO), LARGEST_LOG_RATIO)) for value in log_ratios]
+
+
+def correction_weights(document: Document, labels: list[LabelValues], loss_config: dict[str, Any]) -> list[float]:
+    correction = loss_config["correction"]
+    if correction is None:
+        return [1.0] * len(labels)
+    weights = []
+    for importance in importances(document, labels, correction.get("level", "label")):
+        outside = is_below(importance, correction) or is_above(importance, correction)
+        if correction["type"] == "truncate":
+            weights.append(min(importance, correction["high"]))
+        elif correction["type"] == "mask":
+            weights.append(0.0 if outside else importance)
+        elif correction["type"] == "reject":
+            weights.append(0.0 if outside else 1.0)
+        else:
+            raise ValueError(f"loss.correction.type: {correction['type']}")
+    return weights
+
+
+def is_below(importance: float, correction: dict[str, Any]) -> bool:
+    return float32(importance) < float32(correction.get("low", 0.0))
+
+
+def is_above(importance: float, correction: dict[str, Any]) -> bool:
+    return float32(importance) > float32(correction["high"])
+
+
+def off_policy_kept(document: Document, labels: list[LabelValues], loss_config: dict[str, Any]) -> list[float]:
+    """Compute 0 for every label that the off-policy mask leaves out, and else 1."""
+    threshold = loss_config["off_policy_mask"]
+    if threshold is None or not labels:
+        return [1.0] * len(labels)
+    drift = sum(old - v.logprob.item() for v, old in zip(labels, document.old_logprobs or [], strict=True))
+    left_out = float32(drift / len(labels)) > float32(threshold)
+    return [0.0 if left_out and advantage < 0 else 1.0 for advantage in document.advantages or []]
+
+
+def gradient_changed(document: Document, labels: list[LabelValues], loss_config: dict[str, Any]) -> list[bool] | None:
+    """Tell for every label whether the loss's clip, cap, mask or clamp changed its gradient; None for other losses."""
+    kind = loss_config["type"]
+    if kind not in LOSS_TYPES or kind == "cross_entropy":
+        return None
+    clamped = ratio_clamped(document, labels, loss_config) or []
+    if kind == "gspo":
+        mean = sum(v.logprob.item() - old for v, old in zip(labels, document.old_logprobs or [], strict=True))
+        log_ratios = [mean / max(len(labels), 1)] * len(labels)
+    else:
+        log_ratios = [v.logprob.item() - old for v, old in zip(labels, document.old_logprobs or [], strict=True)]
+    result = []
+    for index, advantage in enumerate(document.advantages or []):
+        bounded = min(max(log_ratios[index], -LARGEST_LOG_RATIO), LARGEST_LOG_RATIO)
+        ratio = float32(math.exp(bounded))
+        if kind in ("grpo", "gspo"):
+            low, high = clip_bounds(loss_config)
+            dual = loss_config["dual_clip"]
+            beyond = ratio > high if advantage > 0 else ratio < low or (dual is not None and ratio > float32(dual))
+        elif kind == "reinforce":
+            beyond = loss_config["ratio_cap"] is not None and ratio > float32(loss_config["ratio_cap"])
+        elif kind == "cispo":
+            low, high = clip_bounds(loss_config)
+            beyond = ratio < low or ratio > high
+        elif kind == "gmpo":
+            beyond = gmpo_log_ratio(log_ratios[index], advantage, loss_config)[1]
+        elif kind == "dppo":
+            old = (document.old_logprobs or [])[index]
+            beyond = is_masked(labels[index].logprob.item(), old, advantage, loss_config)
+        else:
+            beyond = False
+        result.append(advantage != 0 and (beyond or clamped[index]))
+    return result
+
+
+def ratio_clamped(document: Document, labels: list[LabelValues], loss_config: dict[str, Any]) -> list[bool] | None:
+    """Tell for every label whether the log-ratio that its loss exponentiates is beyond 20; None for other losses."""
+    kind = loss_config["type"]
+    if kind not in LOSS_TYPES or kind == "cross_entropy":
+        return None
+    log_ratios = [v.logprob.item() - old for v, old in zip(labels, document.old_logprobs or [], strict=True)]
+    if kind == "gmpo":
+        pairs = zip(log_ratios, document.advantages or [], strict=True)
+        log_ratios = [gmpo_log_ratio(value, advantage, loss_config)[0] for value, advantage in pairs]
+    if kind in ("gspo", "gmpo"):
+        log_ratios = [sum(log_ratios) / max(len(labels), 1)] * len(labels)
+    return [abs(value) > LARGEST_LOG_RATIO for value in log_ratios]
 
 
 def clipped_loss(ratio: Tensor, advantage: float, loss_config: dict[str, Any]) -> Tensor:
@@ -143,6 +326,8 @@ def clipped_loss(ratio: Tensor, advantage: float, loss_config: dict[str, Any]) -
 
 
 def clip_bounds(loss_config: dict[str, Any]) -> tuple[float, float]:
+    if loss_config["type"] == "gmpo":  # of log-ratios
+        return float32(-loss_config["epsilon_low"]), float32(loss_config["epsilon_high"])
     return float32(1.0 - loss_config["epsilon_low"]), float32(1.0 + loss_config["epsilon_high"])
 
 

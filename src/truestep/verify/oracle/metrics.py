@@ -6,7 +6,18 @@ from typing import Any
 
 from torch import Tensor
 
-from truestep.verify.oracle.losses import Metric, float32, value_and_scale
+from truestep.verify.oracle.losses import (
+    Metric,
+    correction_weights,
+    float32,
+    gradient_changed,
+    importances,
+    is_above,
+    is_below,
+    off_policy_kept,
+    ratio_clamped,
+    value_and_scale,
+)
 from truestep.verify.oracle.records import Document
 from truestep.verify.oracle.values import LabelValues
 
@@ -43,7 +54,7 @@ def step_metrics(
         entropies.append([label.entropy.item() for label in labels])
         if document.old_logprobs is not None:
             old_logprobs.append(document.old_logprobs)
-            ratios.append(metric_ratios(document, labels, loss_config["whole_documents"]) or [])
+            ratios.append(metric_ratios(document, labels, loss_config["document_ratio"]) or [])
         if document.advantages is not None:
             advantages.append(document.advantages)
         if document.versions is not None:
@@ -67,12 +78,48 @@ def step_metrics(
     known = [[float(document.truncated)] for document in documents if document.truncated is not None]
     metrics.update(document_mean("truncated_fraction", known))
 
-    metrics.update(ratio_metrics(ratios, loss_config["bounds"]))
+    metrics.update(ratio_metrics(ratios, loss_config))
+    metrics.update(share_metrics(documents, values, loss_config))
     return metrics
 
 
-def ratio_metrics(ratios: list[list[float]], bounds: tuple[float, float] | None) -> dict[str, Metric]:
+def share_metrics(
+    documents: list[Document], values: list[list[LabelValues]], loss_config: dict[str, Any]
+) -> dict[str, Metric]:
+    """Compute the shares of labels that clips and corrections changed, over all labels that have what they need."""
+    found: dict[str, list[float]] = {}
+    clamped = 0.0
+    knows_clamps = loss_config["type"] not in ("cross_entropy",) and loss_config.get("custom") is None
+    for document, labels in zip(documents, values, strict=True):
+        if document.old_logprobs is None or document.advantages is None:
+            continue
+        shares: dict[str, list[float]] = {}
+        changed = gradient_changed(document, labels, loss_config)
+        if changed is not None:
+            shares["clipped_fraction"] = [float(value) for value in changed]
+            clamped += sum(ratio_clamped(document, labels, loss_config) or [])
+        correction = loss_config["correction"]
+        if correction is not None:
+            importance = importances(document, labels, correction.get("level", "label"))
+            shares["correction_weight"] = correction_weights(document, labels, loss_config)
+            shares["corrected_fraction_high"] = [float(is_above(value, correction)) for value in importance]
+            if correction["type"] != "truncate":
+                shares["corrected_fraction_low"] = [float(is_below(value, correction)) for value in importance]
+        if loss_config["off_policy_mask"] is not None:
+            kept = off_policy_kept(document, labels, loss_config)
+            shares["off_policy_fraction"] = [float(value == 0.0) for value in kept]
+        for name, items in shares.items():
+            found.setdefault(name, []).extend(items)
+    # A mean of nothing is absent; a count of nothing is 0.
+    metrics = {name: (sum(items) / len(items),) * 2 for name, items in found.items() if items}
+    return metrics | ({"clamped_ratios": (clamped, clamped)} if knows_clamps else {})
+
+
+def ratio_metrics(ratios: list[list[float]], loss_config: dict[str, Any]) -> dict[str, Metric]:
     """Compute the metrics of the ratios of every document's labels."""
+    bounds = loss_config["bounds"]
+    # The clip of gmpo looks at the log-ratio.
+    clipped_value = math.log if loss_config["type"] == "gmpo" else float
     metrics = document_mean("ratio_new_old", ratios)
     # Decision: the scale of this one counts the three parts of rho - log rho - 1, which cancel to 0 near rho = 1.
     metrics.update(
@@ -85,14 +132,17 @@ def ratio_metrics(ratios: list[list[float]], bounds: tuple[float, float] | None)
     )
     if bounds is not None:
         low, high = bounds
-        below = [[float(float32(ratio) < low) for ratio in document] for document in ratios]
-        above = [[float(float32(ratio) > high) for ratio in document] for document in ratios]
-        either = [[float(float32(ratio) < low or float32(ratio) > high) for ratio in document] for document in ratios]
+        looked_at = [[float32(clipped_value(ratio)) for ratio in document] for document in ratios]
+        below = [[float(value < low) for value in document] for document in looked_at]
+        above = [[float(value > high) for value in document] for document in looked_at]
+        either = [[float(value < low or value > high) for value in document] for document in looked_at]
         metrics.update(document_mean("clipped_ratio_fraction", either))
         metrics.update(document_mean("clipped_ratio_fraction_low", below))
         metrics.update(document_mean("clipped_ratio_fraction_high", above))
 
-    flat = [ratio for document in ratios for ratio in document]
+    # One ratio of each document counts once.
+    counted = [document[:1] for document in ratios] if loss_config["document_ratio"] else ratios
+    flat = [ratio for document in counted for ratio in document]
     if flat:
         total = sum(flat)
         squares = sum(ratio**2 for ratio in flat)

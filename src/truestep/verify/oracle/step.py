@@ -34,9 +34,11 @@ def oracle_step(
 
     total = sum_terms(terms)
     gradients = differentiate(total, model.parameters)
-    if loss_config["gradient_divisor"] == "deepspeed":
-        # The gradient is divided once more by D; the reported loss stays.
-        gradients = {name: gradient / len(documents) for name, gradient in gradients.items()}
+    divisor = loss_config["gradient_divisor"]
+    if divisor not in (None, "none"):
+        # The gradient is divided once more, by D or by a number; the reported loss stays.
+        divisor = len(documents) if divisor == "deepspeed" else divisor
+        gradients = {name: gradient / divisor for name, gradient in gradients.items()}
     grad_norm = math.sqrt(sum(float((gradient * gradient).sum()) for gradient in gradients.values()))
 
     loss, loss_scale = value_and_scale(terms)
@@ -44,7 +46,7 @@ def oracle_step(
     metrics["grad_norm"] = (grad_norm, grad_norm)
     outputs = []
     for document, labels in zip(documents, values, strict=True):
-        ratios = metric_ratios(document, labels, loss_config["whole_documents"])
+        ratios = metric_ratios(document, labels, loss_config["document_ratio"])
         outputs.append(
             {
                 "id": document.id,
