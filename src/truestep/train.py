@@ -11,7 +11,15 @@ from truestep.assemble.evaluation import make_evaluator
 from truestep.assemble.policy import join_ranks, make_policy
 from truestep.assemble.sinks import make_sinks
 from truestep.assemble.sources import check_inputs, make_source
-from truestep.assemble.step import check_custom_code, make_learning_rate, make_optimizer, make_queue, make_runner
+from truestep.assemble.step import (
+    check_custom_code,
+    make_before_updates,
+    make_learning_rate,
+    make_optimizer,
+    make_queue,
+    make_runner,
+    starts_from_first_weights,
+)
 from truestep.checkpoint.checksums import find_damage
 from truestep.checkpoint.store import CheckpointStore, read_progress
 from truestep.config.load import dump_config
@@ -29,6 +37,8 @@ from truestep.run_notes import run_notes
 from truestep.step.ahead import PlansAhead
 from truestep.step.optimizer import restore_optimizer
 from truestep.step.queue import PlanQueue
+from truestep.step.runner import StepRunner
+from truestep.step.scoring import BeforeUpdates
 from truestep.text import keep_secrets_of, printable, shown
 from truestep.trainer import RunState, Trainer, TrainingError
 from truestep.types import Rejected
@@ -71,6 +81,8 @@ def make_trainer(
     if latest is not None:
         _check_damage(latest, ranks)
     policy = _policy_of(config, ranks, latest)
+    runner = make_runner(config, policy)
+    before = _before_updates(config, runner, directory, latest)
     watch.phase("reading the data")
     source = make_source(config, policy, ranks)
     queue = make_queue(config, policy, source)
@@ -95,7 +107,8 @@ def make_trainer(
         plans=PlansAhead(queue, ranks, overlap=source.plans_ahead),
         ranks=ranks,
         watch=watch,
-        runner=make_runner(config, policy),
+        runner=runner,
+        before=before,
         optimizer=optimizer,
         learning_rate=make_learning_rate(config),
         gradient_clip=config.optimizer.gradient_clip,
@@ -108,6 +121,22 @@ def make_trainer(
         evaluate_every=config.evaluation.every if config.evaluation else 0,
         state=RunState(step, queue.documents_seen, ranks.share(directory.last_evaluated)),
     )
+
+
+def _before_updates(
+    config: Config, runner: StepRunner, directory: RunDirectory, checkpoint: Path | None
+) -> BeforeUpdates:
+    """Make what is computed before the first update on a step's documents; a run that goes on finds the weights that it
+    began with again."""
+    ranks = runner.policy.weights.ranks
+
+    def make_reference(path: str | None) -> Policy:
+        began_with = config.model.path
+        if path is None and checkpoint is not None:
+            began_with = ranks.share(lambda: directory.first_weights(config.model.path))
+        return make_policy(config, ranks, path or began_with, frozen=True)
+
+    return make_before_updates(config, runner, make_reference)
 
 
 def _latest(directory: RunDirectory, store: CheckpointStore) -> Path | None:
@@ -162,5 +191,7 @@ def _lay_out(
     faults = directory.roll_back(step, rejected_lines)
     if config.data.path is not None:
         write_rejected(directory.path, rejected)  # of the whole data, read anew at every start
+    if step == 0 and starts_from_first_weights(config):
+        directory.note_first_weights(config.model.path)
     write_whole(directory.config, dump_config(config, without_secrets=True).encode())
     return faults

@@ -25,6 +25,7 @@ from truestep.step.label_shares import MicroBatch
 from truestep.step.passes import Passes
 from truestep.step.runner import StepRunner
 from truestep.step.schedule import Pass
+from truestep.step.scoring import BeforeUpdates
 from truestep.types import PackedBatch, StepPlan, StepTotals
 
 _LOCAL_LABELS = [0]
@@ -217,6 +218,28 @@ def extremes_of_a_stage_without_a_loss() -> None:
         return sums, passes
 
     StepRunner._accumulate = reporting  # type: ignore[method-assign]
+
+
+def recomputed_after_the_update() -> None:
+    """Old log-probs are computed anew at every update: the ratio is always 1."""
+    BeforeUpdates.computed = lambda self, plan, scores: None  # type: ignore[method-assign]
+
+
+def reference_that_is_trained() -> None:
+    """The policy itself stands for the reference."""
+    honest = BeforeUpdates.__init__
+
+    def itself(self: BeforeUpdates, reference: Any = None, **options: Any) -> None:
+        honest(self, reference, **options)
+        self._reference = None if reference is None else _first_runner[0]
+
+    def remember(self: StepRunner) -> None:
+        if not _first_runner:
+            _first_runner.append(self)
+
+    _first_runner: list[StepRunner] = []
+    StepRunner.__post_init__ = remember  # type: ignore[attr-defined]
+    BeforeUpdates.__init__ = itself  # type: ignore[method-assign]
 
 
 def masked_labels_leave_the_denominator() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from truestep.assemble.step import needs_logprobs, takes_reference_of_records
 from truestep.config.schema import Config
 from truestep.config.sections import DirectorySource, InProcessSampler, RedisSource, SamplerConfig, ServerSampler
 from truestep.custom import check_options, load_custom
@@ -100,7 +101,12 @@ def advantage_rule(config: Config) -> AdvantageRule:
 def _checks(config: Config, vocabulary_size: int) -> Checks:
     data, supervised = config.data, config.loss.supervised
     return Checks(
-        Needs(logprobs=not supervised, advantages=not supervised, advantage_rule=advantage_rule(config)),
+        Needs(
+            logprobs=needs_logprobs(config),
+            advantages=not supervised,
+            advantage_rule=advantage_rule(config),
+            reference_logprobs=takes_reference_of_records(config),
+        ),
         vocabulary_size,
         data.temperature,
         max_tokens=data.tokens_per_microbatch,
