@@ -56,15 +56,6 @@ def sort_prompts(count: int) -> list[dict[str, str]]:
     return [{"id": f"prompt-{number}", **next(stream)} for number in range(count)]
 
 
-def digit_reward(prompt: object, completion: str, **_: object) -> float:
-    """Differs between most completions of a prompt, right or wrong."""
-    return sum(int(word) for word in completion.split() if word.isdigit()) / 10
-
-
-def failing_reward(prompt: object, completion: str, **_: object) -> float:
-    raise KeyError("this reward never works")
-
-
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     both = dict(base)
     for name, value in over.items():
@@ -90,7 +81,7 @@ def sampled_config(model: Path, prompts: Path, run: Path, **sections: Any) -> Co
         "model": {"path": str(model), "dtype": "float32"},
         "data": {"group_size": 4, "tokens_per_microbatch": 64},
         "schedule": {"docs_per_step": 8, "steps": 3},
-        "sampler": {"prompts": str(prompts), "reward": "small_runs:digit_reward", "max_new_tokens": 6},
+        "sampler": {"prompts": str(prompts), "reward": "plain_rewards:digit_reward", "max_new_tokens": 6},
         "optimizer": {"learning_rate": 1e-2},
         "checkpoint": {"directory": str(run)},
         "logging": {"console": False},

@@ -66,7 +66,7 @@ def sampled(words: Path, tmp_path: Path) -> dict[str, Any]:
         "model": {"path": str(words), "dtype": "float32"},
         "data": {"group_size": 2, "tokens_per_microbatch": 64},
         "schedule": {"docs_per_step": 4, "steps": 1},
-        "sampler": {"prompts": "p.jsonl", "reward": "small_runs:digit_reward", "max_new_tokens": 4},
+        "sampler": {"prompts": "p.jsonl", "reward": "plain_rewards:digit_reward", "max_new_tokens": 4},
         "checkpoint": {"directory": "run"},
     }
 

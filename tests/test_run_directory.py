@@ -43,13 +43,13 @@ def test_exactly_the_lines_up_to_the_step_stay(tmp_path: Path, step: int, torn: 
     for file in files:
         with file.open("ab") as stream:
             stream.write(torn)
-    directory.roll_back(step, rejected_lines=step)
+    directory.roll_back(step, rejected_bytes=sum(map(len, before[directory.rejected][:step])))
     for file in (directory.ledger, directory.metrics):
         assert file.read_bytes().splitlines(keepends=True) == before[file][:step]
     assert directory.rejected.read_bytes().splitlines(keepends=True) == before[directory.rejected][:step]
     assert steps_of(directory.evaluations) == [0, *range(2, min(step, 7) + 1, 2)]
     assert directory.last_evaluated() == min(step, 7) // 2 * 2
-    assert directory.rejected_lines() == min(step, 7)
+    assert directory.rejected_bytes() == sum(map(len, before[directory.rejected][: min(step, 7)]))
     # What follows begins on a line of its own.
     append_json_line(directory.metrics, {"step": step + 1})
     assert steps_of(directory.metrics) == [*range(1, min(step, 7) + 1), step + 1]
@@ -67,7 +67,7 @@ def test_a_directory_without_files(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "none")
     directory.roll_back(3, 2)
     assert directory.last_evaluated() is None
-    assert directory.rejected_lines() == 0
+    assert directory.rejected_bytes() == 0
     directory.record_rejected([])
     assert not (tmp_path / "none").exists()
 

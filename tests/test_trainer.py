@@ -291,7 +291,7 @@ def test_a_crash_rolls_back_to_the_last_checkpoint(words: Path, prompts: Path, t
         )
 
 
-@pytest.mark.parametrize("reward", ["small_runs:digit_reward", "unsteady_reward:reward"])
+@pytest.mark.parametrize("reward", ["plain_rewards:digit_reward", "unsteady_reward:reward"])
 def test_evaluation_changes_nothing_of_the_training(reward: str, words: Path, prompts: Path, tmp_path: Path) -> None:
     """Not even where the reward draws from the process's random state."""
     given = {"sampler": {"reward": reward}, "schedule": {"steps": 5}}

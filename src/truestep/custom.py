@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import os
 import sys
 import typing
 from collections.abc import Mapping
@@ -11,9 +12,16 @@ from typing import Any
 
 from truestep.errors import TruestepError
 
+_own_directories: set[str] = set()
+
 
 class CustomError(TruestepError):
     pass
+
+
+def own_directories() -> tuple[str, ...]:
+    """List the directories of the packages that the user's code was loaded from: they may be installed ones."""
+    return tuple(_own_directories)
 
 
 def load_custom(option: str, name: str) -> Any:
@@ -34,6 +42,9 @@ def load_custom(option: str, name: str) -> Any:
     found = getattr(module, attribute, None)
     if not callable(found):
         raise CustomError(f"{option} {name!r}: {module_name} has no function {attribute}")
+    package = sys.modules.get(module_name.partition(".")[0])
+    for directory in getattr(package, "__path__", ()):
+        _own_directories.add(str(Path(directory)) + os.sep)
     return found
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from truestep import progress
 from truestep.text import printable
 
 log = logging.getLogger(__name__)
@@ -31,8 +32,10 @@ def sync_tree(directory: Path) -> None:
     """Sync all files below, before a rename makes them count."""
     for folder, _, names in os.walk(directory):
         for name in names:
-            with (Path(folder) / name).open("rb") as file:
+            path = Path(folder) / name
+            with progress.waiting_for(f"the disk to write {path}"), path.open("rb") as file:
                 os.fsync(file.fileno())
+            progress.made("files on the disk")
         sync_directory(Path(folder))
 
 
@@ -97,8 +100,11 @@ class LineError(ValueError):
     """The reason why a line is no JSON object that can be trusted."""
 
 
-def exact_object(line: bytes) -> dict[str, Any]:
-    """Read a JSON object: no key twice, no NaN, not nested deeply. Anything else raises `LineError`."""
+def exact_object(line: bytes, *, lenient: bool = False) -> dict[str, Any]:
+    """Read a JSON object: no key twice, no NaN, not nested deeply. Anything else raises `LineError`.
+
+    `lenient` is for what is only shown: NaN is read, as Python's json writes it, and of a key's values the last.
+    """
 
     def to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         inside = dict(pairs)
@@ -108,7 +114,10 @@ def exact_object(line: bytes) -> dict[str, Any]:
         return inside
 
     try:
-        value = json.loads(line.decode(), object_pairs_hook=to_dict, parse_constant=_refuse_constant)
+        if lenient:
+            value = json.loads(line.decode())
+        else:
+            value = json.loads(line.decode(), object_pairs_hook=to_dict, parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         raise LineError(f"not UTF-8 at its byte {error.start + 1}") from None
     except json.JSONDecodeError as error:
@@ -165,25 +174,26 @@ class Line:
         return f"{self.place} is damaged: {self.damage}"
 
 
-def _line_of(path: Path, number: int | None, start: int, content: bytes) -> Line | None:
+def _line_of(path: Path, number: int | None, start: int, content: bytes, lenient: bool = False) -> Line | None:
     """Parse the bytes of a line, its line break included; None for an empty one."""
     end, whole = start + len(content), content.endswith(b"\n")
-    if not whole:
-        return Line(path, number, start, end, None, "the last line is cut off", whole=False)
     if not content.strip():
-        return None
+        return None if whole else Line(path, number, start, end, None, "the last line is cut off", whole=False)
     if len(content) > LONGEST_LINE:
-        return Line(path, number, start, end, None, f"it is longer than {LONGEST_LINE:,} bytes")
+        return Line(path, number, start, end, None, f"it is longer than {LONGEST_LINE:,} bytes", whole)
+    if not whole and not lenient:
+        return Line(path, number, start, end, None, "the last line is cut off", whole=False)
     try:
-        return Line(path, number, start, end, exact_object(content))
+        return Line(path, number, start, end, exact_object(content, lenient=lenient), whole=whole)
     except LineError as error:
-        return Line(path, number, start, end, None, str(error))
+        return Line(path, number, start, end, None, str(error), whole)
 
 
-def scan_lines(path: Path) -> Iterator[Line]:
+def scan_lines(path: Path, *, lenient: bool = False) -> Iterator[Line]:
     """Read a line-based file one line at a time. A damaged line is given with its reason, and the next one follows it.
 
-    A file that is not there has no lines. No more than a line is held.
+    A file that is not there has no lines. No more than a line is held. `lenient` is for files that are only shown:
+    NaN is read, and a last line that is whole but for its line break.
     """
     try:
         file = path.open("rb")
@@ -207,7 +217,7 @@ def scan_lines(path: Path) -> Iterator[Line]:
             if end > start + len(content):
                 long = f"it is longer than {LONGEST_LINE:,} bytes"
                 yield Line(path, number, start, end, None, long, whole=more.endswith(b"\n"))
-            elif (line := _line_of(path, number, start, content)) is not None:
+            elif (line := _line_of(path, number, start, content, lenient)) is not None:
                 yield line
             start = end
 

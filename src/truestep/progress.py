@@ -9,10 +9,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# Who waits for this does what it should: another rank is the one that stands still.
+OTHER_RANKS = "other ranks"
+
 _lock = threading.Lock()
 _amounts: dict[str, float] = {}
 _last = time.monotonic()
-_waits: list[str] = []
+_waits: list[tuple[int, str]] = []  # with the thread that waits
 
 
 def made(kind: str, amount: float = 1) -> None:
@@ -38,16 +41,17 @@ def idle() -> float:
 @contextmanager
 def waiting_for(what: str) -> Iterator[None]:
     """Name what the block waits for; the watch shows it if nothing comes."""
+    entry = (threading.get_ident(), what)
     with _lock:
-        _waits.append(what)
+        _waits.append(entry)
     try:
         yield
     finally:
         with _lock:
-            _waits.remove(what)
+            _waits.remove(entry)
 
 
-def waits() -> list[str]:
-    """Give what this process waits for now, the innermost last."""
+def waits(thread: int | None = None) -> list[str]:
+    """Give what this process, or one thread of it, waits for now, the innermost last."""
     with _lock:
-        return list(_waits)
+        return [what for waiting, what in _waits if thread is None or waiting == thread]

@@ -1,8 +1,7 @@
-"""The process's random state, which a user's reward may draw from. truestep itself draws from seeds and counters."""
+"""The process's random state, which a user's own loss or optimizer may draw from. truestep itself draws from seeds and
+counters, and a reward from its completion's seed."""
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -39,13 +38,3 @@ def restore_random(state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> N
     torch.set_rng_state(tensors["cpu"])
     if "cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])
-
-
-@contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Put the random state back at the end, as if nothing had been drawn inside."""
-    state, tensors = random_state(), random_tensors()
-    try:
-        yield
-    finally:
-        restore_random(state, tensors)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from truestep.errors import TruestepError
-from truestep.files import Line, append_json_line, count_lines, cut_file, lines_from_the_end, write_json
+from truestep.files import Line, append_json_line, cut_file, lines_from_the_end, write_json
 from truestep.rollouts.rejects import write_rejected
 from truestep.text import printable
 from truestep.types import Rejected, StepPlan
@@ -77,7 +77,7 @@ class RunDirectory:
             self._lock.close()
             self._lock = None
 
-    def roll_back(self, step: int, rejected_lines: int) -> list[str]:
+    def roll_back(self, step: int, rejected_bytes: int) -> list[str]:
         """Remove the lines written after the end of `step`; 0 is a run's beginning. Give a sentence for each fault."""
         if not self.writes:
             return []
@@ -94,8 +94,8 @@ class RunDirectory:
                         f"{file} {named}, and the run goes on after step {step}: which documents the steps between "
                         "them trained on is not in it. The checkpoint knows them, so none is trained on again"
                     )
-        if self.rejected.is_file():
-            cut_file(self.rejected, _end_of_lines(self.rejected, rejected_lines))
+        if self.rejected.is_file() and self.rejected.stat().st_size > rejected_bytes:
+            cut_file(self.rejected, rejected_bytes)
         return faults
 
     def _append(self, file: Path, line: dict[str, Any]) -> None:
@@ -131,7 +131,7 @@ class RunDirectory:
 
     def sync(self) -> None:
         """Put the lines of all steps on the disk, before a checkpoint of them counts."""
-        for file in (self.ledger, self.metrics, self.evaluations) if self.writes else ():
+        for file in (self.ledger, self.metrics, self.evaluations, self.rejected) if self.writes else ():
             if file.is_file():
                 with file.open("rb") as stream:
                     os.fsync(stream.fileno())
@@ -148,8 +148,9 @@ class RunDirectory:
         if rejected and self.writes:
             write_rejected(self.path, rejected, append=True)
 
-    def rejected_lines(self) -> int:
-        return count_lines(self.rejected)
+    def rejected_bytes(self) -> int:
+        """Give the place in rejected.jsonl that a restart from now on rolls it back to."""
+        return self.rejected.stat().st_size if self.rejected.is_file() else 0
 
 
 def _step_of(line: Line) -> int | None:
@@ -187,19 +188,6 @@ def _end_of(file: Path, step: int) -> tuple[int, int, list[Line]]:
             break
         stay.append(line)
     return (stay[-1].end if stay else end), last, stay
-
-
-def _end_of_lines(file: Path, count: int) -> int:
-    """Find where the first `count` lines of a file end, or its last whole line where it has fewer."""
-    end = position = 0
-    with file.open("rb") as stream:
-        for line in stream:
-            if count <= 0:
-                break
-            position += len(line)
-            if line.endswith(b"\n"):
-                end, count = position, count - 1
-    return end
 
 
 def _describe_weights(directory: Path) -> dict[str, list[Any]]:

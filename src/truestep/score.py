@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save
 
 from truestep.assemble.policy import join_ranks, make_policy
 from truestep.assemble.sources import own_part, read_documents
 from truestep.assemble.step import make_before_updates, make_rule, make_runner
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
-from truestep.files import write_json, write_json_lines, write_whole
+from truestep.files import write_json, write_json_lines
 from truestep.losses.objective import Objective
 from truestep.policy.policy import Policy
+from truestep.policy.tensor_files import write_tensors
 from truestep.ranks.group import Ranks
 from truestep.ranks.watch import Watch
 from truestep.rollouts.parts import PartedSource
@@ -93,7 +93,9 @@ def _write(output: Path, result: Score, gradients: dict[str, torch.Tensor] | Non
     write_json_lines(output / "scores.jsonl", result.documents)
     if gradients is not None:
         tensors = {name: gradient.float().cpu().contiguous() for name, gradient in gradients.items()}
-        write_whole(output / "gradients.safetensors", save(tensors))
+        partial = output / ".gradients.safetensors.partial"
+        write_tensors(tensors, partial)
+        partial.replace(output / "gradients.safetensors")
     # The step's file is last: where it stands, the others are whole.
     write_json(output / "step.json", result.step)
 

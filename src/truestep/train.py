@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 
 from truestep.assemble.evaluation import make_evaluator
 from truestep.assemble.policy import join_ranks, make_policy
+from truestep.assemble.rewards import Raters
 from truestep.assemble.sinks import make_sinks
 from truestep.assemble.sources import check_inputs, make_source
 from truestep.assemble.step import (
@@ -84,19 +85,20 @@ def make_trainer(
     runner = make_runner(config, policy)
     before = _before_updates(config, runner, directory, latest)
     watch.phase("reading the data")
-    source = make_source(config, policy, ranks)
+    raters = Raters()
+    source = make_source(config, policy, ranks, raters)
     queue = make_queue(config, policy, source)
     optimizer = make_optimizer(config, policy.weights)
-    evaluator = make_evaluator(config, policy)
+    evaluator = make_evaluator(config, policy, raters)
     seed_random(config.seed)
-    step, rejected_lines = (0, 0) if latest is None else _restore(latest, queue, optimizer, policy)
+    step, rejected_bytes = (0, 0) if latest is None else _restore(latest, queue, optimizer, policy)
     rejected = source.drain_rejected()
     sinks: list[Sink] = []
     if ranks.first:
         notes = run_notes(directory, config, policy, source, rejected, latest, step)
         sinks = make_sinks(config, directory, console, title, step)
         directory.lock()
-        notes += _lay_out(directory, config, rejected, step, rejected_lines)
+        notes += _lay_out(directory, config, rejected, step, rejected_bytes)
         for note in notes if config.logging.console else ():
             console.print(shown(note), highlight=False, markup=False, soft_wrap=True)
     if latest is not None:  # a kill may have come after its completion, and before the source was told
@@ -160,14 +162,14 @@ def _check_damage(checkpoint: Path, ranks: Ranks) -> None:
 
 
 def _restore(checkpoint: Path, queue: PlanQueue, optimizer: torch.optim.Optimizer, policy: Policy) -> tuple[int, int]:
-    """Put the run back to where the checkpoint left it; return its step, and how many records were rejected by then."""
+    """Put the run back to where the checkpoint left it; return its step, and the size of rejected.jsonl by then."""
     try:
         progress = read_progress(checkpoint)
         queue.restore(progress.queue, list(progress.carried))
         restore_optimizer(optimizer, policy.weights, progress.optimizer)
     except _ODD_CONTENT as error:
         raise _damaged(checkpoint, f"{type(error).__name__}: {error}") from error
-    return progress.step, progress.rejected_lines
+    return progress.step, progress.rejected_bytes
 
 
 def _damaged(checkpoint: Path, problem: object) -> TrainingError:
@@ -182,13 +184,13 @@ def _damaged(checkpoint: Path, problem: object) -> TrainingError:
 
 
 def _lay_out(
-    directory: RunDirectory, config: Config, rejected: Sequence[Rejected], step: int, rejected_lines: int
+    directory: RunDirectory, config: Config, rejected: Sequence[Rejected], step: int, rejected_bytes: int
 ) -> list[str]:
     """Roll the run's files back to the end of `step`. Nothing is written before everything else could be built.
 
     What is found damaged in them is given, a sentence each.
     """
-    faults = directory.roll_back(step, rejected_lines)
+    faults = directory.roll_back(step, rejected_bytes)
     if config.data.path is not None:
         write_rejected(directory.path, rejected)  # of the whole data, read anew at every start
     if step == 0 and starts_from_first_weights(config):

@@ -25,7 +25,7 @@ from truestep.step.optimizer import LearningRate, optimizer_tensors, update
 from truestep.step.runner import Accumulated, StepRunner, clip_gradients, gradient_norm
 from truestep.step.scoring import BeforeUpdates
 from truestep.text import printable
-from truestep.types import StepPlan
+from truestep.types import Rejected, StepPlan
 
 
 class TrainingError(TruestepError):
@@ -75,6 +75,7 @@ class Trainer:
     state: RunState = field(default_factory=RunState)
     hooks: Hooks = Hooks()
     before: BeforeUpdates = field(default_factory=BeforeUpdates)
+    _num_rejected: int = 0  # records, since the last step
 
     @property
     def step(self) -> int:
@@ -99,11 +100,14 @@ class Trainer:
             if self.ranks.size == 1 or finished:  # ranks that end apart must not wait for one another
                 self.plans.close()
             self.source.close(finished)
+            if self.evaluator is not None:
+                self.evaluator.close()
 
     def _run(self) -> tuple[str, bool]:
         self.source.asked_to_stop = lambda: self.stopped_by is not None
+        self.source.put_rejected = self._put_rejected
         with self._stop_between_steps():
-            if self.state.last_evaluated is None:
+            if self.state.last_evaluated is None or self._evaluation_due():  # due: it was interrupted
                 self._evaluate()
             ended = self._steps()
         if ended is not None and self.state.last_evaluated != self.step:
@@ -128,20 +132,24 @@ class Trainer:
                 self.state.planned = self.plans.snapshot()  # what was read meanwhile is part of where the run stands
                 return None
             finally:  # also where every document was rejected, and the error says to look there
-                rejected = self.source.drain_rejected()
-                self.directory.record_rejected(rejected)
+                self._put_rejected(self.source.drain_rejected())
             waited = time.perf_counter() - start
             self.state.planned = planned
             if planned.plan is None:
                 return self._end_of_data(planned.dropped)
             change = self.hooks.change_plan
             plan = planned.plan if change is None else change(planned.plan)
-            self._train(plan, start, waited, len(rejected))
-            if self.evaluate_every and self.step % self.evaluate_every == 0:
+            num_rejected, self._num_rejected = self._num_rejected, 0
+            self._train(plan, start, waited, num_rejected)
+            if self._evaluation_due():
                 self._evaluate()
             if self.checkpoint_every and self.step % self.checkpoint_every == 0:
                 self._save()
         return f"all {self.steps} steps are done"
+
+    def _put_rejected(self, rejected: Sequence[Rejected]) -> None:
+        self.directory.record_rejected(rejected)
+        self._num_rejected += len(rejected)
 
     def _asked_to_stop(self) -> bool:
         """Agree with all ranks, so that they end after the same step, whichever of them was asked. A signal that comes
@@ -201,12 +209,19 @@ class Trainer:
             f"updated, and the last checkpoint is {self.checkpoints.latest() or 'not written yet'}"
         )
 
+    def _evaluation_due(self) -> bool:
+        every = self.evaluate_every
+        return every > 0 and self.step % every == 0 and self.state.last_evaluated != self.step
+
     def _evaluate(self) -> None:
         if self.evaluator is None:
             return
-        self.state.last_evaluated = self.step
         self.watch.phase(f"evaluating after step {self.step}")
-        line = self.evaluator.run(self.step, self.state.documents_seen)
+        try:
+            line = self.evaluator.run(self.step, self.state.documents_seen, self.source.asked_to_stop)
+        except Interrupted:  # the run that goes on from here makes this evaluation first
+            return
+        self.state.last_evaluated = self.step
         self.directory.record_evaluation(line)
         for sink in self.sinks:
             sink.evaluation(line)
@@ -219,9 +234,9 @@ class Trainer:
         planned = self.state.planned or self.plans.snapshot()
         progress = Progress(
             step=self.step,
-            queue=planned.state,
+            queue=planned.state(),
             carried=self.before.carried(planned.carried),
-            rejected_lines=self.directory.rejected_lines(),
+            rejected_bytes=self.directory.rejected_bytes(),
             optimizer=optimizer_tensors(self.optimizer, self.policy.weights),
         )
         checkpoint = self.checkpoints.save(self.policy, progress)

@@ -43,7 +43,7 @@ def progress(step: int) -> Progress:
         step=step,
         queue={"documents_seen": 3 * step, "micro_batches": [[0], [1]], "source": {"position": step}},
         carried=make_documents([3, 5], seed=step),
-        rejected_lines=step,
+        rejected_bytes=step,
         optimizer={
             "model.norm.weight.exp_avg": torch.arange(4.0) / 3 + step,
             "model.norm.weight.step": torch.tensor(step),
@@ -63,7 +63,7 @@ def check(checkpoint: Path, step: int) -> None:
     assert all((weight == 1 + step).all() for weight in weights.values())
     assert (checkpoint / "config.json").is_file()
     read, expected = read_progress(checkpoint), progress(step)
-    assert (read.step, read.queue, read.rejected_lines) == (step, expected.queue, expected.rejected_lines)
+    assert (read.step, read.queue, read.rejected_bytes) == (step, expected.queue, expected.rejected_bytes)
     assert all(same_document(one, other) for one, other in zip(read.carried, expected.carried, strict=True))
     assert set(read.optimizer) == set(expected.optimizer)
     assert all(same_bits(read.optimizer[name], tensor) for name, tensor in expected.optimizer.items())
@@ -123,11 +123,12 @@ class Disk:
         for owner, name in (
             (os, "replace"),
             (os, "fsync"),
+            (os, "fdatasync"),
             (shutil, "rmtree"),
             (Path, "write_bytes"),
             (Path, "write_text"),
             (Path, "mkdir"),
-            (store_module, "save_file"),
+            (store_module, "write_tensors"),
             (store_module, "save_policy"),
         ):
             monkeypatch.setattr(owner, name, self._counted(name, getattr(owner, name)))
@@ -140,7 +141,7 @@ class Disk:
             half = Path(arguments[0]) if name == "rmtree" else None
             if half is not None:
                 (half / "model.safetensors").unlink()  # removed in part
-            elif name.startswith("write"):
+            elif name in ("write_bytes", "write_text"):
                 real(arguments[0], arguments[1][: len(arguments[1]) // 2])  # written in part
             raise Killed
 
@@ -190,7 +191,7 @@ def test_a_failed_save_is_told(policy: Policy, tmp_path: Path, monkeypatch: pyte
     store = CheckpointStore(tmp_path, 1)
     first = save(store, policy, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "save_file", full)
+        patch.setattr(store_module, "write_tensors", full)
         with pytest.raises(OSError, match="no space left"):
             save(store, policy, 2)
     assert store.latest() == first

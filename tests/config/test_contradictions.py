@@ -31,6 +31,10 @@ def sent(data: str) -> str:
 
 CASES = [
     (
+        MODEL + "data: {path: a, group_timeout: 5}\n",
+        "2: data.group_timeout is for the documents of data.source: all other groups end with their data",
+    ),
+    (
         MODEL + "parallel: {stages_per_rank: 2}\n",
         "2: parallel.stages_per_rank is for pipelines: it needs parallel.pipeline > 1",
     ),
@@ -96,6 +100,10 @@ CASES = [
     (
         sent("group_size: 4, epochs: 2"),
         "2: data.epochs is for the files of data.path; the documents of data.source come once",
+    ),
+    (
+        sampled(data="data: {group_size: 4, group_timeout: 5}\n"),
+        "2: data.group_timeout is for the documents of data.source: all other groups end with their data",
     ),
     (
         sent("advantages: leave_one_out"),

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from truestep.environments.prompts import Prompt
-from truestep.environments.rewards import RewardError, load_reward, rate
+from truestep.environments.rewards import RewardError, call, load_reward
 
-PROMPT = Prompt("p", "sort 2 1 =", {"answer": "1 2", "level": 3}, (1, 2))
+PROMPT, FIELDS = "sort 2 1 =", {"answer": "1 2", "level": 3}
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +31,8 @@ def test_a_module_in_the_working_directory_is_found(tmp_path: Path) -> None:
         "def score(prompt, completion, *, answer, **_): return completion == answer"
     )
     reward = load_reward("my_rewards_a:score")
-    assert rate(reward, PROMPT, "1 2") == 1.0
-    assert rate(reward, PROMPT, "2 1") == 0.0
+    assert call(reward, PROMPT, "1 2", FIELDS) == 1.0
+    assert call(reward, PROMPT, "2 1", FIELDS) == 0.0
 
 
 def test_a_package_in_the_working_directory_is_found(tmp_path: Path) -> None:
@@ -41,7 +40,7 @@ def test_a_package_in_the_working_directory_is_found(tmp_path: Path) -> None:
     (tmp_path / "my_package_b" / "inner.py").write_text(
         "class Rate:\n  def __call__(self, p, c, **_): return 2\nscore = Rate()"
     )
-    assert rate(load_reward("my_package_b.inner:score"), PROMPT, "") == 2.0
+    assert call(load_reward("my_package_b.inner:score"), PROMPT, "", FIELDS) == 2.0
 
 
 @pytest.mark.parametrize("name", ["score", "module.score", ":score", "module:", "", ":"])
@@ -92,23 +91,21 @@ def test_prompt_completion_and_fields_are_passed() -> None:
         seen.append((prompt, completion, fields))
         return 0.25
 
-    assert rate(reward, PROMPT, "1 2") == 0.25
+    assert call(reward, PROMPT, "1 2", FIELDS) == 0.25
     assert seen == [("sort 2 1 =", "1 2", {"answer": "1 2", "level": 3})]
 
 
 @pytest.mark.parametrize("given", [1, True, 1.0, np.float32(1), np.int64(1), np.bool_(True), torch.tensor(1.0)])
 def test_every_kind_of_number_is_one(given: Any) -> None:
-    value = rate(lambda *_, **__: given, PROMPT, "")
+    value = call(lambda *_, **__: given, PROMPT, "", FIELDS)
     assert type(value) is float
     assert value == 1.0
 
 
-@pytest.mark.parametrize(
-    "given", [None, "1.0", b"1.0", [1.0], {}, float("nan"), float("inf"), -np.inf, 1j, 10**400, torch.ones(2)]
-)
-def test_whatever_is_no_finite_number_is_refused(given: Any) -> None:
+@pytest.mark.parametrize("given", [None, "1.0", b"1.0", [1.0], {}, 1j, 10**400, torch.ones(2)])
+def test_whatever_is_no_number_is_refused(given: Any) -> None:
     with pytest.raises(RewardError, match="the reward returned"):
-        rate(lambda *_, **__: given, PROMPT, "")
+        call(lambda *_, **__: given, PROMPT, "", FIELDS)
 
 
 def test_a_field_that_the_reward_does_not_take_is_said() -> None:
@@ -116,13 +113,39 @@ def test_a_field_that_the_reward_does_not_take_is_said() -> None:
         return 1.0
 
     with pytest.raises(RewardError, match="raised TypeError: .*'answer'"):
-        rate(reward, PROMPT, "")
+        call(reward, PROMPT, "", FIELDS)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_is_no_rating(error: type[BaseException]) -> None:
+class UnreadableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+class Unshowable:
+    def __float__(self) -> float:
+        raise SystemExit
+
+    def __repr__(self) -> str:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (KeyboardInterrupt(), "raised KeyboardInterrupt$"),
+        (SystemExit(3), "raised SystemExit: 3$"),
+        (UnreadableError(), "raised UnreadableError: .*cannot be shown"),
+        (ValueError("\x1b[2J\x07 red"), r"raised ValueError: \\x1b\[2J\\x07 red$"),
+    ],
+)
+def test_whatever_is_raised_is_a_reason_in_words(error: BaseException, said: str) -> None:
     def reward(*_: Any, **__: Any) -> float:
         raise error
 
-    with pytest.raises(error):
-        rate(reward, PROMPT, "")
+    with pytest.raises(RewardError, match=said):
+        call(reward, PROMPT, "", FIELDS)
+
+
+def test_what_cannot_even_be_looked_at_is_named() -> None:
+    with pytest.raises(RewardError, match="returned .an object that cannot be shown., which is not a number"):
+        call(lambda *_, **__: Unshowable(), PROMPT, "", FIELDS)

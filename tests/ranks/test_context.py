@@ -186,7 +186,7 @@ def test_sampling_and_evaluation_need_no_other_rank(tmp_path: Path) -> None:
     def given(run: str, **parallel: int) -> dict[str, Any]:
         base = config(model, "unused", tmp_path / run, checkpoint={"every": 0}, parallel=parallel)
         base["data"] = {"group_size": 4, "tokens_per_microbatch": 64}
-        sampler = {"prompts": str(prompts), "reward": "small_runs:digit_reward", "max_new_tokens": 6}
+        sampler = {"prompts": str(prompts), "reward": "plain_rewards:digit_reward", "max_new_tokens": 6}
         schedule = {"docs_per_step": 12, "steps": 2, "stall_timeout": 30}
         return base | {"sampler": sampler, "evaluation": {"prompts": str(prompts), "every": 1}, "schedule": schedule}
 

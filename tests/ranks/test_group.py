@@ -1,6 +1,9 @@
 """Where ranks stand in a layout, and who their fellows are."""
 
+import os
+import subprocess
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from truestep.ranks import launch
 from truestep.ranks.axes import RankError, RankLayout
 from truestep.ranks.group import ALONE, Ranks, join, leave
 from truestep.ranks.launch import run_ranks
@@ -100,3 +104,14 @@ def _check_fellows(layout: RankLayout, fellows: dict[int, dict[str, list[int] | 
         expected = [float(holder * ranks.size // ranks.pipeline)] * 3 if ranks.first else None
         assert (None if found is None else found.tolist()) == expected
     leave()
+
+
+def test_folders_of_processes_that_are_gone_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    names = [f"truestep-ranks-{child.pid}-abc", f"truestep-ranks-{os.getpid()}-abc", "truestep-ranks-of-another"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    launch._remove_leftovers()
+    assert [(tmp_path / name).exists() for name in names] == [False, True, True]

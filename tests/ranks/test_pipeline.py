@@ -180,7 +180,7 @@ def score_without_gradients(runs: list[tuple[dict[str, Any], str]]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("what", "expected"),
-    [("kill", "rank 1 is gone"), ("raise", "rank 1 failed"), ("stall", "rank 1 has been computing step 2")],
+    [("kill", "rank 1 is gone"), ("raise", "rank 1 failed"), ("stall", "rank 1 has made no progress")],
 )
 def test_a_stage_that_is_lost_ends_the_run_by_name(what: str, expected: str, tmp_path: Path) -> None:
     write_rollouts(tmp_path / "rollouts.jsonl", 40)

@@ -184,7 +184,7 @@ def test_sampling_and_evaluation_are_shared_out(tmp_path: Path) -> None:
     def given(run: str) -> dict[str, Any]:
         base = config(model, "unused", tmp_path / run, checkpoint={"every": 0})
         base["data"] = {"group_size": 4, "tokens_per_microbatch": 64}
-        sampler = {"prompts": str(prompts), "reward": "small_runs:digit_reward", "max_new_tokens": 6}
+        sampler = {"prompts": str(prompts), "reward": "plain_rewards:digit_reward", "max_new_tokens": 6}
         evaluation = {"prompts": str(prompts), "every": 2}
         schedule = {"docs_per_step": 12, "steps": 4, "stall_timeout": 30}
         return base | {"sampler": sampler, "evaluation": evaluation, "schedule": schedule}

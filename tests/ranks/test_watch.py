@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,17 +26,48 @@ from truestep.step.queue import PlanQueue
 TIMEOUT = 3.0
 
 
-def seen(rank: int, number: int, since: float, silent: float = 0.0, phase: str = "working") -> RankState:
-    return RankState(rank, number, phase, since, silent)
+def seen(rank: int, number: int, idle: float, silent: float = 0.0, phase: str = "working", **more: Any) -> RankState:
+    return RankState(rank, number, phase, since=100.0, idle=idle, silent=silent, **more)
 
 
-def test_nobody_is_late() -> None:
-    assert verdict(seen(0, 5, 2.9), [seen(1, 4, 2.0)], 3.0, 10.0) is None
+def test_nobody_stands_still() -> None:
+    assert verdict(seen(0, 5, 2.9, waits="ranks"), [seen(1, 4, 2.0)], 3.0, 10.0) is None
+
+
+def test_a_rank_that_waits_for_one_that_works_goes_on() -> None:
+    assert verdict(seen(0, 5, 500.0, waits="ranks"), [seen(1, 4, 0.5)], 3.0, 10.0) is None
 
 
 def test_the_rank_that_is_waited_for_is_named_by_every_other() -> None:
-    said = verdict(seen(0, 5, 3.1), [seen(1, 4, 3.4, phase="reading"), seen(2, 5, 3.2)], 3.0, 10.0)
-    assert said == "rank 1 has been reading for 3 s, and the others wait for it (schedule.stall_timeout: 3)"
+    late = seen(1, 4, 3.4, phase="reading", place="files.py:7 in read", waiting_for="the disk to read a.jsonl")
+    said = verdict(seen(0, 5, 3.1, waits="ranks"), [late, seen(2, 5, 3.2, waits="ranks")], 3.0, 10.0)
+    assert said == (
+        "rank 1 has made no progress for 3 s, reading for 100 s, waiting for the disk to read a.jsonl, at files.py:7 "
+        "in read, and the others wait for it (schedule.stall_timeout: 3)"
+    )
+
+
+def test_a_rank_that_stands_still_is_named_while_another_works() -> None:
+    said = verdict(seen(0, 5, 0.1), [seen(1, 5, 4.0)], 3.0, 10.0)
+    assert said == "rank 1 has made no progress for 4 s, working for 100 s (schedule.stall_timeout: 3)"
+
+
+def test_a_source_has_time_to_say_more() -> None:
+    assert verdict(seen(0, 5, 4.0), [], 3.0, 10.0, grace=2.0) is None
+    said = verdict(seen(0, 5, 5.1, waiting_for="documents"), [], 3.0, 10.0, grace=2.0)
+    assert said == (
+        "the run has made no progress for 5 s, working for 100 s, waiting for documents (schedule.stall_timeout: 3)"
+    )
+
+
+def test_one_process_that_waits_for_its_device_stands_still_too() -> None:
+    said = verdict(seen(0, 5, 4.0, waits="device"), [], 3.0, 10.0) or ""
+    assert said.startswith("the run has made no progress for 4 s, working for 100 s, waiting for its device")
+
+
+def test_a_device_may_wait_for_the_rank_that_stands_still() -> None:
+    said = verdict(seen(0, 5, 4.0, waits="device"), [seen(1, 5, 4.0)], 3.0, 10.0) or ""
+    assert said.startswith("rank 1 has") and "the others wait for it" in said
 
 
 def test_a_rank_that_nothing_is_heard_of_is_gone() -> None:
@@ -42,20 +75,27 @@ def test_a_rank_that_nothing_is_heard_of_is_gone() -> None:
     assert said == "rank 1 is gone: nothing was heard of it for 11 s, and last it was computing step 4"
 
 
+def test_a_rank_whose_process_has_ended_is_gone_at_once() -> None:
+    said = verdict(seen(0, 5, 0.1), [seen(1, 4, 0.2, silent=0.2, process="gone")], 600.0, 600.0)
+    assert said == "rank 1 is gone: its process has ended, and last it was working"
+
+
+def test_a_silent_rank_whose_process_is_there_is_not_gone() -> None:
+    assert verdict(seen(0, 5, 0.1), [seen(1, 4, 50.0, silent=50.0, process="there")], 600.0, 10.0) is None
+    said = verdict(seen(0, 5, 0.1), [seen(1, 4, 700.0, silent=700.0, process="stopped")], 600.0, 10.0) or ""
+    assert "rank 1 has made no progress for 700 s, working for 100 s, its process stopped by a signal" in said
+
+
 def test_a_rank_that_is_done_is_not_missed() -> None:
-    assert verdict(seen(0, 5, 0.1), [seen(1, 9, 50.0, silent=50.0, phase="done")], 600.0, 10.0) is None
+    assert verdict(seen(0, 5, 0.1), [seen(1, 9, 50.0, silent=50.0, phase="done", process="gone")], 600.0, 10.0) is None
 
 
-def test_all_in_one_phase() -> None:
-    said = verdict(seen(0, 5, 4.0), [seen(1, 5, 4.0)], 3.0, 10.0)
-    assert said == "rank 0 has been working for 4 s; rank 1 has been working for 4 s (schedule.stall_timeout: 3)"
-
-
-def test_in_one_phase_the_one_that_waits_for_nobody_is_late() -> None:
-    waiting = RankState(0, 5, "working", 4.0, 0.0, ", at run.py:7 in step", waits=True)
-    busy = RankState(1, 5, "working", 4.0, 0.0, ", at reward.py:3 in score", waits=False)
-    said = verdict(waiting, [busy], 3.0, 10.0) or ""
-    assert said.startswith("rank 1 has been working for 4 s, at reward.py:3 in score, and the others wait for it")
+def test_all_wait_for_each_other_and_the_one_that_is_behind_is_named() -> None:
+    waiting = seen(0, 5, 4.0, waits="ranks")
+    said = verdict(waiting, [seen(1, 4, 4.0, waits="ranks")], 3.0, 10.0) or ""
+    assert said.startswith("rank 1 has made") and "the others wait for it" in said
+    said = verdict(waiting, [seen(1, 5, 4.0, waits="ranks")], 3.0, 10.0) or ""
+    assert "rank 0 has" in said and "rank 1 has" in said
 
 
 @pytest.mark.parametrize(
@@ -64,11 +104,11 @@ def test_in_one_phase_the_one_that_waits_for_nobody_is_late() -> None:
         [
             ("kill", "computing step 2", "rank 1 is gone"),
             ("raise", "computing step 2", "rank 1 failed: ZeroDivisionError: planted"),
-            ("stall", "computing step 2", "rank 1 has been computing step 2"),
-            ("stall", "waiting for the documents of step 3", "rank 1 has been waiting for the documents of step 3"),
+            ("stall", "computing step 2", "rank 1 has made no progress"),
+            ("stall", "waiting for the documents of step 3", "s, waiting for the documents of step 3 for "),
         ],
         ("kill", "computing step 2", "rank 1 is gone"),
-        ("stall", "computing step 2", "rank 1 has been computing step 2"),
+        ("stall", "computing step 2", "rank 1 has made no progress"),
     ),
 )
 def test_one_rank_ends_all(
@@ -92,9 +132,12 @@ def test_one_rank_ends_all(
     assert all(process.exitcode for process in survivors), [process.exitcode for process in processes]
     said = "".join(file.read_text(encoding="utf-8") for file in folder.iterdir())
     assert expected in said
+    if what == "stall":
+        assert f"s, {phase} for " in said and "at cases.py:" in said and "in caught, and the others wait for it" in said
     done = [line["step"] for line in read_lines(tmp_path / "run" / "ledger.jsonl")]
     assert done in ([1], [1, 2]), "nothing is computed without the rank that is missing"
     assert {process.exitcode for process in survivors if process is not processes[1]} <= {1, ENDED_BY_ANOTHER}
+    shutil.rmtree(folder)
     del store
 
 
@@ -110,5 +153,5 @@ def test_ranks_that_plan_another_step_stop_before_anything_is_computed() -> None
         run_ranks(3, _disagree)
 
 
-def test_one_process_needs_no_watch() -> None:
+def test_one_process_needs_nobody() -> None:
     assert Ranks().gather("mine") == ["mine"] and Ranks().share(lambda: 3) == 3

@@ -21,7 +21,7 @@ from truestep.report.scale import (
     logarithmic_scale,
     wants_logarithm,
 )
-from truestep.report.series import Point, downsample, smooth
+from truestep.report.series import Point, Series, downsample, smooth
 
 VOID = {"meta", "br", "path", "rect"}
 
@@ -249,7 +249,8 @@ def test_cut_and_broken_lines_are_left_out_and_named(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_bytes("\n".join(lines).encode()[:-30] + "é".encode()[:1])
     page = page_of(run)
     assert "metrics.jsonl: the last line is cut off and was left out." in page.notes
-    assert "metrics.jsonl: 1 line is no JSON object and left out." in page.notes
+    where = f"line 5, byte {len(chr(10).join(lines[:4])) + 1}: not JSON: Expecting value at its column 1"
+    assert f"metrics.jsonl: 1 line is no JSON object and left out ({where})." in page.notes
     steps = [point[0] for point in page.charts["Loss"][0]["points"]]
     assert steps == [step for step in range(1, 20) if step != 5]
 
@@ -405,14 +406,14 @@ def test_long_run_is_thinned_without_losing_its_extremes(tmp_path: Path) -> None
     points = [Point(step, 2 * step, math.sin(step)) for step in range(5000)]
     points[1234] = Point(1234, 2468, 99.0)
     points[4321] = Point(4321, 8642, None)
-    thin = downsample(points)
+    thin = downsample(Series.of(points))
     assert len(thin) <= 1000
-    assert thin[0] is points[0]
-    assert thin[-1] is points[-1]
+    assert thin[0] == points[0]
+    assert thin[-1] == points[-1]
     assert points[1234] in thin
     assert points[4321] in thin
     assert [point.step for point in thin] == sorted({point.step for point in thin})
-    smoothed = smooth(points)
+    smoothed = smooth(Series.of(points))
     assert len(smoothed) <= 300
     assert smoothed[-1].step == 4999
     page = page_of(make_run(tmp_path / "long", steps=3000))
@@ -423,11 +424,11 @@ def test_long_run_is_thinned_without_losing_its_extremes(tmp_path: Path) -> None
 
 def test_smoothing_keeps_constants_and_gaps() -> None:
     points = [Point(step, None, None if step == 30 else 2.5) for step in range(100)]
-    smoothed = smooth(points)
+    smoothed = smooth(Series.of(points))
     assert [point.value for point in smoothed if point.step == 30] == [None]
     assert all(point.value == pytest.approx(2.5) for point in smoothed if point.step != 30)
     spiked = [Point(step, None, 1000.0 if step == 50 else 1.0) for step in range(100)]
-    assert max(point.value for point in smooth(spiked, logarithmic=True)) < 10
+    assert max(point.value for point in smooth(Series.of(spiked), logarithmic=True)) < 10
 
 
 def test_writing_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,9 @@ def test_rejected_records_are_written_and_added_to(tmp_path):
     assert rejected_lines(path) == [expected]
     write_rejected(tmp_path / "run", [two], append=True)
     assert rejected_lines(path) == [expected, {"file": "f\udcff.jsonl", "line": 4, "reason": "worse", "id": None}]
-    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))  # as a kill cuts a line off
     write_rejected(tmp_path / "run", [one], append=True)
-    assert len(rejected_lines(path)) == 3
+    assert rejected_lines(path) == [expected, expected]
     write_rejected(tmp_path / "run", [])
     assert path.read_bytes() == b""
     assert os.listdir(path.parent) == ["rejected.jsonl"]
@@ -42,10 +42,20 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     assert os.listdir(tmp_path) == ["rejected.jsonl"]
 
 
-def test_a_reader_of_the_old_file_never_sees_half_of_the_new(tmp_path):
+def test_appending_leaves_what_was_there(tmp_path, monkeypatch):
     path = write_rejected(tmp_path, [Rejected("f.jsonl", 1, "bad")])
-    before = path.read_bytes()
-    with path.open("rb") as reader:
-        write_rejected(tmp_path, [Rejected("f.jsonl", 2, "worse")], append=True)
-        assert reader.read() == before  # replaced, not rewritten in place
+    before, inode = path.read_bytes(), path.stat().st_ino
+    monkeypatch.setattr("truestep.rollouts.rejects.write_whole", None)  # the file is not written anew
+    write_rejected(tmp_path, [Rejected("f.jsonl", 2, "worse")], append=True)
+    assert path.read_bytes().startswith(before) and path.stat().st_ino == inode
     assert len(rejected_lines(path)) == 2
+
+
+@pytest.mark.parametrize("torn", [b"{", b'{"file": "' + b"x" * 4096, b"y" * 10000])
+@pytest.mark.parametrize("lines", [0, 1, 3])
+def test_a_torn_line_of_any_length_is_replaced(tmp_path, torn, lines):
+    path = write_rejected(tmp_path, [Rejected("f.jsonl", line, "bad") for line in range(lines)])
+    with path.open("ab") as file:
+        file.write(torn)
+    write_rejected(tmp_path, [Rejected("f.jsonl", 9, "worse")], append=True)
+    assert [line["line"] for line in rejected_lines(path)] == [*range(lines), 9]

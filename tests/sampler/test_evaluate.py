@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from small_runs import digit_reward, failing_reward, sort_prompts, word_model, write_lines
+from plain_rewards import digit_reward, failing_reward
+from raters import DirectRater, NumberedRater
+from small_runs import sort_prompts, word_model, write_lines
 from truestep.environments.prompts import load_prompts
 from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
 from truestep.sampler.decode import DecodeOptions, Request, decode
 from truestep.sampler.evaluate import Evaluator
-from truestep.sampler.in_process import completion_text, stop_ids
+from truestep.sampler.in_process import stop_ids
+from truestep.sampler.rated import completion_text
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 def make_evaluator(policy: Policy, directory: Path, count: int = 5, **changes: Any) -> Evaluator:
     usual: dict[str, Any] = {
         "prompts": load_prompts(write_lines(directory / "held_out.jsonl", sort_prompts(count)), policy.tokenizer),
-        "reward": digit_reward,
+        "rater": DirectRater(digit_reward),
         "options": DecodeOptions(1.0, 1.0, 6, 3, stop_ids(policy)),
         "samples_per_prompt": 3,
         "seed": 0,
@@ -41,7 +43,7 @@ def test_a_line_is_the_mean_reward_of_greedy_and_of_sampled_answers(policy: Poli
         given.append(digit_reward(prompt, completion))
         return given[-1]
 
-    evaluator = make_evaluator(policy, tmp_path, reward=reward)
+    evaluator = make_evaluator(policy, tmp_path, rater=DirectRater(reward))
     line = evaluator.run(step=4, documents_seen=32)
     assert len(given) == 5 + 15
     assert line["greedy_reward"] == pytest.approx(sum(given[:5]) / 5)
@@ -72,7 +74,7 @@ def test_samples_are_seeded_by_the_step(policy: Policy, tmp_path: Path) -> None:
             texts.append(completion)
             return 0.0
 
-        make_evaluator(policy, tmp_path, reward=reward, **changes).run(step, 0)
+        make_evaluator(policy, tmp_path, rater=DirectRater(reward), **changes).run(step, 0)
         return texts[5:]
 
     first = sampled(2)
@@ -83,16 +85,17 @@ def test_samples_are_seeded_by_the_step(policy: Policy, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_rated_is_counted_and_no_part_of_a_mean(policy: Policy, tmp_path: Path) -> None:
-    calls = itertools.count()
+    seen: dict[int, int] = {}
 
-    def reward(prompt: Any, completion: str, **fields: Any) -> float:
-        return float("nan") if next(calls) in (1, 7, 8) else 2.0
+    def reward(step: int, number: int) -> float:
+        seen[number] = seen.get(number, -1) + 1
+        return float("nan") if (number, seen[number]) in ((1, 0), (2, 1), (9, 0)) else 2.0
 
-    line = make_evaluator(policy, tmp_path, reward=reward).run(0, 0)
+    line = make_evaluator(policy, tmp_path, rater=NumberedRater(reward)).run(0, 0)
     assert (line["greedy_reward"], line["sampled_reward"], line["num_unrated"]) == (2.0, 2.0, 3)
     assert [example["reward"] for example in line["examples"]] == [2.0, None, 2.0, 2.0, 2.0]
 
 
 def test_an_evaluation_that_nothing_can_be_rated_in_ends_no_run(policy: Policy, tmp_path: Path) -> None:
-    line = make_evaluator(policy, tmp_path, reward=failing_reward).run(0, 0)
+    line = make_evaluator(policy, tmp_path, rater=DirectRater(failing_reward)).run(0, 0)
     assert (line["greedy_reward"], line["sampled_reward"], line["num_unrated"]) == (None, None, 20)

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from plain_rewards import digit_reward, failing_reward
+from raters import DirectRater, NumberedRater
 from small_runs import (
     WORDS,
-    digit_reward,
-    failing_reward,
     quiet_trainer,
     read_lines,
     sampled_config,
@@ -50,7 +50,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 def make_source(policy: Policy, directory: Path, count: int = 5, **changes: Any) -> InProcessSource:
     prompts = load_prompts(write_lines(directory / "prompts.jsonl", sort_prompts(count)), policy.tokenizer)
     usual: dict[str, Any] = {
-        "reward": digit_reward,
+        "rater": DirectRater(digit_reward),
         "options": DecodeOptions(0.7, 1.0, 6, 64, stop_ids(policy)),
         "group_size": 4,
         "advantage_rule": "group_mean",
@@ -120,7 +120,7 @@ def test_the_reward_sees_the_prompt_the_text_and_the_fields(policy: Policy, tmp_
         seen.append((prompt, completion, fields))
         return 0.0
 
-    rollouts = make_source(policy, tmp_path, reward=reward).take(4, 0)
+    rollouts = make_source(policy, tmp_path, rater=DirectRater(reward)).take(4, 0)
     for (prompt, completion, fields), _ in zip(seen, rollouts, strict=True):
         assert set(fields) == {"answer"}
         assert sorted(prompt.split()[1:-1]) == fields["answer"].split()
@@ -174,38 +174,29 @@ def test_a_file_runs_checkpoint_is_refused_in_words(policy: Policy, tmp_path: Pa
 def test_a_completion_without_a_reward_is_sampled_anew_and_the_group_is_whole(
     answer: Any, reason: str, policy: Policy, tmp_path: Path
 ) -> None:
-    calls = []
-
-    def reward(prompt: str, completion: str, **_: object) -> Any:
-        calls.append(completion)
-        if len(calls) != 2:
-            return float(len(calls))
+    def reward(group: int, member: int) -> Any:
+        if (group, member) != (0, 1):
+            return float(group * 10 + member)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    source = make_source(policy, tmp_path, reward=reward, advantage_rule="leave_one_out")
+    source = make_source(policy, tmp_path, rater=NumberedRater(reward), advantage_rule="leave_one_out")
     rollouts = source.take(8, 0)
     assert [rollout.id for rollout in rollouts] == ["0-0", "0-2", "0-3", "0-4", "1-0", "1-1", "1-2", "1-3"]
     (rejected,) = source.drain_rejected()
     assert source.drain_rejected() == []
     assert (rejected.id, rejected.group_id) == ("0-1", "0")
     assert re.search(reason, rejected.reason), rejected.reason
-    expected = expected_advantages([1.0, 3.0, 4.0, 9.0], "leave_one_out")
+    expected = expected_advantages([0.0, 2.0, 3.0, 4.0], "leave_one_out")
     for rollout, advantage in zip(rollouts[:4], expected, strict=True):
         np.testing.assert_allclose(rollout.advantages[rollout.loss_mask], advantage, rtol=1e-6)
 
 
 def test_a_group_that_cannot_be_completed_gives_its_place_to_the_next_prompt(policy: Policy, tmp_path: Path) -> None:
     """One completion of the first group is rated, and no other in four tries: nothing of it is trained on."""
-    calls = 0
-
-    def reward(prompt: str, completion: str, **_: object) -> float | None:
-        nonlocal calls
-        calls += 1
-        return 1.0 if calls == 2 or calls > 4 + 3 * 3 else None
-
-    source = make_source(policy, tmp_path, reward=reward)
+    rater = NumberedRater(lambda group, member: 1.0 if group or member == 1 else None)
+    source = make_source(policy, tmp_path, rater=rater)
     rollouts = source.take(4, 0)
     assert [rollout.id for rollout in rollouts] == ["1-0", "1-1", "1-2", "1-3"]
     rejected = source.drain_rejected()
@@ -222,7 +213,7 @@ def test_completions_that_could_not_fit_are_refused_before_any_is_sampled(policy
 
 
 def test_on_bad_record_stop_ends_the_run_at_the_first_reward_that_fails(policy: Policy, tmp_path: Path) -> None:
-    source = make_source(policy, tmp_path, reward=failing_reward, stop_at_rejected=True)
+    source = make_source(policy, tmp_path, rater=DirectRater(failing_reward), stop_at_rejected=True)
     with pytest.raises(RewardError, match="data.on_bad_record: stop: a completion of prompt prompt-"):
         source.take(8, 0)
 
@@ -238,7 +229,7 @@ def test_a_restored_source_refuses_other_prompts(change: dict[str, int], policy:
 
 def test_a_run_whose_documents_are_all_rejected_says_why(policy: Policy, tmp_path: Path) -> None:
     prompts = write_lines(tmp_path / "prompts.jsonl", sort_prompts(3))
-    config = sampled_config(policy.path, prompts, tmp_path / "run", sampler={"reward": "small_runs:failing_reward"})
+    config = sampled_config(policy.path, prompts, tmp_path / "run", sampler={"reward": "plain_rewards:failing_reward"})
     with pytest.raises(SourceError, match=r"rejected\.jsonl"):
         quiet_trainer(config).run()
     rejected = read_lines(tmp_path / "run" / "rejected.jsonl")  # the file that the message sends to
@@ -258,9 +249,9 @@ def test_chat_messages_go_through_the_template(policy: Policy, tmp_path: Path) -
         seen.append((prompt, fields))
         return 1.0
 
-    (rollout,) = dataclasses.replace(make_source(policy, tmp_path, group_size=1, reward=reward), prompts=prompts).take(
-        1, 0
-    )
+    (rollout,) = dataclasses.replace(
+        make_source(policy, tmp_path, group_size=1, rater=DirectRater(reward)), prompts=prompts
+    ).take(1, 0)
     policy.tokenizer.chat_template = None
     assert policy.tokenizer.decode(rollout.input_ids[:4]) == "sort 7 2 ="
     assert not rollout.loss_mask[:4].any()
@@ -290,7 +281,7 @@ def test_on_policy_every_ratio_is_one(
     source = InProcessSource(
         policy=policy,
         prompts=load_prompts(write_lines(tmp_path / "prompts.jsonl", records), policy.tokenizer),
-        reward=word_reward,
+        rater=DirectRater(word_reward),
         options=DecodeOptions(temperature, 0.95, 10, 7, stop_ids(policy)),
         group_size=4,
         advantage_rule="group_normalized",

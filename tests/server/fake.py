@@ -214,7 +214,7 @@ class FakeRewards:
     def __init__(self, fails: Callable[[str], str | None] = lambda text: None):
         self._fails, self.rated, self.closed = fails, 0, False
 
-    async def rate(self, prompt: Prompt, text: str) -> float:
+    async def rate(self, prompt: Prompt, text: str, name: str) -> float:
         self.rated += 1
         await asyncio.sleep(0.3 * (self.rated % 3))
         if reason := self._fails(text):

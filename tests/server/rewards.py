@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 import zlib
+from pathlib import Path
 
 
 def word_reward(prompt: object, completion: str, **_: object) -> float:
@@ -37,3 +39,20 @@ def choosy(prompt: object, completion: str, **_: object) -> object:
     if completion == "raise":
         raise ValueError("no such answer")
     return "1.0" if completion == "text" else len(completion)
+
+
+def meets_another(prompt: object, completion: str, *, names: list[str], **_: object) -> float:
+    """Waits until the others are being rated too."""
+    run, name = completion.split()
+    place = Path(tempfile.gettempdir())
+    (place / f"truestep-meets-{run}-{name}").touch()
+    for _ in range(6000):
+        if all((place / f"truestep-meets-{run}-{other}").exists() for other in names):
+            return 1.0
+        time.sleep(0.01)
+    return 0.0
+
+
+def count_variables(prompt: object, completion: str, **_: object) -> float:
+    """How many of the variables that the completion names are in the environment."""
+    return float(sum(name in os.environ for name in completion.split()))

@@ -18,11 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from server.fake import FakeServer, expected, make_prompts
 from server.virtual import run
-from truestep.environments.reward_pool import RewardPool
+from truestep.environments.process import WorkerOptions
+from truestep.environments.rater import Rater
 from truestep.policy.loading.load import load_policy
 from truestep.sampler.server.errors import BadAnswerError
 from truestep.sampler.server.probe import expect, make_probes, measure
-from truestep.sampler.server.source import LoopThread, ThreadedRewards
+from truestep.sampler.server.source import AwaitedRewards, LoopThread
 from truestep.sampler.server.sync import WeightsDirectory
 
 Models = Callable[[str], Path]
@@ -89,9 +90,9 @@ def test_a_probe_that_is_answered_with_nonsense_shows_nothing(answer: dict[int, 
         run(measure(Nonsense(), expected(0, 0)))
 
 
-def test_rewards_are_waited_for_in_threads_beside_the_loop() -> None:
+def test_rewards_are_waited_for_beside_the_loop() -> None:
     loop = LoopThread()
-    rewards = ThreadedRewards(RewardPool("server.rewards:word_reward", 1, 30.0), 1)
+    rewards = AwaitedRewards(Rater(WorkerOptions("server.rewards:word_reward", 60.0, 2**30), 1))
 
     async def name() -> str:
         return threading.current_thread().name
@@ -99,7 +100,7 @@ def test_rewards_are_waited_for_in_threads_beside_the_loop() -> None:
     prompt = make_prompts()[0]
 
     async def rate() -> list[float]:
-        return await asyncio.gather(rewards.rate(prompt, "a b"), rewards.rate(prompt, "a a"))
+        return await asyncio.gather(rewards.rate(prompt, "a b", "0-0"), rewards.rate(prompt, "a a", "0-1"))
 
     try:
         assert loop.run(name()) == "sampler" and loop.run(rate()) == [0.2, 0.1]

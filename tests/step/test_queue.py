@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -248,6 +248,10 @@ class Sampling:
 
     def state(self) -> dict[str, Any]:
         return {"made": self._made}
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        state = self.state()
+        return lambda: state
 
     def restore(self, state: dict[str, Any]) -> None:
         self._made = state["made"]

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from truestep.rollouts.record import Checks
+from truestep.rollouts.stream.reading import Arrived, parse_message
+from truestep.rollouts.stream.transport import Message, Transport, TransportError
+
 
 class Clock:
     """Stands in for the module `time`. What is due happens during a wait, at its own time."""
@@ -27,3 +31,38 @@ class Clock:
             self.now = max(self.now, time)
             action(*arguments)
         self.now = end
+
+
+class ReadingOnClock:
+    """A transport's messages as `Reading` gives them, without a thread: what comes is due at times of the clock."""
+
+    def __init__(self, transport: Transport, checks: Checks, clock: Clock):
+        self._transport, self._checks, self._time = transport, checks, clock
+        self._arrived: list[Message] = []
+        self.trouble: str | None = None
+
+    def next(self, seconds: float) -> Arrived | None:
+        end = self._time.now + seconds
+        while not self._arrived:
+            try:
+                self._arrived = self._transport.fetch(64, 0.0)
+                self.trouble = None
+            except TransportError as error:
+                self.trouble = str(error)
+            if self._arrived:
+                break
+            if self._time.now >= end:
+                return None
+            self._time.sleep(min(0.01, end - self._time.now))
+        message = self._arrived.pop(0)
+        return Arrived(message, parse_message(message, self._checks), self._time.now)
+
+    @property
+    def ended(self) -> bool:
+        return self._transport.ended and not self._arrived
+
+    @property
+    def clock(self) -> float:
+        return self._time.now
+
+    def close(self) -> None: ...

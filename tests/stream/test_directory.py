@@ -23,7 +23,7 @@ def put(directory: Path, name: str, text: str) -> None:
 
 
 def payloads(reader: DirectoryTransport, count: int = 100, seconds: float = 0) -> list[str]:
-    return [message.payload.decode().rstrip("\n") for message in reader.fetch(count, seconds)]
+    return [message.payload.decode().rstrip("\n") for message in reader.fetch(count, seconds) if not message.blank]
 
 
 def restored(directory: Path, state: dict[str, Any]) -> DirectoryTransport:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,14 +19,31 @@ from rollouts.rollout_records import NEEDS, NOTHING, record
 from truestep.rollouts.advantages import assign_advantages
 from truestep.rollouts.files import DataError
 from truestep.rollouts.record import Checks
+from truestep.rollouts.stream.ids import SeenIds
 from truestep.rollouts.stream.intake import Intake
+from truestep.rollouts.stream.reading import parse_message
 from truestep.rollouts.stream.transport import Message
 from truestep.types import Rejected
 
 
-def make_intake(**options: Any) -> Intake:
+class Parsing(Intake):
+    """An intake that parses what it is given, as the thread that reads ahead does."""
+
+    checks: Checks
+
+    def put(self, given: Message, clock: float = 0.0) -> None:
+        outcome = parse_message(given, self.checks)
+        assert outcome is not None
+        self.add(given, outcome, clock)
+
+
+def make_intake(directory: Path | None = None, group_timeout: float | None = None, **options: Any) -> Parsing:
     defaults = {"vocabulary_size": 100, "max_tokens": 16, "needs": NEEDS, "group_size": 2}
-    return Intake(Checks(**(defaults | options)))
+    checks = Checks(**(defaults | options))
+    directory = directory or Path(tempfile.mkdtemp())
+    intake = Parsing(checks, SeenIds(directory / "ids"), group_timeout)
+    intake.checks = checks
+    return intake
 
 
 def message(content: Any, number: int = 1) -> Message:
@@ -32,9 +51,9 @@ def message(content: Any, number: int = 1) -> Message:
     return Message(f"s:{number}", f"s:{number}", 1, payload)
 
 
-def add(intake: Intake, *contents: Any) -> Intake:
+def add(intake: Parsing, *contents: Any, clock: float = 0.0) -> Parsing:
     for number, content in enumerate(contents, start=1):
-        intake.add(message(content, number))
+        intake.put(message(content, number), clock)
     return intake
 
 
@@ -99,10 +118,10 @@ def test_a_bad_record_does_not_use_up_its_id() -> None:
     assert ready(intake) == {"a": -1.0, "b": 1.0}
 
 
-def test_repeated_across_a_restart_also_where_the_first_was_taken() -> None:
-    intake = add(make_intake(), record("a", 1.0), record("b", 3.0), record("c", 0.0, "h"))
+def test_repeated_across_a_restart_also_where_the_first_was_taken(tmp_path: Path) -> None:
+    intake = add(make_intake(tmp_path), record("a", 1.0), record("b", 3.0), record("c", 0.0, "h"))
     intake.ready.popleft()
-    again = make_intake()
+    again = make_intake(tmp_path)
     again.restore(json.loads(json.dumps(intake.state())))
     add(again, record("a", 1.0), record("b", 3.0), record("c", 0.0, "h"))
     assert len(again.rejected) == 3
@@ -130,7 +149,7 @@ def test_what_is_no_record(content: Any, reason: str) -> None:
 
 def test_a_message_with_a_problem_of_its_own() -> None:
     intake = make_intake()
-    intake.add(Message("s:1", "s:1", 1, b"", "it was deleted"))
+    intake.put(Message("s:1", "s:1", 1, b"", "it was deleted"))
     assert reasons(intake) == ["it was deleted"]
 
 
@@ -150,7 +169,9 @@ def test_the_advantages_are_those_of_files_and_a_restart_anywhere_changes_nothin
         for number, ((group, bad), reward) in enumerate(zip(members, rewards, strict=True))
     ]
     cut = generator.randint(0, len(contents))
-    straight, first, second = (make_intake(group_size=group_size) for _ in range(3))
+    straight = make_intake(group_size=group_size)
+    directory = Path(tempfile.mkdtemp())
+    first, second = (make_intake(directory, group_size=group_size) for _ in range(2))
     add(straight, *contents)
     add(first, *contents[:cut])
     second.restore(json.loads(json.dumps(first.state())))
@@ -173,3 +194,82 @@ def test_the_advantages_are_those_of_files_and_a_restart_anywhere_changes_nothin
     for rollout in straight.ready:
         np.testing.assert_array_equal(rollout.advantages, expected.pop(rollout.id))
     assert not expected
+
+
+def test_a_group_that_stays_open_is_given_up() -> None:
+    intake = make_intake(group_timeout=10.0, group_size=3)
+    add(intake, record("a", 1.0, "g"), record("b", 1.0, "g"), clock=5.0)
+    add(intake, record("c", 1.0, "h"), record("bad", 1.0, "h") | BAD, clock=8.0)
+    intake.expire(14.9)
+    assert intake.in_open_groups == (3, 2)
+    intake.expire(15.0)
+    assert intake.in_open_groups == (1, 1)
+    reason = "its group 'g' was open for 10 s (data.group_timeout) and had 2 of 3 records"
+    given_up = [one for one in intake.rejected if "group" in one.reason]
+    assert [(one.id, one.file, one.line, one.group_id, one.reason) for one in given_up] == [
+        ("a", "s:1", 1, "g", reason),
+        ("b", "s:2", 1, "g", reason),
+    ]
+    assert ready(add(intake, record("d", 3.0, "h"), clock=17.9)) == {"c": -1.0, "d": 1.0}, "the rest is as it was"
+    add(intake, record("e", 1.0, "g"), clock=100.0)
+    assert intake.in_open_groups == (1, 1), "the name may be used again"
+    assert intake.num_rejected == 3
+
+
+def test_the_message_that_comes_too_late_is_of_a_new_group() -> None:
+    intake = make_intake(group_timeout=10.0)
+    add(intake, record("a", 1.0, "g"), clock=0.0)
+    add(intake, record("b", 2.0, "g"), clock=10.0)
+    assert not intake.ready
+    assert [one.id for one in intake.rejected] == ["a"]
+    assert ready(add(intake, record("c", 4.0, "g"), clock=11.0)) == {"b": -1.0, "c": 1.0}
+
+
+def test_the_age_of_a_group_goes_on_after_a_restart(tmp_path: Path) -> None:
+    intake = make_intake(tmp_path, group_timeout=10.0)
+    add(intake, record("a", 1.0, "g"), clock=2.0)
+    intake.expire(9.0)  # seven seconds old
+    again = make_intake(tmp_path, group_timeout=10.0)
+    again.restore(json.loads(json.dumps(intake.state())))
+    again.expire(2.9)
+    assert again.in_open_groups == (1, 1)
+    again.expire(3.1)
+    assert again.in_open_groups == (0, 0)
+    assert [(one.file, one.id) for one in again.rejected] == [("s:1", "a")]
+
+
+def test_without_a_timeout_a_group_waits_for_ever() -> None:
+    intake = add(make_intake(group_timeout=None), record("a", 1.0, "g"))
+    intake.expire(1e12)
+    assert intake.in_open_groups == (1, 1)
+
+
+def test_open_groups_take_so_much_memory_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("truestep.rollouts.stream.intake.MOST_OPEN_BYTES", 2**20)
+    intake = make_intake(group_size=8)
+    for number in range(5000):
+        add(intake, record(str(number), 1.0, f"g{number}"))
+    documents, groups = intake.in_open_groups
+    assert documents == groups
+    assert 1000 < groups < 2100
+    assert intake.num_rejected == 5000 - groups
+    assert intake.rejected[0].id == "0", "the oldest first"
+    assert intake.rejected[0].reason.endswith("longest while open groups took more than 1 MiB and had 1 of 8 records")
+    intake.finish()
+    assert intake._open_bytes == 0
+
+
+def test_a_group_that_is_given_up_stops_a_run_that_stops_at_bad_records() -> None:
+    intake = make_intake(group_timeout=1.0, stop_at_rejected=True)
+    add(intake, record("a", 1.0, "g"))
+    with pytest.raises(DataError, match="data.on_bad_record: stop: s:1:1: its group 'g' was open"):
+        intake.expire(2.0)
+
+
+def test_an_id_as_long_as_a_book_is_no_id() -> None:
+    intake = add(make_intake(), record("a" * 10**6, 1.0, "g"), record("b", 1.0, "h" * 10**6))
+    assert reasons(intake) == [
+        "id has 1000000 characters: expected at most 4096",
+        "group_id has 1000000 characters: expected at most 4096",
+    ]
+    assert len(json.dumps([dataclasses.asdict(one) for one in intake.rejected])) < 1000

@@ -23,7 +23,7 @@ def transport(server: RedisServer, **options: Any) -> RedisTransport:
 
 
 def payloads(reader: RedisTransport, count: int = 100, seconds: float = 0.01) -> list[str]:
-    return [message.payload.decode() for message in reader.fetch(count, seconds)]
+    return [message.payload.decode() for message in reader.fetch(count, seconds) if not message.blank]
 
 
 def restored(server: RedisServer, state: dict[str, Any], **options: Any) -> RedisTransport:

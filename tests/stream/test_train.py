@@ -190,6 +190,29 @@ def test_documents_of_updates_that_are_repeated_survive_a_restart(model: Path, t
     assert (tmp_path / "whole" / last).read_bytes() == (tmp_path / "cut" / last).read_bytes()
 
 
+def test_a_group_that_never_closes_is_given_up(model: Path, tmp_path: Path) -> None:
+    records = tiny_records(13, advantages="rewards", group_size=4)
+    groups = [record | {"group_id": f"g{number // 4}"} for number, record in enumerate(records)]
+    put(tmp_path / "sent", "a.jsonl", [groups[12], *groups[:4]])
+    data = {"advantages": "group_mean", "group_size": 4, "group_timeout": 0.5}
+    schedule = {"docs_per_step": 8, "stall_timeout": 60}
+    config = directory_config(model, tmp_path / "sent", tmp_path / "run", data=data, schedule=schedule)
+
+    def sample() -> None:
+        time.sleep(1.5)  # the first group's time is over: the next ones are not late
+        put(tmp_path / "sent", "b.jsonl", groups[4:12])
+        put(tmp_path / "sent", "c.jsonl", [{"id": "bad"}])
+        (tmp_path / "sent" / "END").touch()
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    run(config)
+    sampler.join()
+    assert trained(tmp_path / "run") == [record["id"] for record in groups[:12]]
+    rejected = {line["id"]: line["reason"] for line in read_lines(tmp_path / "run" / "rejected.jsonl")}
+    assert rejected[groups[12]["id"]].endswith("was open for 0.5 s (data.group_timeout) and had 1 of 4 records")
+
+
 def test_a_run_that_gets_nothing_ends_with_an_error(model: Path, tmp_path: Path) -> None:
     put(tmp_path / "sent", "a.jsonl", [*tiny_records(3), {"id": "bad"}])
     with pytest.raises(SourceError, match=r"no document for 0.5 s .*; 3 of the 5 documents"):

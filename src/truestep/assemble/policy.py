@@ -22,7 +22,12 @@ def make_policy(config: Config, ranks: Ranks, path: str | None = None, *, frozen
         path or model.path,
         dtype=model.dtype,
         device=model.device,
-        head=HeadSettings(fp32=head.fp32_lm_head, chunk_size=chunk, split_gradient=head.head_gradient == "split"),
+        head=HeadSettings(
+            fp32=head.fp32_lm_head,
+            chunk_size=chunk,
+            deterministic=config.deterministic,
+            split_gradient=head.head_gradient == "split",
+        ),
         activation_checkpointing=model.activation_checkpointing,
         compiled=model.compile,
         trust_remote_code=model.trust_remote_code,

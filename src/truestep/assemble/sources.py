@@ -6,13 +6,12 @@ from pathlib import Path
 
 import torch
 
+from truestep.assemble.rewards import Raters, check_rewards, sampler_rewards
 from truestep.assemble.step import needs_logprobs, takes_reference_of_records
 from truestep.config.schema import Config
 from truestep.config.sections import DirectorySource, InProcessSampler, RedisSource, SamplerConfig, ServerSampler
 from truestep.custom import check_options, load_custom
 from truestep.environments.prompts import Prompt, find_prompts, load_prompts
-from truestep.environments.reward_pool import RewardPool
-from truestep.environments.rewards import load_reward
 from truestep.policy.policy import Policy
 from truestep.ranks.group import Ranks
 from truestep.rollouts.advantages import AdvantageRule, OverlongPenalty
@@ -22,6 +21,7 @@ from truestep.rollouts.record import Checks, Needs
 from truestep.rollouts.shared import SharedPeekableSource, SharedSource
 from truestep.rollouts.source import FileSource, Source, SourceError
 from truestep.rollouts.stream.directory import DirectoryTransport
+from truestep.rollouts.stream.ids import SeenIds
 from truestep.rollouts.stream.source import StreamSource
 from truestep.rollouts.stream.transport import Transport
 from truestep.sampler.decode import DecodeOptions
@@ -30,10 +30,11 @@ from truestep.sampler.in_process import InProcessSource, stop_ids
 from truestep.sampler.server.ahead import Pace
 from truestep.sampler.server.making import SamplingOptions
 from truestep.sampler.server.protocol import InferenceServer
-from truestep.sampler.server.source import ServerSource, ThreadedRewards
+from truestep.sampler.server.source import AwaitedRewards, ServerSource
 from truestep.sampler.server.sync import WeightsDirectory
 from truestep.text import keep_secret
 
+IDS_FILE = "stream_ids.bin"  # in the run's directory
 # A probe's mean over likely tokens. In float32 two engines differ by rounding alone; bfloat16 keeps three digits.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
@@ -59,23 +60,23 @@ def check_inputs(config: Config, ranks: Ranks) -> None:
     for section in (sampler, config.evaluation):
         if section is not None:
             find_prompts(section.prompts)
-            if section.reward is not None:
-                load_reward(section.reward)
+    check_rewards(config, ranks)
     if isinstance(sampler, ServerSampler) and ranks.first:
         server_maker(sampler)
 
 
-def make_source(config: Config, policy: Policy, ranks: Ranks) -> Source:
+def make_source(config: Config, policy: Policy, ranks: Ranks, raters: Raters) -> Source:
     if config.data.source is not None:
         return _make_stream_source(config, policy.vocabulary_size, ranks)
     if config.sampler is None:
         return _make_file_source(config, policy.vocabulary_size, ranks)
     if isinstance(config.sampler, InProcessSampler):
-        return _make_in_process_source(config, config.sampler, policy)
+        return _make_in_process_source(config, config.sampler, policy, raters)
     if ranks.size == 1:
-        return _make_server_source(config, config.sampler, policy)
+        return _make_server_source(config, config.sampler, policy, raters)
     # Every rank has all of the weights, so the first can write and score them alone.
-    return SharedSource(_make_server_source(config, config.sampler, policy) if ranks.first else None, ranks)
+    source = _make_server_source(config, config.sampler, policy, raters) if ranks.first else None
+    return SharedSource(source, ranks)
 
 
 def _make_file_source(config: Config, vocabulary_size: int, ranks: Ranks) -> Source:
@@ -148,10 +149,11 @@ def _make_stream_source(config: Config, vocabulary_size: int, ranks: Ranks) -> S
     assert data.source is not None
     if not ranks.first:
         return SharedPeekableSource(None, ranks)
+    assert config.checkpoint.directory is not None
+    ids = SeenIds(Path(config.checkpoint.directory) / IDS_FILE)
+    checks = _checks(config, vocabulary_size)
     timeout = config.schedule.stall_timeout
-    if ranks.size > 1:  # the watch over the ranks must not end the run first: it cannot say what was waited for
-        timeout -= min(5.0, 0.1 * timeout)
-    source = StreamSource(make_transport(data.source), _checks(config, vocabulary_size), timeout)
+    source = StreamSource(make_transport(data.source), checks, timeout, ids, data.group_timeout)
     return source if ranks.size == 1 else SharedPeekableSource(source, ranks)
 
 
@@ -161,16 +163,26 @@ def read_prompts(sampler: SamplerConfig, policy: Policy) -> list[Prompt]:
 
 def decode_options(sampler: InProcessSampler, policy: Policy) -> DecodeOptions:
     return DecodeOptions(
-        sampler.temperature, sampler.top_p, sampler.max_new_tokens, sampler.batch_size, stop_ids(policy)
+        temperature=sampler.temperature,
+        top_p=sampler.top_p,
+        max_new_tokens=sampler.max_new_tokens,
+        batch_size=sampler.batch_size,
+        stop_ids=stop_ids(policy),
+        top_k=sampler.top_k,
+        min_p=sampler.min_p,
+        stop=tuple(sampler.stop or ()),
     )
 
 
-def _make_in_process_source(config: Config, sampler: InProcessSampler, policy: Policy) -> InProcessSource:
-    assert config.data.group_size is not None
+def _make_in_process_source(
+    config: Config, sampler: InProcessSampler, policy: Policy, raters: Raters
+) -> InProcessSource:
+    rewards = sampler_rewards(config, policy.weights.ranks)
+    assert config.data.group_size is not None and rewards is not None
     return InProcessSource(
         policy=policy,
         prompts=read_prompts(sampler, policy),
-        reward=load_reward(sampler.reward),
+        rater=raters.of(rewards),
         options=decode_options(sampler, policy),
         group_size=config.data.group_size,
         advantage_rule=advantage_rule(config),
@@ -208,18 +220,17 @@ def _api_key(variable: str | None) -> str | None:
     return key
 
 
-def _make_server_source(config: Config, sampler: ServerSampler, policy: Policy) -> Source:
+def _make_server_source(config: Config, sampler: ServerSampler, policy: Policy, raters: Raters) -> Source:
     data, schedule = config.data, config.schedule
-    assert data.group_size is not None and config.checkpoint.directory is not None
+    rewards = sampler_rewards(config, policy.weights.ranks)
+    assert data.group_size is not None and config.checkpoint.directory is not None and rewards is not None
     prompts = read_prompts(sampler, policy)
     check_lengths(prompts, sampler.max_new_tokens, data.tokens_per_microbatch)
     return ServerSource(
         policy=policy,
         prompts=prompts,
         make_servers=server_maker(sampler),
-        rewards=ThreadedRewards(
-            RewardPool(sampler.reward, sampler.reward_workers, sampler.reward_timeout), sampler.reward_workers
-        ),
+        rewards=AwaitedRewards(raters.of(rewards), config.seed),
         sampling=SamplingOptions(
             group_size=data.group_size,
             seed=config.seed,

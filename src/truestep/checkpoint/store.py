@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from truestep.checkpoint.checksums import write_checksums
 from truestep.files import exact_object, read_exact_lines, sync_directory, sync_tree, write_json_lines
 from truestep.policy.policy import Policy
 from truestep.policy.save import save_policy
+from truestep.policy.tensor_files import read_tensors, write_tensors
 from truestep.randomness import random_state, random_tensors, restore_random
 from truestep.rollouts.documents import document_line, read_document
 from truestep.types import Rollout
@@ -38,7 +38,7 @@ class Progress:
     step: int
     queue: dict[str, Any]
     carried: Sequence[Rollout]
-    rejected_lines: int
+    rejected_bytes: int  # the size of rejected.jsonl
     optimizer: dict[str, torch.Tensor]
 
 
@@ -96,13 +96,13 @@ class CheckpointStore:
 
 def _write_progress(folder: Path, progress: Progress) -> None:
     folder.mkdir(parents=True)
-    save_file(progress.optimizer, folder / "optimizer.safetensors")
-    save_file(random_tensors(), folder / "random.safetensors")
+    write_tensors(progress.optimizer, folder / "optimizer.safetensors")
+    write_tensors(random_tensors(), folder / "random.safetensors")
     write_json_lines(folder / "carried.jsonl", [document_line(document) for document in progress.carried])
     state = {
         "step": progress.step,
         "queue": progress.queue,
-        "rejected_lines": progress.rejected_lines,
+        "rejected_bytes": progress.rejected_bytes,
         "random": random_state(),
     }
     (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
@@ -112,11 +112,11 @@ def read_progress(checkpoint: Path) -> Progress:
     """Read a checkpoint's progress, and put the random state back."""
     folder = checkpoint / _FOLDER
     state = exact_object((folder / "state.json").read_bytes())
-    restore_random(state["random"], load_file(folder / "random.safetensors"))
+    restore_random(state["random"], read_tensors(folder / "random.safetensors"))
     return Progress(
         step=state["step"],
         queue=state["queue"],
         carried=[read_document(line) for line in read_exact_lines(folder / "carried.jsonl")],
-        rejected_lines=state["rejected_lines"],
-        optimizer=load_file(folder / "optimizer.safetensors"),
+        rejected_bytes=state["rejected_bytes"],
+        optimizer=read_tensors(folder / "optimizer.safetensors"),
     )

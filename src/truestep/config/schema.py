@@ -52,6 +52,8 @@ def _documents(config: "Config") -> Iterator[str]:
     if config.sampler is not None and data.path is not None:
         yield "data.path and sampler are both given: documents come from one source; remove one of the two"
     if data.source is None:
+        if data.group_timeout != type(data).model_fields["group_timeout"].default:
+            yield "data.group_timeout is for the documents of data.source: all other groups end with their data"
         return
     if data.path is not None:
         yield "data.source and data.path are both given: documents come from one source; remove one of the two"

@@ -15,7 +15,8 @@ class HeadConfig(Section):
     """Never round logits to bfloat16: log-probs are then within 1e-4 of float64, given the hidden states. Set it as
     your sampler does."""
     logits_chunk_size: Count | Literal["auto"] = "auto"
-    """At most this many rows of logits exist at a time. It changes memory and speed, never a result."""
+    """At most this many rows of logits exist at a time. It changes memory and speed, never a result. auto: as many as
+    half of the free memory holds; with `deterministic`, as many as the vocabulary's size alone decides."""
     head_gradient: Literal["bfloat16", "split"] = "bfloat16"
     """How the gradient of the logits enters the backward products on a GPU. bfloat16: it is rounded to the compute
     type. split: it is split into a high and a low part, so that the weight's gradient is 4 (on a Hopper GPU) to 40
@@ -105,6 +106,10 @@ class DataConfig(Section):
     group_size: Count | None = None
     """The number of rollouts of one prompt. A group of rollouts from files is complete at this size; null: at the end
     of the data."""
+    group_timeout: Positive | None = 3600.0
+    """The seconds that a group of sent rollouts may stay open, by a clock that runs while the stream is read and stands
+    still while the trainer has enough to do. After that its documents are rejected: a part of a group has no baseline.
+    null: a group waits for as long as the run lasts."""
     tokens_per_microbatch: Count = 16384
     """At most this many tokens go through the model at once. A longer document is rejected."""
     pad_to_multiple: Count = 1
@@ -127,14 +132,34 @@ class SamplerBase(Section):
     max_new_tokens: Count = 512
     """A completion ends at the end-of-text token, or after this many tokens."""
 
+    reward_workers: Count | None = None
+    """The number of processes that compute rewards. null: as many as the cores that this rank may use, shared with the
+    other ranks of its machine."""
+    reward_timeout: Positive = 60.0
+    """The seconds that one reward may take. A reward that takes longer is ended, and its completion is rejected."""
+    reward_memory: Positive | None = None
+    """The memory, in GiB, that a process which computes rewards may take, with all that it starts. null: half of the
+    machine's memory, divided by these processes, and at least 1."""
+    reward_environment: list[str] | None = None
+    """The names of environment variables that rewards need. They get these, and the usual ones that hold no secret
+    (PATH, HOME, LANG and the like). null: these alone."""
+
 
 class InProcessSampler(SamplerBase):
     type: Literal["in_process"] = "in_process"
     """The policy itself samples, with the very weights that are trained."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; 1 switches it off. Log-probs are those of the whole distribution."""
-    batch_size: Count = 256
-    """At most this many completions are decoded at a time."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Draw from this many of the likeliest tokens; 0 switches it off. Log-probs are those of the whole distribution."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Draw only tokens that are at least this many times as likely as the likeliest; 0 switches it off. Log-probs are
+    those of the whole distribution."""
+    stop: list[Annotated[str, Field(min_length=1)]] | None = None
+    """Texts that end a completion, which keeps the tokens that make them."""
+    batch_size: Count | None = None
+    """At most this many completions are decoded at a time. null: as many as the free memory holds, at most 1,024 on a
+    GPU and 256 on a CPU."""
 
 
 class ServerSampler(SamplerBase):
@@ -167,10 +192,6 @@ class ServerSampler(SamplerBase):
     tolerance: Positive | None = None
     """How far, in nats, a server's log-probs of a probe may be from the trainer's after new weights. If they are
     further away, the run ends before anything is trained on. null: 0.001 with model.dtype: float32, else 0.1."""
-    reward_workers: Count = 4
-    """The number of processes that compute rewards."""
-    reward_timeout: Positive = 60.0
-    """The seconds that one reward may take. A reward that takes longer is ended, and its completion is rejected."""
 
 
 SamplerConfig = Annotated[
@@ -185,6 +206,14 @@ class EvaluationConfig(Section):
     """Evaluate before the first step, every this many steps and after the last."""
     reward: str | None = None
     """The reward, as package.module:function. null: sampler.reward."""
+    reward_workers: Count | None = None
+    """As sampler.reward_workers. null: those of the sampler, or as many as the cores that this rank may use."""
+    reward_timeout: Positive | None = None
+    """As sampler.reward_timeout. null: the sampler's, or 60 without a sampler."""
+    reward_memory: Positive | None = None
+    """As sampler.reward_memory. null: the sampler's, or its default."""
+    reward_environment: list[str] | None = None
+    """As sampler.reward_environment. null: the sampler's, or none."""
     max_prompts: Count | None = None
     """Use only this many prompts, the first ones. null: all."""
     samples_per_prompt: Count = 1
@@ -193,8 +222,18 @@ class EvaluationConfig(Section):
     """The temperature of the sampled completions."""
     max_new_tokens: Count | None = None
     """A completion ends after this many tokens. null: sampler.max_new_tokens, or 512 without a sampler."""
-    batch_size: Count = 256
-    """At most this many completions are decoded at a time."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling of the sampled completions; 1 switches it off."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """The sampled completions are drawn from this many of the likeliest tokens; 0 switches it off."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """The sampled completions have only tokens that are at least this many times as likely as the likeliest; 0 switches
+    it off."""
+    stop: list[Annotated[str, Field(min_length=1)]] | None = None
+    """Texts that end a completion."""
+    batch_size: Count | None = None
+    """At most this many completions are decoded at a time. null: as many as the free memory holds, at most 1,024 on a
+    GPU and 256 on a CPU."""
 
 
 class ScheduleConfig(Section):
@@ -215,7 +254,9 @@ class ScheduleConfig(Section):
     """What becomes of the documents left at the end of the data. train: they make a last step, with its own counts.
     drop: they are left out, and the run says how many."""
     stall_timeout: Positive = 600.0
-    """After this many seconds without data, or of waiting for a rank, the run ends and names what it waited for."""
+    """After this many seconds without progress the run ends and names what stands still: a rank, a server, a source or
+    a disk. Progress is documents, tokens, micro-batches, layers, bytes read or written, and computing. A run that is
+    slow goes on."""
     updates_per_batch: Count = 1
     """The number of optimizer updates on the same documents before new ones are taken."""
 

@@ -1,6 +1,7 @@
 """Prompts from a JSONL file or a Hugging Face dataset on disk, tokenised once."""
 
 import codecs
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,8 @@ def load_prompts(path: str | Path, tokenizer: Any, vocabulary_size: int | None =
                 "prompt and the completion, and that name is taken. Give the field another one, such as `reference`"
             )
         fields = {name: value for name, value in record.items() if name not in ("prompt", "id")}
+        if source.is_dir():  # what stands in a line of JSON is JSON already
+            _check_fields(fields, where)
         ids = _tokenise(record["prompt"], tokenizer, where)
         if vocabulary_size is not None and max(ids) >= vocabulary_size:
             raise PromptError(
@@ -52,6 +55,18 @@ def load_prompts(path: str | Path, tokenizer: Any, vocabulary_size: int | None =
     if not prompts:
         raise PromptError(f"{source} holds no prompt")
     return prompts
+
+
+def _check_fields(fields: dict[str, Any], where: str) -> None:
+    """Refuse what cannot be handed to the process that rates: it is sent as JSON."""
+    for name, value in fields.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError):
+            raise PromptError(
+                f"{where}: the field `{printable(name)}` is of type {type(value).__name__}; a reward gets text, "
+                "numbers, booleans, lists and objects of these: convert the column, or remove it"
+            ) from None
 
 
 def find_prompts(path: str | Path) -> Path:

@@ -1,18 +1,22 @@
-"""A reward is a Python callable named by import path: `reward(prompt, completion, **fields) -> float`."""
+"""A reward is a Python function named by import path: `reward(prompt, completion, **fields) -> float`.
 
-from collections.abc import Callable
+This file is read by the processes that call rewards, so it imports nothing that takes time.
+"""
+
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from truestep.custom import CustomError, load_custom
-from truestep.environments.prompts import Prompt
 from truestep.errors import TruestepError
-from truestep.types import LARGEST_REWARD
+from truestep.text import printable
 
 Reward = Callable[..., float]
 
+_LONGEST_REASON = 2000  # as much of it as travels; what is shown is shorter
+
 
 class RewardError(TruestepError):
-    pass
+    """The reason why a completion has no reward."""
 
 
 def load_reward(name: str) -> Reward:
@@ -23,18 +27,30 @@ def load_reward(name: str) -> Reward:
         raise RewardError(str(error)) from error
 
 
-def rate(reward: Reward, prompt: Prompt, completion: str) -> float:
-    """Rate one completion. RewardError says what went wrong in the user's function."""
+def call(reward: Reward, prompt: Any, completion: str, fields: Mapping[str, Any]) -> float:
+    """Call a reward and make a number of what it returns. RewardError says what went wrong in the user's function,
+    whatever it was: it may also have asked to exit, or return an object that breaks when it is looked at."""
     try:
-        returned: Any = reward(prompt.prompt, completion, **prompt.fields)
-    except Exception as error:
-        raise RewardError(f"the reward raised {type(error).__name__}: {error}") from error
+        returned: Any = reward(prompt, completion, **fields)
+    except BaseException as error:
+        raise RewardError(f"the reward raised {_described(error)}") from None
     try:
         if isinstance(returned, str | bytes):  # float() would read some of them as numbers
             raise TypeError
-        value = float(returned)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise RewardError(f"the reward returned {returned!r}, which is not a number") from error
-    if not abs(value) <= LARGEST_REWARD:
-        raise RewardError(f"the reward returned {value}; at most {LARGEST_REWARD:g} in size is a reward")
-    return value
+        return float(returned)
+    except BaseException:
+        raise RewardError(f"the reward returned {_shown(returned, repr)}, which is not a number") from None
+
+
+def _described(error: BaseException) -> str:
+    message = _shown(error, str)
+    name = _shown(type(error), lambda kind: kind.__name__)
+    return f"{name}: {message}" if message else name
+
+
+def _shown(value: Any, show: Callable[[Any], object]) -> str:
+    """Show a user's object; its own methods may do anything."""
+    try:
+        return printable(show(value), _LONGEST_REASON)
+    except BaseException:
+        return "(an object that cannot be shown)"

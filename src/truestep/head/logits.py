@@ -23,6 +23,8 @@ _BLOCK_BYTES = 64 * 2**20
 _MOST_ROWS, _MOST_ROW_BYTES = 8192, 32768
 # The share of the free memory that a chunk of logits may take.
 _SHARE = 0.5
+# The memory that one may take where runs must be bitwise the same: what is free differs from one start to the next.
+_FIXED_BYTES = {"cuda": 2**30, "cpu": 2**26}
 
 
 @dataclass(frozen=True)
@@ -31,14 +33,19 @@ class HeadSettings:
     softcap: float | None = None
     scale: float = 1.0  # of the logits
     chunk_size: int | None = None  # rows of logits that exist at a time; None: chosen from free memory and shape
+    deterministic: bool = False  # choose it from the shape alone
     split_gradient: bool = False  # carry dL/dlogits as a high and a low half-precision part
     kernels: bool = True  # use the fused kernels where they run
 
     def rows_per_chunk(self, rows: int, vocabulary: int, bytes_per_logit: int, device: torch.device) -> int:
         if self.chunk_size is not None:
             return self.chunk_size
-        useful = max(_MOST_ROWS, _MOST_ROW_BYTES // bytes_per_logit)
-        most = max(1, min(useful, _free_bytes(device) // (vocabulary * bytes_per_logit)))
+        if self.deterministic:  # nor from which code computes it
+            useful, room = _MOST_ROWS, _FIXED_BYTES.get(device.type, _FIXED_BYTES["cpu"]) // (4 * vocabulary)
+        else:
+            useful = max(_MOST_ROWS, _MOST_ROW_BYTES // bytes_per_logit)
+            room = _free_bytes(device) // (vocabulary * bytes_per_logit)
+        most = max(1, min(useful, room))
         # Chunks of like size: a small last one would waste its matrix products.
         chunks = max(1, -(-rows // most))
         chosen = -(-rows // chunks)

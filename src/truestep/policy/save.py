@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from truestep.policy.policy import Policy
+from truestep.policy.tensor_files import transformers_write_tensors
 
 # What belongs to a model besides its weights: tokenizer, templates, code, licences.
 _COMPANIONS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py", ".md")
@@ -39,7 +40,8 @@ def save_policy(policy: Policy, directory: Path, dtype: torch.dtype = torch.floa
         return
     tensors |= {**policy.buffers, **saved_buffers(policy.model)}
     # transformers knows the names and groupings that this architecture's files use; tied tensors are written once.
-    policy.model.save_pretrained(directory, state_dict=tensors)
+    with transformers_write_tensors():
+        policy.model.save_pretrained(directory, state_dict=tensors)
     for name, content in policy.companions.items():
         (directory / name).write_bytes(content)
     config_file = directory / "config.json"

@@ -6,7 +6,10 @@ groups that have micro-batches of their own. Weights are spread over `shards` = 
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
@@ -14,14 +17,18 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from truestep import progress
 from truestep.ranks.axes import DATA, GROUPS, MESH, SPREAD, TOGETHER, TOKENS, RankError, RankLayout
 from truestep.ranks.pipeline import wires
 
 T = TypeVar("T")
 R = TypeVar("R")
 
+# A rank that others wait for may take its time: `watch` ends what stands still, and not a clock of torch's.
+_NO_CLOCK = timedelta(days=7)
 _BUCKET = 2**24  # numbers that go in one message, unless a single tensor has more
 
 
@@ -38,6 +45,32 @@ def in_buckets(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list
         room -= size
     if bucket:
         yield bucket
+
+
+def divide(costs: Sequence[float], count: int, kinds: Sequence[Hashable] | None = None) -> list[list[int]]:
+    """Divide the numbers of items into so many shares of like cost: the dearest first, each to the share that is least
+    so far. Items of one kind go to one share, unless together they cost more than a fair one."""
+    together: dict[Hashable, list[int]] = {}
+    for index in range(len(costs)):
+        together.setdefault(index if kinds is None else kinds[index], []).append(index)
+    fair = sum(costs) / count
+    bundles: list[list[int]] = []
+    for members in together.values():
+        bundle: list[int] = []
+        for index in members:
+            if bundle and sum(costs[other] for other in bundle) + costs[index] > fair:
+                bundles.append(bundle)
+                bundle = []
+            bundle.append(index)
+        bundles.append(bundle)
+    bundles.sort(key=lambda bundle: (-sum(costs[index] for index in bundle), bundle))
+    shares: list[list[int]] = [[] for _ in range(count)]
+    spent = [0.0] * count
+    for bundle in bundles:
+        least = min(range(count), key=lambda share: (spent[share], share))
+        shares[least] += bundle
+        spent[least] += sum(costs[index] for index in bundle)
+    return [sorted(share) for share in shares]
 
 
 @dataclass(frozen=True)
@@ -149,12 +182,26 @@ class Ranks:
             raise result[1]
         return result[0]
 
-    def spread(self, items: Sequence[T], work: Callable[[Sequence[T]], Sequence[R]]) -> list[R]:
-        """Divide items over the ranks, do the work, and give every rank the results in the items' order."""
+    def spread(
+        self,
+        items: Sequence[T],
+        work: Callable[[Sequence[T]], Sequence[R]],
+        kind: Callable[[T], Hashable] | None = None,
+        cost: Callable[[T], float] = lambda item: 1.0,
+    ) -> list[R]:
+        """Divide items over the ranks by their cost, do the work, and give every rank the results in the items' order.
+
+        Items of one kind stay together, as far as no rank gets more than its share for it."""
         if self.size == 1:
             return list(work(items))
-        done = self.gather(list(work(items[self.rank :: self.size])))
-        return [done[index % self.size][index // self.size] for index in range(len(items))]
+        shares = divide([cost(item) for item in items], self.size, kind and [kind(item) for item in items])
+        done = self.gather(list(work([items[index] for index in shares[self.rank]])))
+        results = {
+            index: result
+            for share, part in zip(shares, done, strict=True)
+            for index, result in zip(share, part, strict=True)
+        }
+        return [results[index] for index in range(len(items))]
 
     def sum_over(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Sum over a group of ranks, in place."""
@@ -171,10 +218,12 @@ class Ranks:
             for bucket in in_buckets((value for value in values if value.dtype == dtype), torch.Tensor.numel):
                 if len(bucket) == 1 and bucket[0].is_contiguous():
                     self.sum_over(name, bucket[0])
+                    progress.made("numbers summed over ranks", bucket[0].numel())
                     continue
                 total = self.sum_over(name, torch.cat([value.flatten() for value in bucket]))
                 for value, part in zip(bucket, total.split([value.numel() for value in bucket]), strict=True):
                     value.copy_(part.view_as(value))
+                progress.made("numbers summed over ranks", total.numel())
 
     def to_first(self, value: torch.Tensor | None, like: torch.Tensor, stage: int) -> torch.Tensor | None:
         """Send a stage's value to the first rank; other ranks get None. `like` has its shape and type."""
@@ -213,24 +262,49 @@ def join(layout: RankLayout, *, device: str, stall_timeout: float) -> Ranks:
                 "a machine as it has GPUs (torchrun --nproc-per-node), or set model.device: cpu"
             )
         torch.cuda.set_device(local)
-    # A missing rank is noticed by `watch`, which can name it; this is what is left if even that fails.
-    patience = timedelta(seconds=2 * stall_timeout + 60)
-    if not dist.is_initialized():
-        place = torch.device("cuda", local) if on_gpu else None
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=patience, device_id=place)
-    return _lay_out(layout, "cuda" if on_gpu else "cpu", patience)
+    with _connecting(2 * stall_timeout + 60):
+        if not dist.is_initialized():
+            place = torch.device("cuda", local) if on_gpu else None
+            dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=_NO_CLOCK, device_id=place)
+        return _lay_out(layout, "cuda" if on_gpu else "cpu")
+
+
+@contextmanager
+def _connecting(seconds: float) -> Iterator[None]:
+    """End the process where the ranks cannot all be connected for so long: it waits inside a call, unwatched."""
+
+    def give_up() -> None:
+        rank, size = os.environ.get("RANK", "0"), world_size()
+        print(f"error: rank {rank} ends: the {size} ranks were not connected in {seconds:.0f} s", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @cache
-def _lay_out(layout: RankLayout, kind: str, patience: timedelta) -> Ranks:
+def _lay_out(layout: RankLayout, kind: str) -> Ranks:
     """Make the groups once for a process that runs several things in a layout: each costs threads and connections."""
     shape = tuple(layout.count(axes) for axes in MESH.values())
-    mesh = init_device_mesh(kind, shape, mesh_dim_names=tuple(MESH))
-    host, ahead = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
-    return Ranks(dist.get_rank(), layout, host, ahead, mesh, _groups(dist.get_rank(), layout, mesh, patience))
+    backend: Any = None
+    if kind == "cpu":
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = _NO_CLOCK
+        backend = dict.fromkeys(MESH, ("gloo", options))
+    mesh = init_device_mesh(kind, shape, mesh_dim_names=tuple(MESH), backend_override=backend)
+    if kind == "cuda":
+        for name in MESH:
+            distributed_c10d._set_pg_timeout(_NO_CLOCK, mesh.get_group(name))
+    host, ahead = (dist.new_group(backend="gloo", timeout=_NO_CLOCK) for _ in range(2))
+    return Ranks(dist.get_rank(), layout, host, ahead, mesh, _groups(dist.get_rank(), layout, mesh))
 
 
-def _groups(rank: int, layout: RankLayout, mesh: DeviceMesh, patience: timedelta) -> dict[str, dist.ProcessGroup]:
+def _groups(rank: int, layout: RankLayout, mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
     named: dict[str, Any] = {name: mesh.get_group(name) for name in MESH}
     # Some dimensions share one of the mesh; and a tied weight stands at both ends of a pipeline.
     members = {name: layout.groups(axes) for name, axes in GROUPS.items() if name not in MESH}
@@ -238,17 +312,17 @@ def _groups(rank: int, layout: RankLayout, mesh: DeviceMesh, patience: timedelta
     if len(pipelines[0]) > 1:
         members["ends"] = [[line[0], line[-1]] for line in pipelines]
         members |= dict.fromkeys(wires(len(pipelines[0])), pipelines)
-    named |= {name: _own_group(rank, groups, patience) for name, groups in members.items()}
+    named |= {name: _own_group(rank, groups) for name, groups in members.items()}
     return {name: group for name, group in named.items() if group is not None and dist.get_world_size(group) > 1}
 
 
-def _own_group(rank: int, groups: Sequence[Sequence[int]], patience: timedelta) -> dist.ProcessGroup | None:
+def _own_group(rank: int, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
     """Make all of these groups, as every rank must in the same order, and give the one that this rank is in."""
     if len(groups[0]) == 1:
         return None
     own = None
     for members in groups:
-        group = dist.new_group(list(members), timeout=patience)
+        group = dist.new_group(list(members), timeout=_NO_CLOCK)
         if rank in members:
             own = group
     return own

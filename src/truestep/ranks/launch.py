@@ -1,5 +1,6 @@
 """Start ranks of this machine without torchrun: for `verify`, and for tests."""
 
+import contextlib
 import os
 import shutil
 import sys
@@ -17,6 +18,8 @@ import torch.distributed as dist
 
 from truestep.ranks.axes import RankError
 from truestep.ranks.forks import fork_context
+
+_FOLDER = "truestep-ranks-"  # then the number of the process that started them
 
 
 def run_ranks(
@@ -50,6 +53,17 @@ def run_ranks(
         raise RankError(f"ranks that failed, with their exit codes: {failed}; ranks that were stuck: {stuck}\n{output}")
 
 
+def _remove_leftovers() -> None:
+    """Remove the folders of processes that were ended before they could do it."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*-*"):
+        number = folder.name.removeprefix(_FOLDER).partition("-")[0]
+        with contextlib.suppress(PermissionError):  # another user's process, which is there
+            try:
+                os.kill(int(number) if number.isdigit() else os.getpid(), 0)
+            except ProcessLookupError:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
 def _last_lines(console: Path) -> list[str]:
     return console.read_text(encoding="utf-8", errors="replace").splitlines()[-12:] if console.is_file() else []
 
@@ -60,7 +74,8 @@ def start_ranks(
     """Start ranks. Give their processes, the folder of their consoles, and the store, which must outlive them."""
     context = fork_context()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    folder = Path(tempfile.mkdtemp(prefix="truestep-ranks-"))
+    _remove_leftovers()
+    folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
     processes: list[BaseProcess] = []
     for rank in range(size):
         variables = {

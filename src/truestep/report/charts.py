@@ -10,6 +10,7 @@ from truestep.report.scale import Scale
 from truestep.report.series import Axis, downsample
 from truestep.report.style import COLOURS
 from truestep.report.svg import AXIS_LABELS, Chart, Line, Plan, plot_svg, vertical_scale
+from truestep.text import printable
 
 MINUS = "\N{MINUS SIGN}"
 
@@ -78,9 +79,9 @@ _NOT_DRAWN = re.compile(
 def groups_for(runs: Sequence[Run]) -> dict[str, tuple[Plan, ...]]:
     """List our charts, and one for each metric that has none, such as a user's own."""
     drawn = {key for plans in GROUPS.values() for plan in plans for key in plan.metrics}
-    logged = dict.fromkeys(key for run in runs for record in run.metrics for key in record)
+    logged = dict.fromkeys(key for run in runs for key in run.metrics.names)
     own = [key for key in logged if key not in drawn and not _NOT_DRAWN.fullmatch(key)]
-    return GROUPS | {"More metrics": tuple(Plan(key, {key: key}) for key in own)}
+    return GROUPS | {"More metrics": tuple(Plan(printable(key, 100), {key: printable(key, 100)}) for key in own)}
 
 
 def charts_of(plan: Plan, runs: Sequence[Run]) -> list[Chart]:
@@ -99,10 +100,10 @@ def charts_of(plan: Plan, runs: Sequence[Run]) -> list[Chart]:
             for key, name in (metrics if plan.compare_each else metrics[:1])
         ]
     charts = [
-        Chart(plan, title, [line for line in lines if line.points], wide=plan.wide and len(runs) == 1)
+        Chart(plan, title, [line for line in lines if len(line.points)], wide=plan.wide and len(runs) == 1)
         for title, lines in candidates
     ]
-    return [chart for chart in charts if chart.values]
+    return [chart for chart in charts if chart.extremes]
 
 
 def _line(run: Run, plan: Plan, key: str, name: str, index: int) -> Line:
@@ -168,9 +169,9 @@ def _tick(text: str) -> str:
 
 def _gap_note(chart: Chart, vertical: Scale) -> str:
     """Say what the lines cannot show."""
-    gaps = sum(point.value is None for point in chart.points)
+    gaps = sum(len(line.points.gaps) for line in chart.lines)
     notes = [f"{gaps:,} {'value' if gaps == 1 else 'values'} not finite: gaps in the line."] if gaps else []
-    if vertical.logarithmic and (zeros := sum(value == 0 for value in chart.values)):
+    if vertical.logarithmic and (zeros := sum(int((line.points.values == 0).sum()) for line in chart.lines)):
         notes.append(f"{zeros:,} {'value' if zeros == 1 else 'values'} of 0 at the lower edge.")
     return " ".join(notes)
 

@@ -27,10 +27,9 @@ def examples_html(runs: Sequence[Run]) -> str:
 
 
 def _examples(run: Run) -> list[str]:
-    with_examples = [record for record in run.evaluations if _listed(record)]
-    if not with_examples:
+    if not run.examples:
         return []
-    first, last = with_examples[0], with_examples[-1]
+    first, last = run.examples
     # Examples of the same prompt are a pair; a prompt that was drawn only once stands alone.
     later = [] if first is last else _listed(last)
     rows: list[tuple[str, list[tuple[Record, Record]]]] = []

@@ -4,8 +4,11 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from truestep.report.runs import Record, Run, finite, is_finite, number, step_of
+import numpy as np
+
+from truestep.report.runs import Run, is_finite
 from truestep.report.scale import format_compact, format_duration, format_number
+from truestep.report.tables import Table
 
 ARROW = "\N{RIGHTWARDS ARROW}"
 RATIO_KEYS = ("ratio_new_old", "min_ratio_new_old", "max_ratio_new_old")
@@ -35,20 +38,20 @@ class FirstRatio:
 
 def first_ratio(run: Run) -> FirstRatio | None:
     """Find the ratio at the first step that has one (NaN where that is what was logged)."""
-    for record in run.metrics:
-        if "ratio_new_old" in record:
-            values = [number(record, key) for key in RATIO_KEYS if key in record]
-            ratios = [math.nan if value is None else value for value in values]
-            deviations = [abs(value - 1) for value in ratios]
-            worst = math.nan if any(math.isnan(value) for value in deviations) else max(deviations)
-            return FirstRatio(step_of(record), ratios[0], worst, _ratio_spread(record))
-    return None
+    places, values = run.metrics.column("ratio_new_old")
+    if not len(places):
+        return None
+    place = int(places[0])
+    ratios = [value for key in RATIO_KEYS if (value := run.metrics.value(place, key)) is not None]
+    deviations = [abs(value - 1) for value in ratios]
+    worst = math.nan if any(math.isnan(value) for value in deviations) else max(deviations)
+    return FirstRatio(float(run.metrics.steps[place]), float(values[0]), worst, _ratio_spread(run.metrics, place))
 
 
-def _ratio_spread(record: Record) -> float | None:
-    total, squares = finite(record, "ratio_new_old_sum"), finite(record, "ratio_new_old_squared_sum")
-    count = finite(record, "num_labels")
-    if total is None or squares is None or count is None or count <= 0:
+def _ratio_spread(table: Table, place: int) -> float | None:
+    keys = ("ratio_new_old_sum", "ratio_new_old_squared_sum", "num_labels")
+    total, squares, count = (table.value(place, key) for key in keys)
+    if not (is_finite(total) and is_finite(squares) and is_finite(count)) or count <= 0:
         return None
     # The sums are over tokens if they agree with their number; under another normalization nothing can be said.
     if not 0.5 < total / count < 2:
@@ -57,13 +60,15 @@ def _ratio_spread(record: Record) -> float | None:
 
 
 def held_out_rewards(run: Run, key: str) -> list[float]:
-    return [point.value for point in run.evaluation_points(key) if point.value is not None]
+    rewards: list[float] = run.evaluation_points(key).present.tolist()
+    return rewards
 
 
 def facts(run: Run) -> list[Figure]:
     """List the numbers that say how large the run is."""
     tokens, rates, times = run.values("num_tokens"), run.values("tokens_per_second"), run.values("step_time")
-    evaluation = [value for record in run.evaluations if (value := finite(record, "seconds")) is not None]
+    seconds = run.evaluations.column("seconds")[1]
+    evaluation = seconds[np.isfinite(seconds)].tolist()
     return [
         Figure("Steps", format_number(len(run.metrics))),
         Figure("Documents", format_number(max(run.documents_at.values(), default=None))),
@@ -77,6 +82,7 @@ def facts(run: Run) -> list[Figure]:
 def tiles(run: Run) -> list[Figure]:
     """List the numbers by which a run is judged."""
     recent = run.values("reward")[-10:]
+    rejected = run.rejected.total
     clipped, norms = run.values("clipped_ratio_fraction"), run.values("grad_norm")
     return [
         _held_out_tile(run, "greedy_reward", "Held-out reward, greedy"),
@@ -98,7 +104,7 @@ def tiles(run: Run) -> list[Figure]:
             format_number(statistics.median(norms) if norms else None, 3),
             f"largest: {format_number(max(norms), 3)}" if norms else "",
         ),
-        Figure("Rejected records", format_number(len(run.rejected)), "reasons under Health" if run.rejected else ""),
+        Figure("Rejected records", format_number(rejected), "reasons under Health" if rejected else ""),
     ]
 
 
@@ -117,14 +123,14 @@ def _held_out_tile(run: Run, key: str, label: str) -> Figure:
     if len(rewards) == 1:
         return Figure(label, f"{rewards[0]:.3f}", "one evaluation")
     change = f"{rewards[-1] - rewards[0]:+.3f}"
-    prompts = number(run.evaluations[-1], "num_prompts")
+    prompts = run.evaluations.value(len(run.evaluations) - 1, "num_prompts")
     over = f" over {format_number(prompts)} prompts" if prompts else ""
     return Figure(label, f"{rewards[0]:.3f} {ARROW} {rewards[-1]:.3f}", change + over)
 
 
 def _last_step(run: Run) -> str:
-    step = next((number(record, "step") for record in reversed(run.metrics) if "ratio_new_old" in record), None)
-    return "" if step is None else f"at step {format_number(step)}"
+    places, _ = run.metrics.column("ratio_new_old")
+    return f"at step {format_number(float(run.metrics.steps[places[-1]]))}" if len(places) else ""
 
 
 def format_ratio(value: float | None) -> str:

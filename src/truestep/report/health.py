@@ -9,8 +9,9 @@ from itertools import pairwise
 from typing import Literal
 
 from truestep.report.figures import first_ratio, format_deviation, format_percent, format_ratio, held_out_rewards
-from truestep.report.runs import Run, is_finite, number, step_of
+from truestep.report.runs import Run, is_finite
 from truestep.report.scale import format_number
+from truestep.text import printable
 
 Level = Literal["bad", "warning", "good", "note"]
 LEVELS: tuple[Level, ...] = ("bad", "warning", "good", "note")
@@ -34,7 +35,7 @@ class Note:
 def health(run: Run) -> list[Note]:
     """Collect the notes on a run, the most serious first."""
     notes = [Note("warning", problem) for problem in run.problems]
-    if run.metrics:
+    if len(run.metrics):
         for check in (_ratio, _loss, _other_values, _gradients, _batch_sizes, _clipping, _reward, _entropy, _steps):
             notes += check(run)
     for check in (_evaluation, _ledger, _rejected):
@@ -77,11 +78,12 @@ def _ratio(run: Run) -> Iterator[Note]:
 
 
 def _gaps(run: Run, key: str) -> list[float]:
-    return [point.step for point in run.points(key) if point.value is None]
+    gaps: list[float] = run.points(key).gaps.tolist()
+    return gaps
 
 
 def _loss(run: Run) -> Iterator[Note]:
-    if not (points := run.points("loss")):
+    if not len(points := run.points("loss")):
         yield Note("note", "No step logs a loss.")
     elif gaps := _gaps(run, "loss"):
         yield Note("bad", f"The loss is NaN, infinite or null at {_listed(gaps)}.")
@@ -90,11 +92,11 @@ def _loss(run: Run) -> Iterator[Note]:
 
 
 def _other_values(run: Run) -> Iterator[Note]:
-    keys = sorted({key for record in run.metrics for key in record} - {"loss", "step"})
+    keys = sorted(set(run.metrics.names) - {"loss", "step"})
     # Only numbers can fail to be finite; null stands for NaN where a metric is a number elsewhere.
     broken = {key: gaps for key in keys if run.values(key) and (gaps := _gaps(run, key))}
     if broken:
-        listed = "; ".join(f"{key} at {_listed(gaps, 3)}" for key, gaps in list(broken.items())[:6])
+        listed = "; ".join(f"{printable(key, 100)} at {_listed(gaps, 3)}" for key, gaps in list(broken.items())[:6])
         more = f"; and {len(broken) - 6} more metrics" if len(broken) > 6 else ""
         yield Note("warning", f"NaN, infinite or null: {listed}{more}.")
 
@@ -152,8 +154,8 @@ def _entropy(run: Run) -> Iterator[Note]:
 
 
 def _steps(run: Run) -> Iterator[Note]:
-    steps = [step_of(record) for record in run.metrics]
-    missing = steps[-1] - steps[0] + 1 - len(steps)
+    steps = run.metrics.steps
+    missing = float(steps[-1] - steps[0]) + 1 - len(steps)
     if missing > 0:
         yield Note("note", f"{format_number(missing)} steps between the first and the last are not logged.")
     seen = run.by_step("documents_seen").items()
@@ -172,7 +174,7 @@ def _evaluation(run: Run) -> Iterator[Note]:
             return
         before, after = rewards[0], rewards[-1]
         change = f"The held-out {name} reward went from {before:.3f} to {after:.3f}"
-        prompts = number(run.evaluations[-1], "num_prompts")
+        prompts = run.evaluations.value(len(run.evaluations) - 1, "num_prompts")
         margin = _margin(before, after, prompts)
         noise = f"what {format_number(prompts)} prompts of reward 0 or 1 vary by chance (about {margin or 0:.2f})"
         if margin is None:
@@ -194,28 +196,22 @@ def _margin(before: float, after: float, prompts: float | None) -> float | None:
 
 
 def _ledger(run: Run) -> Iterator[Note]:
-    counts: Counter[str] = Counter()
-    wrong = []
     logged = run.by_step("num_documents")
-    for record in run.ledger:
-        documents = record.get("documents")
-        documents = documents if isinstance(documents, list) else []
-        # An identifier may be a number or a string, and is the same document either way only within its kind.
-        counts.update(repr(document) for document in documents)
-        step = number(record, "step")
-        if step is not None:
-            sizes = {number(record, "num_documents"), logged.get(step), float(len(documents)) or None} - {None}
-            if len(sizes) > 1:
-                wrong.append(step)
+    wrong = [
+        step
+        for step, (stated, listed) in run.ledger.sizes.items()
+        if len({stated, logged.get(step), float(listed) or None} - {None}) > 1
+    ]
     epochs = _times_each(run)
-    if repeated := [document for document, count in counts.items() if count > epochs]:
-        shown = ", ".join(repeated[:3]) + (", ..." if len(repeated) > 3 else "")
-        most = f"more than once (up to {max(counts.values())} times)"
-        yield Note("warning", f"The ledger has {len(repeated):,} of {len(counts):,} documents {most}: {shown}.")
-    elif counts and epochs > 1:
-        yield Note("good", f"The ledger has none of its {len(counts):,} documents more than {epochs} times.")
-    elif counts:
-        yield Note("good", f"The ledger has each of its {len(counts):,} documents once.")
+    distinct, repeated, most, names = run.ledger.repeated(epochs)
+    if repeated:
+        shown = ", ".join(printable(name, 100) for name in names) + (", ..." if repeated > 3 else "")
+        times = f"more than once (up to {most} times)"
+        yield Note("warning", f"The ledger has {repeated:,} of {distinct:,} documents {times}: {shown}.")
+    elif distinct and epochs > 1:
+        yield Note("good", f"The ledger has none of its {distinct:,} documents more than {epochs} times.")
+    elif distinct:
+        yield Note("good", f"The ledger has each of its {distinct:,} documents once.")
     if wrong:
         yield Note("warning", f"Ledger and metrics disagree on the number of documents at {_listed(wrong)}.")
 
@@ -227,10 +223,9 @@ def _times_each(run: Run) -> int:
 
 
 def _rejected(run: Run) -> Iterator[Note]:
-    if not run.rejected:
+    total, reasons = run.rejected.total, run.rejected.counts
+    if not total:
         return
-    reasons = Counter(str(record.get("reason", "no reason given"))[:120] for record in run.rejected)
     listed = "; ".join(f"{count:,} \N{MULTIPLICATION SIGN} {reason}" for reason, count in reasons.most_common(3))
     more = "; and other reasons" if len(reasons) > 3 else ""
-    count = f"{len(run.rejected):,} {'record was' if len(run.rejected) == 1 else 'records were'} rejected"
-    yield Note("note", f"{count}: {listed}{more}.")
+    yield Note("note", f"{total:,} {'record was' if total == 1 else 'records were'} rejected: {listed}{more}.")

@@ -1,6 +1,6 @@
 """The report as one HTML file that needs no other."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
@@ -11,8 +11,9 @@ from truestep.report.figures import facts, tiles
 from truestep.report.health import health
 from truestep.report.runs import Run, read_runs
 from truestep.report.script import PAGE_SCRIPT
+from truestep.report.series import Series
 from truestep.report.style import COLOURS, PAGE_CSS, palette_css
-from truestep.report.svg import Line, horizontal_scales
+from truestep.report.svg import Chart, Line, horizontal_scales
 
 MARKS = {
     "bad": ("\N{MULTIPLICATION X}", "Wrong"),
@@ -50,7 +51,7 @@ def _page_html(runs: Sequence[Run], title: str | None) -> str:
         _health(runs),
         _bar(runs, list(scales)),
         *(group_html(group, charts, scales, legend=len(runs) == 1) for group, charts in groups.items()),
-        _absent(runs) if scales else "",
+        _absent(groups) if scales else "",
         examples_html(runs),
         _configs(runs),
         f"</main>\n<script>{PAGE_SCRIPT}</script>\n</body>\n</html>\n",
@@ -130,7 +131,9 @@ def _bar(runs: Sequence[Run], axes: Sequence[str]) -> str:
         return f"<h2>Charts</h2>\n{empty}\n"
     bar = ""
     if len(runs) > 1:
-        bar = legend_html([Line(run.name, index % COLOURS, (), index >= COLOURS) for index, run in enumerate(runs)])
+        bar = legend_html(
+            [Line(run.name, index % COLOURS, Series.of(()), index >= COLOURS) for index, run in enumerate(runs)]
+        )
     if len(axes) > 1:
         buttons = "".join(
             f'<button type="button" data-set="{axis}" aria-pressed="{"true" if axis == axes[0] else "false"}">'
@@ -141,8 +144,9 @@ def _bar(runs: Sequence[Run], axes: Sequence[str]) -> str:
     return f'<div class="bar">{bar}</div>\n' if bar else ""
 
 
-def _absent(runs: Sequence[Run]) -> str:
-    titles = [plan.title for plans in GROUPS.values() for plan in plans if not charts_of(plan, runs)]
+def _absent(groups: Mapping[str, Sequence[Chart]]) -> str:
+    drawn = {id(chart.plan) for charts in groups.values() for chart in charts}
+    titles = [plan.title for plans in GROUPS.values() for plan in plans if id(plan) not in drawn]
     names = ", ".join(title if title[:2].isupper() else title[0].lower() + title[1:] for title in titles)
     return f'<p class="absent">Not logged, so not drawn: {escape(names)}.</p>\n' if names else ""
 

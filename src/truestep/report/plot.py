@@ -49,7 +49,7 @@ def _plot_document(runs: Sequence[Run]) -> str:
         f'<text class="title" x="20" y="32">{chart.title}</text>\n'
     ]
     scales = horizontal_scales([chart])
-    if not scales or not chart.values:
+    if not scales or not chart.extremes:
         parts.append(
             f'<text x="{WIDTH / 2}" y="{HEIGHT / 2}" text-anchor="middle">No evaluation has been logged.</text>'
         )
@@ -77,7 +77,7 @@ def _lines(runs: Sequence[Run]) -> list[Line]:
         for offset, (key, name) in enumerate(_PLAN.metrics.items()):
             colour = offset if len(runs) == 1 else index % COLOURS
             label = name if len(runs) == 1 else f"{run.name}, {name}"
-            if points := run.evaluation_points(key):
+            if len(points := run.evaluation_points(key)):
                 lines.append(Line(label, colour, points, dashed=len(runs) > 1 and offset == 1))
     return lines
 

@@ -1,19 +1,43 @@
-"""Reads the directory of a run. Any file may be missing or cut off: the rest is read, and the fault noted."""
+"""Reads the directory of a run. Any file may be missing, damaged or cut off: the rest is read, and the fault noted.
 
-import json
+Each file is read once, a line at a time. What is kept of it does not grow with the number of documents.
+"""
+
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import numpy as np
 import yaml
 
-from truestep.report.series import Point
+from truestep.files import scan_lines
+from truestep.report.series import Series
+from truestep.report.tables import Reasons, Repeats, Table, finite, first_of, number
+from truestep.text import printable, redacted
 
 Record = dict[str, Any]
-LARGEST_VALUE = 1e300
+LONGEST_CONFIG = 200_000  # characters that are shown
+__all__ = ["Record", "Run", "finite", "is_finite", "number", "read_run", "read_runs", "run_names"]
+
+
+@dataclass
+class Ledger:
+    """What the ledger says: which documents repeat, and how many each step had."""
+
+    path: Path
+    repeats: Repeats = field(default_factory=Repeats)
+    # By step: the number of documents that the line states, and that it lists.
+    sizes: dict[float, tuple[float | None, int]] = field(default_factory=dict)
+
+    def repeated(self, allowed: int) -> tuple[int, int, int, list[str]]:
+        """Count all documents, those named more often than allowed, and the most times; name three of them."""
+        distinct, repeated, largest, wanted = self.repeats.count(allowed)
+        documents = (document for line in scan_lines(self.path, lenient=True) for document in _documents(line.value))
+        # The file is read again only where something is wrong.
+        return distinct, repeated, largest, first_of(documents, wanted, 3) if wanted else []
 
 
 @dataclass
@@ -22,10 +46,12 @@ class Run:
 
     name: str
     path: Path
-    metrics: list[Record] = field(default_factory=list)
-    evaluations: list[Record] = field(default_factory=list)
-    ledger: list[Record] = field(default_factory=list)
-    rejected: list[Record] = field(default_factory=list)
+    metrics: Table = field(default_factory=Table)
+    evaluations: Table = field(default_factory=Table)
+    # Of the first and of the last evaluation that has examples, perhaps the same one.
+    examples: list[Record] = field(default_factory=list)
+    ledger: Ledger = field(default_factory=lambda: Ledger(Path()))
+    rejected: Reasons = field(default_factory=Reasons)
     config_text: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
@@ -39,63 +65,40 @@ class Run:
         inside = self.config.get(section)
         return inside.get(name) if isinstance(inside, dict) else None
 
-    def points(self, key: str) -> list[Point]:
+    def points(self, key: str) -> Series:
         """Collect the series of a metric. A line without the key is left out, one without a finite value is a gap."""
         return self._points(self.metrics, key)
 
-    def evaluation_points(self, key: str) -> list[Point]:
+    def evaluation_points(self, key: str) -> Series:
         return self._points(self.evaluations, key)
 
-    def _points(self, records: Sequence[Record], key: str) -> list[Point]:
-        result = []
-        for record in records:
-            if key in record:
-                step, documents = step_of(record), finite(record, "documents_seen")
-                if documents is None:
-                    documents = self.documents_at.get(step)
-                result.append(Point(step, documents, finite(record, key)))
-        return result
+    def _points(self, table: Table, key: str) -> Series:
+        places, values = table.column(key)
+        seen = np.full(len(table), np.nan)
+        rows, documents = table.column("documents_seen")
+        seen[rows] = np.where(np.isfinite(documents), documents, np.nan)
+        steps, seen = table.steps[places], seen[places]
+        for index in np.flatnonzero(np.isnan(seen)):
+            seen[index] = self.documents_at.get(float(steps[index]), math.nan)
+        return Series(steps, seen, np.where(np.isfinite(values), values, np.nan))
 
     def by_step(self, key: str) -> dict[float, float]:
         """Collect the finite values of a metric by their steps."""
-        return {point.step: point.value for point in self.points(key) if point.value is not None}
+        places, values = self.metrics.column(key)
+        there = np.isfinite(values)
+        return dict(zip(self.metrics.steps[places[there]].tolist(), values[there].tolist(), strict=True))
 
     def values(self, key: str) -> list[float]:
         return list(self.by_step(key).values())
 
     def last(self, key: str) -> float | None:
         """Find the value on the last line that has the metric; a run that ends in NaN must not hide it."""
-        for record in reversed(self.metrics):
-            if key in record:
-                value = number(record, key)
-                return math.nan if value is None else value
-        return None
+        _, values = self.metrics.column(key)
+        return float(values[-1]) if len(values) else None
 
 
 def is_finite(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)
-
-
-def number(record: Mapping[str, Any], key: str) -> float | None:
-    """Read the number under `key`; None for anything that is no number."""
-    value = record.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    # A value this large is an overflow, and a sum over it would be one.
-    if abs(value) > LARGEST_VALUE:
-        return math.inf if value > 0 else -math.inf
-    return float(value)
-
-
-def finite(record: Mapping[str, Any], key: str) -> float | None:
-    value = number(record, key)
-    return value if is_finite(value) else None
-
-
-def step_of(record: Mapping[str, Any]) -> float:
-    """Read the step of a record; records without one are left out when files are read."""
-    step = finite(record, "step")
-    return math.nan if step is None else step
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -124,77 +127,119 @@ def read_run(path: Path, name: str | None = None) -> Run:
     run.metrics = _one_per_step(run, "metrics.jsonl", "no training metrics")
     # Only a run that was to be evaluated lacks an evaluation.
     asked = not run.config or run.config.get("evaluation") is not None
-    run.evaluations = _one_per_step(run, "evaluation.jsonl", "no held-out reward" if asked else None)
-    # The ledger keeps its repeated steps: it is there to show a document that was trained twice.
-    run.ledger = _read_lines(run, "ledger.jsonl", "documents trained twice cannot be found")
+    run.evaluations = _one_per_step(run, "evaluation.jsonl", "no held-out reward" if asked else None, examples=True)
+    seen = _read_ledger(run)
     # A run that rejected nothing has no such file.
-    run.rejected = _read_lines(run, "rejected.jsonl", None)
-    run.documents_at = _documents_at(run)
-    if run.metrics and not run.documents_at:
+    for record in _read_lines(run, "rejected.jsonl", None):
+        run.rejected.add(printable(record.get("reason", "no reason given")))
+    run.documents_at = _documents_at(run, seen)
+    if len(run.metrics) and not run.documents_at:
         run.problems.append("No file says how many documents were seen: the run is drawn over steps only.")
     return run
 
 
-def _read_text(run: Run, file: str, without: str | None = "") -> str | None:
-    """Read a file, or note why it cannot be read. `without`: the consequence where it is missing; None for none."""
+def _documents(record: Record | None) -> list[Any]:
+    documents = None if record is None else record.get("documents")
+    return documents if isinstance(documents, list) else []
+
+
+def _read_ledger(run: Run) -> dict[float, float]:
+    """Read the ledger, and give the documents seen after each step. It keeps its repeated steps: it is there to show a
+    document that was trained twice."""
+    run.ledger = Ledger(run.path / "ledger.jsonl")
+    seen: dict[float, float] = {}
+    for record in _read_lines(run, "ledger.jsonl", "documents trained twice cannot be found"):
+        documents = _documents(record)
+        run.ledger.repeats.add(documents)
+        if (step := finite(record, "step")) is not None:
+            run.ledger.sizes[step] = (number(record, "num_documents"), len(documents))
+            if (after := finite(record, "documents_seen")) is not None:
+                seen[step] = after
+    return seen
+
+
+def _read_text(run: Run, file: str) -> str | None:
+    """Read a file, or note why it cannot be read."""
     try:
-        # The last character of a file that is being written may be cut off.
-        return (run.path / file).read_text(encoding="utf-8", errors="replace")
+        with (run.path / file).open(encoding="utf-8", errors="replace") as stream:
+            text = stream.read(LONGEST_CONFIG + 1)
     except FileNotFoundError:
-        if without is not None:
-            run.problems.append(f"{file} is missing{f': {without}' if without else ''}.")
+        run.problems.append(f"{file} is missing.")
+        return None
     except OSError as error:
         run.problems.append(f"{file} cannot be read ({error.strerror or error}).")
-    return None
+        return None
+    if len(text) > LONGEST_CONFIG:
+        run.problems.append(f"{file} is longer than {LONGEST_CONFIG:,} characters: its beginning is shown.")
+    return text[:LONGEST_CONFIG]
 
 
-def _read_lines(run: Run, file: str, without: str | None) -> list[Record]:
-    text = _read_text(run, file, without)
-    if text is None:
-        return []
-    lines = text.split("\n")
-    records, bad, cut = [], 0, False
-    for index, line in enumerate(lines):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if isinstance(record, dict):
-            records.append(record)
-        elif index == len(lines) - 1:
-            cut = True
-        else:
-            bad += 1
+def _read_lines(run: Run, file: str, without: str | None) -> Iterator[Record]:
+    """Give the objects of a file, one by one, and note its damage. `without`: what is lost where there is no file."""
+    count = bad = 0
+    first, cut = "", False
+    try:
+        if without is not None and not (run.path / file).exists():
+            run.problems.append(f"{file} is missing{f': {without}' if without else ''}.")
+        for line in scan_lines(run.path / file, lenient=True):
+            if line.value is not None:
+                count += 1
+                yield line.value
+            elif not line.whole:
+                cut = True
+            else:
+                bad += 1
+                first = first or f"line {line.number}, byte {line.start}: {printable(line.damage, 120)}"
+    except OSError as error:
+        run.problems.append(f"{file} cannot be read ({error.strerror or error}).")
+        return
     if cut:
         run.problems.append(f"{file}: the last line is cut off and was left out.")
     if bad:
-        run.problems.append(f"{file}: {bad:,} {'line is' if bad == 1 else 'lines are'} no JSON object and left out.")
-    if not records and not cut and not bad and without:
+        lines = "line is" if bad == 1 else "lines are"
+        run.problems.append(f"{file}: {bad:,} {lines} no JSON object and left out ({first}).")
+    if not count and not cut and not bad and without and (run.path / file).exists():
         run.problems.append(f"{file} is empty: {without}.")
-    return records
 
 
-def _one_per_step(run: Run, file: str, without: str | None) -> list[Record]:
-    """Read records in the order of their steps. A run resumed from a checkpoint repeats steps: the later counts."""
-    records = _read_lines(run, file, without)
-    with_step = [record for record in records if finite(record, "step") is not None]
-    if len(with_step) < len(records):
-        run.problems.append(f"{file}: {len(records) - len(with_step):,} lines without a step were left out.")
-    by_step = {step_of(record): record for record in with_step}
-    if len(by_step) < len(with_step):
-        run.problems.append(
-            f"{file}: {len(with_step) - len(by_step):,} lines repeat a step (a resumed run?); the later one is shown."
-        )
-    return [by_step[step] for step in sorted(by_step)]
+def _one_per_step(run: Run, file: str, without: str | None, *, examples: bool = False) -> Table:
+    """Read the numbers of records by step. A run resumed from a checkpoint repeats steps: the later counts."""
+    table, left_out = Table(), 0
+    for record in _read_lines(run, file, without):
+        step = finite(record, "step")
+        if step is None:
+            left_out += 1
+            continue
+        table.add(record, step)
+        if examples and isinstance(record.get("examples"), list):
+            _keep_examples(run, record, step)
+    table.finish()
+    if left_out:
+        run.problems.append(f"{file}: {left_out:,} lines without a step were left out.")
+    if table.repeated:
+        run.problems.append(f"{file}: {table.repeated:,} lines repeat a step (a resumed run?); the later one is shown.")
+    if table.left_out:
+        run.problems.append(f"{file}: it names more than {len(table.names):,} metrics; the others were left out.")
+    return table
+
+
+def _keep_examples(run: Run, record: Record, step: float) -> None:
+    if not run.examples:
+        run.examples = [record, record]
+    if step <= (finite(run.examples[0], "step") or 0.0):
+        run.examples[0] = record
+    if step >= (finite(run.examples[1], "step") or 0.0):
+        run.examples[1] = record
 
 
 def _read_config(run: Run) -> None:
-    run.config_text = _read_text(run, "config.yaml")
+    text = _read_text(run, "config.yaml")
+    if text is None:
+        return
+    run.config_text = redacted(text)
     try:
-        config = yaml.safe_load(run.config_text or "")
-    except (yaml.YAMLError, ValueError, RecursionError):
+        config = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError, TypeError, AttributeError, LookupError):
         run.problems.append("config.yaml is no valid YAML; its text is shown as it is.")
         return
     if isinstance(config, dict):
@@ -202,18 +247,20 @@ def _read_config(run: Run) -> None:
         for key in ("versions", "version"):
             found = config.get(key)
             if isinstance(found, dict):
-                run.versions |= {str(name): str(value) for name, value in found.items() if value is not None}
+                run.versions |= {
+                    printable(name, 60): printable(value, 60) for name, value in found.items() if value is not None
+                }
             elif isinstance(found, str | int | float):
-                run.versions["truestep"] = str(found)
+                run.versions["truestep"] = printable(found, 60)
 
 
-def _documents_at(run: Run) -> dict[float, float]:
+def _documents_at(run: Run, ledger: dict[float, float]) -> dict[float, float]:
     """Find the documents seen by each step: what the files say, else the sum over the steps so far."""
-    result: dict[float, float] = {}
-    for record in (*run.ledger, *run.metrics, *run.evaluations):
-        step, documents = finite(record, "step"), finite(record, "documents_seen")
-        if step is not None and documents is not None:
-            result[step] = documents
+    result = dict(ledger)
+    for table in (run.metrics, run.evaluations):
+        places, documents = table.column("documents_seen")
+        there = np.isfinite(documents)
+        result |= dict(zip(table.steps[places[there]].tolist(), documents[there].tolist(), strict=True))
     if not any(value > 0 for value in result.values()):
         counts = run.by_step("num_documents")
         result |= dict(zip(counts, accumulate(counts.values()), strict=True))

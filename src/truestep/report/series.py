@@ -1,9 +1,11 @@
 """The points of a chart, thinned out without losing their extremes, or smoothed."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import numpy as np
 
 Axis = Literal["documents", "step"]
 
@@ -26,41 +28,111 @@ class Point:
         return self.documents if axis == "documents" else self.step
 
 
-def downsample(points: Sequence[Point], limit: int = LONGEST_SERIES, buckets: int = BUCKETS) -> list[Point]:
+@dataclass(frozen=True, eq=False)
+class Series:
+    """Many points, as arrays. NaN stands for None."""
+
+    steps: np.ndarray  # [P] float64, growing
+    documents: np.ndarray  # [P]
+    values: np.ndarray  # [P]
+
+    @classmethod
+    def of(cls, points: Sequence[Point]) -> Self:
+        def array(values: Iterable[float | None]) -> np.ndarray:
+            return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+
+        return cls(
+            array(point.step for point in points),
+            array(point.documents for point in points),
+            array(point.value for point in points),
+        )
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def along(self, axis: Axis) -> np.ndarray:
+        return self.documents if axis == "documents" else self.steps
+
+    def placed(self, axis: Axis) -> "Series":
+        """Leave out the points that have no place on an axis."""
+        there = ~np.isnan(self.along(axis))
+        return self if there.all() else Series(self.steps[there], self.documents[there], self.values[there])
+
+    def points(self, indices: Iterable[int] | None = None) -> list[Point]:
+        """Give single points, all or those of some indices."""
+        chosen = np.arange(len(self)) if indices is None else np.fromiter(indices, dtype=np.int64)
+        rows = zip(*(array[chosen].tolist() for array in (self.steps, self.documents, self.values)), strict=True)
+        return [Point(step, _some(documents), _some(value)) for step, documents, value in rows]
+
+    @property
+    def present(self) -> np.ndarray:
+        """The values without the gaps."""
+        return self.values[~np.isnan(self.values)]
+
+    @property
+    def gaps(self) -> np.ndarray:
+        """The steps that have a gap instead of a value."""
+        return self.steps[np.isnan(self.values)]
+
+    @property
+    def extremes(self) -> list[float]:
+        """The smallest, the largest and the smallest positive value: all that an axis depends on."""
+        present = self.present
+        if not len(present):
+            return []
+        positive = present[present > 0]
+        return [float(present.min()), float(present.max()), *([float(positive.min())] if len(positive) else [])]
+
+
+def _some(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def downsample(series: Series, limit: int = LONGEST_SERIES, buckets: int = BUCKETS) -> list[Point]:
     """Keep the smallest and the largest of each bucket, the first gap in it, and both ends."""
-    if len(points) <= limit:
-        return list(points)
-    kept = {0, len(points) - 1}
+    count = len(series)
+    if count <= limit:
+        return series.points()
+    gap = np.isnan(series.values)
+    low, high = np.where(gap, np.inf, series.values), np.where(gap, -np.inf, series.values)
+    kept = {0, count - 1}
     for bucket in range(buckets):
-        indices = range(bucket * len(points) // buckets, (bucket + 1) * len(points) // buckets)
-        present = [(value, index) for index in indices if (value := points[index].value) is not None]
-        if present:
-            kept.update((min(present)[1], max(present)[1]))
-        kept.update([index for index in indices if points[index].value is None][:1])
-    return [points[index] for index in sorted(kept)]
+        start, end = bucket * count // buckets, (bucket + 1) * count // buckets
+        gaps = gap[start:end]
+        if not gaps.all():
+            # Of equal values the first is the smallest, and the last the largest.
+            kept.update((start + int(low[start:end].argmin()), end - 1 - int(high[start:end][::-1].argmax())))
+        if gaps.any():
+            kept.add(start + int(gaps.argmax()))
+    return series.points(sorted(kept))
 
 
-def smooth(points: Sequence[Point], *, logarithmic: bool = False, outputs: int = BUCKETS) -> list[Point]:
+def smooth(series: Series, *, logarithmic: bool = False, outputs: int = BUCKETS) -> list[Point]:
     """Take a centred mean with weights falling off linearly, at no more than `outputs` points; gaps stay gaps."""
-    half = max(3, len(points) // 40)
-    count = min(outputs, len(points))
-    chosen = sorted({index * (len(points) - 1) // max(1, count - 1) for index in range(count)})
-    return [replace(points[index], value=_local_mean(points, index, half, logarithmic)) for index in chosen]
+    half = max(3, len(series) // 40)
+    count = min(outputs, len(series))
+    chosen = sorted({index * (len(series) - 1) // max(1, count - 1) for index in range(count)})
+    used = ~np.isnan(series.values)
+    if logarithmic:  # the mean of a logarithmic axis is geometric, or one spike would lift the whole line
+        used &= series.values > 0
+    levels = np.where(used, series.values, 1.0 if logarithmic else 0.0)
+    levels = np.log(levels) if logarithmic else levels
+    means = [_local_mean(series.values, levels, used, index, half, logarithmic) for index in chosen]
+    points = series.points(chosen)
+    return [Point(point.step, point.documents, mean) for point, mean in zip(points, means, strict=True)]
 
 
-def _local_mean(points: Sequence[Point], centre: int, half: int, logarithmic: bool) -> float | None:
-    if points[centre].value is None:
+def _local_mean(
+    values: np.ndarray, levels: np.ndarray, used: np.ndarray, centre: int, half: int, logarithmic: bool
+) -> float | None:
+    if math.isnan(values[centre]):
         return None
-    total = weights = 0.0
-    for index in range(max(0, centre - half), min(len(points), centre + half + 1)):
-        value = points[index].value
-        # The mean of a logarithmic axis is geometric, or one spike would lift the whole line.
-        if value is None or (logarithmic and value <= 0):
-            continue
-        weight = half + 1 - abs(index - centre)
-        total += weight * (math.log(value) if logarithmic else value)
-        weights += weight
-    if not weights:
-        return points[centre].value
-    mean = math.exp(total / weights) if logarithmic else total / weights
+    first, end = max(0, centre - half), min(len(values), centre + half + 1)
+    weights = (half + 1 - np.abs(np.arange(first, end) - centre)) * used[first:end]
+    total = float(weights.sum())
+    if not total:
+        return float(values[centre])
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean = float((weights * levels[first:end]).sum()) / total
+    mean = math.exp(mean) if logarithmic else mean
     return mean if math.isfinite(mean) else None

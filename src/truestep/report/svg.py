@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from truestep.report.scale import Scale, linear_scale, logarithmic_scale, wants_logarithm
-from truestep.report.series import LONGEST_PLAIN_SERIES, Axis, Point, downsample, smooth
+from truestep.report.series import LONGEST_PLAIN_SERIES, Axis, Point, Series, downsample, smooth
 
 # The coordinates of a plot, stretched to whatever room it gets.
 EXTENT = 1000
@@ -20,7 +20,7 @@ class Line:
 
     name: str
     colour: int
-    points: Sequence[Point]
+    points: Series
     dashed: bool = False
 
 
@@ -55,17 +55,14 @@ class Chart:
     wide: bool = False
 
     @property
-    def points(self) -> list[Point]:
-        return [point for line in self.lines for point in line.points]
-
-    @property
-    def values(self) -> list[float]:
-        return [point.value for point in self.points if point.value is not None]
+    def extremes(self) -> list[float]:
+        """All that the vertical axis depends on: the smallest and the largest values, and the smallest positive."""
+        return [value for line in self.lines for value in line.points.extremes]
 
 
 def vertical_scale(chart: Chart) -> Scale:
     """Choose the vertical axis by the values and the plan."""
-    plan, values = chart.plan, chart.values
+    plan, values = chart.plan, chart.extremes
     if plan.logarithmic_if_wide and wants_logarithm(values):
         return logarithmic_scale(values)
     if plan.reference is not None:
@@ -83,11 +80,13 @@ def horizontal_scales(charts: Sequence[Chart]) -> dict[Axis, Scale]:
 
     An axis on which no point has a place is left out.
     """
-    points = [point for chart in charts for point in chart.points]
+    series = [line.points for chart in charts for line in chart.lines]
     scales: dict[Axis, Scale] = {}
     for axis in AXIS_LABELS:
-        if places := [place for point in points if (place := point.along(axis)) is not None]:
-            scales[axis] = linear_scale(places, count=6, snap=False, whole=True)
+        placed = [places for one in series if len(places := one.placed(axis).along(axis))]
+        if placed:
+            ends = [float(end) for places in placed for end in (places.min(), places.max())]
+            scales[axis] = linear_scale(ends, count=6, snap=False, whole=True)
     return scales
 
 
@@ -113,18 +112,18 @@ def _line_paths(
     line: Line, axis: Axis, horizontal: Scale, vertical: Scale, *, smoothed: bool, dotted: bool
 ) -> Iterator[str]:
     """Draw a line, or a faint line under a smoothed one where it is long; add dots where there are few points."""
-    points = [point for point in line.points if point.along(axis) is not None]
+    points = line.points.placed(axis)
     style = f"line colour-{line.colour}" + (" dashed" if line.dashed else "")
     if smoothed and len(points) > LONGEST_PLAIN_SERIES:
         faint = _path_data(downsample(points), axis, horizontal, vertical)
         yield f'<path class="line colour-{line.colour} faint" d="{faint}"/>'
         mean = _path_data(smooth(points, logarithmic=vertical.logarithmic), axis, horizontal, vertical)
         yield f'<path class="{style}" d="{mean}"/>'
-    elif points:
+    elif len(points):
         yield f'<path class="{style}" d="{_path_data(downsample(points), axis, horizontal, vertical)}"/>'
     if dotted:
         # A stroke of no length with round ends is a dot that stays round however the plot is stretched.
-        places = (_place(point, axis, horizontal, vertical) for point in points if point.value is not None)
+        places = (_place(point, axis, horizontal, vertical) for point in points.points() if point.value is not None)
         dots = "".join(f"M{x} {y}h0" for x, y in places)
         if dots:
             yield f'<path class="dots colour-{line.colour}" d="{dots}"/>'

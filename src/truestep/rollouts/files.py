@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from truestep import progress
 from truestep.errors import TruestepError
 from truestep.rollouts.advantages import assign_advantages
 from truestep.rollouts.record import FIELDS, BadRecord, Checks, parse_record, readable_text
@@ -67,6 +68,7 @@ def read_records(paths: Iterable[Path]) -> Iterator[tuple[Path, int, Any]]:
         read = _read_parquet if path.suffix.lower() == ".parquet" else _read_jsonl
         try:
             for line, record in read(path):
+                progress.made("records read")
                 yield path, line, record
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:  # UnicodeDecodeError: a column's name
             raise DataError(f"{path} cannot be read: {printable(error)}") from error

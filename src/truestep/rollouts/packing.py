@@ -1,9 +1,9 @@
 """The division of documents into micro-batches of a token budget, and of a micro-batch into tensors. Deterministic."""
 
 import heapq
+import itertools
 import math
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -24,6 +24,32 @@ def fill_in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return bins
 
 
+class _FirstWithRoom:
+    """The room of micro-batches, as a tree of maxima: the first with enough room is found in logarithmic time."""
+
+    def __init__(self, count: int, budget: int):
+        self._size = 1 << max(count - 1, 0).bit_length()
+        self._most = [budget] * (2 * self._size)  # of node n's two children 2n and 2n + 1; micro-batches are the leaves
+
+    def take(self, length: int) -> int:
+        """Take this much from the first micro-batch that has it, and give its number."""
+        most, node = self._most, 1
+        while node < self._size:
+            node *= 2
+            if most[node] < length:
+                node += 1
+        number = node - self._size
+        most[node] -= length
+        while node > 1:
+            node //= 2
+            left, right = most[2 * node], most[2 * node + 1]
+            larger = left if left > right else right
+            if most[node] == larger:
+                break
+            most[node] = larger
+        return number
+
+
 def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Fill few micro-batches: the longest document first, each into the first micro-batch that has room.
 
@@ -31,19 +57,15 @@ def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     bins: list[list[int]] = []
-    room: list[int] = []
+    room = _FirstWithRoom(len(lengths), budget)
     for index in order:
         length = lengths[index]
         if length > budget:
             raise ValueError(f"document {index} of {length} tokens is longer than a micro-batch of {budget}")
-        for number, space in enumerate(room):
-            if length <= space:
-                bins[number].append(index)
-                room[number] -= length
-                break
-        else:
-            bins.append([index])
-            room.append(budget - length)
+        number = room.take(length)
+        if number == len(bins):
+            bins.append([])
+        bins[number].append(index)
     return sorted((sorted(members) for members in bins), key=lambda members: members[0])
 
 
@@ -53,34 +75,60 @@ def balance(lengths: Sequence[int], costs: Sequence[float], budget: int, multipl
     The costliest document goes first, each into the cheapest micro-batch that has room. Where that needs more
     micro-batches than `first_fit_decreasing`, those are taken and the largest are halved.
     """
-    first_fit = first_fit_decreasing(lengths, budget)
-    most = -(-len(first_fit) // multiple) * multiple
-    least = math.ceil(math.ceil(sum(lengths) / budget) / multiple) * multiple
-    for count in range(max(least, multiple), most + 1, multiple):
-        bins = _evenly(lengths, costs, budget, count)
-        if bins is not None:
-            break
-    else:
-        bins = split_to_multiple(first_fit, lengths, multiple)
+    least = max(-(-_least_bins(lengths, budget) // multiple), 1) * multiple
+    bins = _evenly(lengths, costs, budget, least)
+    if bins is None:
+        first_fit = first_fit_decreasing(lengths, budget)
+        most = -(-len(first_fit) // multiple) * multiple
+        tries = (_evenly(lengths, costs, budget, count) for count in _counts_between(least, most, multiple))
+        bins = next((bins for bins in tries if bins is not None), None)
+        bins = split_to_multiple(first_fit, lengths, multiple) if bins is None else bins
     dearest = sorted(bins, key=lambda members: (-sum(costs[index] for index in members), members[:1]))
     return dearest if lengths else []
+
+
+def _least_bins(lengths: Sequence[int], budget: int) -> int:
+    """Count the micro-batches that no packing can do without."""
+    sizes = np.sort(np.asarray(lengths, dtype=np.int64))
+    by_tokens = -(-int(sizes.sum()) // budget)
+    # Of documents longer than budget / (n + 1), a micro-batch holds n.
+    by_number = (-(-(len(sizes) - int(np.searchsorted(sizes, budget // (n + 1), "right"))) // n) for n in range(1, 65))
+    return max(by_tokens, *by_number)
+
+
+def _counts_between(least: int, most: int, multiple: int) -> Iterator[int]:
+    """List the numbers of micro-batches to try after `least`: eight one by one, then in steps that double, so that
+    a step of very many documents does not try very many."""
+    count, step = least, multiple
+    for tried in itertools.count(1):
+        step *= 1 + (tried > 8)
+        count += step
+        if count > most:
+            return
+        yield count
 
 
 def _evenly(lengths: Sequence[int], costs: Sequence[float], budget: int, count: int) -> list[list[int]] | None:
     bins: list[list[int]] = [[] for _ in range(count)]
     room = [budget] * count
-    heap = [(0.0, number) for number in range(count)]  # by cost so far
+    open_bins = [(0.0, number) for number in range(count)]  # by cost so far
+    # Micro-batches that had too little room for a longer document, by their room, the most first. Documents come from
+    # the longest on, so each is set aside once for each document that it takes, and nothing here is quadratic.
+    set_aside: list[tuple[int, float, int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: (-costs[index], index)):
-        full = []
-        while heap and room[heap[0][1]] < lengths[index]:
-            full.append(heapq.heappop(heap))
-        if not heap:
+        length = lengths[index]
+        while set_aside and -set_aside[0][0] >= length:
+            _, cost, number = heapq.heappop(set_aside)
+            heapq.heappush(open_bins, (cost, number))
+        while open_bins and room[open_bins[0][1]] < length:
+            cost, number = heapq.heappop(open_bins)
+            heapq.heappush(set_aside, (-room[number], cost, number))
+        if not open_bins:
             return None
-        cost, number = heapq.heappop(heap)
+        cost, number = open_bins[0]
         bins[number].append(index)
-        room[number] -= lengths[index]
-        for entry in (*full, (cost + costs[index], number)):
-            heapq.heappush(heap, entry)
+        room[number] -= length
+        heapq.heapreplace(open_bins, (cost + costs[index], number))
     return [sorted(members) for members in bins]
 
 
@@ -106,7 +154,7 @@ def split_to_multiple(bins: list[list[int]], lengths: Sequence[int], multiple: i
 
 def _halve(members: list[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
     """Cut in two parts of near equal tokens; the order is kept."""
-    running = list(accumulate(lengths[index] for index in members))
+    running = list(itertools.accumulate(lengths[index] for index in members))
     cut = next(count for count, tokens in enumerate(running, start=1) if 2 * tokens >= running[-1])
     cut = min(cut, len(members) - 1)
     return members[:cut], members[cut:]

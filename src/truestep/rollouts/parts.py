@@ -6,7 +6,7 @@ its end is passed over. It depends on the parts alone, not on steps or budgets.
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,25 +47,41 @@ class PartedSource(StillSource):
         self._sizes = self.ranks.gather_parts(self.own_part.total)
         if not sum(self._sizes):
             raise DataError("data.path: no part has a record that can be trained on")
+        self._begin()
 
-    def _look(self, count: int) -> tuple[list[Rollout], int]:
-        """List the next documents, and count those of them that are this rank's own."""
-        taken = self.ranks.gather_parts(self.own_part.position, ahead=True)
-        order = next_parts(taken, self._sizes, count)
-        own = order.count(self.ranks.data_rank)
-        cursors = [iter(part) for part in self.ranks.gather_parts(self.own_part.peek(own), ahead=True)]
-        return [next(cursors[part]) for part in order], own
+    def _begin(self) -> None:
+        """Learn how far each part is: from here on every rank counts along."""
+        self._taken = list(self.ranks.gather_parts(self.own_part.position))
+        self._peeked: list[Rollout] = []  # looked at and not yet taken
 
     def peek(self, count: int) -> list[Rollout]:
-        return self._look(count)[0]
+        """Look at the next documents. Each is sent once: those that were looked at before are here already."""
+        order = next_parts(self._taken, self._sizes, count)
+        missing = len(order) - len(self._peeked)
+        if missing > 0:
+            own = [part == self.ranks.data_rank for part in order]
+            before = sum(own[: len(self._peeked)])
+            # Taken from this rank's part behind what the others have of it.
+            mine = self.own_part.peek(sum(own))[before:]
+            cursors = [iter(part) for part in self.ranks.gather_parts(mine, ahead=True)]
+            self._peeked += [next(cursors[part]) for part in order[len(self._peeked) :]]
+        return self._peeked[:count]
 
     def take(self, count: int, documents_seen: int) -> list[Rollout]:
-        documents, own = self._look(count)
-        self.own_part.take(own, documents_seen)
+        documents = self.peek(count)
+        for part in next_parts(self._taken, self._sizes, count):
+            self._taken[part] += 1
+        self.own_part.take(self._taken[self.ranks.data_rank] - self.own_part.position, documents_seen)
+        self._peeked = self._peeked[len(documents) :]
         return documents
 
     def state(self) -> dict[str, Any]:
-        return {"parts": self.ranks.gather_parts(self.own_part.state(), ahead=True)}
+        return self.snapshot()()
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """Note this rank's own place; the ranks tell each other theirs when a checkpoint is made."""
+        own = self.own_part.snapshot()
+        return lambda: {"parts": self.ranks.gather_parts(own())}
 
     def restore(self, state: dict[str, Any]) -> None:
         refuse_other_kind("data.path", "parts", state)
@@ -73,6 +89,7 @@ class PartedSource(StillSource):
         if len(parts) != self.ranks.data:
             raise other_source("data.path", f"the parts of {len(parts)} ranks", f"those of {self.ranks.data}")
         self.own_part.restore(parts[self.ranks.data_rank])
+        self._begin()
 
     def drain_rejected(self) -> list[Rejected]:
         return [record for part in self.ranks.gather_parts(self.own_part.drain_rejected()) for record in part]

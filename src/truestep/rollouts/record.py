@@ -32,6 +32,8 @@ FIELDS = (
     "metadata",
 )
 
+LONGEST_TEXT = 4096  # characters of an id: every step's line of the ledger repeats them
+
 Record = Mapping[str, Any]
 
 
@@ -228,6 +230,8 @@ def _text(record: Record, field: str) -> str | None:
         raise BadRecord(f"{field} is {describe(text)}: expected text")
     if not text:
         raise BadRecord(f"{field} is empty text")
+    if len(text) > LONGEST_TEXT:
+        raise BadRecord(f"{field} has {len(text)} characters: expected at most {LONGEST_TEXT}")
     try:
         text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair: no output file could hold it

@@ -1,26 +1,52 @@
 """The file `rejected.jsonl`: records that were never trained on, and why; and the kinds of their reasons."""
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 from truestep.files import write_whole
 from truestep.types import Rejected
 
 FILE_NAME = "rejected.jsonl"
+_BLOCK = 4096  # bytes that are read at a time to find the end of the last whole line
 
 
 def write_rejected(directory: str | Path, rejected: Iterable[Rejected], append: bool = False) -> Path:
-    """Write `rejected.jsonl`, or append to the one that is there. A kill at any instant leaves the old or the new file.
+    """Write `rejected.jsonl`, or append to the one that is there.
 
-    Without `append` a file of an earlier run is replaced, by an empty one where nothing was rejected.
+    Without `append` a file of an earlier run is replaced, by an empty one where nothing was rejected; a kill at any
+    instant leaves the old or the new file. What is appended costs no more in a long file than in a short one. A kill
+    may cut its last line off: the next line to be appended replaces what is left of it, and a restart rolls back to the
+    checkpoint's place in the file.
     """
     path = Path(directory) / FILE_NAME
-    before = path.read_bytes() if append and path.exists() else b""
-    if before and not before.endswith(b"\n"):
-        before += b"\n"
-    return write_whole(path, before + b"".join(_line(record) for record in rejected))
+    lines = b"".join(map(_line, rejected))
+    if not append:
+        return write_whole(path, lines)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        _remove_torn_line(file)
+        file.write(lines)
+    return path
+
+
+def _remove_torn_line(file: BinaryIO) -> None:
+    """Cut off a last line without its line break, which only a kill can have left."""
+    end = position = file.seek(0, os.SEEK_END)
+    while position:
+        start = max(position - _BLOCK, 0)
+        file.seek(start)
+        found = file.read(position - start).rfind(b"\n")
+        if found >= 0:
+            position = start + found + 1
+            break
+        position = start
+    if position < end:
+        file.truncate(position)
+    file.seek(position)
 
 
 def _line(record: Rejected) -> bytes:

@@ -37,8 +37,20 @@ class SharedSource:
     def take(self, count: int, documents_seen: int) -> Sequence[Rollout]:
         return self._ranks.share(lambda: self._of_first.take(count, documents_seen))
 
+    @property
+    def put_rejected(self) -> Callable[[Sequence[Rejected]], None] | None:
+        return None if self._source is None else self._source.put_rejected
+
+    @put_rejected.setter
+    def put_rejected(self, put: Callable[[Sequence[Rejected]], None] | None) -> None:
+        if self._source is not None:
+            self._source.put_rejected = put
+
     def state(self) -> dict[str, Any]:
-        return self._of_first.state() if self._ranks.first else {}  # the first rank writes checkpoints
+        return self.snapshot()()
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        return self._of_first.snapshot() if self._ranks.first else dict  # the first rank writes checkpoints
 
     def restore(self, state: dict[str, Any]) -> None:
         self._ranks.share(lambda: self._of_first.restore(state))

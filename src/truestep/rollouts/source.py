@@ -59,7 +59,17 @@ class Source(Protocol):
         this call, and what is made for it has this version."""
         ...
 
-    def state(self) -> dict[str, Any]: ...
+    # Takes records that were refused while a source waits: there may be more of them than memory should hold.
+    put_rejected: "Callable[[Sequence[Rejected]], None] | None"
+
+    def state(self) -> dict[str, Any]:
+        """Describe, as JSON, where the source stands."""
+        ...
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """Note where the source stands, at every step and so cheaply; give a function that makes the state of it, for
+        the few steps that are saved. All ranks call it, or none."""
+        ...
 
     def restore(self, state: dict[str, Any]) -> None: ...
 
@@ -94,6 +104,15 @@ class StillSource:
 
     plans_ahead = False
     asked_to_stop: Callable[[], bool] = staticmethod(never)
+    put_rejected: Callable[[Sequence[Rejected]], None] | None = None
+
+    def state(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """Make the state at once, as suits a source whose state is a few numbers."""
+        state = self.state()
+        return lambda: state
 
     def updated(self, documents_seen: int) -> None: ...
 

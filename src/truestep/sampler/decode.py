@@ -1,4 +1,4 @@
-"""Batched decoding with a KV cache, from the very weights being trained.
+"""Sampling from the very weights being trained: by the engine, or plainly where it does not serve the model.
 
 What is drawn depends on a completion's own seed and on nothing beside it: neither on which others share its batch nor
 on what was drawn before. Log-probs are those of the whole distribution at the sampling temperature, before any
@@ -8,53 +8,90 @@ Dimensions: R completions of a batch, P prompt tokens, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from truestep.head.logits import scaled_logits
+from truestep import progress
+from truestep.head.logits import raw_logits
 from truestep.policy.policy import Policy
+from truestep.sampler.completions import Completion, DecodeOptions, Done, Request
+from truestep.sampler.engine.draw import Drawn, DrawRows, Truncation, draw, key_of
+from truestep.sampler.engine.engine import Engine, Limits, engine_of
+from truestep.sampler.engine.stops import StopTexts
+
+__all__ = ["Completion", "DecodeOptions", "Done", "Request", "decode", "decode_here", "decode_plainly"]
+
+_ROWS = {"cuda": 1024, "cpu": 256}  # completions at a time, if the options leave it open
 
 
-@dataclass(frozen=True)
-class DecodeOptions:
-    temperature: float  # 0: greedy
-    top_p: float
-    max_new_tokens: int
-    batch_size: int
-    stop_ids: frozenset[int]
+def decode(
+    policy: Policy, requests: Sequence[Request], options: DecodeOptions, on_done: Done | None = None
+) -> list[Completion]:
+    """Complete requests, in their order. Each rank decodes some, and every rank gets all completions. `on_done` gets
+    each completion as soon as it ends, on the rank that decodes it."""
+
+    def work(part: Sequence[int]) -> list[Completion]:
+        def done(number: int, completion: Completion) -> None:
+            if on_done is not None:
+                on_done(part[number], completion)
+
+        return decode_here(policy, [requests[index] for index in part], options, done)
+
+    return policy.weights.ranks.spread(
+        range(len(requests)),
+        work,
+        kind=lambda index: requests[index].input_ids,
+        cost=lambda index: len(requests[index].input_ids) + options.max_new_tokens,
+    )
 
 
-@dataclass(frozen=True)
-class Request:
-    input_ids: tuple[int, ...]
-    seed: tuple[int, ...]  # decides everything that is drawn for it
+def decode_here(
+    policy: Policy, requests: Sequence[Request], options: DecodeOptions, on_done: Done | None = None
+) -> list[Completion]:
+    """Complete requests on this rank alone, in their order. `on_done` is called with the number of each, and with its
+    completion, as soon as that ends: while others are sampled."""
+    with torch.no_grad(), policy.weights.gathered():
+        engine = engine_of(policy) if requests else ""
+        if isinstance(engine, Engine):
+            return _decode_by_engine(policy, engine, requests, options, on_done)
+        return decode_plainly(policy, requests, options, on_done)
 
 
-@dataclass(frozen=True)
-class Completion:
-    token_ids: list[int]  # the stop token included
-    logprobs: list[float]  # of each, given those before it
-    stopped: bool  # by a stop token, and not by the length
+def _decode_by_engine(
+    policy: Policy, engine: Engine, requests: Sequence[Request], options: DecodeOptions, on_done: Done | None
+) -> list[Completion]:
+    rows = min(len(requests), options.batch_size or _ROWS.get(policy.device.type, 256))
+    longest = max(len(request.input_ids) for request in requests) + options.max_new_tokens
+    completions: dict[int, Completion] = {}
+    with engine.session(policy, Limits(rows, longest)) as session:
+        for number, request in enumerate(requests):
+            session.submit(number, request, options)
+        while session.busy:
+            for number, completion in session.step():
+                completions[number] = completion
+                if on_done is not None:
+                    on_done(number, completion)
+    return [completions[number] for number in range(len(requests))]
 
 
-def decode(policy: Policy, requests: Sequence[Request], options: DecodeOptions) -> list[Completion]:
-    """Complete requests, in their order. Each rank decodes some, and every rank gets all completions."""
-    return policy.weights.ranks.spread(requests, lambda part: _decode(policy, part, options))
-
-
-def _decode(policy: Policy, requests: Sequence[Request], options: DecodeOptions) -> list[Completion]:
+def decode_plainly(
+    policy: Policy, requests: Sequence[Request], options: DecodeOptions, on_done: Done | None = None
+) -> list[Completion]:
+    """Complete requests batch after batch, with transformers' own attention and cache."""
     # Like lengths together: less padding, and batches that end together.
     order = sorted(range(len(requests)), key=lambda index: len(requests[index].input_ids))
     completions: dict[int, Completion] = {}
+    size = options.batch_size or 256
     with torch.no_grad(), policy.weights.gathered(), policy.plain_attention():
-        for start in range(0, len(order), options.batch_size):
-            members = order[start : start + options.batch_size]
+        for start in range(0, len(order), size):
+            members = order[start : start + size]
             batch = _Batch(policy, [requests[index] for index in members], options)
-            completions |= dict(zip(members, batch.run(), strict=True))
+            for index, completion in zip(members, batch.run(), strict=True):
+                completions[index] = completion
+                if on_done is not None:
+                    on_done(index, completion)
     return [completions[index] for index in range(len(requests))]
 
 
@@ -64,11 +101,11 @@ class _Batch:
         self._device = policy.device
         self._tokens: list[list[int]] = [[] for _ in requests]
         self._logprobs: list[list[float]] = [[] for _ in requests]
+        self._log_mass: list[list[float]] = [[] for _ in requests]
         self._stopped = [False] * len(requests)
+        self._stops = StopTexts(policy.tokenizer, options.stop) if options.stop else None
         self._active = list(range(len(requests)))  # the request behind each row of the cache
-        self._draws = torch.from_numpy(
-            np.stack([np.random.default_rng(request.seed).random(options.max_new_tokens) for request in requests])
-        )
+        self._keys = torch.tensor([key_of(request.seed) for request in requests])
         prompts = [torch.tensor(request.input_ids, device=self._device) for request in requests]
         self._ids = pad_sequence(prompts, batch_first=True, padding_side="left")
         self._mask = pad_sequence(list(map(torch.ones_like, prompts)), batch_first=True, padding_side="left")
@@ -77,12 +114,16 @@ class _Batch:
 
     def run(self) -> list[Completion]:
         for number in range(self._options.max_new_tokens):
-            hidden = self._forward()
-            tokens, logprobs = self._choose(hidden, number)
-            self._keep(tokens, logprobs)
+            self._keep(self._choose(self._forward(), number))
             if not self._active:
                 break
-        return [Completion(*fields) for fields in zip(self._tokens, self._logprobs, self._stopped, strict=True)]
+        done = []
+        for tokens, logprobs, log_mass, stopped in zip(
+            self._tokens, self._logprobs, self._log_mass, self._stopped, strict=True
+        ):
+            cut = [a - b for a, b in zip(logprobs, log_mass, strict=True)] if self._options.truncates else None
+            done.append(Completion(tokens, logprobs, stopped, cut))
+        return done
 
     def _forward(self) -> torch.Tensor:  # [R, hidden] of the last token
         output = self._policy.model.base_model(
@@ -95,28 +136,39 @@ class _Batch:
         self._cache = output.past_key_values
         return output.last_hidden_state[:, -1]
 
-    def _choose(self, hidden: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:  # [R], [R]
-        options = self._options
-        temperature = torch.full((len(hidden),), options.temperature or 1.0, device=self._device)
-        z = scaled_logits(hidden, self._policy.head_weight, temperature, self._policy.head)
-        log_p = z - z.logsumexp(-1, keepdim=True)
-        if options.temperature == 0:
-            tokens = log_p.argmax(-1)
-        else:
-            draws = self._draws[self._active, number].to(self._device)
-            tokens = _draw(log_p, draws, options.top_p)
-        return tokens, log_p.gather(-1, tokens[:, None]).squeeze(-1)
+    def _choose(self, hidden: torch.Tensor, number: int) -> Drawn:
+        options, count = self._options, len(hidden)
+        raw = raw_logits(hidden, self._policy.head_weight, self._policy.head.fp32)
 
-    def _keep(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
+        def all_rows(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.full((count,), value, dtype=dtype, device=self._device)
+
+        truncation = None
+        if options.truncates:
+            truncation = Truncation(
+                all_rows(options.top_p), all_rows(options.top_k, torch.int64), all_rows(options.min_p)
+            )
+        keys = self._keys[self._active].to(self._device)
+        rows = DrawRows(keys, all_rows(number, torch.int64), all_rows(options.temperature), truncation)
+        return draw(raw, rows, self._policy.head)
+
+    def _keep(self, drawn: Drawn) -> None:
         """Record the new tokens, and drop the rows that are done once they are half of the batch."""
-        for request, token, logprob in zip(self._active, tokens.tolist(), logprobs.tolist(), strict=True):
+        values = (drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.log_mass.tolist())
+        made = 0
+        for request, token, logprob, log_mass in zip(self._active, *values, strict=True):
             if self._stopped[request]:
                 continue
+            made += 1
             self._tokens[request].append(token)
             self._logprobs[request].append(logprob)
-            self._stopped[request] = token in self._options.stop_ids
+            self._log_mass[request].append(log_mass)
+            self._stopped[request] = token in self._options.stop_ids or (
+                self._stops is not None and self._stops.reached(self._tokens[request])
+            )
+        progress.made("tokens", made)
         rows = [row for row, request in enumerate(self._active) if not self._stopped[request]]
-        self._ids = tokens[:, None]
+        self._ids = drawn.tokens[:, None]
         self._positions = self._positions[:, -1:] + 1
         self._mask = torch.cat([self._mask, torch.ones_like(self._ids)], dim=-1)
         if len(rows) > len(self._active) // 2:
@@ -126,17 +178,3 @@ class _Batch:
             kept = torch.tensor(rows, device=self._device)
             self._cache.batch_select_indices(kept)
             self._ids, self._positions, self._mask = self._ids[kept], self._positions[kept], self._mask[kept]
-
-
-def _draw(log_p: torch.Tensor, draws: torch.Tensor, top_p: float) -> torch.Tensor:  # [R, V], [R] -> [R]
-    """Invert the cumulative distribution, the likeliest token first where `top_p` cuts it, in float64."""
-    p, order = log_p.double().exp(), None
-    if top_p < 1.0:
-        p, order = p.sort(dim=-1, descending=True, stable=True)
-        # The smallest set that reaches top_p, the token that crosses it included.
-        p = torch.where(p.cumsum(-1) - p < top_p, p, 0)
-    cumulative = p.cumsum(-1)
-    target = draws[:, None] * cumulative[:, -1:]
-    # The first token whose cumulative probability exceeds the draw; one of probability 0 never does.
-    index = torch.searchsorted(cumulative, target, right=True).clamp(max=p.shape[-1] - 1)
-    return (index if order is None else order.gather(-1, index)).squeeze(-1)

@@ -2,16 +2,16 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from truestep.environments.prompts import Prompt
-from truestep.environments.rewards import Reward, RewardError, rate
+from truestep.environments.rater import Rates
 from truestep.policy.policy import Policy
-from truestep.randomness import random_state_kept
-from truestep.sampler.decode import DecodeOptions, Request, decode
-from truestep.sampler.in_process import completion_text
+from truestep.rollouts.source import never
+from truestep.sampler.decode import DecodeOptions, Request
+from truestep.sampler.rated import Rated, decode_rated
 
 _EVALUATION_DRAWS = 2  # a stream of randomness of its own: training draws the same with and without evaluation
 
@@ -20,18 +20,17 @@ _EVALUATION_DRAWS = 2  # a stream of randomness of its own: training draws the s
 class Evaluator:
     policy: Policy
     prompts: Sequence[Prompt]
-    reward: Reward
+    rater: Rates
     options: DecodeOptions  # of the sampled completions
     samples_per_prompt: int
     seed: int
     examples: int = 8
 
-    def run(self, step: int, documents_seen: int) -> dict[str, Any]:
-        """Evaluate the policy and give one line of evaluation.jsonl."""
+    def run(self, step: int, documents_seen: int, asked_to_stop: Callable[[], bool] = never) -> dict[str, Any]:
+        """Evaluate the policy and give one line of evaluation.jsonl; `Interrupted` where the run was asked to stop."""
         start = time.perf_counter()
-        with random_state_kept():  # a reward may draw from it: training draws the same with and without evaluation
-            greedy = self._answer(dataclasses.replace(self.options, temperature=0.0), 1, step)
-            sampled = self._answer(self.options, self.samples_per_prompt, step)
+        greedy = self._answer(dataclasses.replace(self.options, temperature=0.0), 1, step, asked_to_stop)
+        sampled = self._answer(self.options, self.samples_per_prompt, step, asked_to_stop)
         problems = [answer["problem"] for answer in (*greedy, *sampled) if "problem" in answer]
         return {
             "step": step,
@@ -45,26 +44,27 @@ class Evaluator:
             "examples": greedy[: self.examples],
         }
 
-    def _answer(self, options: DecodeOptions, samples: int, step: int) -> list[dict[str, Any]]:
+    def close(self) -> None:
+        self.rater.close()
+
+    def _answer(
+        self, options: DecodeOptions, samples: int, step: int, asked_to_stop: Callable[[], bool]
+    ) -> list[dict[str, Any]]:
         prompts = [prompt for prompt in self.prompts for _ in range(samples)]
         requests = [
             Request(prompt.input_ids, (self.seed, _EVALUATION_DRAWS, step, number))
             for number, prompt in enumerate(prompts)
         ]
-        texts = [completion_text(self.policy, done) for done in decode(self.policy, requests, options)]
-        pairs = list(zip(prompts, texts, strict=True))
-        ratings = self.policy.weights.ranks.share(lambda: [self._rate(prompt, text) for prompt, text in pairs])
-        return [
-            {"prompt": prompt.prompt, "completion": text, **rating}
-            for (prompt, text), rating in zip(pairs, ratings, strict=True)
-        ]
+        done = decode_rated(self.policy, prompts, requests, options, self.rater, asked_to_stop)
+        return [_answered(prompt, rated) for prompt, rated in zip(prompts, done, strict=True)]
 
-    def _rate(self, prompt: Prompt, text: str) -> dict[str, Any]:
-        """Ask for the reward, or say why there is none: an evaluation never ends a run."""
-        try:
-            return {"reward": rate(self.reward, prompt, text)}
-        except RewardError as error:
-            return {"reward": None, "problem": str(error)}
+
+def _answered(prompt: Prompt, rated: Rated) -> dict[str, Any]:
+    """Word an answer for evaluation.jsonl: its reward, or why there is none; an evaluation never ends a run."""
+    answer: dict[str, Any] = {"prompt": prompt.prompt, "completion": rated.text}
+    if isinstance(rated.rating, str):
+        return {**answer, "reward": None, "problem": rated.rating}
+    return {**answer, "reward": rated.rating}
 
 
 def _mean(answers: Sequence[dict[str, Any]]) -> float | None:

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,13 @@ def num_groups(count: int, group_size: int) -> int:
 def prompt_of(group: int, prompts: Sequence[Prompt], seed: int) -> Prompt:
     """Pick a group's prompt: prompts come in a seeded order, anew each time all were used."""
     epoch, index = divmod(group, len(prompts))
-    order = np.random.default_rng([seed, PROMPT_ORDER, epoch]).permutation(len(prompts))
-    return prompts[order[index]]
+    return prompts[_prompt_order(len(prompts), seed, epoch)[index]]
+
+
+@lru_cache(maxsize=4)  # groups of two epochs may be asked for in turn
+def _prompt_order(count: int, seed: int, epoch: int) -> np.ndarray:
+    """Make an epoch's order of prompts, once and not for every group: with a million prompts it takes a while."""
+    return np.random.default_rng([seed, PROMPT_ORDER, epoch]).permutation(count)
 
 
 def fingerprint(prompts: Sequence[Prompt], seed: int, group_size: int) -> str:

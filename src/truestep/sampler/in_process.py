@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from truestep.environments.prompts import Prompt
-from truestep.environments.rewards import Reward, RewardError, rate
+from truestep.environments.rater import Rates
+from truestep.environments.rewards import RewardError
 from truestep.policy.policy import Policy
 from truestep.rollouts.advantages import AdvantageRule
-from truestep.rollouts.source import SourceError, StillSource
-from truestep.sampler.decode import Completion, DecodeOptions, Request, decode
+from truestep.rollouts.source import Interrupted, SourceError, StillSource
+from truestep.sampler.decode import DecodeOptions, Request
 from truestep.sampler.groups import (
     DRAWS,
     HOPELESS,
@@ -25,6 +27,7 @@ from truestep.sampler.groups import (
     to_rollout,
     with_advantages,
 )
+from truestep.sampler.rated import Rated, decode_rated
 from truestep.types import Rejected, Rollout
 
 
@@ -44,7 +47,7 @@ class InProcessSource(StillSource):
 
     policy: Policy
     prompts: Sequence[Prompt]
-    reward: Reward
+    rater: Rates
     options: DecodeOptions
     group_size: int
     advantage_rule: AdvantageRule | str
@@ -59,7 +62,16 @@ class InProcessSource(StillSource):
 
     def take(self, count: int, documents_seen: int) -> list[Rollout]:
         """Make exactly `count` documents, in whole groups: a completion that could not be rated is sampled anew, and a
-        prompt none of whose groups can be completed gives its place to the next."""
+        prompt none of whose groups can be completed gives its place to the next. Where the run is asked to stop
+        meanwhile, it is as if this had not been called."""
+        before = self._groups, list(self._rejected)
+        try:
+            return self._take(count, documents_seen)
+        except Interrupted:
+            self._groups, self._rejected = before
+            raise
+
+    def _take(self, count: int, documents_seen: int) -> list[Rollout]:
         wanted, failed = num_groups(count, self.group_size), 0
         complete: list[_Group] = []
         while len(complete) < wanted:
@@ -90,10 +102,10 @@ class InProcessSource(StillSource):
             requests = [
                 Request(group.prompt.input_ids, (self.seed, DRAWS, group.number, member)) for group, member in members
             ]
-            completions = decode(self.policy, requests, self.options)
-            ratings = self._rate_all([group.prompt for group, _ in members], completions)
-            for (group, member), completion, rating in zip(members, completions, ratings, strict=True):
-                self._add(group, member, completion, rating, version)
+            prompts = [group.prompt for group, _ in members]
+            done = decode_rated(self.policy, prompts, requests, self.options, self.rater, self.asked_to_stop)
+            for (group, member), rated in zip(members, done, strict=True):
+                self._add(group, member, rated, version)
         for group in groups:
             if len(group.rated) < self.group_size:
                 reason = (
@@ -101,24 +113,12 @@ class InProcessSource(StillSource):
                 )
                 self._rejected += [reject(group.prompt, group.number, rollout.id, reason) for rollout in group.rated]
 
-    def _rate_all(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | str]:
-        """Rate on one rank: a reward may be dear, draw random numbers or count its calls."""
-        pairs = list(zip(prompts, completions, strict=True))
-        return self.policy.weights.ranks.share(lambda: [self._rate(*pair) for pair in pairs])
-
-    def _rate(self, prompt: Prompt, completion: Completion) -> float | str:
-        """Ask for the reward; give it, or why there is none."""
-        try:
-            return rate(self.reward, prompt, completion_text(self.policy, completion))
-        except RewardError as error:
-            if self.stop_at_rejected:
-                raise stopping_error(prompt, error) from error
-            return str(error)
-
-    def _add(self, group: _Group, member: int, completion: Completion, rating: float | str, version: int) -> None:
+    def _add(self, group: _Group, member: int, rated: Rated, version: int) -> None:
         group.num_sampled += 1
-        name = f"{group.number}-{member}"
+        name, completion, rating = f"{group.number}-{member}", rated.completion, rated.rating
         if isinstance(rating, str):
+            if self.stop_at_rejected:
+                raise stopping_error(group.prompt, RewardError(rating))
             self._rejected.append(reject(group.prompt, group.number, name, rating))
             return
         rollout = to_rollout(
@@ -135,7 +135,11 @@ class InProcessSource(StillSource):
         group.rated.append(rollout)
 
     def state(self) -> dict[str, Any]:
-        return {"groups": self._groups, "fingerprint": fingerprint(self.prompts, self.seed, self.group_size)}
+        return {"groups": self._groups, "fingerprint": self._fingerprint}
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return fingerprint(self.prompts, self.seed, self.group_size)
 
     def restore(self, state: dict[str, Any]) -> None:
         refuse_other_groups(state, self.state())
@@ -145,10 +149,8 @@ class InProcessSource(StillSource):
         rejected, self._rejected = self._rejected, []
         return rejected
 
-
-def completion_text(policy: Policy, completion: Completion) -> str:
-    """Decode what a reward reads: special tokens, the end of text among them, are left out."""
-    return policy.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+    def close(self, finished: bool) -> None:
+        self.rater.close()
 
 
 def stop_ids(policy: Policy) -> frozenset[int]:

@@ -4,11 +4,12 @@ A checkpoint is of the step that was made last, and by then the plan of the next
 plan carries the state that its queue had once it was made.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from truestep import progress
 from truestep.ranks.axes import RankError
 from truestep.ranks.group import Ranks
 from truestep.step.queue import PlanQueue
@@ -20,7 +21,7 @@ class Planned:
     """A plan, and the state of the queue once it was taken: a checkpoint of its step."""
 
     plan: StepPlan | None  # None: the data has ended
-    state: dict[str, Any]  # of the queue, after this plan was taken from it
+    state: Callable[[], dict[str, Any]]  # of the queue, after this plan was taken from it; made for a checkpoint
     carried: Sequence[Rollout]
     dropped: int
 
@@ -36,13 +37,14 @@ class PlansAhead:
     def next(self) -> Planned:
         if self._worker is None:
             return self._make()
-        planned = (self._next or self._worker.submit(self._make)).result()
+        with progress.waiting_for("the documents of the next step"):
+            planned = (self._next or self._worker.submit(self._make)).result()
         self._next = None if planned.plan is None else self._worker.submit(self._make)
         return planned
 
     def snapshot(self) -> Planned:
         """Describe where a run stands that has taken no plan yet."""
-        return Planned(None, self._queue.state(), self._queue.carried, 0)
+        return Planned(None, self._queue.snapshot(), self._queue.carried, 0)
 
     def close(self) -> None:
         """Wait for the plan that is being made, on every rank alike: they talk while they make it."""
@@ -52,7 +54,7 @@ class PlansAhead:
     def _make(self) -> Planned:
         plan = self._queue.next_plan()
         self._agree(plan)
-        return Planned(plan, self._queue.state(), tuple(self._queue.carried), len(self._queue.dropped))
+        return Planned(plan, self._queue.snapshot(), tuple(self._queue.carried), len(self._queue.dropped))
 
     def _agree(self, plan: StepPlan | None) -> None:
         digests = self._ranks.gather(None if plan is None else plan.digest, ahead=True)

@@ -10,6 +10,7 @@ import torch
 from truestep.custom import check_options, load_custom
 from truestep.errors import TruestepError
 from truestep.policy.weights.protocol import Weights
+from truestep.ranks import marks
 
 # The float32 weights by name, under `matrices` and `vectors`. A rank that has a part of a weight has that part here.
 Groups = dict[str, dict[str, torch.nn.Parameter]]
@@ -114,6 +115,7 @@ def update(optimizer: torch.optim.Optimizer, weights: Weights, learning_rate: fl
         group["lr"] = learning_rate
     optimizer.step()
     weights.publish()
+    marks.mark("updates", weights.device)
 
 
 # What a checkpoint keeps of a weight, by name: numbers, as tensors, and the types of tensors that have its shape.

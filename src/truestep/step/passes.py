@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from truestep import progress
 from truestep.policy.policy import Policy
 from truestep.policy.weights.protocol import StagePass
+from truestep.ranks import marks
 from truestep.ranks.group import Ranks
 from truestep.ranks.pipeline import wire
 from truestep.step.label_shares import MicroBatch
@@ -52,15 +54,18 @@ class Passes:
         self._activations: dict[tuple[int, int], _Activations] = {}
 
     def run(self) -> None:
-        for current in self._schedule.ranks[self._rank]:
-            if current.forward:
-                self._forward(current)
-            else:
-                self._back(current)
+        with marks.layers_report():
+            for current in self._schedule.ranks[self._rank]:
+                if current.forward:
+                    self._forward(current)
+                else:
+                    self._back(current)
+                marks.mark("passes", self._policy.device)
 
     def settle(self) -> None:
         """Let go of what was sent, which has been received once every rank has run its passes."""
-        self._wires.settle()
+        with progress.waiting_for(progress.OTHER_RANKS):
+            self._wires.settle()
 
     def _forward(self, current: Pass) -> None:
         received = None if current.stage == 0 else self._wires.receive(current)

@@ -1,6 +1,6 @@
 """The queue of plans made from a source. It holds the only state that a plan depends on, besides the source's."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,8 +72,13 @@ class PlanQueue:
         return not documents or self._drop_last
 
     def state(self) -> dict[str, Any]:
-        source = self._source.state()
-        return {"documents_seen": self.documents_seen, "repeats_left": self._repeats_left, "source": source}
+        return self.snapshot()()
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """Note where the queue stands; give a function that makes the state of it, as a source does."""
+        own = {"documents_seen": self.documents_seen, "repeats_left": self._repeats_left}
+        of_source = self._source.snapshot()
+        return lambda: own | {"source": of_source()}
 
     @property
     def carried(self) -> list[Rollout]:

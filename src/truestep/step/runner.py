@@ -17,6 +17,7 @@ from truestep.losses.objective import Objective
 from truestep.metrics.types import Metric, Sum, merge, on_host, values
 from truestep.policy.policy import Policy
 from truestep.policy.weights.protocol import Weights
+from truestep.ranks import marks
 from truestep.ranks.axes import WEIGHT_PARTS
 from truestep.ranks.group import Ranks
 from truestep.rollouts.packing import pack
@@ -119,6 +120,7 @@ class StepRunner:
                     self._measure(sums, self._pack(plan, members), plan, RowStatistics(nothing, nothing, nothing))
         if backward:
             self.policy.weights.reduce()
+            marks.mark("gradients", self.policy.device)
         return sums, passes
 
     def _pack(self, plan: StepPlan, members: tuple[int, ...]) -> MicroBatch:

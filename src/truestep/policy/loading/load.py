@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from truestep.errors import TruestepError
+from truestep.files import LineError, exact_object
 from truestep.head.logits import HeadSettings
 from truestep.policy.cuts.layers import layers_of
 from truestep.policy.cuts.pieces import Piece, pieces_of
@@ -34,11 +35,15 @@ from truestep.policy.weights.protocol import Weights
 from truestep.policy.weights.sharded import ShardedWeights
 from truestep.policy.weights.unread import place_buffers, read_parameters, unread_files
 from truestep.policy.weights.whole import WholeWeights
+from truestep.ranks import marks
 from truestep.ranks.group import ALONE, Ranks
 from truestep.ranks.pipeline import Pipeline
 from truestep.text import printable
 
 log = logging.getLogger(__name__)
+
+_MOST_LAYERS = 10_000
+_LARGEST_SIZE = 2**40
 
 
 def load_policy(
@@ -95,6 +100,8 @@ def load_policy(
     _check_numbers(directory, weights)
     if frozen and ranks.shards == 1:
         weights.frozen = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for layer in layers_of(model)[1]:
+        layer.register_forward_hook(marks.layer_done)
     return Policy(model, directory, settings, weights, facts, tokenizer, read_companions(directory), stages, buffers)
 
 
@@ -151,6 +158,7 @@ def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipe
         raise ModelError(f"model.path: {directory} is not a Hugging Face model directory: it has no config.json")
     if not list(directory.glob("*.safetensors")):
         raise ModelError(f"model.path: {directory} has no .safetensors file; other weight formats are not loaded")
+    _check_config(directory)
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(directory, **options)
@@ -178,6 +186,19 @@ def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipe
         ) from error
     _check_loading(directory, model, loading)
     return model.eval(), _read_tokenizer(directory, options)
+
+
+def _check_config(directory: Path) -> None:
+    """Refuse a config.json that is none, or that asks for more layers than can be: to make them takes hours."""
+    try:
+        config = exact_object((directory / "config.json").read_bytes(), lenient=True)
+    except (OSError, LineError) as error:
+        raise ModelError(f"model.path: {directory}: config.json cannot be used: {error}") from error
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    for name, value in (item for part in parts for item in part.items()):
+        most = _MOST_LAYERS if name.endswith(("layers", "n_layer")) else _LARGEST_SIZE
+        if isinstance(value, int) and abs(value) > most:
+            raise ModelError(f"model.path: {directory}: config.json has {printable(name, 60)} beyond {most:,}")
 
 
 def _check_loading(directory: Path, model: Any, loading: dict[str, Any]) -> None:

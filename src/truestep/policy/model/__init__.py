@@ -7,10 +7,14 @@
 | model/embedding.py | forward, padding_idx | every token's gradient, in float32; nn.Embedding's own attributes |
 | model/training.py | p, setattr | no dropout or jitter; floats of modules by their names |
 | loading/borrowed.py | register_forward_hook | layers with borrowed weights add a part; public hooks |
+| loading/load.py | register_forward_hook | layers report that they are done; public hooks |
+| ranks/group.py | _timeout | of gloo's groups in a mesh, which has no other door |
+| ranks/marks.py | register_hook | and so do their gradients |
 | cuts/stages.py | register_forward_pre_hook, setattr | layers elsewhere pass on; a loop over the list of layers |
 | cuts/tensor.py | forward, register_forward_pre_hook, setattr | slices; plain nn.Linear and the model's plan |
 | cuts/tensor.py | weight, in_features, out_features, num_embeddings | the sizes of those slices |
 | weights/sharded.py | register_parameter, _apply | a tied head reads the embedding; FSDP2's modules and `_apply` |
+| tensor_files.py | safe_save_file | written piece by piece; transformers.modeling_utils writes files by that name |
 | weights/unread.py | safe_open, setattr | tensors unread; that transformers.modeling_utils opens files by that name |
 | step/optimizer.py | register_step_post_hook | refuses what no checkpoint keeps; a public hook |
 | weights/whole.py | register_post_accumulate_grad_hook | float32 gradients; a public hook |

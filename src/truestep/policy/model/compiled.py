@@ -22,6 +22,16 @@ def compile_layers(layers: Iterable[torch.nn.Module]) -> None:
         layer.forward = _for_training(layer)
 
 
+def own_forward(layer: Any) -> Any:
+    """Give a layer's own code, without what was put around it here or by its base class, which has nothing to compile:
+    were it compiled too, one more frame would run."""
+    forward = layer.forward
+    if not hasattr(forward, "__func__"):
+        forward = getattr(forward, "__wrapped__", forward)  # it is compiled for training
+    wrapped = forward.__func__.__code__.co_filename == modeling_layers.__file__
+    return forward.__func__.__wrapped__.__get__(layer) if wrapped else forward
+
+
 def _for_training(layer: Any) -> Any:
     plain = layer.forward
     # transformers recomputes around a layer or inside its `forward`, as its version has it: here it is done outside
@@ -29,10 +39,7 @@ def _for_training(layer: Any) -> Any:
     recompute = getattr(layer, "gradient_checkpointing", False)
     if recompute:
         layer.gradient_checkpointing = False
-    # What its base class wrapped around it has nothing to compile; were it compiled too, one more frame would run.
-    wrapped = plain.__func__.__code__.co_filename == modeling_layers.__file__
-    own = plain.__func__.__wrapped__.__get__(layer) if wrapped else plain
-    compiled = torch.compile(own, dynamic=True, backend=BACKEND)
+    compiled = torch.compile(own_forward(layer), dynamic=True, backend=BACKEND)
 
     @functools.wraps(plain)
     def forward(*arguments: Any, **options: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from truestep import progress
 from truestep.policy.cuts.pieces import Piece
 from truestep.ranks.group import Ranks, in_buckets
 
@@ -113,6 +114,7 @@ class Weights(Protocol):
                 if received is not None:
                     # Gathered on a GPU, a whole model may be more than it has room for.
                     found[name] = received if self.ranks.size == 1 else received.cpu()
+                progress.made("tensors gathered")
         return found
 
     def collect(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from truestep import progress
+
 # These take values as they are: they act on the stored type, before a conversion, of what may then be fewer values.
 _MOVES = (
     torch.Tensor.__getitem__,
@@ -107,6 +109,7 @@ def _types(values: Any) -> set[torch.dtype]:
 def read_into(place: torch.Tensor, tensor: torch.Tensor) -> None:
     """Copy a tensor, read or not: its values go to the device in their stored type, and are converted there."""
     place.copy_((tensor._stored() if isinstance(tensor, Unread) else tensor).to(place.device))
+    progress.made("bytes read", place.nbytes)
 
 
 def read_all(tensors: Mapping[torch.Tensor, torch.Tensor]) -> None:

@@ -1,109 +1,182 @@
-"""The conversion of messages to documents: checked, new, and used only when their group is complete."""
+"""The documents that came in messages: new, and used only when their group is complete."""
 
-import base64
-import hashlib
+import math
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Any
 
 from truestep.rollouts.advantages import as_rule, assign_advantages
 from truestep.rollouts.documents import document_line, read_document
-from truestep.rollouts.files import DataError, parse_json, readable
-from truestep.rollouts.record import BadRecord, Checks, parse_record
+from truestep.rollouts.files import DataError
+from truestep.rollouts.record import BadRecord, Checks
+from truestep.rollouts.source import SourceError
+from truestep.rollouts.stream.ids import SeenIds
 from truestep.rollouts.stream.transport import Message
 from truestep.rollouts.values import describe
+from truestep.text import printable
 from truestep.types import Rejected, Rollout
 
-_DIGEST = 8  # bytes of an id's digest: among a million ids two are alike with a chance of 3 in 100 million
+MOST_OPEN_BYTES = 2**30  # of documents in open groups
+_PLACE_BYTES = 256  # of a place in a group, its document apart
+
+
+@dataclass(frozen=True)
+class _Member:
+    rollout: Rollout
+    file: str  # of its message
+    line: int
+
+    @property
+    def size(self) -> int:
+        """Estimate the bytes that it takes."""
+        arrays = (self.rollout.input_ids, self.rollout.loss_mask, self.rollout.logprobs, self.rollout.advantages)
+        return 2 * _PLACE_BYTES + sum(array.nbytes for array in arrays if array is not None)
+
+
+@dataclass
+class _Group:
+    """An open group; None is the place of a rejected record."""
+
+    opened: float
+    members: list[_Member | None] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        return sum(_PLACE_BYTES if member is None else member.size for member in self.members)
+
+    def state(self, clock: float) -> dict[str, Any]:
+        lines = [
+            None
+            if member is None
+            else {"file": member.file, "line": member.line, "document": document_line(member.rollout)}
+            for member in self.members
+        ]
+        return {"age": clock - self.opened, "members": lines}
 
 
 class Intake:
     """The documents that were received and not yet taken, and the ids of all that ever were received.
 
-    Documents become ready in the order in which their groups become complete, members in the order they came in.
+    Documents become ready in the order in which their groups become complete, members in the order they came in. A
+    group that stays open for `group_timeout` is given up, and so is the oldest one where all take too much memory.
     """
 
-    def __init__(self, checks: Checks):
+    def __init__(self, checks: Checks, ids: SeenIds, group_timeout: float | None = None):
         self._checks = checks
         self._grouped = checks.needs.advantages and as_rule(checks.needs.advantage_rule).from_rewards
-        self._groups: dict[str, list[Rollout | None]] = {}  # open ones; None is the place of a rejected record
-        self._ids = bytearray()  # as a checkpoint holds them
-        self._known: set[bytes] = set()
+        self._groups: dict[str, _Group] = {}  # open ones, the oldest first
+        self._open_bytes = 0
+        self._group_timeout = math.inf if group_timeout is None else group_timeout
+        self._clock = 0.0
+        self._ids = ids
         self.ready: deque[Rollout] = deque()
         self.rejected: list[Rejected] = []
+        self.num_rejected = 0  # so far
         self.accepted = 0
 
-    def add(self, message: Message) -> None:
-        try:
-            if message.problem is not None:
-                raise BadRecord(message.problem)
-            rollout = parse_record(readable(parse_json(message.payload)), message.where, self._checks)
-        except BadRecord as error:
-            self._reject(message, error)
-            if error.group_id is not None:
-                self._place(error.group_id, None)
-            return
-        if self._is_new(rollout.id):
+    def add(self, message: Message, outcome: Rollout | BadRecord, clock: float = 0.0) -> None:
+        """Take a message and what was found in it. `clock` is the time that groups are measured by."""
+        self.expire(clock)
+        if isinstance(outcome, BadRecord):
+            self._reject(message.where, message.file, message.line, outcome)
+            if outcome.group_id is not None:
+                self._place(outcome.group_id, None)
+        elif self._ids.add(outcome.id):
             self.accepted += 1
-            self._place(rollout.group_id, rollout)
+            self._place(outcome.group_id, _Member(outcome, message.file, message.line))
         else:
             # It fills no place in its group: whoever sends a record twice, not knowing whether the first arrived, would
             # close the group before its last member came.
-            reason = f"id is {describe(rollout.id)}: repeated, a document of this id came before"
-            self._reject(message, BadRecord(reason, id=rollout.id, group_id=rollout.group_id))
+            reason = f"id is {describe(outcome.id)}: repeated, a document of this id came before"
+            error = BadRecord(reason, id=outcome.id, group_id=outcome.group_id)
+            self._reject(message.where, message.file, message.line, error)
+
+    def expire(self, clock: float) -> None:
+        """Give up the groups that have been open for too long. Their documents can never be used: the baseline of a
+        part of a group is not the group's."""
+        self._clock = max(self._clock, clock)
+        while self._groups:
+            group_id, group = next(iter(self._groups.items()))
+            if self._clock - group.opened >= self._group_timeout:
+                self._give_up(group_id, f"for {self._group_timeout:g} s (data.group_timeout)")
+            elif self._open_bytes > MOST_OPEN_BYTES:
+                self._give_up(group_id, f"longest while open groups took more than {MOST_OPEN_BYTES // 2**20} MiB")
+            else:
+                return
 
     def finish(self) -> None:
         """Close every open group: no more will come."""
         for group_id in list(self._groups):
             self._close(group_id)
 
-    def _reject(self, message: Message, error: BadRecord) -> None:
+    def _reject(self, where: str, file: str, line: int, error: BadRecord) -> None:
         if self._checks.stop_at_rejected:
-            raise DataError(f"data.on_bad_record: stop: {message.where}: {error.reason}")
-        self.rejected.append(Rejected(message.file, message.line, error.reason, error.id, error.group_id))
+            raise DataError(f"data.on_bad_record: stop: {printable(where)}: {error.reason}")
+        self.rejected.append(Rejected(file, line, error.reason, error.id, error.group_id))
+        self.num_rejected += 1
 
-    def _is_new(self, identifier: str) -> bool:
-        digest = hashlib.blake2b(identifier.encode(), digest_size=_DIGEST).digest()
-        if digest in self._known:
-            return False
-        self._known.add(digest)
-        self._ids += digest
-        return True
+    def _give_up(self, group_id: str, how_long: str) -> None:
+        group = self._pop(group_id)
+        size = f"{len(group.members)} of {self._checks.group_size} records"
+        reason = f"its group {describe(group_id)} was open {how_long} and had {size}"
+        for member in group.members:
+            if member is not None:
+                error = BadRecord(reason, id=member.rollout.id, group_id=group_id)
+                self._reject(f"{member.file}:{member.line}", member.file, member.line, error)
 
-    def _place(self, group_id: str | None, rollout: Rollout | None) -> None:
+    def _place(self, group_id: str | None, member: _Member | None) -> None:
         if self._grouped and group_id is not None:
-            group = self._groups.setdefault(group_id, [])
-            group.append(rollout)
-            if len(group) == self._checks.group_size:
+            group = self._groups.setdefault(group_id, _Group(self._clock))
+            group.members.append(member)
+            self._open_bytes += _PLACE_BYTES if member is None else member.size
+            if len(group.members) == self._checks.group_size:
                 self._close(group_id)
-        elif rollout is not None:
-            self.ready.append(rollout)
+        elif member is not None:
+            self.ready.append(member.rollout)
+
+    def _pop(self, group_id: str) -> _Group:
+        group = self._groups.pop(group_id)
+        self._open_bytes -= group.size
+        return group
 
     def _close(self, group_id: str) -> None:
         # A rejected member has had its effect, which is that the group is complete: the baseline is the others'.
-        rollouts = [rollout for rollout in self._groups.pop(group_id) if rollout is not None]
+        rollouts = [member.rollout for member in self._pop(group_id).members if member is not None]
         self.ready.extend(assign_advantages(rollouts, rule=self._checks.needs.advantage_rule, group_size=None))
 
     @property
     def in_open_groups(self) -> tuple[int, int]:
         """Count the documents that wait for the rest of their groups, and those groups."""
-        waiting = [sum(member is not None for member in group) for group in self._groups.values()]
+        waiting = [sum(member is not None for member in group.members) for group in self._groups.values()]
         return sum(waiting), sum(map(bool, waiting))
 
     def state(self) -> dict[str, Any]:
         return {
             "ready": [document_line(rollout) for rollout in self.ready],
-            "open": {
-                group_id: [None if member is None else document_line(member) for member in group]
-                for group_id, group in self._groups.items()
-            },
-            "ids": base64.b64encode(self._ids).decode("ascii"),
+            "open": {group_id: group.state(self._clock) for group_id, group in self._groups.items()},
+            "ids": self._ids.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
+        if not isinstance(state["ids"], dict):
+            raise SourceError(
+                "data.source: this run's checkpoint is of an older version of truestep, which kept the ids of "
+                "documents in it; begin a new run: another checkpoint.directory, with this run's last checkpoint as "
+                "model.path"
+            )
         self.ready = deque(read_document(line) for line in state["ready"])
-        self._groups = {
-            group_id: [None if line is None else read_document(line) for line in group]
-            for group_id, group in state["open"].items()
-        }
-        self._ids = bytearray(base64.b64decode(state["ids"]))
-        self._known = {bytes(self._ids[at : at + _DIGEST]) for at in range(0, len(self._ids), _DIGEST)}
+        self._groups = {group_id: _read_group(group) for group_id, group in state["open"].items()}
+        self._open_bytes = sum(group.size for group in self._groups.values())
+        self._clock = 0.0
+        self._ids.restore(state["ids"])
+
+    def close(self) -> None:
+        self._ids.close()
+
+
+def _read_group(state: dict[str, Any]) -> _Group:
+    members = [
+        None if line is None else _Member(read_document(line["document"]), line["file"], line["line"])
+        for line in state["members"]
+    ]
+    return _Group(-state["age"], members)

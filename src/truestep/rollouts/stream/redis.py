@@ -6,10 +6,13 @@ handed to a process that died, or in a reply that was lost, is given again in th
 
 import json
 import os
+import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 from truestep.rollouts.source import SourceError, other_source
@@ -19,13 +22,14 @@ from truestep.text import keep_secret, printable
 try:
     import redis
     from redis.backoff import NoBackoff
-    from redis.exceptions import RedisError, ResponseError
+    from redis.exceptions import ResponseError
     from redis.retry import Retry
 except ImportError as error:
     raise SourceError("data.source.type: stream needs `pip install 'truestep[redis]'`") from error
 
 _RECORD, _EVENT, _END = b"record", b"event", b"end"
 _SERVER_SILENT = 10.0  # seconds without an answer, beyond those that it was asked to wait
+_PATIENCE = 20.0  # seconds for a whole answer, which may come a byte at a time and never be silent
 _PAGE = 500
 _LAST_WORDS = 5.0  # seconds that closing tries to send what could not be sent
 
@@ -45,29 +49,33 @@ class RedisTransport:
         self._deleted: list[str] = []  # pending, and deleted from the stream
         self._reported: set[str] = set()  # those of them that were rejected
         self._outbox: deque[dict[str, Any]] = deque()
+        self._lock = threading.RLock()  # of all the above; nobody holds it while waiting for messages
         self._check()
 
     def _check(self) -> None:
         try:
-            kind = self._client.type(self._stream).decode()
-        except RedisError as error:
-            raise SourceError(
-                f"data.source.url: {_address(self._client)} cannot be used: {printable(error)}"
-            ) from error
+            kind = self._within(lambda: self._client.type(self._stream).decode())
+        except Exception as error:  # also of an answer that is none of Redis
+            raise SourceError(f"data.source.url: {_address(self._client)} cannot be used: {_said(error)}") from error
         if kind not in ("stream", "none"):
             raise SourceError(f"data.source.stream: {self.name} is not a stream: it holds a {kind}")
 
     def fetch(self, count: int, seconds: float) -> list[Message]:
         try:
-            self._join()
-            self._send()
-            if self._deleted:
-                return self._report_deleted()
+            with self._lock:
+                self._join()
+                self._send()
+                if self._deleted:
+                    return self._report_deleted()
             wait = max(1, int(1000 * seconds))  # 0 would be for ever
-            return self._messages(self._read(">", count, wait))
-        except RedisError as error:
+            entries = self._read(">", count, wait)
+            with self._lock:
+                return self._messages(entries)
+        except SourceError:
+            raise
+        except Exception as error:  # a server that is not what it should be may answer anything
             self._joined = False
-            raise TransportError(f"{self.name} cannot be read: {error}") from error
+            raise TransportError(f"{self.name} cannot be read: {_said(error)}") from error
 
     def _read(self, after: str, count: int, wait: int | None = None) -> list[tuple[str, dict[bytes, bytes]]]:
         replies = self._client.xreadgroup(self._group, self._consumer, {self._stream: after}, count=count, block=wait)
@@ -84,14 +92,20 @@ class RedisTransport:
                 # Not left for a later run of the group to find: this one's checkpoints have their own place.
                 self._end, self.ended = identifier, True
                 self._try_to_send()
+                messages.append(self._message(identifier, b"", None, mark=[identifier, True], blank=True))
                 break
             problem = None if _RECORD in fields else f"the entry has no field {_RECORD.decode()!r}"
-            messages.append(self._message(identifier, fields.get(_RECORD, b""), problem))
+            messages.append(self._message(identifier, fields.get(_RECORD, b""), problem, mark=[identifier, False]))
         return messages
 
-    def _message(self, identifier: str, payload: bytes, problem: str | None) -> Message:
+    def _message(
+        self, identifier: str, payload: bytes, problem: str | None, mark: Any = None, blank: bool = False
+    ) -> Message:
         where = f"{self._stream}:{identifier}"
-        return Message(where, where, 1, payload, problem)
+        return Message(where, where, 1, payload, problem, mark, blank)
+
+    def advance(self, place: dict[str, Any], mark: Any) -> None:
+        place["position"], place["ended"] = mark
 
     def _join(self) -> None:
         """Set the group back to this run's place, once for each connection, and learn what it has pending."""
@@ -152,19 +166,46 @@ class RedisTransport:
         problem = "it was deleted from the stream before it was trained on"
         return [self._message(identifier, b"", problem) for identifier in deleted]
 
+    def _within(self, ask: Callable[[], str]) -> str:
+        """Ask the server something, and give up where no whole answer comes."""
+        asked: Future[str] = Future()
+
+        def answer() -> None:
+            try:
+                asked.set_result(ask())
+            except BaseException as error:
+                asked.set_exception(error)
+
+        threading.Thread(target=answer, daemon=True).start()
+        try:
+            return asked.result(_PATIENCE)
+        except FutureTimeout:
+            self._client.connection_pool.disconnect()
+            raise TransportError(f"no whole answer came within {_PATIENCE:g} s") from None
+
     def acknowledge(self, state: dict[str, Any]) -> None:
         self._checkpointed = state.get("position")
-        self._try_to_send()
+        self._send_now()
 
     def announce(self, event: dict[str, Any]) -> None:
         self._outbox.append(event)
-        self._try_to_send()
+        self._send_now()
+
+    def _send_now(self) -> None:
+        """Send what waits. Where a server holds up the thread that reads, the next look for messages sends it."""
+        if self._lock.acquire(timeout=_PATIENCE):
+            try:
+                self._try_to_send()
+            finally:
+                self._lock.release()
 
     def _try_to_send(self) -> bool:
         try:
             self._join()
             self._send()
-        except RedisError:
+        except SourceError:
+            raise
+        except Exception:
             self._joined = False
             return False
         return True
@@ -195,15 +236,19 @@ class RedisTransport:
 
     def hint(self) -> str | None:
         try:
-            last = self._client.xinfo_stream(self._stream)["last-generated-id"].decode()
-        except RedisError as error:
-            return str(error)
+            last = self._within(lambda: self._client.xinfo_stream(self._stream)["last-generated-id"].decode())
+        except Exception as error:
+            return _said(error)
         if self._position is not None and _order(last) < _order(self._position):
             read = f"this run has read up to {self._position}"
             return f"the stream ends at {last} and {read}: it was made anew, or the server's clock was set back"
         return None
 
+    def interrupt(self) -> None:
+        self._client.connection_pool.disconnect()
+
     def close(self) -> None:
+        self._give_back()
         deadline = time.monotonic() + _LAST_WORDS
         while self._outbox and not self._try_to_send():
             if time.monotonic() > deadline:
@@ -212,6 +257,29 @@ class RedisTransport:
                 break
             time.sleep(0.2)
         self._client.close()
+
+    def _give_back(self) -> None:
+        """Set the group back to the last checkpoint: what was read ahead of it is nobody's. Not said if it fails, since
+        every run sets the group to its own place; but another consumer finds nothing pending."""
+        if self._checkpointed is None or not self._joined or not self._lock.acquire(timeout=_PATIENCE):
+            return
+        held = _order(self._checkpointed)
+        try:  # set back first: a kill between the two leaves messages pending, and the first of them is the place
+            self._client.xgroup_setid(self._stream, self._group, self._checkpointed)
+            # The server's own list: an answer that was cut short may have had more than came here.
+            beyond = [identifier for identifier in self._all_pending() if _order(identifier) > held]
+            for start in range(0, len(beyond), _PAGE):
+                self._client.xack(self._stream, self._group, *beyond[start : start + _PAGE])
+            self._pending = []
+        except Exception:
+            self._joined = False
+        finally:
+            self._lock.release()
+
+
+def _said(error: Exception) -> str:
+    """Show an error that may quote the server."""
+    return printable(error) if str(error) else type(error).__name__
 
 
 def _connect(url: str) -> Any:

@@ -1,23 +1,28 @@
 """A source of documents that others send: each is trained on once, whatever dies and starts again.
 
-A checkpoint holds the transport's place and every document that came before that place and was not yet taken. Messages
-are acknowledged when the checkpoint that holds them is complete; later ones are given again after a restart.
+A checkpoint holds the run's place in the stream and every document that came before that place and was not yet taken.
+Messages are acknowledged when the checkpoint that holds them is complete; later ones are given again after a restart,
+those among them that had been read ahead.
 """
 
+import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from truestep import progress
 from truestep.rollouts.record import Checks
 from truestep.rollouts.source import Interrupted, SourceError, never, refuse_other_kind
+from truestep.rollouts.stream.ids import SeenIds
 from truestep.rollouts.stream.intake import Intake
-from truestep.rollouts.stream.transport import Transport, TransportError
+from truestep.rollouts.stream.reading import Arrived, Reading
+from truestep.rollouts.stream.transport import Transport
 from truestep.types import Rejected, Rollout
 
-_LOOK = 1.0  # seconds that one look for messages waits at most
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds between attempts to reach what cannot be reached
+_LOOK = 0.25  # seconds between questions whether the run was asked to stop
+_MOST_REJECTED = 1000  # in memory
 
 
 class StreamSource:
@@ -25,13 +30,26 @@ class StreamSource:
 
     plans_ahead = False  # more documents may only be sent when a step's weights are out
 
-    def __init__(self, transport: Transport, checks: Checks, stall_timeout: float):
+    def __init__(
+        self,
+        transport: Transport,
+        checks: Checks,
+        stall_timeout: float,
+        ids: SeenIds,
+        group_timeout: float | None = None,
+        reading: Reading | None = None,  # tests give one with a clock of its own
+    ):
         self._transport = transport
-        self._intake = Intake(checks)
+        self._intake = Intake(checks, ids, group_timeout)
+        self._reading = reading or Reading(transport, checks)
         self._stall_timeout = stall_timeout
         self.asked_to_stop: Callable[[], bool] = never
+        self.put_rejected: Callable[[Sequence[Rejected]], None] | None = None
         self._documents_seen = 0
-        # Where the transport stood when documents were taken, by how many the policy will have seen with them.
+        # Behind the last message that was taken from the reading: the transport's own place is ahead of it.
+        self._place = copy.deepcopy(transport.state())
+        self._version = 0  # of the intake: counts what changes it
+        # The places that checkpoints hold, by how many documents the policy will have seen with those taken.
         self._places: dict[int, dict[str, Any]] = {}
         self._seen_with_taken = 0
         self._announced_step: int | None = None
@@ -45,59 +63,79 @@ class StreamSource:
         self._wait_for(count)
         ready = self._intake.ready
         taken = [ready.popleft() for _ in range(min(count, len(ready)))]
+        self._version += 1
         self._seen_with_taken = documents_seen + len(taken)
         return taken
 
     def _wait_for(self, count: int) -> None:
         """Wait until so many documents are ready or the data ends. Only a usable document counts as a sign of life."""
-        intake, alive, pause = self._intake, time.monotonic(), _FIRST_PAUSE
-        trouble: str | None = None
-        rejected_before = len(intake.rejected)
-        while len(intake.ready) < count:
-            if self._transport.ended:
-                intake.finish()
-                return
-            if self.asked_to_stop():
-                raise Interrupted
-            left = alive + self._stall_timeout - time.monotonic()
-            if left <= 0:
-                raise SourceError(self._stalled(count, len(intake.rejected) - rejected_before, trouble))
-            try:
-                messages = self._transport.fetch(count - len(intake.ready), min(left, _LOOK))
-            except TransportError as error:
-                trouble = str(error)
-                time.sleep(min(pause, left))
-                pause = min(2 * pause, _LONGEST_PAUSE)
-                continue
-            trouble, pause = None, _FIRST_PAUSE
-            accepted = intake.accepted
-            for message in messages:
-                intake.add(message)
-            if intake.accepted > accepted:
-                alive = time.monotonic()
+        intake, alive = self._intake, time.monotonic()
+        rejected_before, accepted = intake.num_rejected, intake.accepted
+        if len(intake.ready) >= count:
+            return
+        with progress.waiting_for(f"documents of {self._transport.name}"):
+            while len(intake.ready) < count:
+                if self.asked_to_stop():
+                    raise Interrupted
+                left = alive + self._stall_timeout - time.monotonic()
+                if left <= 0:
+                    raise SourceError(self._stalled(count, intake.num_rejected - rejected_before))
+                arrived = self._reading.next(min(left, _LOOK))
+                self._version += 1
+                if arrived is not None:
+                    self._add(arrived)
+                elif self._reading.ended:
+                    intake.finish()
+                    return
+                else:
+                    intake.expire(self._reading.clock)
+                if intake.accepted > accepted:
+                    progress.made("documents received", intake.accepted - accepted)
+                    alive, accepted = time.monotonic(), intake.accepted
 
-    def _stalled(self, count: int, rejected: int, trouble: str | None) -> str:
+    def _add(self, arrived: Arrived) -> None:
+        if arrived.outcome is not None:
+            self._intake.add(arrived.message, arrived.outcome, arrived.clock)
+        if arrived.message.mark is not None:
+            self._transport.advance(self._place, arrived.message.mark)
+        if self.put_rejected is not None and len(self._intake.rejected) >= _MOST_REJECTED:
+            self.put_rejected(self.drain_rejected())
+
+    def _stalled(self, count: int, rejected: int) -> str:
         waiting, groups = self._intake.in_open_groups
         notes = [
             f"{self._transport.name} gave no document for {self._stall_timeout:g} s (schedule.stall_timeout)",
             f"{len(self._intake.ready)} of the {count} documents that the step waits for are there",
             f"in groups that are not complete: {waiting} in {groups} (data.group_size)" if waiting else None,
             f"rejected meanwhile: {rejected}, see rejected.jsonl" if rejected else None,
-            trouble or self._transport.hint(),
+            self._reading.trouble or self._transport.hint(),
         ]
         return "; ".join(note for note in notes if note)
 
     def state(self) -> dict[str, Any]:
-        place = self._transport.state()
-        # The first is what the checkpoint of these documents holds: asked again, more may have been read for the next.
-        self._places.setdefault(self._seen_with_taken, place)
-        return {"transport": place, "documents": self._intake.state()}
+        return self.snapshot()()
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """Note where the source stands. Its state is made when a checkpoint asks for it, which is before any document
+        of another step is asked for: nothing is copied for a step that is not saved."""
+        version, seen = self._version, self._seen_with_taken
+
+        def state() -> dict[str, Any]:
+            if self._version != version:
+                raise RuntimeError("the state of a stream was asked for when documents of a later step had been taken")
+            place = copy.deepcopy(self._place)
+            # The first is what the checkpoint of these documents holds: asked again, more may have been read since.
+            self._places.setdefault(seen, place)
+            return {"transport": place, "documents": self._intake.state()}
+
+        return state
 
     def restore(self, state: dict[str, Any]) -> None:
         refuse_other_kind("data.source", "transport", state)
         self._transport.restore(state["transport"])
         self._intake.restore(state["documents"])
         self._transport.acknowledge(state["transport"])  # the checkpoint is complete; who made it may not have got here
+        self._place = copy.deepcopy(state["transport"])
         self._places = {0: state["transport"]}
 
     def drain_rejected(self) -> list[Rejected]:
@@ -119,6 +157,8 @@ class StreamSource:
             self._transport.announce(event | {"path": str(checkpoint.resolve())})
 
     def close(self, finished: bool) -> None:
+        self._reading.close()
+        self._intake.close()
         if finished:
             self._transport.announce({"event": "training_finished", "documents_seen": self._documents_seen})
         self._transport.close()

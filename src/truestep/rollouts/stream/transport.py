@@ -19,19 +19,27 @@ class Message:
     line: int
     payload: bytes
     problem: str | None = None  # why there is no payload to read
+    mark: Any = None  # what `Transport.advance` needs; None: the place stays what it was
+    blank: bool = False  # no record: it only moves the place
 
 
 class Transport(Protocol):
+    """What carries messages. One thread fetches, and another does all else at the same time."""
+
     name: str  # as an error message calls it
     ended: bool  # the sender has said that nothing more comes, and all that did was fetched
 
     def fetch(self, count: int, seconds: float) -> list[Message]:
-        """Give the next messages in order, at most `count` and each once; [] where none came within `seconds`. Where
-        nothing can be read, raise a `TransportError`."""
+        """Give the next messages in order, at most `count` and each once, and blank ones besides; [] where none came
+        within `seconds`. Where nothing can be read, raise a `TransportError`."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Describe, as JSON, which messages were given so far."""
+        """Describe, as JSON, which messages were given so far: the place in the stream."""
+        ...
+
+    def advance(self, place: dict[str, Any], mark: Any) -> None:
+        """Move a place, as `state` gives it, behind the message that has this mark. Touches nothing else."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -48,6 +56,10 @@ class Transport(Protocol):
 
     def hint(self) -> str | None:
         """Guess why nothing comes."""
+        ...
+
+    def interrupt(self) -> None:
+        """End a `fetch` that is under way in another thread: nothing of it is wanted any more."""
         ...
 
     def close(self) -> None: ...

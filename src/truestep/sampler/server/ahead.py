@@ -41,7 +41,7 @@ class LookAhead:
         prompts: Sequence[Prompt],
         sampling: SamplingOptions,
         pace: Pace,
-        rate: Callable[[Prompt, str], Awaitable[float]],
+        rate: Callable[[Prompt, str, str], Awaitable[float]],
         read: Callable[[Sequence[int]], str],
     ):
         self.fleet = make_fleet(on_void=self._void, on_fatal=self._fail)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from truestep import progress
 from truestep.sampler.server import answer
 from truestep.sampler.server.check import explain_raw
 from truestep.sampler.server.errors import BadAnswerError, ServerError, UnreachableError, VoidedError, WeightsError
@@ -137,6 +138,7 @@ class Fleet:
 
     def note_progress(self) -> None:
         self.last_progress = asyncio.get_running_loop().time()
+        progress.made("answers of servers")
 
     async def _pick(self) -> Server:
         """Wait for an open server: the one that has least to do, and among equals the one that did least so far."""

@@ -65,7 +65,7 @@ class GroupMaker:
         self,
         fleet: Fleet,
         options: SamplingOptions,
-        rate: Callable[[Prompt, str], Awaitable[float]],
+        rate: Callable[[Prompt, str, str], Awaitable[float]],
         read: Callable[[Sequence[int]], str],
     ):
         self._fleet, self._options = fleet, options
@@ -136,7 +136,7 @@ class GroupMaker:
 
     async def _rated(self, group: Group, name: str, choice: Choice, problems: list[str]) -> float | None:
         try:
-            return await self._rate(group.prompt, self._read(choice.token_ids))
+            return await self._rate(group.prompt, self._read(choice.token_ids), name)
         except RewardError as error:
             if self._options.stop_at_rejected:
                 raise stopping_error(group.prompt, error) from error

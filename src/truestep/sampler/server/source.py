@@ -4,15 +4,16 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Future
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from truestep import progress
 from truestep.environments.prompts import Prompt
-from truestep.environments.reward_pool import RewardPool
+from truestep.environments.rater import Rates
 from truestep.policy.policy import Policy
 from truestep.rollouts.advantages import AdvantageRule
 from truestep.rollouts.source import Interrupted, never
@@ -51,18 +52,17 @@ class LoopThread:
         self._loop.close()
 
 
-class ThreadedRewards:
-    """A pool of reward processes, each waited for by a thread."""
+class AwaitedRewards:
+    """The reward service, for the event loop to wait for."""
 
-    def __init__(self, pool: RewardPool, workers: int):
-        self._pool, self._threads = pool, ThreadPoolExecutor(workers, thread_name_prefix="rewards")
+    def __init__(self, rater: Rates, seed: int = 0):
+        self._rater, self._seed = rater, seed
 
-    async def rate(self, prompt: Prompt, text: str) -> float:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._pool.rate, prompt, text)
+    async def rate(self, prompt: Prompt, text: str, name: str) -> float:
+        return await asyncio.wrap_future(self._rater.submit(prompt, text, f"{self._seed} {name}"))
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._pool.close()
+        self._rater.close()
 
 
 class ServerSource:
@@ -76,7 +76,7 @@ class ServerSource:
         policy: Policy,
         prompts: Sequence[Prompt],
         make_servers: Callable[[], Sequence[InferenceServer]],
-        rewards: ThreadedRewards,
+        rewards: AwaitedRewards,
         sampling: SamplingOptions,
         pace: Pace,
         weights: WeightsDirectory,
@@ -93,6 +93,7 @@ class ServerSource:
         self._publishing: Future[None] | None = None  # None: nobody has asked for documents yet
         self._closed = False
         self.asked_to_stop: Callable[[], bool] = never
+        self.put_rejected: Callable[[Sequence[Rejected]], None] | None = None
         try:
             servers, longest = self._loop.run(self._connect(make_servers))
             self._probes = make_probes(prompts, sampling.seed, longest - 1)
@@ -110,7 +111,10 @@ class ServerSource:
         needed = max(len(prompt.input_ids) for prompt in self._prompts) + self._sampling.max_new_tokens
         servers, size = make_servers(), self._sampling.vocabulary_size
         try:
-            lengths = [await check_server(server, self._prompts, size, needed) for server in servers]
+            lengths = []
+            for server in servers:
+                with progress.waiting_for(f"{server.url} to answer"):
+                    lengths.append(await check_server(server, self._prompts, size, needed))
         except BaseException:
             await asyncio.gather(*(server.close() for server in servers))
             raise
@@ -121,7 +125,8 @@ class ServerSource:
         groups_wanted = num_groups(count, self._sampling.group_size)
         if self._publishing is None:
             self._publish(documents_seen)
-        groups = self._wait_for(self._loop.submit(self._ahead.collect(groups_wanted, documents_seen)))
+        with progress.waiting_for("completions from the inference servers"):
+            groups = self._wait_for(self._loop.submit(self._ahead.collect(groups_wanted, documents_seen)))
         return [
             rollout
             for group in groups
@@ -147,14 +152,22 @@ class ServerSource:
     def _publish(self, version: int) -> None:
         """Send new weights to every server, beside whatever the trainer does next."""
         if self._publishing is not None:
-            self._publishing.result()
+            with progress.waiting_for("the inference servers to load weights"):
+                self._publishing.result()
         path = self._weights.write(self._policy, version, self._weights_dtype)
         published = Published(path, expect(self._policy, self._probes, version))
         self._publishing = self._loop.submit(self._ahead.publish(published))
 
     def state(self) -> dict[str, Any]:
-        own = fingerprint(self._prompts, self._sampling.seed, self._sampling.group_size)
-        return self._loop.run(self._ahead.state()) | {"fingerprint": own}
+        return self._loop.run(self._ahead.state()) | {"fingerprint": self._fingerprint}
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return fingerprint(self._prompts, self._sampling.seed, self._sampling.group_size)
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        state = self.state()  # the numbers of open groups
+        return lambda: state
 
     def restore(self, state: dict[str, Any]) -> None:
         refuse_other_groups(state, self.state())

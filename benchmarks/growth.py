@@ -1,0 +1,122 @@
+"""What grows with a run's age and size, each figure beside its goal: `python benchmarks/growth.py [SECTION ...]`.
+
+A section is a function that prints its figures with `figure`. Without arguments all of them run.
+"""
+
+import json
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+SECTIONS: dict[str, Callable[[], None]] = {}
+
+
+def section(function: Callable[[], None]) -> Callable[[], None]:
+    SECTIONS[function.__name__] = function
+    return function
+
+
+@contextmanager
+def measured(found: list[float]) -> Iterator[None]:
+    """Add the wall seconds and the processor seconds of the block to a list."""
+    wall, processor = time.perf_counter(), time.process_time()
+    yield
+    found += [time.perf_counter() - wall, time.process_time() - processor]
+
+
+def figure(name: str, value: float, unit: str, goal: float) -> None:
+    mark = "ok" if value <= goal else "MISSED"
+    print(f"  {name:<60} {value:10.4g} {unit:<4} (goal {goal:g} {unit}) {mark}", flush=True)
+
+
+def write_run(directory: Path, steps: int, documents: int) -> None:
+    """Write the files of a run as the trainer does, with as many metrics."""
+    from truestep.files import json_line
+
+    names = ["loss", "new_logprobs", "old_logprobs", "grad_norm", "ratio_new_old", "kl_new_old", "reward", "entropy"]
+    names += ["clipped_ratio_fraction", "advantage", "max_advantage", "min_advantage", "effective_sample_size"]
+    names += ["learning_rate", "tokens_per_second", "step_time", "data_wait_time", "staleness", "max_staleness"]
+    names += [f"own_{index}" for index in range(11)]
+    directory.mkdir(parents=True)
+    with (directory / "metrics.jsonl").open("w") as metrics, (directory / "ledger.jsonl").open("w") as ledger:
+        for step in range(1, steps + 1):
+            seen = step * documents
+            line = {name: 1.0 + ((step * 7919 + index) % 1009) / 3.0 for index, name in enumerate(names)}
+            counts = {"num_documents": documents, "documents_seen": seen, "num_tokens": 70_000, "num_labels": 60_000}
+            metrics.write(json_line({"step": step, **line, **counts}))
+            ids = [f"rollouts-{step}.jsonl:{index}" for index in range(documents)]
+            ledger.write(
+                json_line({"step": step, "documents": ids, "num_documents": documents, "documents_seen": seen})
+            )
+    with (directory / "evaluation.jsonl").open("w") as evaluations:
+        for step in range(0, steps + 1, max(1, steps // 1000)):
+            examples = [{"prompt": "p" * 200, "completion": "c" * 1000, "reward": 1.0}] * 8
+            rewards = {"greedy_reward": step / steps, "sampled_reward": step / steps, "num_prompts": 200}
+            evaluations.write(
+                json_line({"step": step, "documents_seen": step * documents, "examples": examples} | rewards)
+            )
+    (directory / "config.yaml").write_text(json.dumps({"schedule": {"docs_per_step": documents}}))
+
+
+@section
+def report() -> None:
+    """Time the report of a run of 100,000 steps with 6.4 million documents, and the memory that it takes."""
+    from truestep.report import write_report
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_run(Path(folder) / "short", 10_000, 64)
+        write_run(Path(folder) / "long", 100_000, 64)
+        found: list[float] = []
+        write_report([Path(folder) / "short"], Path(folder) / "short.html")
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        with measured(found):
+            write_report([Path(folder) / "long"], Path(folder) / "long.html")
+        after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        figure("report of 100,000 steps, wall time", found[0], "s", 10)
+        figure("report of 100,000 steps, processor time", found[1], "s", 10)
+        figure("peak memory over that of a tenth of the run", after - before, "MiB", 400)
+
+
+@section
+def ids() -> None:
+    """Time what a step of 256 documents costs a stream that has seen many ids."""
+    from truestep.rollouts.stream.ids import SeenIds
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "stream_ids.bin"
+        known, count = SeenIds(path), 0
+        for size in (10_000, 1_000_000, 5_000_000):
+            for number in range(count, size):
+                known.add(f"document-{number}")
+            known.state()
+            count = size
+            steps = []
+            for step in range(50):
+                names = [f"{size}-{step}-{number}" for number in range(256)]
+                began = time.perf_counter()
+                for name in names:
+                    known.add(name)
+                state = known.state()
+                steps.append(time.perf_counter() - began)
+            figure(f"ids and state of a step, {size:,} ids seen", 1000 * statistics.median(steps), "ms", 1.0)
+            again = SeenIds(path)
+            began = time.perf_counter()
+            again.restore(state)
+            figure(f"restart, {size:,} ids seen", time.perf_counter() - began, "s", 3.0)
+            assert not again.add("document-0")
+            again.close()
+
+
+def main() -> None:
+    for name in sys.argv[1:] or SECTIONS:
+        print(f"{name}: {SECTIONS[name].__doc__}", flush=True)
+        SECTIONS[name]()
+
+
+if __name__ == "__main__":
+    main()

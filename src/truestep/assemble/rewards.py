@@ -1,0 +1,117 @@
+"""Makes the reward service of a run: one for sampling and evaluation where they have the same reward and options."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from truestep.config.schema import Config
+from truestep.environments.process import WorkerOptions
+from truestep.environments.rater import Rater, check_reward
+from truestep.environments.rewards import RewardError
+from truestep.ranks.group import Ranks
+
+_GIBIBYTE = 2**30
+
+
+@dataclass
+class Raters:
+    """The reward services of one rank, by their options. They start no process before there is something to rate."""
+
+    made: dict[tuple[WorkerOptions, int], Rater] = field(default_factory=dict)
+
+    def of(self, options: tuple[WorkerOptions, int]) -> Rater:
+        if options not in self.made:
+            self.made[options] = Rater(*options)
+        return self.made[options]
+
+
+def sampler_rewards(config: Config, ranks: Ranks) -> tuple[WorkerOptions, int] | None:
+    """Give the options and the number of the workers that rate what is sampled."""
+    sampler = config.sampler
+    if sampler is None:
+        return None
+    return _rewards(
+        "sampler",
+        sampler.reward,
+        sampler.reward_timeout,
+        sampler.reward_workers,
+        sampler.reward_memory,
+        sampler.reward_environment,
+        ranks,
+    )
+
+
+def evaluation_rewards(config: Config, ranks: Ranks) -> tuple[WorkerOptions, int] | None:
+    """Give the options and the number of the workers that rate evaluations."""
+    evaluation, sampler = config.evaluation, config.sampler
+    if evaluation is None:
+        return None
+    reward = evaluation.reward or (sampler and sampler.reward)
+    assert reward, "a contradiction that the configuration refuses"
+    given = (
+        evaluation.reward_timeout or (sampler.reward_timeout if sampler else 60.0),
+        evaluation.reward_workers or (sampler.reward_workers if sampler else None),
+        evaluation.reward_memory or (sampler.reward_memory if sampler else None),
+        evaluation.reward_environment
+        if evaluation.reward_environment is not None
+        else (sampler.reward_environment if sampler else None),
+    )
+    shared = sampler is not None and (reward, *given) == (
+        sampler.reward,
+        sampler.reward_timeout,
+        sampler.reward_workers,
+        sampler.reward_memory,
+        sampler.reward_environment,
+    )
+    return _rewards("sampler" if shared else "evaluation", reward, *given, ranks)
+
+
+def _rewards(
+    section: str,
+    reward: str,
+    timeout: float,
+    workers: int | None,
+    memory: float | None,
+    environment: Sequence[str] | None,
+    ranks: Ranks,
+) -> tuple[WorkerOptions, int]:
+    beside = ranks_of_machine(ranks)
+    count = workers or max(1, usable_cores() // beside)
+    size = int(memory * _GIBIBYTE) if memory else max(_GIBIBYTE, machine_memory() // 2 // (count * beside))
+    return WorkerOptions(reward, timeout, size, tuple(environment or ()), section), count
+
+
+def check_rewards(config: Config, ranks: Ranks) -> None:
+    """Refuse rewards that cannot be imported, and variables that are not there, before the model is loaded."""
+    found = [options for options in (sampler_rewards(config, ranks), evaluation_rewards(config, ranks)) if options]
+    for options, _ in dict.fromkeys(found):
+        for name in options.environment:
+            if name not in os.environ:
+                raise RewardError(f"{options.section}.reward_environment: the environment has no variable {name}")
+
+        def check(options: WorkerOptions = options) -> None:
+            check_reward(options)
+
+        ranks.share(check)
+
+
+def ranks_of_machine(ranks: Ranks) -> int:
+    """Count the ranks that share this machine, as the launcher says."""
+    return min(ranks.size, int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size)))
+
+
+def usable_cores() -> int:
+    """Count the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def machine_memory() -> int:
+    """Give the memory of the machine, or of the container that this process is in, in bytes."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
+    except (OSError, ValueError):  # there is no container, or it has no limit
+        return total

@@ -1,0 +1,141 @@
+"""The process between the run and a worker: it starts the worker, holds it to its limits, and ends all that is left.
+
+A reward may start processes, and these may move to sessions of their own or outlive their parents. The keeper adopts
+whatever loses its parent below it, so nothing gets out of its sight: when the run asks, when the worker ends, or when
+the run is gone, however that ended, everything below the keeper is killed. It never runs a user's code itself.
+
+    python -P -m truestep.environments.keeper     its standard input: frames from and to the run
+                                                  its standard output: the connection of the worker
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+from typing import Any
+
+from truestep.environments import frames
+from truestep.environments.descendants import children_of, descendants, kill_below, proportional, reap, resident
+
+MOST_PROCESSES = 256  # below a keeper
+_ADOPTS_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER
+_TICK = 0.1  # seconds between looks at the limits
+_KEPT_OUTPUT = 2000  # bytes of what a reward printed last
+
+
+def main() -> None:
+    run = os.getppid()
+    null = os.open(os.devnull, os.O_RDWR)  # first, while none of the three below is free
+    channel = os.dup(1)
+    control = frames.from_descriptor(0, frames.LARGEST_REQUEST)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    try:
+        start = control.receive()
+    except (frames.EndOfFramesError, frames.FrameError):
+        return
+    with contextlib.suppress(OSError, AttributeError):  # only Linux can
+        ctypes.CDLL(None).prctl(_ADOPTS_ORPHANS, 1)
+    output, printed = os.pipe()
+    keeper, worker = os.getpid(), os.fork()
+    if worker == 0:
+        control.close()
+        os.dup2(printed, 1)
+        os.dup2(printed, 2)
+        for number in (output, printed, null):
+            os.close(number)
+        from truestep.environments.worker import work  # the keeper itself needs nothing of it
+
+        work(channel, keeper, start)
+    os.close(channel)
+    os.close(printed)
+    _Keeper(run, worker, control, output, start["memory"]).keep()
+
+
+class _Keeper:
+    def __init__(self, run: int, worker: int, control: frames.Frames, output: int, memory: int):
+        self._run, self._worker, self._control, self._output, self._memory = run, worker, control, output, memory
+        self._printed = b""
+        self._status: int | None = None  # how the worker ended
+        os.set_blocking(output, False)
+
+    def keep(self) -> None:
+        """Keep the worker until it ends, breaks a limit, or is no longer wanted."""
+        self._say({"worker": self._worker})
+        woken, wakes = os.pipe()
+        os.set_blocking(wakes, False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+        poll = select.poll()
+        for descriptor in (self._control.fileno(), self._output, woken):
+            poll.register(descriptor, select.POLLIN)
+        looked, breach, wanted = 0.0, None, True
+        while wanted and breach is None and self._status is None:
+            ready = {descriptor for descriptor, _ in poll.poll(_TICK * 1000)}
+            if self._output in ready and not self._read_output():
+                poll.unregister(self._output)
+            if woken in ready:
+                os.read(woken, 1000)
+            if self._control.fileno() in ready:
+                wanted = self._hear()
+            self._status = reap().get(self._worker, self._status)
+            if time.monotonic() - looked >= _TICK:
+                looked = time.monotonic()
+                breach = self._breach()
+                wanted = wanted and os.getppid() == self._run
+        self._end(breach)
+
+    def _hear(self) -> bool:
+        """Do what the run asks; False where it asks for the end, or is gone."""
+        try:
+            self._control.fill()
+            while (message := self._control.take()) is not None:
+                if "end" in message:
+                    return False
+                orphans = set(children_of(os.getpid())) - {self._worker}
+                if orphans:  # a completion was rated, and this is what it left behind
+                    ended = kill_below(os.getpid(), spare=frozenset({self._worker}))
+                    self._status = ended.get(self._worker, self._status)
+        except (frames.EndOfFramesError, frames.FrameError):
+            return False
+        return True
+
+    def _read_output(self) -> bool:
+        try:
+            portion = os.read(self._output, 2**16)
+        except BlockingIOError:
+            return True
+        self._printed = (self._printed + portion)[-_KEPT_OUTPUT:]
+        return bool(portion)
+
+    def _breach(self) -> str | None:
+        """Name the limit that the processes below break together; each has limits of its own as well."""
+        below = descendants(os.getpid())
+        if len(below) > MOST_PROCESSES:
+            return f"the reward started more than {MOST_PROCESSES} processes"
+        if resident(below) > self._memory and proportional(below) > self._memory:
+            return f"the reward took more than {self._memory / 2**30:.3g} GiB of memory"
+        return None
+
+    def _end(self, breach: str | None) -> None:
+        ended = kill_below(os.getpid())
+        self._status = ended.get(self._worker, self._status)
+        with contextlib.suppress(OSError):
+            for _ in range(64):
+                if not self._read_output():
+                    break
+        code = None if self._status is None else os.waitstatus_to_exitcode(self._status)
+        self._say({"ended": code, "breach": breach, "printed": self._printed.decode(errors="replace")})
+
+    def _say(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(frames.EndOfFramesError, frames.LateError):
+            self._control.send(frames.encode(message), time.monotonic() + 1.0)
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout = sys.stderr = None
+    os._exit(0)

@@ -1,0 +1,261 @@
+"""A worker as the run sees it: started with its keeper, asked for one reward at a time, and ended with all below it."""
+
+import contextlib
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from truestep import progress
+from truestep.environments import frames
+from truestep.environments.descendants import kill_below, started
+from truestep.environments.rewards import RewardError
+from truestep.text import printable
+from truestep.types import LARGEST_REWARD
+
+# Starting a process and importing the user's module is not the reward's own time.
+_START_SECONDS = 180.0
+_END_SECONDS = 6.0
+_HEALTHY_SECONDS = 5.0  # a reward that takes longer is waited for again
+# What a process needs to find its programs, files and language. Nothing here is a secret; see `reward_environment`.
+_PASSED_ON = frozenset(
+    {
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TMP", "TEMP"),
+        *("LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "CUDA_VISIBLE_DEVICES", "XDG_CACHE_HOME"),
+        *("PYTHONHASHSEED", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONWARNINGS"),
+        *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM", "NLTK_DATA"),
+        *("HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
+    }
+)
+
+
+class LostError(Exception):
+    """The worker is gone or was given up, and says no more. The message says why."""
+
+
+class LateRewardError(LostError):
+    """The worker took longer than its completion may take."""
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    reward: str  # package.module:function
+    timeout: float  # seconds for one completion
+    memory: int  # bytes, for the worker and all below it
+    environment: tuple[str, ...] = ()  # variables that are passed on beside the usual ones
+    section: str = "sampler"  # of the configuration, for messages
+
+
+def worker_environment(wanted: Sequence[str]) -> dict[str, str]:
+    """Choose the environment of a worker, in which no key or password of the run's own stands."""
+    chosen = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _PASSED_ON or name.startswith("LC_") or name in wanted
+    }
+    # What is found here is found there. The order of a set of words is then the same in every worker and every run.
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return {"PYTHONHASHSEED": "0", **chosen, "PYTHONPATH": path}
+
+
+def fit(value: float) -> float:
+    """Pass a reward on; a RewardError where advantages cannot be made of it."""
+    if not abs(value) <= LARGEST_REWARD:
+        raise RewardError(f"the reward returned {value}; at most {LARGEST_REWARD:g} in size is a reward")
+    return value
+
+
+class Worker:
+    """One process that rates, and its keeper. A LostError from any method is the end of both."""
+
+    def __init__(self, options: WorkerOptions):
+        self._options = options
+        self.num_rated = 0
+        self._number = 0
+        self._worker: tuple[int, str | None] | None = None  # its process, and when that started
+        self._ended: dict[str, Any] | None = None  # what the keeper said last
+        control, kept = frames.connected()
+        channel, works = frames.connected()
+        self._control, self._channel = (frames.Frames(end, frames.LARGEST_ANSWER) for end in (control, channel))
+        try:
+            # Not forked from the trainer, whose threads and GPU do not survive it. Nothing is in its arguments.
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-P", "-m", "truestep.environments.keeper"],
+                stdin=kept.fileno(),
+                stdout=works.fileno(),
+                stderr=subprocess.PIPE,
+                env=worker_environment(options.environment),
+                start_new_session=True,
+            )
+        except BaseException:
+            control.close()
+            channel.close()
+            raise
+        finally:
+            kept.close()
+            works.close()
+
+    def start(self) -> None:
+        """Wait until the reward is imported; a RewardError says why it cannot be."""
+        nonce = secrets.token_hex(16)
+        deadline = time.monotonic() + _START_SECONDS
+        start = {"reward": self._options.reward, "memory": self._options.memory, "nonce": nonce}
+        try:
+            self._control.send(frames.encode(start), deadline)
+            self._answer(nonce, deadline)
+        except frames.LateError:
+            raise LostError(f"the reward was not imported within {_START_SECONDS:g} s") from None
+        except frames.EndOfFramesError:
+            raise self._lost("could not be started") from None
+        except frames.FrameError as error:
+            raise LostError(
+                f"the reward wrote to the connection of its process while it was imported: {error}"
+            ) from None
+
+    def rate(self, request: dict[str, Any]) -> float:
+        """Have one completion rated; a RewardError says why it cannot be."""
+        nonce, timeout = secrets.token_hex(16), self._options.timeout
+        self._number += 1
+        deadline = time.monotonic() + timeout
+        try:
+            frame = frames.encode({"number": self._number, "nonce": nonce, **request})
+        except frames.FrameError as error:
+            raise RewardError(f"the prompt and its completion are too long for a reward: {error}") from None
+        try:
+            self._channel.send(frame, deadline)
+            value = self._answer(nonce, deadline)
+        except frames.LateError:
+            option = f"{self._options.section}.reward_timeout: {timeout:g} s"
+            raise LateRewardError(f"the reward took longer than {option}") from None
+        except frames.EndOfFramesError:
+            raise self._lost("ended its process") from None
+        except frames.FrameError as error:
+            raise LostError(f"the reward wrote to the connection that carries rewards: {error}") from None
+        self._rated()
+        return fit(value)
+
+    def _rated(self) -> None:
+        """Let the keeper end what the completion left behind without a parent."""
+        self.num_rated += 1
+        with contextlib.suppress(frames.EndOfFramesError, frames.LateError):
+            self._control.send(frames.encode({"rated": self._number}), time.monotonic() + 1.0)
+
+    def usable(self) -> bool:
+        """True where the worker waits for a completion: it has said nothing out of turn, and is there."""
+        try:
+            self._hear()
+            return self._ended is None and self._channel.silent()
+        except (frames.EndOfFramesError, frames.FrameError):
+            return False
+
+    def _answer(self, nonce: str, deadline: float) -> float:
+        """Wait for the answer to the request of this number and nonce. Anything else in its place is an error."""
+        while (answer := self._channel.take()) is None:
+            if self._ended is not None:
+                raise frames.EndOfFramesError
+            self._wait(deadline)
+            self._hear()
+            self._channel.fill()
+        if answer.get("number") != self._number or answer.get("nonce") != nonce or len(answer) != 3:
+            raise frames.FrameError("not the answer to what was asked")
+        if isinstance(problem := answer.get("problem"), str):
+            self.num_rated += 1
+            raise RewardError(printable(problem))
+        if not isinstance(value := answer.get("value"), float):
+            raise frames.FrameError("neither a number nor a problem")
+        return value
+
+    def _wait(self, deadline: float) -> None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise frames.LateError
+        poll = select.poll()
+        for connection in (self._channel, self._control):
+            poll.register(connection, select.POLLIN)
+        poll.poll(min(left, _HEALTHY_SECONDS) * 1000 + 1)
+        progress.made("waits for rewards")  # each has an end of its own: no run stands still for it
+
+    def _hear(self) -> None:
+        """Take note of what the keeper has said."""
+        self._control.fill()
+        while (message := self._control.take()) is not None:
+            if "ended" in message:
+                self._ended = message
+            elif isinstance(number := message.get("worker"), int):
+                self._worker = number, started(number)
+
+    def _lost(self, what: str) -> LostError:
+        """Word the end of a worker: its limits, its exit code and what it printed last."""
+        self.end()
+        ended = self._ended or {}
+        if isinstance(breach := ended.get("breach"), str):
+            return LostError(f"{printable(breach)}{self._of_memory(breach)}")
+        code, printed = ended.get("ended"), ended.get("printed", "").strip() or self._complaint
+        how = "no exit code is known" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
+        last = f"; last it printed: {printable(printed[-200:])}" if printed else ""
+        return LostError(f"the reward {what} ({how}){last}")
+
+    def _of_memory(self, breach: str) -> str:
+        return f" ({self._options.section}.reward_memory)" if "memory" in breach else ""
+
+    def ask_to_end(self) -> None:
+        """Tell the keeper to end everything; any thread may."""
+        with contextlib.suppress(frames.EndOfFramesError, frames.LateError):
+            self._control.send(frames.encode({"end": True}), time.monotonic() + 1.0)
+
+    def end(self) -> None:
+        """End the worker, its keeper and everything below it; return when they are gone."""
+        if self._keeper.returncode is not None:
+            return
+        self.ask_to_end()
+        deadline = time.monotonic() + _END_SECONDS
+        try:
+            while self._ended is None:
+                self._wait_for_keeper(deadline)
+                self._hear()
+        except (frames.EndOfFramesError, frames.FrameError, frames.LateError):
+            self._end_without_keeper()
+        self._channel.close()
+        self._control.close()
+        self._complaint = self._read_complaint()
+        try:
+            self._keeper.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()
+            self._keeper.wait()
+
+    _complaint = ""  # what the interpreter itself wrote where the keeper could not be started
+
+    def _wait_for_keeper(self, deadline: float) -> None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise frames.LateError
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.poll(left * 1000 + 1)
+
+    def _end_without_keeper(self) -> None:
+        """End what the keeper cannot: a reward may have stopped or killed it."""
+        if self._keeper.poll() is None:
+            kill_below(self._keeper.pid)
+            self._keeper.kill()
+        if self._worker is not None and started(self._worker[0]) == self._worker[1] is not None:
+            with contextlib.suppress(OSError):
+                os.killpg(self._worker[0], signal.SIGKILL)  # it leads its group
+
+    def _read_complaint(self) -> str:
+        stream = self._keeper.stderr
+        if stream is None:
+            return ""
+        with stream:
+            os.set_blocking(stream.fileno(), False)
+            try:
+                return (stream.read(10_000) or b"").decode(errors="replace").strip()
+            except OSError:
+                return ""

@@ -1,0 +1,79 @@
+"""Marks in the work of a device: how far it has come, which the host does not know from having asked for the work.
+
+A mark writes its number to the host's memory when the device comes to it. Reading that memory waits for nothing and
+calls no driver: it disturbs neither a computation nor a graph that is being captured.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from truestep import progress
+
+_MOST = 2**16  # numbers that are there to be written; then they begin anew
+
+_asked: dict[int, int] = {}  # the last mark that was asked for, by device
+_counted: dict[int, int] = {}  # and the last one that was counted as progress
+_inside = 0  # passes under way whose layers report
+
+
+class _Device:
+    def __init__(self, index: int):
+        self.numbers = torch.arange(_MOST, dtype=torch.int64, device=torch.device("cuda", index))
+        self.host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self.reached: Any = self.host.numpy()  # the same memory
+
+
+_device = cache(_Device)
+
+
+def mark(kind: str, device: torch.device) -> None:
+    """Report a piece of work as progress: at once on a CPU, and when it is done on a device."""
+    if device.type != "cuda":
+        progress.made(kind)
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if torch.cuda.is_current_stream_capturing():
+        return
+    there = _device(index)
+    number = _asked[index] = _asked.get(index, 0) % (_MOST - 1) + 1
+    there.host.copy_(there.numbers[number : number + 1], non_blocking=True)
+
+
+def outstanding() -> bool:
+    """Count the marks that devices came to since the last call, and tell whether one still has some to come to."""
+    still = False
+    for index, asked in list(_asked.items()):
+        reached = int(_device(index).reached[0])
+        if reached != _counted.get(index, 0):
+            _counted[index] = reached
+            progress.made("pieces of work on a device")
+        still |= reached != asked
+    return still
+
+
+@contextmanager
+def layers_report() -> Iterator[None]:
+    """Have each layer that `report_layers` was given mark its work inside."""
+    global _inside
+    _inside += 1
+    try:
+        yield
+    finally:
+        _inside -= 1
+
+
+def layer_done(layer: torch.nn.Module, arguments: Any, output: Any) -> None:
+    """Mark a layer's forward pass, and where its output has a gradient, the backward pass of all that is behind it."""
+    if not _inside:
+        return
+    hidden = output[0] if isinstance(output, tuple) else output
+    if not isinstance(hidden, torch.Tensor):
+        return
+    device = hidden.device
+    mark("layers", device)
+    if hidden.requires_grad:
+        hidden.register_hook(lambda gradient: mark("layers", device))

@@ -1,0 +1,74 @@
+"""The place in the code where the main thread is, and whether it waits for other ranks there."""
+
+import os
+import sys
+import sysconfig
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch.distributed as dist
+
+import truestep
+from truestep import progress
+from truestep.custom import own_directories
+
+_TRUESTEP = str(Path(truestep.__file__).parent) + os.sep
+_RANKS = os.path.join(_TRUESTEP, "ranks") + os.sep  # a place in here only says that ranks exchange something
+_PROGRESS = progress.__file__
+_DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
+_AUTOGRAD = os.path.join(os.path.dirname(os.path.dirname(dist.__file__)), "autograd") + os.sep
+_PATHS = sysconfig.get_paths()
+_INSTALLED = tuple({_PATHS[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_THREADING = (threading.__file__, os.path.join(_PATHS["stdlib"], "concurrent") + os.sep)
+_DEBUGGERS = ("pdb", "bdb")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place in truestep's or the user's code; empty where the main thread is in none."""
+
+    text: str = ""
+    waits: bool = False  # for other ranks
+    debugged: bool = False  # somebody looks at the process, and takes the time
+
+
+def find_place() -> Place:
+    """Find where the main thread is now, below all that is installed beside truestep."""
+    frames = sys._current_frames()
+    main = threading.main_thread().ident or 0
+    place = _place(frames.get(main))
+    waits = place.waits or progress.OTHER_RANKS in progress.waits(main)
+    if not waits and _waits_for_a_thread(frames.get(main)):
+        waits = any(_place(frame).waits for thread, frame in frames.items() if thread != main)
+    return Place(place.text, waits, place.debugged)
+
+
+def _place(frame: FrameType | None) -> Place:
+    waits = debugged = False
+    between = ""  # in the code that ranks exchange things by: a caller says more
+    while frame is not None:
+        code = frame.f_code
+        file = code.co_filename
+        waits |= file.startswith(_DISTRIBUTED)
+        debugged |= frame.f_globals.get("__name__") in _DEBUGGERS
+        if _is_own(file) and file != _PROGRESS:
+            text = f"{os.path.basename(file)}:{frame.f_lineno} in {code.co_name}"
+            if not file.startswith(_RANKS):
+                return Place(text, waits, debugged)
+            between = between or text
+        frame = frame.f_back
+    return Place(between, waits, debugged)
+
+
+def _is_own(file: str) -> bool:
+    """Decide whether a file is truestep's or the user's, wherever either is installed."""
+    if file.startswith((_TRUESTEP, *own_directories())):
+        return True
+    return not file.startswith(("<", *_INSTALLED)) and "site-packages" not in file and "dist-packages" not in file
+
+
+def _waits_for_a_thread(frame: FrameType | None) -> bool:
+    """Tell whether a thread waits for another one, as for the next plan or for autograd's own thread."""
+    return frame is not None and frame.f_code.co_filename.startswith((*_THREADING, _AUTOGRAD))

@@ -1,0 +1,202 @@
+"""What a report keeps of a run's files: columns of numbers, counts of reasons, and which documents repeat.
+
+None of it grows with the number of documents: the ledger of a long run does not fit memory.
+"""
+
+import tempfile
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import IO, Any
+
+import numpy as np
+
+LARGEST_VALUE = 1e300
+MOST_COLUMNS = 1000  # a damaged file must not make a chart for each of its lines
+MOST_REASONS = 1000
+LONGEST_REASON = 120
+_PARTS = 64
+_IDS_AT_A_TIME = 1 << 20
+
+
+def number(record: Mapping[str, Any], key: str) -> float | None:
+    """Read the number under `key`; None for anything that is no number."""
+    value = _as_number(record.get(key))
+    return None if np.isnan(value) else value
+
+
+def _as_number(value: Any) -> float:
+    """Give a number as float64; NaN for anything that is no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return np.nan
+    # A value this large is an overflow, and a sum over it would be one.
+    if abs(value) > LARGEST_VALUE:
+        return np.inf if value > 0 else -np.inf
+    return float(value)
+
+
+def finite(record: Mapping[str, Any], key: str) -> float | None:
+    value = number(record, key)
+    return value if value is not None and np.isfinite(value) else None
+
+
+class Table:
+    """The numbers of records that have a step, a column for each name. Of records of one step the last counts."""
+
+    def __init__(self) -> None:
+        self.repeated = 0  # records that a later one of the same step replaces
+        self.left_out = 0  # names beyond the most that are kept
+        self.steps = np.empty(0)  # [R] growing
+        self._rows = array("d")
+        self._columns: dict[str, array[float]] = {}
+        # Lines mostly have the names of the line before: where they change, the first row and the names from there on.
+        self._runs: list[tuple[int, tuple[str, ...]]] = []
+        self._filled: list[array[float]] = []  # the columns of these names
+        self._order = np.empty(0, dtype=np.int64)  # [R] the rows that count, by step
+
+    def add(self, record: Mapping[str, Any], step: float) -> None:
+        names = tuple(record)
+        if not self._runs or names != self._runs[-1][1]:
+            names = self._begin_run(names)
+        row = record.values() if len(names) == len(record) else [record[name] for name in names]
+        self._rows.append(step)
+        for column, value in zip(self._filled, row, strict=True):
+            # The second test is for values that a sum over them would not overflow by.
+            plain = type(value) is float and -LARGEST_VALUE < value < LARGEST_VALUE
+            column.append(value if plain else _as_number(value))
+
+    def _begin_run(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        kept = tuple(name for name in names if name in self._columns or self._new_column(name))
+        if not self._runs or kept != self._runs[-1][1]:
+            self._runs.append((len(self._rows), kept))
+            self._filled = [self._columns[name] for name in kept]
+        return kept
+
+    def _new_column(self, name: str) -> bool:
+        if len(self._columns) >= MOST_COLUMNS:
+            self.left_out += 1
+            return False
+        self._columns[name] = array("d")
+        return True
+
+    def finish(self) -> None:
+        """Sort by step; of rows of one step keep the last."""
+        rows = np.frombuffer(self._rows) if self._rows else np.empty(0)
+        order = np.argsort(rows, kind="stable")
+        last = np.append(rows[order][1:] != rows[order][:-1], True) if len(rows) else np.empty(0, dtype=bool)
+        self._order = order[last]
+        self.steps = rows[self._order]
+        self.repeated = len(rows) - len(self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._columns)
+
+    def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Give the places in `steps` of the records that have a name, and their values; NaN for what is no number."""
+        if name not in self._columns:
+            return np.empty(0, dtype=np.int64), np.empty(0)
+        ends = [*(start for start, _ in self._runs[1:]), len(self._rows)]
+        runs = zip(self._runs, ends, strict=True)
+        rows = np.concatenate([np.arange(start, end) for (start, names), end in runs if name in names])
+        values = np.frombuffer(self._columns[name])
+        places = np.full(len(self._rows), -1, dtype=np.int64)
+        places[rows] = np.arange(len(rows))
+        found = places[self._order]
+        there = np.flatnonzero(found >= 0)
+        return there, values[found[there]]
+
+    def value(self, place: int, name: str) -> float | None:
+        """Give a number of the record at a place in `steps`; None where it has none, NaN where it is no number."""
+        places, values = self.column(name)
+        index = int(np.searchsorted(places, place))
+        return float(values[index]) if index < len(places) and places[index] == place else None
+
+
+class Reasons:
+    """How often each reason was given, for no more reasons than anyone reads."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.counts: Counter[str] = Counter()
+
+    def add(self, reason: str) -> None:
+        self.total += 1
+        reason = reason[:LONGEST_REASON]
+        known = reason in self.counts or len(self.counts) < MOST_REASONS
+        self.counts[reason if known else "another reason"] += 1
+
+
+def fingerprint(document: object) -> int:
+    """Give 64 bits that tell documents apart. An identifier is the same only within its kind: "1" is not 1."""
+    return hash(document if type(document) is str else repr(document))
+
+
+class Repeats:
+    """Finds the documents that are named more than once, in files outside memory where there are many."""
+
+    def __init__(self) -> None:
+        self._pending: list[np.ndarray] = []
+        self._count = 0
+        self._files: list[IO[bytes]] = []
+
+    def add(self, documents: list[Any]) -> None:
+        # Text is what there is nearly always, and is quick to take without asking for each.
+        of_text = set(map(type, documents)) <= {str}
+        found = np.fromiter(map(hash if of_text else fingerprint, documents), dtype=np.int64, count=len(documents))
+        self._pending.append(found)
+        self._count += len(found)
+        if self._count >= _IDS_AT_A_TIME:
+            self._spill()
+
+    def _spill(self) -> None:
+        """Write what is pending to files, each of which has all of its part of the fingerprints."""
+        if not self._files:
+            self._files = [tempfile.TemporaryFile() for _ in range(_PARTS)]  # noqa: SIM115 - they live as long as this
+        found = np.concatenate(self._pending)
+        parts = found % _PARTS
+        found = found[np.argsort(parts, kind="stable")]
+        ends = np.cumsum(np.bincount(parts, minlength=_PARTS))
+        for file, start, end in zip(self._files, [0, *ends[:-1].tolist()], ends.tolist(), strict=True):
+            file.write(found[start:end].tobytes())
+        self._pending, self._count = [], 0
+
+    def _parts(self) -> Iterator[np.ndarray]:
+        if not self._files:
+            yield np.concatenate(self._pending) if self._pending else np.empty(0, dtype=np.int64)
+            return
+        if self._pending:
+            self._spill()
+        for file in self._files:
+            file.seek(0)
+            yield np.frombuffer(file.read(), dtype=np.int64)
+
+    def count(self, allowed: int, most: int = 100_000) -> tuple[int, int, int, set[int]]:
+        """Count the documents, those named more often than allowed, and the most; give some of their fingerprints."""
+        distinct = repeated = largest = 0
+        examples: set[int] = set()
+        for part in self._parts():
+            fingerprints, counts = np.unique(part, return_counts=True)
+            often = counts > allowed
+            distinct, repeated = distinct + len(counts), repeated + int(often.sum())
+            largest = max(largest, int(counts.max()) if len(counts) else 0)
+            examples.update(fingerprints[often][: most - len(examples)].tolist())
+        return distinct, repeated, largest, examples
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+
+def first_of(documents: Iterable[Any], wanted: set[int], most: int) -> list[str]:
+    """Name the first few documents whose fingerprints are wanted."""
+    names: dict[str, None] = {}
+    for document in documents:
+        if len(names) == most:
+            break
+        if fingerprint(document) in wanted:
+            names[repr(document)] = None
+    return list(names)

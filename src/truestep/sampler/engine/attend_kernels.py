@@ -1,0 +1,283 @@
+"""Attention of one token of each row over the paged cache, in Triton, for GPUs.
+
+A program serves one key-value head of a row and a span of its keys; the query heads that share the key-value head are
+the rows of its tile. A second kernel joins the spans. So a long row is shared among many programs and a short one costs
+little, whatever the longest row of the batch is: programs beyond a row's own length end at once.
+
+The cache lies elsewhere in each phase of sampling, and a CUDA graph outlives a phase. So kernels read the place of the
+cache from memory.
+
+Dimensions: R rows, Q query heads, K key-value heads, G = Q / K, E head size, N spans, P pages of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from truestep.sampler.engine.attend import Rows
+
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _pool(addresses_pointer, which: tl.constexpr, TYPE: tl.constexpr):
+    """Read where the keys (0) or the values (1) of the layer are."""
+    address = tl.load(addresses_pointer + which)
+    return tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
+
+
+@triton.jit
+def _store_kernel(
+    addresses_pointer,  # [2] int64, of the layer
+    key_pointer,  # [R, K, E]
+    value_pointer,  # [R, K, E]
+    page_pointer,  # [R] int64
+    offset_pointer,  # [R] int64
+    key_row,  # strides
+    key_head,
+    value_row,
+    value_head,
+    meta_row,
+    TYPE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    SIZE_BLOCK: tl.constexpr,
+):
+    """Write a row's new key and value to its page."""
+    row = tl.program_id(0).to(tl.int64)
+    page = tl.load(page_pointer + row * meta_row)
+    offset = tl.load(offset_pointer + row * meta_row)
+    head = tl.arange(0, HEAD_BLOCK)[:, None]
+    lane = tl.arange(0, SIZE_BLOCK)[None, :]
+    line = (page * HEADS + head) * PAGE_SIZE + offset
+    inside = (head < HEADS) & (lane < KEY_SIZE)
+    key = tl.load(key_pointer + row * key_row + head * key_head + lane, mask=inside)
+    tl.store(_pool(addresses_pointer, 0, TYPE) + line * KEY_SIZE + lane, key, mask=inside)
+    inside = (head < HEADS) & (lane < VALUE_SIZE)
+    value = tl.load(value_pointer + row * value_row + head * value_head + lane, mask=inside)
+    tl.store(_pool(addresses_pointer, 1, TYPE) + line * VALUE_SIZE + lane, value, mask=inside)
+
+
+@triton.jit
+def _first_tile(length, WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """Find the page of the first key that a row sees."""
+    first = length * 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0) // PAGE_SIZE
+    return first
+
+
+@triton.jit
+def _attend_kernel(
+    addresses_pointer,  # [2] int64, of the layer
+    query_pointer,  # [R, Q, E]
+    length_pointer,  # [R] int64
+    table_pointer,  # [R, P] int64
+    output_pointer,  # [R, Q, E]
+    part_pointer,  # [R, Q, N, E] float32: of each span, what it gives
+    highest_pointer,  # [R, Q, N] its largest score, in powers of 2
+    total_pointer,  # [R, Q, N] and the sum of its weights, relative to that
+    query_row,  # strides
+    query_head,
+    meta_row,
+    scale,
+    softcap,
+    TYPE: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TILES: tl.constexpr,  # pages of a span
+    SPANS: tl.constexpr,  # N
+    WINDOW: tl.constexpr,  # 0: none
+    CAPPED: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    span = tl.program_id(2)
+    length = tl.load(length_pointer + row * meta_row).to(tl.int32)
+    first = _first_tile(length, WINDOW, PAGE_SIZE)
+    end = tl.cdiv(length, PAGE_SIZE)
+    begin = first + span * TILES
+    if begin >= end:
+        return
+    alone = end - first <= TILES
+    last = tl.minimum(begin + TILES, end)
+    keys, values = _pool(addresses_pointer, 0, TYPE), _pool(addresses_pointer, 1, TYPE)
+    member = tl.arange(0, GROUP_BLOCK)
+    key_lane, value_lane = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
+    token = tl.arange(0, PAGE_SIZE)
+    queries = head * GROUP + member
+    inside = (member[:, None] < GROUP) & (key_lane[None, :] < KEY_SIZE)
+    q = tl.load(
+        query_pointer + row * query_row + queries[:, None] * query_head + key_lane[None, :], mask=inside, other=0.0
+    )
+    highest = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((GROUP_BLOCK,), tl.float32)
+    result = tl.zeros((GROUP_BLOCK, VALUE_BLOCK), tl.float32)
+    for tile in range(begin, last):
+        page = tl.load(table_pointer + row * meta_row + tile)
+        line = (page * HEADS + head) * PAGE_SIZE + token
+        k = tl.load(keys + line[:, None] * KEY_SIZE + key_lane[None, :], mask=key_lane[None, :] < KEY_SIZE, other=0.0)
+        v = tl.load(
+            values + line[:, None] * VALUE_SIZE + value_lane[None, :],
+            mask=value_lane[None, :] < VALUE_SIZE,
+            other=0.0,
+        )
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if CAPPED:
+            shrunk = tl.exp(-2 * tl.abs(scores / softcap))
+            tanh = (1 - shrunk) / (1 + shrunk)
+            scores = tl.where(scores < 0, -tanh, tanh) * softcap
+        position = tile * PAGE_SIZE + token
+        seen = position < length
+        if WINDOW > 0:
+            seen = seen & (position >= length - WINDOW)
+        scores = tl.where(seen[None, :], scores * _LOG2_E, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, axis=1))  # finite: every page has a key that is seen
+        weights = tl.exp2(scores - higher[:, None])
+        rescale = tl.exp2(highest - higher)
+        total = total * rescale + tl.sum(weights, axis=1)
+        result = result * rescale[:, None] + tl.dot(weights.to(TYPE), v, input_precision="ieee")
+        highest = higher
+    ours = member < GROUP
+    inside = ours[:, None] & (value_lane[None, :] < VALUE_SIZE)
+    place = row * (HEADS * GROUP) + queries
+    if alone:
+        target = output_pointer + place[:, None] * VALUE_SIZE + value_lane[None, :]
+        tl.store(target, (result / total[:, None]).to(TYPE), mask=inside)
+    else:
+        place = place * SPANS + span
+        tl.store(part_pointer + place[:, None] * VALUE_SIZE + value_lane[None, :], result, mask=inside)
+        tl.store(highest_pointer + place, highest, mask=ours)
+        tl.store(total_pointer + place, total, mask=ours)
+
+
+@triton.jit
+def _join_kernel(
+    length_pointer,  # [R] int64
+    output_pointer,  # [R, Q, E]
+    part_pointer,  # [R, Q, N, E] float32
+    highest_pointer,  # [R, Q, N]
+    total_pointer,  # [R, Q, N]
+    meta_row,
+    TYPE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TILES: tl.constexpr,
+    SPANS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+):
+    """Join the spans of a query head; a row of one span is done already."""
+    row = tl.program_id(0).to(tl.int64)
+    length = tl.load(length_pointer + row * meta_row).to(tl.int32)
+    spans = tl.cdiv(tl.cdiv(length, PAGE_SIZE) - _first_tile(length, WINDOW, PAGE_SIZE), TILES)
+    if spans <= 1:
+        return
+    lane = tl.arange(0, VALUE_BLOCK)
+    inside = lane < VALUE_SIZE
+    place = row * QUERIES + tl.program_id(1)
+    top = tl.load(highest_pointer + place * SPANS)
+    total = tl.load(total_pointer + place * SPANS)
+    result = tl.load(part_pointer + place * SPANS * VALUE_SIZE + lane, mask=inside, other=0.0)
+    for span in range(1, spans):
+        highest = tl.load(highest_pointer + place * SPANS + span)
+        higher = tl.maximum(top, highest)
+        ours, theirs = tl.exp2(top - higher), tl.exp2(highest - higher)
+        part = tl.load(part_pointer + (place * SPANS + span) * VALUE_SIZE + lane, mask=inside, other=0.0)
+        result = result * ours + part * theirs
+        total = total * ours + tl.load(total_pointer + place * SPANS + span) * theirs
+        top = higher
+    tl.store(output_pointer + place * VALUE_SIZE + lane, (result / total).to(TYPE), mask=inside)
+
+
+def span_tokens(programs: int) -> int:
+    """Give the keys of a program: fewer where there would be too few programs to keep a GPU busy."""
+    return 512 if programs >= 1024 else 256 if programs >= 512 else 128
+
+
+def attend(
+    rows: Rows,
+    layer: int,
+    q: torch.Tensor,  # [R, Q, E]
+    k: torch.Tensor,  # [R, K, E]
+    v: torch.Tensor,  # [R, K, E]
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:  # [R, Q, E]
+    """Write the new keys and values, and attend, as `attend.attend_rows` does."""
+    count, queries, key_size = q.shape
+    heads, value_size = v.shape[1:]
+    page_size = rows.cache.page_size
+    q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
+    assert rows.cache.places is not None and rows.pages.stride() == rows.offsets.stride() == rows.lengths.stride()
+    assert rows.lengths.stride(0) == rows.table.stride(0) and rows.table.stride(1) == 1
+    meta_row, addresses = rows.lengths.stride(0), rows.cache.places[layer]
+    shape = {"TYPE": TYPES[q.dtype], "PAGE_SIZE": page_size, "VALUE_SIZE": value_size}
+    _store_kernel[(count,)](
+        addresses,
+        k,
+        v,
+        rows.pages,
+        rows.offsets,
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        meta_row,
+        HEADS=heads,
+        KEY_SIZE=key_size,
+        HEAD_BLOCK=triton.next_power_of_2(heads),
+        SIZE_BLOCK=triton.next_power_of_2(max(key_size, value_size)),
+        **shape,
+    )
+    tiles = max(1, span_tokens(count * heads) // page_size)
+    longest = rows.longest if window is None else min(rows.longest, window + page_size)
+    spans = max(1, -(-longest // (tiles * page_size)))
+    output = torch.empty(count, queries, value_size, dtype=q.dtype, device=q.device)
+    part = torch.empty(count, queries, spans, value_size, dtype=torch.float32, device=q.device)
+    highest, total = (torch.empty(count, queries, spans, dtype=torch.float32, device=q.device) for _ in range(2))
+    shape |= {"TILES": tiles, "SPANS": spans, "WINDOW": window or 0}
+    shape["VALUE_BLOCK"] = max(16, triton.next_power_of_2(value_size))
+    _attend_kernel[(count, heads, spans)](
+        addresses,
+        q,
+        rows.lengths,
+        rows.table,
+        output,
+        part,
+        highest,
+        total,
+        q.stride(0),
+        q.stride(1),
+        meta_row,
+        scale,
+        softcap or 1.0,
+        HEADS=heads,
+        GROUP=queries // heads,
+        KEY_SIZE=key_size,
+        CAPPED=softcap is not None,
+        GROUP_BLOCK=max(16, triton.next_power_of_2(queries // heads)),
+        KEY_BLOCK=max(16, triton.next_power_of_2(key_size)),
+        num_warps=4,
+        num_stages=3 if key_size <= 128 and q.dtype != torch.float32 else 2,
+        **shape,
+    )
+    if spans > 1:
+        _join_kernel[(count, queries)](
+            rows.lengths, output, part, highest, total, meta_row, QUERIES=queries, num_warps=1, **shape
+        )
+    return output

@@ -1,0 +1,59 @@
+"""What differs between devices: sizes, copies, and the code for attention and draws."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from truestep.sampler.engine.attend import attend_rows
+from truestep.sampler.engine.draw import Drawn, draw
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Numbers on their way to the host."""
+
+    tensor: torch.Tensor
+    event: Any = None  # None: they are there
+
+    def wait(self) -> np.ndarray:
+        if self.event is not None:
+            self.event.synchronize()
+        return self.tensor.numpy()
+
+
+@dataclass
+class Device:
+    place: torch.device
+    page_size: int
+    lag: int  # steps that the host may learn of draws late
+    piece_tokens: int  # of prompts that a step computes
+    compiles: bool  # layers run compiled
+    attend: Callable[..., torch.Tensor] = attend_rows
+    draw: Callable[..., Drawn] = draw
+    graphs: bool = False  # steps that decode are CUDA graphs
+
+    def send(self, values: np.ndarray) -> torch.Tensor:
+        """Copy to the device; a GPU does so when its turn comes, and the host does not wait."""
+        host = torch.from_numpy(values)
+        return host if self.place.type == "cpu" else host.pin_memory().to(self.place, non_blocking=True)
+
+    def fetch(self, tensor: torch.Tensor) -> Result:
+        if self.place.type == "cpu":
+            return Result(tensor)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return Result(host, event)
+
+
+def device_of(place: torch.device) -> Device:
+    if place.type == "cuda":
+        return Device(place, page_size=64, lag=1, piece_tokens=8192, compiles=True)
+    return Device(place, page_size=16, lag=0, piece_tokens=4096, compiles=False)

@@ -1,0 +1,123 @@
+"""Draws each row's next token, in plain torch and on any device.
+
+A token is drawn as the largest of z - log E over the vocabulary, where the E are independent exponential numbers (the
+Gumbel trick): so nothing has to be added up or sorted, and tokens that are cut off need only be left out. Each E comes
+from a counter: it is a function of the completion's key, the token's position in the completion and the token's id. So
+a draw depends on neither the device, nor the batch, nor what was drawn before.
+
+Dimensions: R rows, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from truestep.head.logits import HeadSettings, scale_
+
+# SplitMix64 (Steele, Lea and Flood, 2014): its increment and the two factors of its mixing function.
+POSITION_STEP, TOKEN_STEP = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
+MIX_FIRST, MIX_SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+SMALL = 1 / 64  # below it -log(1 - v) is a series: 1 - v would lose what tells small numbers apart
+
+
+@dataclass(frozen=True)
+class DrawRows:
+    """How each row is drawn."""
+
+    key: torch.Tensor  # [R] int64 of the completion
+    position: torch.Tensor  # [R] int64 of the new token in the completion, from 0
+    temperature: torch.Tensor  # [R] float32; 0: the likeliest token
+    truncation: "Truncation | None" = None  # None: no row has one
+
+
+@dataclass(frozen=True)
+class Truncation:
+    top_p: torch.Tensor  # [R] float32; 1: off
+    top_k: torch.Tensor  # [R] int64; 0: off
+    min_p: torch.Tensor  # [R] float32; 0: off
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The tokens that a row may draw: those above `floor`, and of those at it, ids up to `last`."""
+
+    floor: torch.Tensor  # [R] float32
+    last: torch.Tensor  # [R] int64
+    log_mass: torch.Tensor  # [R] float32: the log of their probability
+
+
+@dataclass(frozen=True)
+class Drawn:
+    tokens: torch.Tensor  # [R] int64
+    logprobs: torch.Tensor  # [R] float32, of the whole distribution
+    log_mass: torch.Tensor  # [R] float32 of what could be drawn; 0: everything
+
+
+def key_of(seed: Sequence[int]) -> int:
+    """Give the key of a completion, as a signed number of 64 bits."""
+    return int(np.random.SeedSequence(list(seed)).generate_state(1, np.uint64)[0].astype(np.int64))
+
+
+def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings) -> Drawn:  # [R, V]
+    """Draw from raw logits, over whose memory this may write."""
+    greedy = rows.temperature == 0
+    z = scale_(raw, torch.where(greedy, 1.0, rows.temperature), settings)
+    logsumexp = z.logsumexp(-1)
+    score = z - exponentials(rows.key, rows.position, z.shape[-1], z.dtype).log_()
+    log_mass = torch.zeros_like(logsumexp)
+    if rows.truncation is not None:
+        kept = keep(z, logsumexp, rows.truncation)
+        ids = torch.arange(z.shape[-1], device=z.device)
+        floor = kept.floor[:, None]
+        inside = (z > floor) | ((z == floor) & (ids <= kept.last[:, None]))
+        score.masked_fill_(~inside, -torch.inf)
+        log_mass = torch.where(greedy, 0.0, kept.log_mass)
+    tokens = torch.where(greedy[:, None], z, score).argmax(-1)
+    return Drawn(tokens, z.gather(-1, tokens[:, None]).squeeze(-1) - logsumexp, log_mass)
+
+
+def keep(z: torch.Tensor, logsumexp: torch.Tensor, truncation: Truncation) -> Kept:  # [R, V], [R]
+    """Find what top_k leaves, of that what top_p leaves, and of that what min_p leaves.
+
+    They take the likeliest tokens first; of equally likely ones the one with the lower id."""
+    ordered, order = z.sort(dim=-1, descending=True, stable=True)
+    p = (ordered - logsumexp[:, None]).double().exp_()
+    rank = torch.arange(z.shape[-1], device=z.device)
+    top_k = torch.where(truncation.top_k > 0, truncation.top_k, z.shape[-1])
+    p = torch.where(rank < top_k[:, None], p, 0)
+    cumulative = p.cumsum(-1)
+    # The smallest set that reaches top_p, the token that crosses it included.
+    inside = cumulative - p < truncation.top_p[:, None] * cumulative[:, -1:]
+    inside &= p >= truncation.min_p[:, None] * p[:, :1]
+    inside &= p > 0
+    count = inside.sum(-1, keepdim=True).clamp_(min=1)
+    at = count - 1
+    log_mass = cumulative.gather(-1, at).clamp_(max=1).log_().squeeze(-1)
+    return Kept(ordered.gather(-1, at).squeeze(-1), order.gather(-1, at).squeeze(-1), log_mass.to(z.dtype))
+
+
+def exponentials(key: torch.Tensor, position: torch.Tensor, vocabulary: int, dtype: torch.dtype) -> torch.Tensor:
+    """Give every row's exponential number for each token: [R, V]."""
+    row = _mix((position + 1).mul_(_signed(POSITION_STEP)).add_(key))
+    token = torch.arange(1, vocabulary + 1, device=key.device).mul_(_signed(TOKEN_STEP))
+    bits = _shift(_mix(row[:, None] + token), 32)
+    v = bits.to(dtype).add_(0.5).mul_(2.0**-32)
+    series = (((v * 0.25).add_(1 / 3).mul_(v)).add_(0.5).mul_(v)).add_(1.0).mul_(v)
+    return torch.where(v < SMALL, series, (1 - v).log_().neg_())
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ _shift(x, 30)).mul_(_signed(MIX_FIRST))
+    x = (x ^ _shift(x, 27)).mul_(_signed(MIX_SECOND))
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: torch.Tensor, by: int) -> torch.Tensor:
+    """Shift to the right without the sign."""
+    return (x >> by).bitwise_and_((1 << (64 - by)) - 1)
+
+
+def _signed(x: int) -> int:
+    return x - 2**64 if x >= 2**63 else x

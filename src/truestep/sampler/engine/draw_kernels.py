@@ -1,0 +1,201 @@
+"""The draw of `draw` in one pass over the logits, in Triton, for GPUs: log-sum-exp and the largest score together.
+
+Each row is shared among a few programs, and a second kernel joins what they found.
+
+Dimensions: R rows, V vocabulary, N parts of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from truestep.head.logits import HeadSettings, multiplier, scale_
+from truestep.sampler.engine.draw import (
+    MIX_FIRST,
+    MIX_SECOND,
+    POSITION_STEP,
+    SMALL,
+    TOKEN_STEP,
+    Drawn,
+    DrawRows,
+    keep,
+)
+
+_MIX_FIRST, _MIX_SECOND = tl.constexpr(MIX_FIRST), tl.constexpr(MIX_SECOND)
+_POSITION_STEP, _TOKEN_STEP = tl.constexpr(POSITION_STEP), tl.constexpr(TOKEN_STEP)
+_SMALL = tl.constexpr(SMALL)
+_NOBODY = tl.constexpr(2**31 - 1)
+_BLOCK = 1024
+_PROGRAMS = 1024  # that there should be, at least
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 30)) * _MIX_FIRST
+    x = (x ^ (x >> 27)) * _MIX_SECOND
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _log_exponential(row_key, token):
+    """Compute log E of a token: see `draw.exponentials`."""
+    bits = (_mix(row_key + (token + 1).to(tl.uint64) * _TOKEN_STEP) >> 32).to(tl.uint32)
+    v = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
+    series = (((v * 0.25 + 0.3333333333333333) * v + 0.5) * v + 1.0) * v
+    return tl.log(tl.where(v < _SMALL, series, -tl.log(1 - v)))
+
+
+@triton.jit
+def _draw_kernel(
+    raw_pointer,  # [R, V]
+    key_pointer,  # [R] int64
+    position_pointer,  # [R] int64
+    multiplier_pointer,  # [R] scale / temperature
+    greedy_pointer,  # [R] uint8
+    floor_pointer,  # [R] with CUT: below it nothing is drawn
+    last_pointer,  # [R] with CUT: int64
+    highest_pointer,  # [R, N]
+    total_pointer,  # [R, N]
+    score_pointer,  # [R, N]
+    z_pointer,  # [R, N] of the token with that score
+    token_pointer,  # [R, N] int64
+    raw_row,  # strides
+    meta_row,
+    vocabulary,
+    part,  # tokens of a program
+    softcap,
+    PARTS: tl.constexpr,
+    CAPPED: tl.constexpr,
+    CUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(1)
+    key = tl.load(key_pointer + row * meta_row).to(tl.uint64)
+    position = tl.load(position_pointer + row * meta_row).to(tl.uint64)
+    row_key = _mix(key + (position + 1) * _POSITION_STEP)
+    factor = tl.load(multiplier_pointer + row)
+    greedy = tl.load(greedy_pointer + row) != 0
+    lanes = tl.arange(0, BLOCK)
+    highest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    best_z = tl.full((BLOCK,), float("-inf"), tl.float32)
+    best_token = tl.full((BLOCK,), _NOBODY, tl.int32)
+    begin = number * part
+    end = tl.minimum(begin + part, vocabulary)
+    for start in range(begin, end, BLOCK):
+        token = start + lanes
+        inside = token < end
+        z = tl.load(raw_pointer + row * raw_row + token, mask=inside, other=0.0).to(tl.float32)
+        if CAPPED:
+            shrunk = tl.exp(-2 * tl.abs(z / softcap))
+            tanh = (1 - shrunk) / (1 + shrunk)
+            z = tl.where(z < 0, -tanh, tanh) * softcap
+        z = tl.where(inside, z * factor, float("-inf"))
+        higher = tl.maximum(highest, z)
+        # A lane that has seen nothing yet has -inf - -inf.
+        total = total * tl.where(highest == float("-inf"), 0.0, tl.exp(highest - higher))
+        total += tl.where(inside, tl.exp(z - higher), 0.0)
+        highest = higher
+        score = tl.where(greedy, z, z - _log_exponential(row_key, token))
+        if CUT:
+            floor, last = tl.load(floor_pointer + row), tl.load(last_pointer + row)
+            score = tl.where((z > floor) | ((z == floor) & (token <= last)) | greedy, score, float("-inf"))
+        better = inside & (score > best)
+        best_token = tl.where(better, token, best_token)
+        best_z = tl.where(better, z, best_z)
+        best = tl.where(better, score, best)
+    top = tl.max(highest, axis=0)
+    total = tl.sum(total * tl.where(highest == float("-inf"), 0.0, tl.exp(highest - top)), axis=0)
+    winner = tl.max(best, axis=0)
+    chosen = tl.min(tl.where(best == winner, best_token, _NOBODY), axis=0)  # of equal scores the lowest id
+    place = row * PARTS + number
+    tl.store(highest_pointer + place, top)
+    tl.store(total_pointer + place, total)
+    tl.store(score_pointer + place, winner)
+    tl.store(token_pointer + place, chosen.to(tl.int64))
+    tl.store(z_pointer + place, tl.max(tl.where(best_token == chosen, best_z, float("-inf")), axis=0))
+
+
+@triton.jit
+def _join_kernel(
+    highest_pointer,  # [R, N]
+    total_pointer,  # [R, N]
+    score_pointer,  # [R, N]
+    z_pointer,  # [R, N]
+    token_pointer,  # [R, N] int64
+    chosen_pointer,  # [R] int64
+    logprob_pointer,  # [R]
+    vocabulary,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    inside = lanes < PARTS
+    place = row * PARTS + lanes
+    highest = tl.load(highest_pointer + place, mask=inside, other=float("-inf"))
+    total = tl.load(total_pointer + place, mask=inside, other=0.0)
+    score = tl.load(score_pointer + place, mask=inside, other=float("-inf"))
+    z = tl.load(z_pointer + place, mask=inside, other=float("-inf"))
+    token = tl.load(token_pointer + place, mask=inside, other=_NOBODY)
+    top = tl.max(highest, axis=0)
+    total = tl.sum(tl.where(inside, total * tl.exp(highest - top), 0.0), axis=0)
+    winner = tl.max(score, axis=0)
+    chosen = tl.min(tl.where(score == winner, token, _NOBODY), axis=0)
+    chosen_z = tl.max(tl.where(token == chosen, z, float("-inf")), axis=0)
+    # Logits that are no numbers choose nobody: the log-prob tells, and the token must be one all the same.
+    tl.store(chosen_pointer + row, tl.minimum(chosen, vocabulary - 1))
+    tl.store(logprob_pointer + row, (chosen_z - top) - tl.log(total))
+
+
+def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings) -> Drawn:  # [R, V]
+    """Draw as `draw.draw` does; rows of nothing that is cut off need no other pass."""
+    count, vocabulary = raw.shape
+    greedy = rows.temperature == 0
+    temperature = torch.where(greedy, 1.0, rows.temperature)
+    softcap = settings.softcap
+    floor = last = rows.temperature
+    log_mass = torch.zeros(count, dtype=torch.float32, device=raw.device)
+    if rows.truncation is None:
+        factor = multiplier(temperature, settings, torch.float32)
+    else:
+        raw = scale_(raw, temperature, settings)
+        kept = keep(raw, raw.logsumexp(-1), rows.truncation)
+        floor, last, log_mass = kept.floor, kept.last, torch.where(greedy, 0.0, kept.log_mass)
+        factor, softcap = torch.ones_like(log_mass), None
+    parts = max(1, min(64, _PROGRAMS // count, -(-vocabulary // (4 * _BLOCK))))
+    part = -(-vocabulary // (parts * _BLOCK)) * _BLOCK
+    parts = -(-vocabulary // part)
+    floats = torch.empty(4, count, parts, dtype=torch.float32, device=raw.device)
+    tokens = torch.empty(count, parts, dtype=torch.int64, device=raw.device)
+    chosen = torch.empty(count, dtype=torch.int64, device=raw.device)
+    logprobs = torch.empty(count, dtype=torch.float32, device=raw.device)
+    assert rows.key.stride() == rows.position.stride()
+    _draw_kernel[(count, parts)](
+        raw,
+        rows.key,
+        rows.position,
+        factor,
+        greedy.view(torch.uint8),
+        floor,
+        last,
+        *floats,
+        tokens,
+        raw.stride(0),
+        rows.key.stride(0),
+        vocabulary,
+        part,
+        softcap or 1.0,
+        PARTS=parts,
+        CAPPED=softcap is not None,
+        CUT=rows.truncation is not None,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+    block = triton.next_power_of_2(parts)
+    _join_kernel[(count,)](*floats, tokens, chosen, logprobs, vocabulary, PARTS=parts, BLOCK=block, num_warps=1)
+    return Drawn(chosen, logprobs, log_mass)

@@ -1,0 +1,125 @@
+"""The model's own code over the paged cache: transformers' modules, with attention replaced as in training.
+
+A model is served if it computes with the engine what it computes in training. That is measured once, on its own
+weights; a model that is not served is named with the reason.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from truestep.policy.cuts.layers import layers_of
+from truestep.policy.model import attention
+from truestep.policy.model import compiled as compiled_code
+from truestep.policy.policy import Policy, packed_hidden
+from truestep.rollouts.packing import pack_tokens
+from truestep.sampler.engine.attend import NAME, Paged, Pieces, Recorded, Rows, UnservedError, attend_rows, make_pieces
+from truestep.sampler.engine.cache import LayerShape, PagedCache
+
+log = logging.getLogger(__name__)
+
+_PROBE_TOKENS, _PROBE_PIECES = 13, (5, 9)  # the rest is decoded
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative, as of the probe at load
+_HALF_TOLERANCE = 0.1
+
+
+@contextmanager
+def paged(model: Any) -> Iterator[None]:
+    """Have the model attend over a paged cache; transformers' recomputation, which training may use, is off."""
+    training = model.training
+    model.set_attn_implementation(NAME)
+    model.eval()
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(attention.NAME)
+        model.train(training)
+
+
+@contextmanager
+def compiled_layers(model: Any, compiled: dict[Any, Any]) -> Iterator[None]:
+    """Run the layers compiled: their norms, rotary embeddings and activations in a few kernels. `compiled` keeps what
+    was compiled from one phase to the next."""
+    layers: list[Any] = layers_of(model)[1]
+    before = [layer.forward for layer in layers]
+    try:
+        for layer in layers:
+            if layer not in compiled:
+                own = compiled_code.own_forward(layer)
+                compiled[layer] = torch.compile(own, dynamic=True, backend=compiled_code.BACKEND)
+            layer.forward = compiled[layer]
+        yield
+    finally:
+        for layer, forward in zip(layers, before, strict=True):
+            layer.forward = forward
+
+
+def run_model(
+    policy: Policy, ids: torch.Tensor, positions: torch.Tensor, step: Pieces | Rows | Recorded
+) -> torch.Tensor:
+    """Give the last hidden states of tokens: [T], [T] -> [T, H]."""
+    output = policy.model.base_model(
+        input_ids=ids[None], position_ids=positions[None], attention_mask=None, use_cache=False, paged=Paged(step)
+    )
+    return output.last_hidden_state[0]
+
+
+def shapes_of(policy: Policy) -> list[LayerShape]:
+    """Find what each layer keeps of a token; raise where the engine cannot serve the model."""
+    for module in policy.model.modules():
+        kinds = getattr(module, "rope_type", None)
+        kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
+        if kinds & {"dynamic", "longrope"}:
+            raise UnservedError("its rotary embedding changes with the longest sequence of a batch")
+    recorded = Recorded()
+    device = policy.device
+    with paged(policy.model):
+        run_model(policy, torch.zeros(2, dtype=torch.int64, device=device), torch.arange(2, device=device), recorded)
+    count = policy.model.config.get_text_config().num_hidden_layers
+    if set(recorded.layers) != set(range(count)):
+        raise UnservedError(f"{len(recorded.layers)} of its {count} layers attend: others keep a state of their own")
+    return [recorded.layers[layer] for layer in range(count)]
+
+
+def probe(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
+    """Compare the engine's hidden states with training's on a few tokens; raise where they differ."""
+    device = policy.device
+    generator = np.random.default_rng(0)
+    ids = generator.integers(0, policy.vocabulary_size, _PROBE_TOKENS)
+    # Alone, also where ranks share a micro-batch's tokens: not every rank may be sampling.
+    expected = packed_hidden(policy.model, pack_tokens([ids], 1), device).float()
+    pages = tuple(range(1, 2 + _PROBE_TOKENS // page_size))
+    cache = PagedCache.make(layers, len(pages) + 1, page_size, policy.weights.dtype, device)
+    tokens = torch.from_numpy(ids).to(device)
+    found = []
+
+    def send(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(device)
+
+    with paged(policy.model):
+        start = 0
+        for end in _PROBE_PIECES:
+            step = make_pieces(cache, [(start, end - start, pages)], send)
+            found.append(run_model(policy, tokens[start:end], torch.arange(start, end, device=device), step))
+            start = end
+        for at in range(start, _PROBE_TOKENS):  # two equal rows: compiled code treats a single one apart
+            rows = Rows(
+                cache,
+                pages=torch.tensor([pages[at // page_size]] * 2, device=device),
+                offsets=torch.tensor([at % page_size] * 2, device=device),
+                lengths=torch.tensor([at + 1] * 2, device=device),
+                table=torch.tensor([pages] * 2, device=device),
+                longest=at + 1,
+                attend=attend_rows,
+            )
+            positions = torch.tensor([at] * 2, device=device)
+            found.append(run_model(policy, tokens[at].expand(2), positions, rows)[:1])
+    difference = (torch.cat(found).float() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-12)
+    worst = float(difference.max())
+    allowed = _TOLERANCE.get(policy.weights.dtype, _HALF_TOLERANCE)
+    if not worst <= allowed:
+        raise UnservedError(f"over the cache its hidden states differ by {worst:.0e} from those of training")

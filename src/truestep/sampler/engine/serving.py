@@ -1,0 +1,109 @@
+"""Decides how a GPU serves a model: each kernel is compared with plain torch on this machine before its first use, and
+where one fails, plain torch takes its place."""
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from truestep.head.logits import HeadSettings
+from truestep.policy.policy import Policy
+from truestep.sampler.engine.attend import Rows, attend_rows
+from truestep.sampler.engine.cache import LayerShape, PagedCache
+from truestep.sampler.engine.device import Device
+from truestep.sampler.engine.draw import DrawRows, Truncation, draw
+from truestep.sampler.engine.forward import compiled_layers, probe
+
+log = logging.getLogger(__name__)
+
+_LENGTHS = (1, 63, 64, 65, 700, 1500)
+_VOCABULARY = 9001
+
+
+def serve_with_kernels(device: Device, policy: Policy, layers: list[LayerShape], compiled: dict[Any, Any]) -> None:
+    dtype = policy.weights.dtype
+    if _right("attention", lambda: check_attention(device.place, dtype, device.page_size, layers)):
+        from truestep.sampler.engine import attend_kernels
+
+        device.attend, device.graphs = attend_kernels.attend, True
+    if _right("draw", lambda: check_draw(device.place, policy.head)):
+        from truestep.sampler.engine import draw_kernels
+
+        device.draw = draw_kernels.draw
+
+    def run_compiled() -> str | None:
+        with compiled_layers(policy.model, compiled):
+            probe(policy, layers, device.page_size)
+        return None
+
+    device.compiles = _right("compiled layers", run_compiled)
+
+
+def _right(what: str, check: Callable[[], str | None]) -> bool:
+    try:
+        problem = check()
+    except Exception as error:  # a compiler's errors have no common type
+        problem = f"{type(error).__name__}: {error}"
+    if problem:
+        log.warning("the sampler's %s does not serve on this machine, plain torch does: %s", what, problem)
+    return not problem
+
+
+def check_attention(
+    place: torch.device, dtype: torch.dtype, page_size: int, layers: Iterable[LayerShape]
+) -> str | None:
+    """Name what the kernels get wrong for one of the layers; None where all is right."""
+    from truestep.sampler.engine.attend_kernels import attend
+
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(place, dtype)
+
+    for layer in dict.fromkeys(layers):
+        width = -(-max(_LENGTHS) // page_size)
+        pages = len(_LENGTHS) * width
+        cache = PagedCache([random(pages + 1, layer.heads, page_size, layer.key_size)], [])
+        cache.values.append(random(pages + 1, layer.heads, page_size, layer.value_size))
+        cache.places = cache.addresses().to(place)
+        lengths = torch.tensor(_LENGTHS, device=place)
+        table = torch.randperm(pages, generator=generator).view(len(_LENGTHS), width).to(place)
+        lines = torch.zeros(len(_LENGTHS), 3 + width, dtype=torch.int64, device=place)
+        lines[:, 0] = table.gather(1, ((lengths - 1) // page_size)[:, None]).squeeze(1)
+        lines[:, 1], lines[:, 2], lines[:, 3:] = (lengths - 1) % page_size, lengths, table
+        rows = Rows(cache, lines[:, 0], lines[:, 1], lines[:, 2], lines[:, 3:], max(_LENGTHS), attend)
+        q = random(len(_LENGTHS), layer.queries, layer.key_size)
+        k = random(len(_LENGTHS), layer.heads, layer.key_size)
+        v = random(len(_LENGTHS), layer.heads, layer.value_size)
+        how = (layer.key_size**-0.5, layer.window, layer.softcap)
+        found = attend(rows, 0, q, k, v, *how).float()
+        expected = attend_rows(rows, 0, q, k, v, *how).float()
+        worst = float(((found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)).max())
+        if not worst <= (1e-4 if dtype == torch.float32 else 3e-2):
+            return f"{layer}: off by {worst:.0e}"
+    return None
+
+
+def check_draw(place: torch.device, settings: HeadSettings) -> str | None:
+    """Name what the kernels get wrong; None where all is right."""
+    from truestep.sampler.engine import draw_kernels
+
+    generator = torch.Generator().manual_seed(0)
+    raw = (3 * torch.randn(4, _VOCABULARY, generator=generator)).to(place)
+    key = torch.tensor([5, -7, 2**62, 11], device=place)
+    temperature = torch.tensor([1.0, 0.7, 0.0, 1.3], device=place)
+    cut = Truncation(
+        torch.tensor([0.9, 1.0, 0.5, 0.8], device=place),
+        torch.tensor([0, 50, 3, 0], device=place),
+        torch.tensor([0.0, 0.0, 0.0, 0.01], device=place),
+    )
+    for truncation in (None, cut):
+        rows = DrawRows(key, torch.arange(4, device=place), temperature, truncation)
+        found, expected = draw_kernels.draw(raw.clone(), rows, settings), draw(raw.clone(), rows, settings)
+        if not torch.equal(found.tokens, expected.tokens):
+            return f"it draws {found.tokens.tolist()} and not {expected.tokens.tolist()}"
+        for mine, right in ((found.logprobs, expected.logprobs), (found.log_mass, expected.log_mass)):
+            if not torch.allclose(mine, right, rtol=0, atol=1e-4):
+                return f"log-probs {mine.tolist()} and not {right.tolist()}"
+    return None

@@ -1,0 +1,82 @@
+"""Completions with their rewards: each is rated from the moment it ends, while others are still sampled."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+
+from truestep import progress
+from truestep.environments.prompts import Prompt
+from truestep.environments.rater import Rates
+from truestep.environments.rewards import RewardError
+from truestep.policy.policy import Policy
+from truestep.rollouts.source import Interrupted
+from truestep.sampler.decode import Completion, DecodeOptions, Request, decode
+
+_POLL_SECONDS = 0.2  # between questions whether the run was asked to stop
+
+
+@dataclass(frozen=True)
+class Rated:
+    """A completion, its text, and its reward or the reason why it has none."""
+
+    completion: Completion
+    text: str
+    rating: float | str
+
+
+def decode_rated(
+    policy: Policy,
+    prompts: Sequence[Prompt],  # one for each request
+    requests: Sequence[Request],
+    options: DecodeOptions,
+    rater: Rates,
+    asked_to_stop: Callable[[], bool],
+) -> list[Rated]:
+    """Complete requests and have each completion rated by the rank that made it; every rank gets all of them.
+
+    What a reward draws from Python's random numbers depends on its completion's seed alone. `Interrupted` is raised on
+    every rank where any of them was asked to stop while rewards were computed.
+    """
+    futures: dict[int, Future[float]] = {}
+
+    def submit(index: int, completion: Completion) -> None:
+        seed = " ".join(map(str, requests[index].seed))
+        futures[index] = rater.submit(prompts[index], completion_text(policy, completion), seed)
+
+    completions = decode(policy, requests, options, submit)
+    own = _wait(futures, asked_to_stop)
+    ratings: dict[int, float | str] = {}
+    parts = policy.weights.ranks.gather(own)
+    for part in parts:
+        if part is None:
+            raise Interrupted
+        ratings |= part
+    return [
+        Rated(completion, completion_text(policy, completion), ratings[index])
+        for index, completion in enumerate(completions)
+    ]
+
+
+def _wait(futures: dict[int, Future[float]], asked_to_stop: Callable[[], bool]) -> dict[int, float | str] | None:
+    """Wait for rewards; None where the run was asked to stop before the last of them came."""
+    pending = set(futures.values())
+    with progress.waiting_for("rewards"):
+        while pending:
+            pending = wait(pending, _POLL_SECONDS).not_done
+            if pending and asked_to_stop():
+                for future in pending:
+                    future.cancel()
+                return None
+    return {index: _rating(future) for index, future in futures.items()}
+
+
+def _rating(future: Future[float]) -> float | str:
+    try:
+        return future.result()
+    except RewardError as error:
+        return str(error)
+
+
+def completion_text(policy: Policy, completion: Completion) -> str:
+    """Decode what a reward reads: special tokens, the end of text among them, are left out."""
+    return policy.tokenizer.decode(completion.token_ids, skip_special_tokens=True)

@@ -1,0 +1,12 @@
+"""Rewards for small runs, by import path. The processes that import them start in no time: nothing else is imported."""
+
+from __future__ import annotations
+
+
+def digit_reward(prompt: object, completion: str, **_: object) -> float:
+    """Differs between most completions of a prompt, right or wrong."""
+    return sum(int(word) for word in completion.split() if word.isdigit()) / 10
+
+
+def failing_reward(prompt: object, completion: str, **_: object) -> float:
+    raise KeyError("this reward never works")

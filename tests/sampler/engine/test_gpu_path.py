@@ -1,0 +1,163 @@
+"""The engine's path on a GPU, walked without one: kernels in Triton's interpreter, steps that are replayed from memory
+that stays where it is, draws that the host learns of late, and compiled layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from selection import long_except
+from tiny import VOCABULARY
+from truestep.policy.loading.load import load_policy
+from truestep.policy.model import compiled
+from truestep.sampler.completions import DecodeOptions, Request
+from truestep.sampler.decode import decode_here
+from truestep.sampler.engine import graphs
+from truestep.sampler.engine.device import Result
+from truestep.sampler.engine.engine import Engine, engine_of
+from truestep.sampler.engine.graphs import Graphs, length_for, size_for
+
+pytest.importorskip("triton")
+
+Model = Callable[[str], Path]
+
+
+@dataclass
+class Replay:
+    """Does again what was done when it was made, on the same memory, as a CUDA graph does."""
+
+    work: Callable[[], torch.Tensor]
+    output: torch.Tensor
+
+    def replay(self) -> None:
+        self.output.copy_(self.work())
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
+    made: list[tuple[int, int]] = []
+    now: list[Any] = [None]  # the session's own steps: its cache is read from where `Graphs` says it is
+    run = Graphs.run
+
+    def run_noting(self: Graphs, lines: Any, longest: int, truncates: bool, spare: int, decode: Any) -> Any:
+        now[0] = decode
+        return run(self, lines, longest, truncates, spare, decode)
+
+    def make(self: Graphs, size: int, length: int, spare: int, decode: Any) -> Any:
+        made.append((size, length))
+        lines = self._lines[:size]
+        lines.copy_(torch.from_numpy(graphs.idle_rows(size, lines.shape[1] - graphs.PAGES, self.nobody, spare)))
+        output = decode(lines, length)
+        return Replay(lambda: now[0](lines, length), output), output
+
+    monkeypatch.setattr(Graphs, "_make", make)
+    monkeypatch.setattr(Graphs, "run", run_noting)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return made  # type: ignore[return-value]
+
+
+def as_on_a_gpu(engine: Engine) -> Engine:
+    from truestep.sampler.engine import attend_kernels, draw_kernels
+
+    engine.device.attend, engine.device.draw, engine.device.lag = attend_kernels.attend, draw_kernels.draw, 1
+    engine.device.fetch = lambda tensor: Result(tensor.clone())  # a GPU's copy is made before the next step begins
+    engine.graphs = Graphs(engine.device.place, len(engine.layers))
+    return engine
+
+
+@pytest.mark.parametrize(("kind", "cut"), long_except([("gemma2", {}), ("qwen3", {"top_p": 0.8})], ("gemma2", {})))
+def test_kernels_and_replays_draw_the_same(
+    kind: str, cut: dict[str, float], tiny_model: Model, replays: list[tuple[int, int]]
+) -> None:
+    generator = np.random.default_rng(5)
+    lengths = (3, 17, 1)
+    asked = [Request(tuple(generator.integers(0, VOCABULARY, n).tolist()), (n, at)) for at, n in enumerate(lengths)]
+    how = DecodeOptions(0.9, cut.get("top_p", 1.0), 5, 2, frozenset(range(6)))
+    expected = decode_here(load_policy(tiny_model(kind)), asked, how)
+    policy = load_policy(tiny_model(kind))
+    found = engine_of(policy)
+    assert isinstance(found, Engine)
+    as_on_a_gpu(found)
+    for phase in range(2):
+        for mine, theirs in zip(decode_here(policy, asked, how), expected, strict=True):
+            assert mine.token_ids == theirs.token_ids
+            np.testing.assert_allclose(mine.logprobs, theirs.logprobs, rtol=0, atol=1e-5)
+        if phase == 0:
+            first = list(replays)
+            assert len(set(first)) == len(first)
+            assert {size for size, _ in first} == {2}
+    # A second phase has its cache elsewhere; it needs the same replays no matter that the first one's cache is gone.
+    assert replays == first
+
+
+def test_weights_that_moved_make_graphs_anew(tiny_model: Model, replays: list[tuple[int, int]]) -> None:
+    policy = load_policy(tiny_model("llama"))
+    found = engine_of(policy)
+    assert isinstance(found, Engine)
+    as_on_a_gpu(found)
+    asked = [Request((1, 2, 3), (1,))]
+    how = DecodeOptions(1.0, 1.0, 4, None, frozenset())
+    decode_here(policy, asked, how)
+    before = len(replays)
+    weight = policy.model.base_model.norm.weight
+    weight.data = weight.data.clone()
+    decode_here(policy, asked, how)
+    assert len(replays) == 2 * before
+
+
+def test_without_graphs_steps_run_one_by_one(
+    tiny_model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("capture is not permitted")
+
+    policy = load_policy(tiny_model("llama"))
+    asked = [Request((1, 2, 3), (1,)), Request((4,), (2,))]
+    how = DecodeOptions(1.0, 1.0, 4, None, frozenset())
+    expected = decode_here(policy, asked, how)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(Graphs, "_make", fail)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    found = engine_of(policy)
+    assert isinstance(found, Engine)
+    as_on_a_gpu(found)
+    assert [one.token_ids for one in decode_here(policy, asked, how)] == [one.token_ids for one in expected]
+    assert caplog.text.count("without CUDA graphs") == 1
+    assert "capture is not permitted" in caplog.text
+
+
+def test_layers_of_a_kind_are_compiled_once(tiny_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    monkeypatch.setattr(compiled, "BACKEND", counter)
+    generator = np.random.default_rng(5)
+    asked = [Request(tuple(generator.integers(0, VOCABULARY, 4 + n).tolist()), (n,)) for n in range(9)]
+    how = DecodeOptions(1.0, 1.0, 4, None, frozenset())
+    policy = load_policy(tiny_model("qwen3"))
+    expected = decode_here(policy, asked, how)
+    found = engine_of(policy)
+    assert isinstance(found, Engine)
+    found.device.compiles = True
+    assert [one.token_ids for one in decode_here(policy, asked, how)] == [one.token_ids for one in expected]
+    made = counter.frame_count
+    assert made == 4, "before attention, after it, the layer's beginning and its end"
+    decode_here(policy, asked[3:], how)
+    assert counter.frame_count == made
+    assert policy.model.base_model.layers[0].forward.__func__ is type(policy.model.base_model.layers[0]).forward
+    torch._dynamo.reset()
+
+
+def test_batches_are_filled_up_little() -> None:
+    for rows in range(1, 1100):
+        size = size_for(rows)
+        assert rows <= size
+        assert size - rows < 64 if rows > 256 else size - rows < max(16, 2)
+        assert size_for(size) == size
+    assert [length_for(longest) for longest in (1, 512, 513, 5000)] == [512, 512, 1024, 8192]

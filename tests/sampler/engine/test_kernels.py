@@ -1,0 +1,146 @@
+"""The sampler's kernels against plain torch: on a GPU for real, elsewhere in Triton's interpreter; and compiled for a
+Hopper GPU without one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from selection import long_except
+from truestep.head.logits import HeadSettings
+from truestep.sampler.engine import serving
+from truestep.sampler.engine.attend import Rows, attend_rows
+from truestep.sampler.engine.cache import LayerShape, PagedCache
+from truestep.sampler.engine.draw import DrawRows, Truncation, draw
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL_LENGTHS = (1, 15, 16, 17, 150, 300)
+
+
+@pytest.fixture(autouse=True)
+def kernels_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if DEVICE == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(serving, "_LENGTHS", SMALL_LENGTHS)
+    return
+
+
+SHAPES = {
+    "one to one": LayerShape(2, 64, 64, 2),
+    "groups of 2": LayerShape(2, 128, 128, 4),
+    "groups of 7": LayerShape(2, 64, 64, 14),
+    "groups of 5, window": LayerShape(1, 256, 256, 5, window=40),
+    "softcap": LayerShape(2, 64, 64, 8, softcap=5.0),
+    "softcap, window, odd sizes": LayerShape(3, 24, 40, 6, window=17, softcap=2.0),
+    "a window longer than any row": LayerShape(2, 16, 16, 4, window=1000),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_attention_is_that_of_plain_torch(name: str, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from truestep.sampler.engine import attend_kernels
+
+    if page_size == 16:  # several spans, the last one partly filled
+        monkeypatch.setattr(attend_kernels, "span_tokens", lambda programs: 64)
+    place = torch.device(DEVICE)
+    assert serving.check_attention(place, torch.float32, page_size, [SHAPES[name]]) is None
+
+
+def test_a_wrong_kernel_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from truestep.sampler.engine import attend_kernels
+
+    right = attend_kernels.attend
+    monkeypatch.setattr(attend_kernels, "attend", lambda *given: right(*given[:5], given[5] * 1.01, *given[6:]))
+    problem = serving.check_attention(torch.device(DEVICE), torch.float32, 16, [SHAPES["groups of 2"]])
+    assert problem is not None
+    assert "off by" in problem
+
+
+def test_it_reads_nothing_beyond_a_rows_own_pages() -> None:
+    """What is not this row's may be anything, NaN included."""
+    from truestep.sampler.engine.attend_kernels import attend
+
+    generator = torch.Generator().manual_seed(1)
+    pools = [torch.randn(5, 2, 16, 32, generator=generator).to(DEVICE) for _ in range(2)]
+    clean = PagedCache([pools[0].clone()], [pools[1].clone()])
+    dirty = PagedCache([pools[0]], [pools[1]])
+    dirty.keys[0][3:] = torch.nan
+    dirty.values[0][3:] = torch.nan
+    dirty.places = dirty.addresses().to(DEVICE)
+    table = torch.tensor([[0, 1, 2, 4, 4]], device=DEVICE)
+    lines = torch.cat([torch.tensor([[2, 3, 36]], device=DEVICE), table], dim=1)
+    q, k, v = (torch.randn(1, heads, 32, generator=generator).to(DEVICE) for heads in (4, 2, 2))
+    answers = [
+        one(Rows(cache, lines[:, 0], lines[:, 1], lines[:, 2], lines[:, 3:], 80, one), 0, q, k, v, 0.2, None, None)
+        for cache, one in ((dirty, attend), (clean, attend_rows))
+    ]
+    torch.testing.assert_close(answers[0], answers[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("vocabulary", [1, 61, 1024, 9001])
+def test_draws_are_those_of_plain_torch(
+    vocabulary: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "_VOCABULARY", vocabulary)
+    assert serving.check_draw(torch.device(DEVICE), HeadSettings(softcap=softcap, scale=0.8)) is None
+
+
+def test_draws_are_from_the_distribution() -> None:
+    from truestep.sampler.engine import draw_kernels
+
+    count, vocabulary = 4000, 5
+    z = torch.tensor([1.0, 0.0, -1.0, 2.0, -30.0])
+    rows = DrawRows(torch.arange(count) * 7919, torch.arange(count) % 7, torch.full((count,), 0.8))
+    for one in (draw, draw_kernels.draw) if DEVICE == "cuda" else (draw,):
+        found = one(z.expand(count, vocabulary).contiguous(), rows, HeadSettings())
+        seen = found.tokens.bincount(minlength=vocabulary) / count
+        p = (z / 0.8).softmax(0)
+        assert ((seen - p).abs() < 5 * (p / count).sqrt() + 1e-6).all()
+        torch.testing.assert_close(found.logprobs, p.log()[found.tokens], rtol=0, atol=1e-5)
+
+
+def test_equal_logits_are_cut_in_the_order_of_their_ids() -> None:
+    """In half precision many are equal."""
+    from truestep.sampler.engine import draw_kernels
+
+    raw = torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.0, 1.0]]).repeat(60, 1).to(DEVICE)
+    keys = torch.arange(60, device=DEVICE)
+    whole = torch.ones(60, device=DEVICE)
+    cut = Truncation(whole, torch.full((60,), 3, device=DEVICE), torch.zeros(60, device=DEVICE))
+    rows = DrawRows(keys, keys % 3, whole, cut)
+    tokens = draw(raw.clone(), rows, HeadSettings()).tokens
+    assert set(tokens.tolist()) == {0, 1, 2}
+    assert torch.equal(draw_kernels.draw(raw.clone(), rows, HeadSettings()).tokens, tokens)
+
+
+def test_logits_that_are_no_numbers_draw_a_token_all_the_same() -> None:
+    from truestep.sampler.engine import draw_kernels
+
+    raw = torch.full((2, 40), torch.nan, device=DEVICE)
+    keys = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    found = draw_kernels.draw(raw, DrawRows(keys, keys, torch.ones(2, device=DEVICE)), HeadSettings())
+    assert (found.tokens >= 0).all()
+    assert (found.tokens < 40).all()
+    assert found.logprobs.isnan().all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux alone")
+@pytest.mark.parametrize("which", long_except(["some", "all"], "some"))
+def test_the_kernels_compile_for_a_hopper_gpu(which: str) -> None:
+    worker = Path(__file__).parent / "compile_kernels.py"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(worker), which], capture_output=True, text=True, timeout=500, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "compiled"
