@@ -185,7 +185,7 @@ CASES = [
     ),
     (
         sampled() + "loss: {kl_reference: {weight: 1.0, path: records}}\n",
-        "4, run.yaml:5: loss.kl_reference.path: records needs records that carry reference_logprobs; a sampler's have "
+        "5, run.yaml:4: loss.kl_reference.path: records needs records that carry reference_logprobs; a sampler's have "
         "none",
     ),
 ]

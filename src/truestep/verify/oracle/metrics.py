@@ -32,16 +32,7 @@ def step_metrics(
     documents_seen_before_step: int,
 ) -> dict[str, Metric]:
     """Compute level `full` without percentiles, times and the gradient norm. A metric without input is absent."""
-    metrics: dict[str, Metric] = {"loss": value_and_scale(terms)}
-    for name in ("policy_loss", "entropy_bonus", "z_loss", "kl_reference"):
-        contribution = [term for term in terms if term[0] == name]
-        if contribution:
-            metrics[name] = value_and_scale(contribution)
-    if "kl_reference" in metrics:
-        # Decision: near the reference a divergence is what is left of log-probs that cancel, so the scale counts those.
-        value, scale = metrics["kl_reference"]
-        metrics["kl_reference"] = (value, scale + loss_config["kl_reference"]["weight"])
-
+    metrics = term_metrics(terms, loss_config)
     for name, count in [
         ("num_documents", len(documents)),
         ("num_labels", sum(len(document.positions) for document in documents)),
@@ -118,6 +109,20 @@ def distance_metrics(
         known = [document.reference_logprobs or [] for document in documents if document.positions]
         metrics.update(document_mean("reference_logprobs", known))
         metrics.update(document_mean("kl_new_reference", distances, scale=lambda value: abs(value) + 1.0))
+    return metrics
+
+
+def term_metrics(terms: list[tuple[str, Tensor]], loss_config: dict[str, Any]) -> dict[str, Metric]:
+    """Compute the loss and what each kind of term adds to it."""
+    metrics: dict[str, Metric] = {"loss": value_and_scale(terms)}
+    for name in ("policy_loss", "entropy_bonus", "z_loss", "kl_reference"):
+        contribution = [term for term in terms if term[0] == name]
+        if contribution:
+            metrics[name] = value_and_scale(contribution)
+    if "kl_reference" in metrics:
+        # Decision: near the reference a divergence is what is left of log-probs that cancel, so the scale counts those.
+        value, scale = metrics["kl_reference"]
+        metrics["kl_reference"] = (value, scale + loss_config["kl_reference"]["weight"])
     return metrics
 
 
