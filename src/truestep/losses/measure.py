@@ -125,9 +125,10 @@ def _sampler(labels: Labels, step: StepFacts) -> dict[str, Metric]:
 
 def _reference(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     """Measure the divergence from the reference, without its weight."""
-    kl_reference, present = step.objective.kl_reference, labels.has["reference_logprobs"]
+    kl_reference = step.objective.kl_reference
     if kl_reference is None:
         return {}
+    present = labels.has["reference_logprobs"]
     return {
         "reference_logprobs": document_mean(labels, labels.reference_logprobs, present),
         "kl_new_reference": document_mean(labels, kl_reference(labels).loss.double(), present),
