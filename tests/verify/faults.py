@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from truestep import train
 from truestep.head import logits, passes
 from truestep.losses import label_losses
 from truestep.losses.corrections import Correction
@@ -227,19 +228,8 @@ def recomputed_after_the_update() -> None:
 
 def reference_that_is_trained() -> None:
     """The policy itself stands for the reference."""
-    honest = BeforeUpdates.__init__
-
-    def itself(self: BeforeUpdates, reference: Any = None, **options: Any) -> None:
-        honest(self, reference, **options)
-        self._reference = None if reference is None else _first_runner[0]
-
-    def remember(self: StepRunner) -> None:
-        if not _first_runner:
-            _first_runner.append(self)
-
-    _first_runner: list[StepRunner] = []
-    StepRunner.__post_init__ = remember  # type: ignore[attr-defined]
-    BeforeUpdates.__init__ = itself  # type: ignore[method-assign]
+    honest = train.make_before_updates
+    train.make_before_updates = lambda config, runner, load: honest(config, runner, lambda path: runner.policy)
 
 
 def masked_labels_leave_the_denominator() -> None:
