@@ -11,7 +11,15 @@ import torch
 from truestep.rollouts.packing import pack
 from truestep.types import PackedBatch, Rollout
 
-ARRAYS = ("input_ids", "loss_mask", "logprobs", "advantages", "model_version", "reference_logprobs")
+ARRAYS = (
+    "input_ids",
+    "loss_mask",
+    "logprobs",
+    "advantages",
+    "model_version",
+    "reference_logprobs",
+    "recomputed_logprobs",
+)
 
 
 def make_document(name: str, length: int, seed: int = 0, *, vocabulary: int = 61, bare: bool = False) -> Rollout:

@@ -6,6 +6,8 @@ step stands in them twice.
 
 import errno
 import fcntl
+import hashlib
+import json
 import os
 import socket
 from collections.abc import Sequence
@@ -14,11 +16,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from truestep.errors import TruestepError
-from truestep.files import Line, append_json_line, cut_file, lines_from_the_end
+from truestep.files import Line, append_json_line, cut_file, lines_from_the_end, write_json
 from truestep.rollouts.rejects import write_rejected
 from truestep.text import printable
 from truestep.types import PutAside, Rejected, StepPlan
 
+_END = 1 << 20  # bytes of a file's beginning and of its end
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # what flock says where another process has the lock
 
 
@@ -39,6 +42,7 @@ class RunDirectory:
         self.rejected = path / "rejected.jsonl"
         self.config = path / "config.yaml"
         self.checkpoints = path / "checkpoints"
+        self._first_weights = path / "first_weights.json"
         self._lock: TextIO | None = None
 
     def lock(self) -> None:
@@ -97,6 +101,23 @@ class RunDirectory:
     def _append(self, file: Path, line: dict[str, Any]) -> None:
         if self.writes:
             append_json_line(file, line)
+
+    def first_weights(self, model: str) -> str:
+        """Find the directory of the weights that the run began with: `model`, unless the run has noted another."""
+        if not self._first_weights.is_file():
+            return model
+        noted = json.loads(self._first_weights.read_text(encoding="utf-8"))
+        if _describe_weights(Path(noted["path"])) != noted["files"]:
+            raise RunError(
+                f"loss.kl_reference: the run began with the weights of {noted['path']}, which have changed or are "
+                "gone. Put them back, or name a directory that has them as loss.kl_reference.path"
+            )
+        return str(noted["path"])
+
+    def note_first_weights(self, model: str) -> None:
+        """Note where the weights are that the run begins with, and what tells them from others."""
+        path = Path(model).resolve()
+        write_json(self._first_weights, {"path": str(path), "files": _describe_weights(path)})
 
     def record_step(self, step: int, plan: StepPlan, put_aside: Sequence[PutAside] = ()) -> None:
         line: dict[str, Any] = {
@@ -184,3 +205,16 @@ def _end_of(file: Path, step: int) -> tuple[int, int, list[Line]]:
             break
         stay.append(line)
     return (stay[-1].end if stay else end), last, stay
+
+
+def _describe_weights(directory: Path) -> dict[str, list[Any]]:
+    """Describe the weights' files by their sizes and a digest of their ends."""
+    found: dict[str, list[Any]] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        size = file.stat().st_size
+        with file.open("rb") as handle:
+            digest = hashlib.sha256(handle.read(_END))
+            handle.seek(max(0, size - _END))
+            digest.update(handle.read(_END))
+        found[file.name] = [size, digest.hexdigest()]
+    return found

@@ -11,10 +11,11 @@ import torch
 
 from truestep.assemble.policy import join_ranks, make_policy
 from truestep.assemble.sources import own_part, read_documents
-from truestep.assemble.step import make_rule, make_runner
+from truestep.assemble.step import make_before_updates, make_rule, make_runner
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.files import write_json, write_json_lines
+from truestep.losses.objective import Objective
 from truestep.policy.policy import Policy
 from truestep.policy.tensor_files import write_tensors
 from truestep.ranks.group import Ranks
@@ -56,12 +57,16 @@ def _score(config: Config, output: Path, gradients: bool, ranks: Ranks, watch: W
     plan = plan_exactly(rollouts, make_rule(config, policy), documents_seen=0)
     runner = dataclasses.replace(make_runner(config, policy), keep_scores=True)
     watch.phase("computing the step")
+    before = make_before_updates(
+        config, runner, lambda path: make_policy(config, ranks, path or config.model.path, frozen=True)
+    )
+    plan = before.complete(plan)
     accumulated = runner.accumulate(plan, backward=gradients)
-    document_ratio = runner.objective.label_loss.document_ratio
+    objective = runner.objective
     scored = zip(plan.documents, accumulated.scores, strict=True)
     result = Score(
         _step_line(accumulated, plan, policy, gradients, len(rejected)),
-        [_document_line(rollout, score, document_ratio) for rollout, score in scored],
+        [_document_line(rollout, score, objective) for rollout, score in scored],
     )
     watch.phase("writing the scores")
     tensors = policy.weights.collect_gradients() if gradients else None
@@ -102,21 +107,23 @@ def _step_line(
     return line | {"grad_norm": gradient_norm(policy.weights)} if gradients else line
 
 
-def _document_line(rollout: Rollout, score: DocumentScore, document_ratio: bool) -> dict[str, Any]:
+def _document_line(rollout: Rollout, score: DocumentScore, objective: Objective) -> dict[str, Any]:
     line = {
         "id": rollout.id,
         "logprobs": score.logprobs.tolist(),
         "entropy": score.entropy.tolist(),
-        "ratio": _ratios(rollout, score, document_ratio),
+        "ratio": _ratios(rollout, score, objective),
     }
     return line | {"metadata": dict(rollout.metadata)} if rollout.metadata else line
 
 
-def _ratios(rollout: Rollout, score: DocumentScore, document_ratio: bool) -> list[float]:
+def _ratios(rollout: Rollout, score: DocumentScore, objective: Objective) -> list[float]:
     """Compute each label's ratio as the loss looks at it: its own, or its document's. Empty without old log-probs."""
+    if objective.recompute:  # before the first update
+        return [1.0] * len(score.logprobs)
     if rollout.logprobs is None or not len(score.logprobs):
         return []
     log_ratio = score.logprobs.astype(np.float64) - rollout.logprobs[rollout.loss_mask]
-    if document_ratio:
+    if objective.label_loss.document_ratio:
         log_ratio = np.full_like(log_ratio, log_ratio.mean())
     return np.exp(log_ratio).tolist()

@@ -12,7 +12,15 @@ from truestep.assemble.policy import join_ranks, make_policy
 from truestep.assemble.rewards import Raters
 from truestep.assemble.sinks import make_sinks
 from truestep.assemble.sources import check_inputs, make_source
-from truestep.assemble.step import check_custom_code, make_learning_rate, make_optimizer, make_queue, make_runner
+from truestep.assemble.step import (
+    check_custom_code,
+    make_before_updates,
+    make_learning_rate,
+    make_optimizer,
+    make_queue,
+    make_runner,
+    starts_from_first_weights,
+)
 from truestep.checkpoint.checksums import find_damage
 from truestep.checkpoint.store import CheckpointStore, read_progress
 from truestep.config.load import dump_config
@@ -30,6 +38,8 @@ from truestep.run_notes import run_notes
 from truestep.step.ahead import PlansAhead
 from truestep.step.optimizer import restore_optimizer
 from truestep.step.queue import PlanQueue
+from truestep.step.runner import StepRunner
+from truestep.step.scoring import BeforeUpdates
 from truestep.text import keep_secrets_of, printable, shown
 from truestep.trainer import RunState, Trainer, TrainingError
 from truestep.types import Rejected
@@ -72,6 +82,8 @@ def make_trainer(
     if latest is not None:
         _check_damage(latest, ranks)
     policy = _policy_of(config, ranks, latest)
+    runner = make_runner(config, policy)
+    before = _before_updates(config, runner, directory, latest)
     watch.phase("reading the data")
     raters = Raters()
     source = make_source(config, policy, ranks, raters)
@@ -97,7 +109,8 @@ def make_trainer(
         plans=PlansAhead(queue, ranks, overlap=source.plans_ahead),
         ranks=ranks,
         watch=watch,
-        runner=make_runner(config, policy),
+        runner=runner,
+        before=before,
         optimizer=optimizer,
         learning_rate=make_learning_rate(config),
         gradient_clip=config.optimizer.gradient_clip,
@@ -111,6 +124,22 @@ def make_trainer(
         state=RunState(step, queue.documents_seen, ranks.share(directory.last_evaluated)),
         put_aside=directory.not_in_ledger(source.drain_put_aside()),
     )
+
+
+def _before_updates(
+    config: Config, runner: StepRunner, directory: RunDirectory, checkpoint: Path | None
+) -> BeforeUpdates:
+    """Make what is computed before the first update on a step's documents; a run that goes on finds the weights that it
+    began with again."""
+    ranks = runner.policy.weights.ranks
+
+    def make_reference(path: str | None) -> Policy:
+        began_with = config.model.path
+        if path is None and checkpoint is not None:
+            began_with = ranks.share(lambda: directory.first_weights(config.model.path))
+        return make_policy(config, ranks, path or began_with, frozen=True)
+
+    return make_before_updates(config, runner, make_reference)
 
 
 def _latest(directory: RunDirectory, store: CheckpointStore) -> Path | None:
@@ -165,5 +194,7 @@ def _lay_out(
     faults = directory.roll_back(step, rejected_bytes)
     if config.data.path is not None:
         write_rejected(directory.path, rejected)  # of the whole data, read anew at every start
+    if step == 0 and starts_from_first_weights(config):
+        directory.note_first_weights(config.model.path)
     write_whole(directory.config, dump_config(config, without_secrets=True).encode())
     return faults

@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from truestep.step.ahead import Planned, PlansAhead
 from truestep.step.blame import find_not_finite
 from truestep.step.optimizer import LearningRate, optimizer_tensors, update
 from truestep.step.runner import Accumulated, StepRunner, clip_gradients, gradient_norm
+from truestep.step.scoring import BeforeUpdates
 from truestep.text import printable
 from truestep.types import PutAside, Rejected, StepPlan
 
@@ -82,6 +83,7 @@ class Trainer:
     state: RunState = field(default_factory=RunState)
     hooks: Hooks = Hooks()
     put_aside: list[PutAside] = field(default_factory=list)  # since the last step's line of the ledger
+    before: BeforeUpdates = field(default_factory=BeforeUpdates)
     _num_rejected: int = 0  # records, since the last step
 
     @property
@@ -177,7 +179,10 @@ class Trainer:
     def _train(self, plan: StepPlan, start: float, waited: float, num_rejected: int) -> None:
         number = self.step + 1
         self.watch.phase(f"computing step {number}")
-        accumulated = self.runner.accumulate(plan, extra_metrics={"data_wait_time": Max(waited)})
+        plan = self.before.complete(plan)
+        runner = replace(self.runner, keep_scores=True) if self.before.keeps_own else self.runner
+        accumulated = runner.accumulate(plan, extra_metrics={"data_wait_time": Max(waited)})
+        self.before.computed(plan, accumulated.scores)
         norm = gradient_norm(self.policy.weights)
         if not math.isfinite(norm):
             raise self._not_finite(number, plan, accumulated, norm)
@@ -243,7 +248,7 @@ class Trainer:
         progress = Progress(
             step=self.step,
             queue=planned.state(),
-            carried=planned.carried,
+            carried=self.before.carried(planned.carried),
             rejected_bytes=self.directory.rejected_bytes(),
             optimizer=optimizer_tensors(self.optimizer, self.policy.weights),
         )

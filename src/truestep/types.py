@@ -36,6 +36,8 @@ class Rollout:
     temperature: float = 1.0
     model_version: np.ndarray | None = None  # [L] int64: documents the policy had seen when each token was sampled
     reference_logprobs: np.ndarray | None = None  # [L] float32, a reference's or a teacher's; 0 off the mask
+    # [L] float32, the trainer's own, of the weights before the first update on this document; 0 off the mask
+    recomputed_logprobs: np.ndarray | None = None
     truncated: bool | None = None  # it ended at a length limit and not by itself; None: unknown
     rewards: Mapping[str, float] = field(default_factory=dict)  # the parts of the reward, by name
     # The reward less its group's baseline, where it is to be scaled over the whole step and the step is not known yet.
@@ -52,7 +54,15 @@ class Rollout:
 
 
 # A rollout's fields that a loss or a metric may need and a record may lack.
-OPTIONAL_FIELDS = ("logprobs", "advantages", "model_version", "reward", "reference_logprobs", "truncated")
+OPTIONAL_FIELDS = (
+    "logprobs",
+    "advantages",
+    "model_version",
+    "reward",
+    "reference_logprobs",
+    "truncated",
+    "recomputed_logprobs",
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +108,7 @@ class StepPlan:
     totals: StepTotals
     documents_seen: int  # before this step
     ranks: int = 1
+    repeated: bool = False  # there was an update on the same documents before
 
     def __post_init__(self) -> None:
         packed = sorted(index for micro_batch in self.micro_batches for index in micro_batch)
@@ -168,6 +179,7 @@ class PackedLabels:
     old_logprobs: torch.Tensor = field(metadata=per_label("logprobs", np.float32))
     advantages: torch.Tensor = field(metadata=per_label("advantages", np.float32))
     model_version: torch.Tensor = field(metadata=per_label("model_version"))
+    recomputed_logprobs: torch.Tensor = field(metadata=per_label("recomputed_logprobs", np.float32))
     reference_logprobs: torch.Tensor = field(metadata=per_label("reference_logprobs", np.float32))
     # Per document.
     num_labels: torch.Tensor  # [D] int64

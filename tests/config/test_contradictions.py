@@ -224,6 +224,11 @@ CASES = [
         "1, run.yaml:2: model.compile: layers that are cut over parallel.tensor: 2 ranks are not compiled; remove "
         "one of the two",
     ),
+    (
+        sampled() + "loss: {kl_reference: {weight: 1.0, path: records}}\n",
+        "5, run.yaml:4: loss.kl_reference.path: records needs records that carry reference_logprobs; a sampler's have "
+        "none",
+    ),
 ]
 
 SECTION_CASES = [
@@ -242,6 +247,10 @@ SECTION_CASES = [
     (
         MODEL + "loss:\n  correction: {type: mask, low: 3, high: 2}\n",
         "3: loss.correction: low: 3 is above high: 2, so every label would weigh 0",
+    ),
+    (
+        MODEL + "loss:\n  kl_reference: {weight: 1.0, in: reward, estimator: k3}\n",
+        "3: loss.kl_reference: estimator: k3 is for in: loss; in the reward it is k1",
     ),
 ]
 

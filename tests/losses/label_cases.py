@@ -163,6 +163,7 @@ def labels_of(**known: Any) -> Labels:
         "truncated": torch.zeros(documents, dtype=torch.bool),
         "has": has,
     }
+    per_label["sampler_logprobs"] = known.get("old_logprobs", per_label["sampler_logprobs"])
     return Labels(**per_label | integers | per_document | known)
 
 

@@ -123,6 +123,7 @@ def _by_hand(documents: list[Rollout], padding: int) -> dict[str, list]:
                     ("advantages", document.advantages),
                     ("model_version", document.model_version),
                     ("reference_logprobs", document.reference_logprobs),
+                    ("recomputed_logprobs", document.recomputed_logprobs),
                 ):
                     made[name].append(0 if field is None else field[position])
         made["segments"].append(len(made["input_ids"]))
@@ -133,6 +134,7 @@ def _by_hand(documents: list[Rollout], padding: int) -> dict[str, list]:
         made["has model_version"].append(document.model_version is not None)
         made["has reward"].append(document.reward is not None)
         made["has reference_logprobs"].append(document.reference_logprobs is not None)
+        made["has recomputed_logprobs"].append(document.recomputed_logprobs is not None)
         made["has truncated"].append(document.truncated is not None)
         made["truncated"].append(document.truncated is True)
     made["position_ids"] += range(padding)
@@ -142,7 +144,7 @@ def _by_hand(documents: list[Rollout], padding: int) -> dict[str, list]:
 
 
 DTYPES = {"segments": torch.int32} | dict.fromkeys(
-    ("temperature", "old_logprobs", "advantages", "reward", "reference_logprobs"), torch.float32
+    ("temperature", "old_logprobs", "advantages", "reward", "reference_logprobs", "recomputed_logprobs"), torch.float32
 )
 DTYPES |= {"truncated": torch.bool} | dict.fromkeys(("rewards format", "rewards unit"), torch.float32)
 DTYPES |= {f"has {name}": torch.bool for name in OPTIONAL_FIELDS}

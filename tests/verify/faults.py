@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from truestep import train
 from truestep.head import logits, passes
 from truestep.losses import label_losses
 from truestep.losses.corrections import Correction
@@ -25,6 +26,7 @@ from truestep.step.label_shares import MicroBatch
 from truestep.step.passes import Passes
 from truestep.step.runner import StepRunner
 from truestep.step.schedule import Pass
+from truestep.step.scoring import BeforeUpdates
 from truestep.types import PackedBatch, StepPlan, StepTotals
 
 _LOCAL_LABELS = [0]
@@ -217,6 +219,17 @@ def extremes_of_a_stage_without_a_loss() -> None:
         return sums, passes
 
     StepRunner._accumulate = reporting  # type: ignore[method-assign]
+
+
+def recomputed_after_the_update() -> None:
+    """Old log-probs are computed anew at every update: the ratio is always 1."""
+    BeforeUpdates.computed = lambda self, plan, scores: None  # type: ignore[method-assign]
+
+
+def reference_that_is_trained() -> None:
+    """The policy itself stands for the reference."""
+    honest = train.make_before_updates
+    train.make_before_updates = lambda config, runner, load: honest(config, runner, lambda path: runner.policy)
 
 
 def masked_labels_leave_the_denominator() -> None:

@@ -234,6 +234,42 @@ def test_a_fault_in_a_correction_is_found_and_named(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("plant", "named", "over"),
+    [
+        (faults.recomputed_after_the_update, "", {"loss__old_logprobs": "recompute", "schedule__updates_per_batch": 2}),
+        (faults.reference_that_is_trained, "reference", {"loss__kl_reference__weight": 0.1}),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_fault_before_the_update_is_found_and_named(
+    plant: Callable[[], None], named: str, over: dict[str, Any], examples: Path
+) -> None:
+    over = over | {"optimizer__learning_rate": 0.01, "model__dtype": "float32"}
+    verdict = judge(examples, "smallest micro-batches", plant, name="gmpo", **over)
+    assert verdict.failure is None, verdict.failure
+    found = {difference.kind: difference for difference in verdict.wrong}
+    assert named in found["metric"].name, complaints(verdict)
+
+
+@pytest.mark.long
+def test_references_pass_under_layouts_of_every_kind(examples: Path) -> None:
+    """With the trainer's own old log-probs, two updates on the same documents, and another model as the reference."""
+    over = {
+        "loss.old_logprobs": "recompute",
+        "schedule.updates_per_batch": 2,
+        "loss.kl_reference.weight": 0.1,
+        "loss.kl_reference.path": "examples/model",
+        "optimizer.learning_rate": 0.01,
+        "model.dtype": "float32",
+    }
+    config = load_config(examples / "dppo.yaml", [f"--{name}={value}" for name, value in over.items()])
+    names = {"one process", "head: 1 row a chunk", "FSDP 2", "context 2", "tensor 2", "pipeline 2"}
+    verdicts = verify(config, Path("out"), only=lambda layout: layout.name in names)
+    assert len(verdicts) == len(names) and all(v.passed for v in verdicts), [complaints(v) for v in verdicts]
+
+
+@pytest.mark.long
 def test_ranks_that_hang_are_a_failure_with_a_reason(examples: Path) -> None:
     # Two documents a step over four ranks.
     verdict = judge(examples, "FSDP 4, ragged ranks", faults.ragged_ranks_hang, documents=4, schedule__stall_timeout=3)

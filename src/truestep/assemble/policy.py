@@ -14,7 +14,8 @@ def join_ranks(config: Config) -> Ranks:
     return join(layout, device=config.model.device, stall_timeout=config.schedule.stall_timeout)
 
 
-def make_policy(config: Config, ranks: Ranks, path: str | None = None) -> Policy:
+def make_policy(config: Config, ranks: Ranks, path: str | None = None, *, frozen: bool = False) -> Policy:
+    """Load the policy, or with `frozen` a model beside it whose weights are never trained."""
     model, head = config.model, config.model.head
     chunk = None if head.logits_chunk_size == "auto" else head.logits_chunk_size
     return load_policy(
@@ -35,4 +36,5 @@ def make_policy(config: Config, ranks: Ranks, path: str | None = None) -> Policy
         reshard_after_forward=config.parallel.reshard_after_forward,
         reduce_each=config.parallel.reduce_each_micro_batch,
         stages_per_rank=config.parallel.stages_per_rank,
+        frozen=frozen,
     )

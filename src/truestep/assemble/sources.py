@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from truestep.assemble.rewards import Raters, check_rewards, sampler_rewards
+from truestep.assemble.step import needs_logprobs, takes_reference_of_records
 from truestep.config.schema import Config
 from truestep.config.sections import DirectorySource, InProcessSampler, RedisSource, SamplerConfig, ServerSampler
 from truestep.custom import check_options, load_custom
@@ -111,7 +112,12 @@ def advantage_rule(config: Config) -> AdvantageRule:
 def _checks(config: Config, vocabulary_size: int, tokenizer: Callable[[], Any]) -> Checks:
     data, supervised = config.data, config.loss.supervised
     return Checks(
-        Needs(logprobs=not supervised, advantages=not supervised, advantage_rule=advantage_rule(config)),
+        Needs(
+            logprobs=needs_logprobs(config),
+            advantages=not supervised,
+            advantage_rule=advantage_rule(config),
+            reference_logprobs=takes_reference_of_records(config),
+        ),
         vocabulary_size,
         data.temperature,
         max_tokens=data.tokens_per_microbatch,

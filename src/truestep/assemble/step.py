@@ -1,5 +1,8 @@
 """Makes the parts of a step: its objective, its runner, its plans, the learning rate, the optimizer."""
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 
 from truestep.config.schema import Config
@@ -9,6 +12,8 @@ from truestep.losses.corrections import Correction, OffPolicyMask
 from truestep.losses.label_losses import make_label_loss
 from truestep.losses.measure import Measure
 from truestep.losses.objective import Denominator, Objective
+from truestep.losses.reference import KlReference
+from truestep.policy.errors import ModelError
 from truestep.policy.policy import Policy
 from truestep.policy.weights.protocol import Weights
 from truestep.rollouts.source import Source
@@ -16,6 +21,9 @@ from truestep.step.optimizer import LearningRate, load_optimizer, make_adamw, ma
 from truestep.step.plan import StepRule
 from truestep.step.queue import PlanQueue
 from truestep.step.runner import StepRunner
+from truestep.step.scoring import BeforeUpdates
+
+FROM_RECORDS = "records"  # as loss.kl_reference.path: the records' own reference_logprobs
 
 
 def make_objective(config: Config) -> Objective:
@@ -30,7 +38,58 @@ def make_objective(config: Config) -> Objective:
         gradient_divisor=1.0 if loss.gradient_divisor == "none" else loss.gradient_divisor,
         correction=None if correction is None else Correction(**correction.model_dump()),
         off_policy_mask=None if threshold is None else OffPolicyMask(threshold),
+        recompute=recomputes(config),
+        kl_reference=_kl_reference(config),
     )
+
+
+def recomputes(config: Config) -> bool:
+    """Tell whether the old log-probs are the trainer's own."""
+    return getattr(config.loss, "old_logprobs", "sampler") == "recompute"
+
+
+def needs_logprobs(config: Config) -> bool:
+    """Tell whether the loss needs the sampler's log-probs."""
+    loss = config.loss
+    corrects = getattr(loss, "correction", None) is not None or getattr(loss, "off_policy_mask", None) is not None
+    return not loss.supervised and (corrects or not recomputes(config))
+
+
+def takes_reference_of_records(config: Config) -> bool:
+    options = getattr(config.loss, "kl_reference", None)
+    return options is not None and options.path == FROM_RECORDS
+
+
+def starts_from_first_weights(config: Config) -> bool:
+    """Tell whether the reference is the run's first weights."""
+    options = getattr(config.loss, "kl_reference", None)
+    return options is not None and options.path is None
+
+
+def _kl_reference(config: Config) -> KlReference | None:
+    options = getattr(config.loss, "kl_reference", None)
+    if options is None:
+        return None
+    in_reward = getattr(options, "in") == "reward"
+    return KlReference(options.weight, options.estimator or ("k1" if in_reward else "k3"), in_reward)
+
+
+def make_before_updates(
+    config: Config, runner: StepRunner, make_reference: Callable[[str | None], Policy]
+) -> BeforeUpdates:
+    """Make what is computed of a step's documents before the first update on them. `make_reference` loads the policy of
+    `loss.kl_reference.path`."""
+    options = getattr(config.loss, "kl_reference", None)
+    keeps_own = recomputes(config) and config.schedule.updates_per_batch > 1
+    if options is None or takes_reference_of_records(config):
+        return BeforeUpdates(keeps_own=keeps_own)
+    policy = make_reference(options.path)
+    if policy.vocabulary_size != runner.policy.vocabulary_size:
+        raise ModelError(
+            f"loss.kl_reference.path: {policy.path} has a vocabulary of {policy.vocabulary_size} tokens, and the "
+            f"policy one of {runner.policy.vocabulary_size}: their log-probs cannot be compared"
+        )
+    return BeforeUpdates(lambda: replace(runner, policy=policy), keeps_own=keeps_own)
 
 
 def make_runner(config: Config, policy: Policy) -> StepRunner:

@@ -6,7 +6,7 @@ Imports no torch.
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, Tag, model_validator
+from pydantic import Field, Tag, create_model, model_validator
 
 from truestep.config.section import Count, NotNegative, Positive, Section, by_type
 from truestep.custom import CustomError, make_custom
@@ -62,8 +62,59 @@ class CorrectionConfig(Section):
         return self
 
 
+class _KlReference(Section):
+    @model_validator(mode="after")
+    def _the_reward_has_its_estimator(self) -> "_KlReference":
+        estimator = getattr(self, "estimator", None)
+        if getattr(self, "in", None) == "reward" and estimator not in (None, "k1"):
+            raise ValueError(f"estimator: {estimator} is for in: loss; in the reward it is k1")
+        return self
+
+
+# Made by a call: `in` is an option's name, and a word that a Python class cannot have as an attribute.
+KlReferenceConfig = create_model(
+    "KlReferenceConfig",
+    __base__=_KlReference,
+    **{
+        "weight": (Positive, Field(description="The weight of the divergence.")),
+        "estimator": (
+            Literal["k1", "k2", "k3", "unbiased"] | None,
+            Field(
+                None,
+                description="The estimate at each label, with r its log-prob less the reference's. k1: r. k2: r "
+                "squared, halved. k3: exp(-r) - 1 + r. unbiased: the importance ratio times k3. null: k3 in the "
+                "loss, k1 in the reward.",
+            ),
+        ),
+        "in": (
+            Literal["loss", "reward"],
+            Field(
+                "loss",
+                description="loss: a term of the loss, with its denominator. reward: each label's advantage is less by "
+                "the weight times the old log-prob less the reference's.",
+            ),
+        ),
+        "path": (
+            str | None,
+            Field(
+                None,
+                description="The reference: a Hugging Face directory of the same vocabulary. null: the run's first "
+                "weights. records: the records' own reference_logprobs.",
+            ),
+        ),
+    },  # type: ignore[call-overload]
+)
+
+
 class PolicyLoss(LossBase):
     """The losses that learn from advantages."""
+
+    old_logprobs: Literal["sampler", "recompute"] = "sampler"
+    """The log-probs that the importance ratio starts from. sampler: the record's. recompute: the trainer's own, of the
+    weights before the first update on the documents. The ratio is then what the updates moved, and corrections are of
+    what the sampler's log-probs differ by. It takes no further pass over the model."""
+    kl_reference: KlReferenceConfig | None = None  # type: ignore[valid-type]
+    """The divergence from a reference whose weights are not trained. null: none."""
 
     correction: CorrectionConfig | None = None
     """A constant weight on the policy loss of each label, from how far its probability is from the sampler's. A label
@@ -169,7 +220,7 @@ class CustomLoss(PolicyLoss):
             self.custom  # noqa: B018
         except CustomError as error:
             raise ValueError(str(error).removeprefix("loss.")) from error
-        corrected = [name for name in PolicyLoss.__annotations__ if getattr(self, name) is not None]
+        corrected = [name for name in PolicyLoss.__annotations__ if getattr(self, name) not in (None, "sampler")]
         if self.supervised and corrected:
             raise ValueError(f"{corrected[0]} corrects a policy loss, and {self.function} is supervised")
         if self.correction is not None and self.correction.level == "label" and self._of_whole_documents:

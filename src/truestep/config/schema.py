@@ -227,4 +227,20 @@ def _ranks(config: "Config") -> Iterator[str]:
         )
 
 
-_RULES = (_documents, _sampled_groups, _advantages, _step_documents, _steps, _evaluation, _learning_rate, _ranks)
+def _reference(config: "Config") -> Iterator[str]:
+    options = getattr(config.loss, "kl_reference", None)
+    if options is not None and options.path == "records" and config.sampler is not None:
+        yield "loss.kl_reference.path: records needs records that carry reference_logprobs; a sampler's have none"
+
+
+_RULES = (
+    _reference,
+    _documents,
+    _sampled_groups,
+    _advantages,
+    _step_documents,
+    _steps,
+    _evaluation,
+    _learning_rate,
+    _ranks,
+)

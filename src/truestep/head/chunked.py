@@ -84,8 +84,18 @@ class SharedDocuments:
     loss: SharedLossFunction
 
 
-def forward(head: HeadRows) -> RowStatistics:
-    return _statistics(head, slice(0, len(head.label_ids)), head.rows_per_chunk)
+def forward(
+    head: HeadRows, *, document_labels: Sequence[int] | None = None, shared: SharedDocuments | None = None
+) -> RowStatistics:
+    """Compute the statistics alone, in the chunks that `forward_backward` cuts when it is given the same."""
+    size, count = head.rows_per_chunk, len(head.label_ids)
+    spans = [slice(0, count)]
+    if document_labels is not None and shared is None:
+        spans = _spans(0, size, document_labels)
+    elif document_labels is not None and shared is not None:
+        inside = _spans(shared.lead, size, document_labels)
+        spans = [slice(0, shared.lead), *inside, slice(count - shared.tail, count)]
+    return _join([part for span in spans for part in _parts(head, span, size)], head)
 
 
 def forward_backward(
@@ -199,7 +209,11 @@ def _cut(span: slice, size: int) -> list[slice]:
 
 
 def _statistics(head: HeadRows, span: slice, size: int) -> RowStatistics:
-    return _join([head.forward(rows, keep=False)[1] for rows in _cut(span, size)], head)
+    return _join(_parts(head, span, size), head)
+
+
+def _parts(head: HeadRows, span: slice, size: int) -> list[RowStatistics]:
+    return [head.forward(rows, keep=False)[1] for rows in _cut(span, size)]
 
 
 def _join(parts: list[RowStatistics], head: HeadRows) -> RowStatistics:

@@ -4,7 +4,7 @@ Dimensions: T labels, D documents of the micro-batch.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -34,9 +34,11 @@ class Labels(PackedLabels):
     logprobs: torch.Tensor = field(metadata=per_label())  # of the policy being trained
     entropy: torch.Tensor = field(metadata=per_label())
     logsumexp: torch.Tensor = field(metadata=per_label())
+    sampler_logprobs: torch.Tensor = field(metadata=per_label())  # those of the record
     # One over the step's denominator: the only place where anything is divided.
     weight: torch.Tensor = field(metadata=per_label())
     reduce_documents: DocumentReducer = no_reduction
+    recomputed: bool = False  # the old log-probs are the trainer's own and not the sampler's
 
     @staticmethod
     def of(
@@ -48,6 +50,7 @@ class Labels(PackedLabels):
         return Labels(
             **vars(packed),
             **vars(statistics),
+            sampler_logprobs=packed.old_logprobs,
             weight=weight.to(statistics.logprobs.dtype),
             reduce_documents=reduce_documents,
         )
@@ -57,13 +60,17 @@ class Labels(PackedLabels):
         return self.logprobs - self.old_logprobs
 
     @property
-    def sampler_logprobs(self) -> torch.Tensor:  # [T]
-        return self.old_logprobs
-
-    @property
     def log_importance(self) -> torch.Tensor:  # [T]
         """The logarithm of c, by which the sampler's probability of each label is to be corrected."""
-        return self.log_ratio
+        return self.old_logprobs - self.sampler_logprobs if self.recomputed else self.log_ratio
+
+    def recompute(self) -> "Labels":
+        """Take the trainer's own log-probs of the weights before the first update for the old ones: those that are
+        kept, and in the first update those of its own forward pass, as constants."""
+        kept = self.has_label("recomputed_logprobs")
+        old = torch.where(kept, self.recomputed_logprobs, self.logprobs.detach())
+        has = {**self.has, "sampler_logprobs": self.has["logprobs"], "logprobs": torch.ones_like(self.has["logprobs"])}
+        return replace(self, old_logprobs=old, has=has, recomputed=True)
 
     def has_label(self, name: str) -> torch.Tensor:  # [T] bool
         """Tell for each label whether its document has a field that a record may lack."""

@@ -109,6 +109,32 @@ def _ratio(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     return metrics
 
 
+def _sampler(labels: Labels, step: StepFacts) -> dict[str, Metric]:
+    """Measure how far the old log-probs, where they are the trainer's own, are from the sampler's, label by label."""
+    if not labels.recomputed:
+        return {}
+    present, label_present = labels.has["sampler_logprobs"], labels.has_label("sampler_logprobs")
+    log_ratio = labels.old_logprobs.double() - labels.sampler_logprobs.double()
+    log_ratio = torch.where(label_present, log_ratio, 0)
+    return {
+        "sampler_logprobs": document_mean(labels, labels.sampler_logprobs, present),
+        "ratio_old_sampler": document_mean(labels, log_ratio.exp(), present),
+        "kl_old_sampler": document_mean(labels, log_ratio.expm1() - log_ratio, present),
+    }
+
+
+def _reference(labels: Labels, step: StepFacts) -> dict[str, Metric]:
+    """Measure the divergence from the reference, without its weight."""
+    kl_reference = step.objective.kl_reference
+    if kl_reference is None:
+        return {}
+    present = labels.has["reference_logprobs"]
+    return {
+        "reference_logprobs": document_mean(labels, labels.reference_logprobs, present),
+        "kl_new_reference": document_mean(labels, kl_reference(labels).loss.double(), present),
+    }
+
+
 def _clipped(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     """Measure the clipped fractions. The ratio is float32, as it is where the loss compares it with its bounds."""
     present, label_present = labels.has["logprobs"], labels.has_label("logprobs")
@@ -198,6 +224,8 @@ def _entropy(labels: Labels, step: StepFacts) -> dict[str, Metric]:
 BUILT_IN: tuple[tuple[str, Measure], ...] = (
     ("none", _loss),
     ("basic", _ratio),
+    ("basic", _sampler),
+    ("basic", _reference),
     ("basic", _clipped),
     ("basic", _gradient_taken),
     ("basic", _weighed_away),

@@ -12,6 +12,7 @@ import torch
 from truestep.losses.corrections import Correction, OffPolicyMask
 from truestep.losses.label_losses import LabelLoss, LabelTerm, Switch
 from truestep.losses.labels import Labels
+from truestep.losses.reference import KlReference
 from truestep.types import Coefficients, StepTotals
 
 
@@ -50,11 +51,26 @@ class Objective:
     gradient_divisor: float | Literal["deepspeed"] = 1.0
     correction: Correction | None = None
     off_policy_mask: OffPolicyMask | None = None
+    recompute: bool = False  # old log-probs are the trainer's own
+    kl_reference: KlReference | None = None
 
     @property
     def whole_documents(self) -> bool:
         corrected = self.correction is not None and self.correction.whole_documents
         return self.label_loss.whole_documents or corrected or self.off_policy_mask is not None
+
+    def prepare(self, labels: Labels) -> Labels:
+        """Put the old log-probs and the advantages in place that this objective takes."""
+        if self.recompute:
+            labels = labels.recompute()
+        if self.kl_reference is not None and self.kl_reference.in_reward:
+            labels = replace(labels, advantages=labels.advantages - self.kl_reference.penalty(labels))
+        return labels
+
+    @property
+    def kl_term(self) -> KlReference | None:
+        """The divergence from the reference, where it is a term of the loss."""
+        return None if self.kl_reference is None or self.kl_reference.in_reward else self.kl_reference
 
     def policy_weights(self, labels: Labels) -> torch.Tensor | None:  # [T]
         """Compute the constant weight of each label's policy loss; None where nothing is corrected."""
@@ -75,6 +91,8 @@ class Objective:
         divisor = documents if self.gradient_divisor == "deepspeed" else self.gradient_divisor
         weight = labels.weight / divisor
         slope = self.policy_term(labels).slope * weight
+        if self.kl_term is not None:
+            slope = slope + self.kl_term.weight * self.kl_term(labels).slope * weight
         a, b, c = -slope, None, -slope
         if self.entropy_bonus:
             b = self.entropy_bonus * weight
@@ -87,6 +105,8 @@ class Objective:
         """Compute each term's contribution per label, [T] in float64: over the step's labels they sum to its loss."""
         weight = labels.weight.double()
         terms = {"policy_loss": self.policy_term(labels).loss * weight}
+        if self.kl_term is not None:
+            terms["kl_reference"] = self.kl_term.weight * self.kl_term(labels).loss * weight
         if self.entropy_bonus:
             terms["entropy_bonus"] = -self.entropy_bonus * labels.entropy * weight
         if self.z_loss:
@@ -95,5 +115,6 @@ class Objective:
 
     def switches(self, labels: Labels) -> list[Switch]:
         """List the values at which the objective changes its formula."""
-        parts = (self.label_loss, self.correction, self.off_policy_mask)
+        # A recomputed ratio is 1 before the first update, whatever the sampler said.
+        parts = (None if self.recompute else self.label_loss, self.correction, self.off_policy_mask)
         return [switch for part in parts if part is not None for switch in part.switches(labels)]

@@ -15,6 +15,7 @@ ARRAYS: dict[str, type] = {
     "advantages": np.float32,
     "model_version": np.int64,
     "reference_logprobs": np.float32,
+    "recomputed_logprobs": np.float32,
 }
 
 

@@ -47,6 +47,7 @@ class Needs:
     logprobs: bool
     advantages: bool
     advantage_rule: AdvantageRule | str  # none: records carry `advantage`
+    reference_logprobs: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def parse_record(raw: Any, where: str, checks: Checks) -> Rollout:
             group_id=group_id,
             temperature=float(checks.default_temperature) if temperature is None else temperature,
             model_version=_on_labels(record, "model_version", values.version, loss_mask),
-            reference_logprobs=_reference_logprobs(record, loss_mask),
+            reference_logprobs=_reference_logprobs(record, loss_mask, checks.needs),
             truncated=_single(record, "truncated", values.true_or_false),
             rewards=_rewards(record),
             metadata=_metadata(record),
@@ -198,9 +199,12 @@ def _advantages(
     raise BadRecord("group_id is missing: advantages come from the rewards of the record's group")
 
 
-def _reference_logprobs(record: Record, loss_mask: np.ndarray) -> np.ndarray | None:
+def _reference_logprobs(record: Record, loss_mask: np.ndarray, needs: Needs) -> np.ndarray | None:
     _list(record, "reference_logprobs")  # as with logprobs, one number is none of any label's
-    return _on_labels(record, "reference_logprobs", values.logprob, loss_mask)
+    found = _on_labels(record, "reference_logprobs", values.logprob, loss_mask)
+    if found is None and needs.reference_logprobs and loss_mask.any():
+        raise BadRecord("reference_logprobs is missing: this run's loss takes the reference from the records")
+    return found
 
 
 def _rewards(record: Record) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """The queue of plans made from a source. It holds the only state that a plan depends on, besides the source's."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from truestep.rollouts.source import PeekableSource, Source, SourceError
@@ -21,7 +22,8 @@ class PlanQueue:
 
     def next_plan(self) -> StepPlan | None:
         """Make the next step's plan; None at the end of the data."""
-        if self._repeats_left:
+        repeated = self._repeats_left > 0
+        if repeated:
             self._repeats_left -= 1
         else:
             documents = self._take_exact() if self._rule.exact else self._take_packed()
@@ -30,7 +32,7 @@ class PlanQueue:
             self._documents = list(documents)
             self._repeats_left = self._updates_per_batch - 1
         make_plan = plan_exactly if self._rule.exact else plan_packed
-        plan = make_plan(self._documents, self._rule, self.documents_seen)
+        plan = replace(make_plan(self._documents, self._rule, self.documents_seen), repeated=repeated)
         self.documents_seen = plan.documents_seen_after
         return plan
 

@@ -54,7 +54,7 @@ class _RankSums:
 class StepRunner:
     policy: Policy
     objective: Objective
-    metrics_level: str = "basic"
+    metrics_level: str | None = "basic"  # None: nothing is measured
     pad_to_multiple: int = 1
     breadth_first: int = 1  # micro-batches that share a gathering of the weights
     custom_metrics: Mapping[str, Measure] = field(default_factory=dict)  # a user's own, by import path
@@ -142,10 +142,11 @@ class StepRunner:
 
     def _measure(self, sums: _RankSums, micro_batch: MicroBatch, plan: StepPlan, statistics: RowStatistics) -> None:
         """Add a micro-batch's metrics to the rank's, and its scores where they are kept."""
-        labels = micro_batch.score(slice(None), statistics)
-        facts = StepFacts(self.objective, plan.documents_seen)
-        measured = measure_labels(labels, facts, self.metrics_level, self.custom_metrics)
-        sums.metrics.update(merge(sums.metrics, measured))
+        if self.metrics_level is not None:
+            labels = self.objective.prepare(micro_batch.score(slice(None), statistics))
+            facts = StepFacts(self.objective, plan.documents_seen)
+            measured = measure_labels(labels, facts, self.metrics_level, self.custom_metrics)
+            sums.metrics.update(merge(sums.metrics, measured))
         if self.keep_scores:
             sums.scores.update(_scores(micro_batch, plan, statistics))
 
@@ -158,25 +159,23 @@ class StepRunner:
 
         def loss(chunk: slice, statistics: RowStatistics) -> Coefficients:
             among_all = slice(share.own.start + chunk.start, share.own.start + chunk.stop)
-            return objective.coefficients(micro_batch.score(among_all, statistics), totals)
+            return objective.coefficients(objective.prepare(micro_batch.score(among_all, statistics)), totals)
 
         def shared_loss(rows: torch.Tensor, statistics: RowStatistics) -> Coefficients:
             assert share.context is not None
             labels = micro_batch.score(share.own.start + rows, statistics, share.context.sum)
-            return objective.coefficients(labels, totals)
+            return objective.coefficients(objective.prepare(labels), totals)
 
         labels, shard = micro_batch.labels[share.own], self.policy.vocabulary_shard
         pieces = share.pieces(micro_batch.label_counts) if objective.whole_documents else None
         with self.policy.weights.head(self.policy.model) as (weight, weight_gradient), torch.no_grad():
             head = HeadRows(rows.detach(), weight, labels.ids, labels.temperature, self.policy.head, shard)
+            whole = None if pieces is None else pieces.whole
+            shared = SharedDocuments(pieces.lead, pieces.tail, shared_loss) if pieces and share.context else None
             if not backward:
-                return share.gather(chunked.forward(head)), None
+                return share.gather(chunked.forward(head, document_labels=whole, shared=shared)), None
             result = chunked.forward_backward(
-                head,
-                loss,
-                weight_gradient=weight_gradient,
-                document_labels=None if pieces is None else pieces.whole,
-                shared=SharedDocuments(pieces.lead, pieces.tail, shared_loss) if pieces and share.context else None,
+                head, loss, weight_gradient=weight_gradient, document_labels=whole, shared=shared
             )
         return share.gather(result.statistics), result.hidden_gradient
 

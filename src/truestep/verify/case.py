@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from truestep.assemble.sources import advantage_rule, read_documents
-from truestep.assemble.step import make_objective
+from truestep.assemble.step import FROM_RECORDS, make_objective
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.files import write_json_lines
@@ -41,6 +41,7 @@ class Case:
     options: dict[str, Any]
     records: list[Record]
     budget: int
+    reference: Path | None = None  # the model that the policy is held near to, where the loss has one
 
     def steps(self, records: Sequence[Record]) -> list[list[Record]]:
         """Cut records into the batches of the steps; a batch comes once for each update on it."""
@@ -66,12 +67,13 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
         records = [reduce_record(record, _MOST_TOKENS) for record in records]
     if not config.loss.supervised and not full:
         redraw_logprobs(model, records, make_objective(config), seed, config.model.trust_remote_code)
+    reference, loss = _reference(config, model, scratch, full)
     longest = max(len(record["input_ids"]) for record in records)
     budget = config.data.tokens_per_microbatch if full else 3 * longest
     write_json_lines(scratch / "rollouts.jsonl", records)
     options = {
         "model": config.model.model_dump() | {"path": str(model), "dtype": "float32"},
-        "loss": config.loss.model_dump() | {"metrics": "full"},
+        "loss": loss | {"metrics": "full"},
         "data": {
             "path": str(scratch / "rollouts.jsonl"),
             **_advantages(config, over_step),
@@ -91,7 +93,23 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
         "logging": {"console": False, "custom_metrics": config.logging.custom_metrics},
         "seed": seed,
     }
-    return Case(scratch, model, options, records, budget)
+    return Case(scratch, model, options, records, budget, reference)
+
+
+def _reference(config: Config, model: Path, scratch: Path, full: bool) -> tuple[Path | None, dict[str, Any]]:
+    """Find or make the model of loss.kl_reference, and give the options of the loss with it."""
+    loss = config.loss.model_dump()
+    options = loss.get("kl_reference")
+    if options is None or options["path"] == FROM_RECORDS:
+        return None, loss
+    if options["path"] is None:
+        return model, loss
+    reference = Path(options["path"])
+    if not (reference / "config.json").is_file():
+        raise VerifyError(f"loss.kl_reference.path: {reference} is not a Hugging Face model directory")
+    if not full:
+        reference = reduce_model(reference, scratch / "reference", config.seed + 1, config.model.trust_remote_code)
+    return reference, loss | {"kl_reference": options | {"path": str(reference)}}
 
 
 def _advantages(config: Config, over_step: bool) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from truestep.step.optimizer import grouped, load_optimizer
 from truestep.verify.case import Case
 from truestep.verify.oracle.records import Record
-from truestep.verify.oracle.step import OracleResult, oracle_step
+from truestep.verify.oracle.step import OracleResult, oracle_logprobs, oracle_step
 from truestep.verify.reference import Reference
 
 # These depend on the layout by their nature, or are counted elsewhere.
@@ -57,7 +57,9 @@ class Comparer:
             wanted = [record["id"] for record in records]
             if sorted(written["documents"]) != sorted(wanted) or written["documents_seen"] != seen:
                 yield Difference(number, "documents", _other_documents(written["documents"], wanted), math.inf)
-            oracle = self._reference(weights, records, seen)
+            update = (number - 1) % self._case.options["schedule"]["updates_per_batch"]
+            before = load_file(output / str(number - update) / "weights.safetensors") if update else None
+            oracle = self._reference(weights, records, seen, before)
             after = load_file(output / str(number + 1) / "weights.safetensors")
             for kind, name, value in chain(
                 _of_step(written, gradients, oracle),
@@ -84,10 +86,20 @@ class Comparer:
         squares = sum(float((gradients[n].double() - g).square().sum()) for n, g in oracle.gradients.items())
         return math.sqrt(squares) / max(oracle.grad_norm, 1e-30)
 
-    def _reference(self, weights: Mapping[str, torch.Tensor], records: Sequence[Record], seen: int) -> OracleResult:
+    def _reference(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        records: Sequence[Record],
+        seen: int,
+        before: Mapping[str, torch.Tensor] | None = None,
+    ) -> OracleResult:
+        """Compute a step of these weights. `before`: those of the first update on the same documents, if it was not
+        this one."""
+        recomputes = self._loss.get("old_logprobs") == "recompute"
         digest = hashlib.sha256(f"{seen} {[record['id'] for record in records]}".encode())
-        for name in sorted(weights):
-            digest.update(weights[name].numpy().tobytes())
+        for tensors in (weights, *((before,) if before is not None and recomputes else ())):
+            for name in sorted(tensors):
+                digest.update(tensors[name].numpy().tobytes())
         key = digest.hexdigest()
         if key not in self._references:
             model = Reference(self._case.model, weights, self._case.options["model"]["trust_remote_code"])
@@ -95,8 +107,25 @@ class Comparer:
             if data["advantages"] != "none":
                 data = data | {"advantages": "given"}
             config = {"loss": self._loss, "data": data}
-            self._references[key] = oracle_step(model, list(records), config, documents_seen_before_step=seen)
+            own = self._logprobs(self._case.model, before, records) if before is not None and recomputes else None
+            theirs = None
+            if self._case.reference is not None:
+                theirs = self._logprobs(self._case.reference, None, records)
+            self._references[key] = oracle_step(
+                model,
+                list(records),
+                config,
+                documents_seen_before_step=seen,
+                recomputed_logprobs=own,
+                reference_logprobs=theirs,
+            )
         return self._references[key]
+
+    def _logprobs(
+        self, model: Path, weights: Mapping[str, torch.Tensor] | None, records: Sequence[Record]
+    ) -> list[list[float]]:
+        trusted = self._case.options["model"]["trust_remote_code"]
+        return oracle_logprobs(Reference(model, weights, trusted), list(records))
 
 
 def _other_documents(trained: Sequence[str], wanted: Sequence[str]) -> str:
@@ -107,7 +136,7 @@ def _other_documents(trained: Sequence[str], wanted: Sequence[str]) -> str:
 
 def _unknown_metrics(metrics: dict[str, Any], oracle: OracleResult) -> list[str]:
     """List the metrics that measured something and that the oracle does not know."""
-    passed_over = {*_NOT_COMPARED, "policy_loss", "entropy_bonus", "z_loss", *oracle.metrics}
+    passed_over = {*_NOT_COMPARED, "policy_loss", "entropy_bonus", "z_loss", "kl_reference", *oracle.metrics}
     # Percentiles of a histogram are passed over: they are no sums of terms.
     return [n for n, v in metrics.items() if v and n not in passed_over and not n.startswith("log_ratio_p")]
 

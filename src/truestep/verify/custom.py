@@ -50,6 +50,7 @@ def document_labels(
         document.reward,
         document.reference_logprobs,
         document.truncated,
+        None,
     )
     has = zip(OPTIONAL_FIELDS, optional, strict=True)
     return Labels(
@@ -61,6 +62,9 @@ def document_labels(
         advantages=vector(document.advantages),
         model_version=vector(document.versions, torch.int64),
         reference_logprobs=vector(document.reference_logprobs),
+        recomputed_logprobs=vector(None),
+        sampler_logprobs=vector(document.sampler_logprobs or document.old_logprobs),
+        recomputed=document.sampler_logprobs is not None,
         num_labels=torch.tensor([count]),
         reward=torch.tensor([document.reward or 0.0], dtype=torch.float64),
         rewards={name: torch.tensor([value]) for name, value in document.rewards.items()},

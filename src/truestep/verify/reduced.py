@@ -186,4 +186,5 @@ def _switches(objective: Objective, document: Document, new: Sequence[float]) ->
     if not new:
         return []
     zeros = torch.zeros(len(new), dtype=torch.float64)
-    return objective.switches(document_labels(document, torch.tensor(new, dtype=torch.float64), zeros, zeros))
+    labels = document_labels(document, torch.tensor(new, dtype=torch.float64), zeros, zeros)
+    return objective.switches(objective.prepare(labels))

@@ -60,8 +60,10 @@ def load_policy(
     reshard_after_forward: bool = True,
     reduce_each: bool = False,
     stages_per_rank: int = 1,
+    frozen: bool = False,
 ) -> Policy:
-    """Load, probe and cut a model. Lengths at which it changes its ways are probed up to `longest_document`."""
+    """Load, probe and cut a model. Lengths at which it changes its ways are probed up to `longest_document`. A `frozen`
+    one has no gradients, and no float32 weights beside those that it computes with."""
     directory = Path(path)
     pipeline = Pipeline(ranks.pipeline, stages_per_rank)
     model, tokenizer = _read(directory, trust_remote_code, ranks, pipeline)
@@ -84,6 +86,8 @@ def load_policy(
     if dtype != "float32" and place.type == "cpu":
         accumulate_in_float32(model)
     buffers = {} if stages is None else saved_buffers(model)  # while every layer is still here
+    if frozen:
+        model.requires_grad_(False)
     pieces = _cut(model, probe, stages, place, ranks)
     weights: Weights
     if ranks.shards > 1:
@@ -94,6 +98,8 @@ def load_policy(
         read_parameters(model, place)
         weights = WholeWeights(model, compute, ranks, pieces)
     _check_numbers(directory, weights)
+    if frozen and ranks.shards == 1:
+        weights.frozen = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for layer in layers_of(model)[1]:
         layer.register_forward_hook(marks.layer_done)
     return Policy(model, directory, settings, weights, facts, tokenizer, read_companions(directory), stages, buffers)

@@ -15,8 +15,8 @@ LOSS_TYPES = ("grpo", "gspo", "reinforce", "cispo", "sapo", "gmpo", "dppo", "cro
 DEFAULT_EPSILONS = {"grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0), "gmpo": (0.4, 0.4)}
 KNOWN_OPTIONS = {
     "type", "epsilon_low", "epsilon_high", "dual_clip", "ratio_cap", "tau_positive", "tau_negative", "divergence",
-    "threshold", "correction", "off_policy_mask", "normalize_by", "max_labels", "gradient_divisor", "entropy_bonus",
-    "z_loss", "metrics", "custom",
+    "threshold", "old_logprobs", "kl_reference", "correction", "off_policy_mask", "normalize_by", "max_labels",
+    "gradient_divisor", "entropy_bonus", "z_loss", "metrics", "custom",
 }  # fmt: skip
 LARGEST_LOG_RATIO = 20.0
 
@@ -49,6 +49,8 @@ def complete_loss_config(options: dict[str, Any]) -> dict[str, Any]:
         "tau_negative": 1.05,
         "divergence": "tv",
         "threshold": 0.2,
+        "old_logprobs": "sampler",
+        "kl_reference": None,
         "correction": None,
         "off_policy_mask": None,
         "normalize_by": "document_means" if kind in ("gspo", "gmpo") else "labels",
@@ -76,6 +78,7 @@ def loss_terms(
     for document, labels in zip(documents, values, strict=True):
         losses = label_losses(document, labels, loss_config)
         weights = policy_weights(document, labels, loss_config)
+        terms_of_document: list[LabelValues] = []
         for loss, weight, label in zip(losses, weights, labels, strict=True):
             if loss_config["normalize_by"] == "labels":
                 denominator = num_labels
@@ -90,6 +93,11 @@ def loss_terms(
 
             # What weighs nothing adds nothing, whatever it is.
             terms.append(("policy_loss", weight * loss / denominator if weight else constant(0.0)))
+            if loss_config["kl_reference"] and loss_config["kl_reference"].get("in", "loss") == "loss":
+                index = len(terms_of_document)
+                divergence = reference_divergence(document, label, index, loss_config["kl_reference"])
+                terms.append(("kl_reference", loss_config["kl_reference"]["weight"] * divergence / denominator))
+            terms_of_document.append(label)
             if loss_config["entropy_bonus"]:
                 terms.append(("entropy_bonus", -loss_config["entropy_bonus"] * label.entropy / denominator))
             if loss_config["z_loss"]:
@@ -203,6 +211,34 @@ def is_masked(logprob: float, old: float, advantage: float, loss_config: dict[st
     return float32(divergence) > float32(loss_config["threshold"])
 
 
+def reference_divergence(document: Document, label: LabelValues, index: int, options: dict[str, Any]) -> Tensor:
+    """Estimate the divergence from the reference at one label, without its weight."""
+    if document.reference_logprobs is None:
+        raise ValueError(f"{document.id}: kl_reference needs the reference's log-probs")
+    distance = label.logprob - document.reference_logprobs[index]
+    estimator = options.get("estimator") or ("k1" if options.get("in") == "reward" else "k3")
+    if estimator == "k1":
+        return distance
+    if estimator == "k2":
+        return distance**2 / 2
+    if abs(distance.item()) > LARGEST_LOG_RATIO:
+        distance = constant(math.copysign(LARGEST_LOG_RATIO, distance.item()))
+    divergence = torch.exp(-distance) - 1.0 + distance
+    if estimator == "k3":
+        return divergence
+    ratio = clamped_ratio(label.logprob - (document.old_logprobs or [])[index])
+    if not ratio.requires_grad or not distance.requires_grad:
+        return constant(ratio.item() * divergence.item())
+    return ratio * divergence
+
+
+def importance_logs(document: Document, labels: list[LabelValues]) -> list[float]:
+    """Compute log c of every label: of the old log-probs and the sampler's where both are known, and else log rho."""
+    if document.sampler_logprobs is not None:
+        return [old - its for old, its in zip(document.old_logprobs or [], document.sampler_logprobs, strict=True)]
+    return [label.logprob.item() - old for label, old in zip(labels, document.old_logprobs or [], strict=True)]
+
+
 def policy_weights(document: Document, labels: list[LabelValues], loss_config: dict[str, Any]) -> list[float]:
     """Compute the constant weight of every label's policy loss: the correction's times the off-policy mask's."""
     corrections = correction_weights(document, labels, loss_config)
@@ -212,7 +248,7 @@ def policy_weights(document: Document, labels: list[LabelValues], loss_config: d
 
 def importances(document: Document, labels: list[LabelValues], level: str) -> list[float]:
     """Compute c of every label: its own, or that of its document."""
-    log_ratios = [v.logprob.item() - old for v, old in zip(labels, document.old_logprobs or [], strict=True)]
+    log_ratios = importance_logs(document, labels)
     if level == "document":
         log_ratios = [sum(log_ratios)] * len(labels)
     elif level == "document_mean":
@@ -251,7 +287,8 @@ def off_policy_kept(document: Document, labels: list[LabelValues], loss_config: 
     threshold = loss_config["off_policy_mask"]
     if threshold is None or not labels:
         return [1.0] * len(labels)
-    drift = sum(old - v.logprob.item() for v, old in zip(labels, document.old_logprobs or [], strict=True))
+    sampler = document.sampler_logprobs or document.old_logprobs or []
+    drift = sum(its - v.logprob.item() for v, its in zip(labels, sampler, strict=True))
     left_out = float32(drift / len(labels)) > float32(threshold)
     return [0.0 if left_out and advantage < 0 else 1.0 for advantage in document.advantages or []]
 

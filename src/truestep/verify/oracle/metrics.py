@@ -11,11 +11,13 @@ from truestep.verify.oracle.losses import (
     correction_weights,
     float32,
     gradient_changed,
+    importance_logs,
     importances,
     is_above,
     is_below,
     off_policy_kept,
     ratio_clamped,
+    reference_divergence,
     value_and_scale,
 )
 from truestep.verify.oracle.records import Document
@@ -30,12 +32,7 @@ def step_metrics(
     documents_seen_before_step: int,
 ) -> dict[str, Metric]:
     """Compute level `full` without percentiles, times and the gradient norm. A metric without input is absent."""
-    metrics: dict[str, Metric] = {"loss": value_and_scale(terms)}
-    for name in ("policy_loss", "entropy_bonus", "z_loss"):
-        contribution = [term for term in terms if term[0] == name]
-        if contribution:
-            metrics[name] = value_and_scale(contribution)
-
+    metrics = term_metrics(terms, loss_config)
     for name, count in [
         ("num_documents", len(documents)),
         ("num_labels", sum(len(document.positions) for document in documents)),
@@ -80,6 +77,52 @@ def step_metrics(
 
     metrics.update(ratio_metrics(ratios, loss_config))
     metrics.update(share_metrics(documents, values, loss_config))
+    metrics.update(distance_metrics(documents, values, loss_config))
+    return metrics
+
+
+def distance_metrics(
+    documents: list[Document], values: list[list[LabelValues]], loss_config: dict[str, Any]
+) -> dict[str, Metric]:
+    """Compute how far the old log-probs are from the sampler's, and the new ones from the reference's."""
+    metrics: dict[str, Metric] = {}
+    if loss_config["old_logprobs"] == "recompute":
+        sampled = [d for d in documents if d.positions and d.sampler_logprobs is not None]
+        logs = [importance_logs(document, []) for document in sampled]
+        metrics.update(document_mean("sampler_logprobs", [document.sampler_logprobs or [] for document in sampled]))
+        metrics.update(document_mean("ratio_old_sampler", logs, value=math.exp, scale=math.exp))
+        metrics.update(
+            document_mean(
+                "kl_old_sampler",
+                logs,
+                value=lambda log: math.exp(log) - log - 1.0,
+                scale=lambda log: math.exp(log) + abs(log) + 1.0,
+            )
+        )
+    if loss_config["kl_reference"]:
+        options = loss_config["kl_reference"]
+        distances = []
+        for document, labels in zip(documents, values, strict=True):
+            if labels:
+                pairs = [reference_divergence(document, label, at, options) for at, label in enumerate(labels)]
+                distances.append([pair.item() for pair in pairs])
+        known = [document.reference_logprobs or [] for document in documents if document.positions]
+        metrics.update(document_mean("reference_logprobs", known))
+        metrics.update(document_mean("kl_new_reference", distances, scale=lambda value: abs(value) + 1.0))
+    return metrics
+
+
+def term_metrics(terms: list[tuple[str, Tensor]], loss_config: dict[str, Any]) -> dict[str, Metric]:
+    """Compute the loss and what each kind of term adds to it."""
+    metrics: dict[str, Metric] = {"loss": value_and_scale(terms)}
+    for name in ("policy_loss", "entropy_bonus", "z_loss", "kl_reference"):
+        contribution = [term for term in terms if term[0] == name]
+        if contribution:
+            metrics[name] = value_and_scale(contribution)
+    if "kl_reference" in metrics:
+        # Decision: near the reference a divergence is what is left of log-probs that cancel, so the scale counts those.
+        value, scale = metrics["kl_reference"]
+        metrics["kl_reference"] = (value, scale + loss_config["kl_reference"]["weight"])
     return metrics
 
 

@@ -22,6 +22,7 @@ class Document:
     reference_logprobs: list[float] | None = None
     truncated: bool | None = None
     rewards: dict[str, float] = field(default_factory=dict)
+    sampler_logprobs: list[float] | None = None  # where old_logprobs are the trainer's own
 
 
 def read_documents(records: list[Record], data_config: dict[str, Any]) -> list[Document]:

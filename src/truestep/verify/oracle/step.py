@@ -9,7 +9,7 @@ from torch import Tensor
 
 from truestep.verify.oracle.losses import Metric, complete_loss_config, loss_terms, sum_terms, value_and_scale
 from truestep.verify.oracle.metrics import metric_ratios, step_metrics
-from truestep.verify.oracle.records import Record, read_document, read_documents
+from truestep.verify.oracle.records import Document, Record, read_document, read_documents
 from truestep.verify.oracle.values import Model, label_values
 
 
@@ -24,12 +24,33 @@ class OracleResult:
 
 
 def oracle_step(
-    model: Model, records: list[Record], config: dict[str, Any], *, documents_seen_before_step: int = 0
+    model: Model,
+    records: list[Record],
+    config: dict[str, Any],
+    *,
+    documents_seen_before_step: int = 0,
+    recomputed_logprobs: list[list[float]] | None = None,
+    reference_logprobs: list[list[float]] | None = None,
 ) -> OracleResult:
-    """Compute all of `records` as one step. `config` has the sections of the YAML file (contract, section 10)."""
+    """Compute all of `records` as one step. `config` has the sections of the YAML file (contract, section 10).
+
+    `recomputed_logprobs` are those of the weights before the first update on these documents (None: this is that
+    update); `reference_logprobs` those of the reference (None: the records').
+    """
     loss_config = complete_loss_config(config["loss"])
     documents = read_documents(records, config.get("data", {}))
     values = [label_values(model, document) for document in documents]
+    if loss_config["old_logprobs"] == "recompute":
+        for index, (document, labels) in enumerate(zip(documents, values, strict=True)):
+            document.sampler_logprobs = document.old_logprobs
+            own = [label.logprob.item() for label in labels]
+            document.old_logprobs = own if recomputed_logprobs is None else recomputed_logprobs[index]
+    if loss_config["kl_reference"]:
+        for index, document in enumerate(documents):
+            if reference_logprobs is not None:
+                document.reference_logprobs = reference_logprobs[index]
+        if loss_config["kl_reference"].get("in") == "reward":
+            penalise_advantages(documents, loss_config["kl_reference"]["weight"])
     terms = loss_terms(documents, values, loss_config)
 
     total = sum_terms(terms)
@@ -56,6 +77,15 @@ def oracle_step(
             }
         )
     return OracleResult(loss, loss_scale, metrics, outputs, gradients, grad_norm)
+
+
+def penalise_advantages(documents: list[Document], weight: float) -> None:
+    """Take weight times (old log-prob - the reference's) off the advantage of every label, in place."""
+    for document in documents:
+        triples = zip(
+            document.advantages or [], document.old_logprobs or [], document.reference_logprobs or [], strict=True
+        )
+        document.advantages = [advantage - weight * (old - reference) for advantage, old, reference in triples]
 
 
 def oracle_logprobs(model: Model, records: list[Record], default_temperature: float = 1.0) -> list[list[float]]:

@@ -1,0 +1,39 @@
+"""The divergence from a reference: a term of the loss, or a part of the reward. T: labels of a micro-batch."""
+
+from dataclasses import dataclass
+
+import torch
+
+from truestep.losses.label_losses import LabelTerm
+from truestep.losses.labels import LARGEST_LOG_RATIO, Labels, clamped_exp
+
+
+@dataclass(frozen=True)
+class KlReference:
+    """Estimates the divergence from the reference by the labels that were sampled."""
+
+    weight: float
+    estimator: str  # k1, k2, k3 or unbiased
+    in_reward: bool = False
+
+    def __call__(self, labels: Labels) -> LabelTerm:
+        """Estimate the divergence at each label, and its slope in the label's log-prob, without the weight."""
+        distance = labels.logprobs - labels.reference_logprobs
+        if self.estimator == "k1":
+            return LabelTerm(distance, torch.ones_like(distance))
+        if self.estimator == "k2":
+            return LabelTerm(distance.square() / 2, distance)
+        # In float64: near 0, what is left of exp(-r) - 1 + r is far below the rounding of its parts.
+        wide = distance.double().clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+        beyond = distance.abs() > LARGEST_LOG_RATIO
+        value, slope = torch.expm1(-wide) + wide, -torch.expm1(-wide)
+        if self.estimator == "unbiased":
+            ratio, clamped = clamped_exp(labels.log_ratio)
+            beyond = beyond | clamped
+            value, slope = ratio * value, ratio * wide
+        dtype = distance.dtype
+        return LabelTerm(value.to(dtype), torch.where(beyond, 0, slope).to(dtype))
+
+    def penalty(self, labels: Labels) -> torch.Tensor:  # [T]
+        """Compute what the divergence takes off each label's advantage, which is a constant of the step."""
+        return self.weight * (labels.old_logprobs - labels.reference_logprobs)

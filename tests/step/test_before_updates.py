@@ -1,0 +1,151 @@
+"""Recomputed old log-probs and the divergence from a reference: exact where they must be, and found again after a
+restart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from oracles.step import oracle_logprobs, oracle_step
+from scoring import check_against_oracle, run_score, write_records
+from small_runs import file_config, quiet_trainer, read_lines, write_rollouts
+from tiny import make_model, make_records, set_old_logprobs
+from truestep.config.schema import Config
+from truestep.losses.labels import Labels
+from truestep.losses.reference import KlReference
+from truestep.run_directory import RunError
+
+Model = Callable[[str], Path]
+
+
+def score_config(model: Path, records: Path, loss: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": {"path": str(model), "dtype": "float32", "head": {"logits_chunk_size": 7}},
+        "loss": {"metrics": "full", **loss},
+        "data": {"path": str(records), "advantages": "none", "tokens_per_microbatch": 50},
+    }
+
+
+@pytest.mark.parametrize("loss", ["grpo", "gspo"])
+def test_the_recomputed_ratio_is_exactly_1_before_the_first_update(
+    loss: str, tiny_model: Model, tmp_path: Path
+) -> None:
+    """Also of records without the sampler's log-probs, which this loss then does not need."""
+    write_rollouts(tmp_path / "r.jsonl", 10, with_logprobs=False)
+    options = {"type": loss, "old_logprobs": "recompute"}
+    schedule = {"docs_per_step": 5, "updates_per_batch": 2}
+    config = file_config(tiny_model("llama"), tmp_path / "r.jsonl", tmp_path / "run", loss=options, schedule=schedule)
+    quiet_trainer(config).run()
+    lines = read_lines(tmp_path / "run/metrics.jsonl")
+    assert [line["ratio_new_old"] == 1.0 and line["kl_new_old"] == 0.0 for line in lines] == [True, False] * 2
+    assert all("ratio_old_sampler" not in line for line in lines)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "unbiased"])
+def test_the_divergence_from_the_policy_itself_is_exactly_0(estimator: str, tiny_model: Model, tmp_path: Path) -> None:
+    model = tiny_model("qwen3_tied")
+    file = write_records(tmp_path / "r.jsonl", make_records(3))
+    loss = {"type": "gspo", "kl_reference": {"weight": 0.3, "estimator": estimator}}
+    scored = run_score(score_config(model, file, loss), tmp_path / "out")
+    assert scored.step["kl_reference"] == 0.0 and scored.step["kl_new_reference"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"estimator": "k1"}, {"estimator": "k2"}, {"estimator": "k3"}, {"estimator": "unbiased"}, {"in": "reward"}],
+    ids=str,
+)
+def test_the_divergence_equals_the_oracle(options: dict[str, Any], tiny_model: Model, tmp_path: Path) -> None:
+    """From a model, and from the same log-probs in the records."""
+    model, reference = tiny_model("llama"), make_model(tmp_path / "reference", "llama", seed=4)
+    records = make_records(3)
+    records = set_old_logprobs(records, oracle_logprobs(model, records), seed=3)
+    theirs = oracle_logprobs(reference, records)
+    file = write_records(tmp_path / "rollouts.jsonl", records)
+    loss = {"type": "grpo", "kl_reference": {"weight": 0.3, "path": str(reference), **options}}
+    config = score_config(model, file, loss)
+    given = [record | {"reference_logprobs": values} for record, values in zip(records, theirs, strict=True)]
+    wanted = oracle_step(model, given, config)
+    check_against_oracle(run_score(config, tmp_path / "out"), wanted)
+    of_records = write_records(tmp_path / "given.jsonl", given)
+    loss = {"type": "grpo", "kl_reference": {"weight": 0.3, "path": "records", **options}}
+    check_against_oracle(run_score(score_config(model, of_records, loss), tmp_path / "out"), wanted)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "unbiased"])
+def test_slopes_are_finite_differences(estimator: str) -> None:
+    from losses.label_cases import labels_of
+
+    generator = torch.Generator().manual_seed(0)
+    new, old, reference = -3 * torch.rand(3, 40, generator=generator, dtype=torch.float64)
+
+    def term(logprobs: torch.Tensor) -> Any:
+        labels: Labels = labels_of(
+            logprobs=logprobs,
+            old_logprobs=old,
+            reference_logprobs=reference,
+            document=torch.zeros(40, dtype=torch.int64),
+            num_labels=torch.tensor([40]),
+        )
+        return KlReference(1.0, estimator)(labels)
+
+    difference = (term(new + 1e-6).loss - term(new - 1e-6).loss) / 2e-6
+    torch.testing.assert_close(term(new).slope, difference, rtol=1e-6, atol=1e-8)
+
+
+def resumable(model: Path, tmp_path: Path, name: str, steps: int) -> Config:
+    return file_config(
+        model,
+        tmp_path / "r.jsonl",
+        tmp_path / name,
+        loss={"type": "grpo", "old_logprobs": "recompute", "kl_reference": {"weight": 0.1}},
+        schedule={"docs_per_step": 5, "updates_per_batch": 2, "steps": steps},
+        checkpoint={"every": 1},
+        deterministic=True,
+    )
+
+
+def test_a_run_that_goes_on_is_the_one_that_was_never_interrupted(tiny_model: Model, tmp_path: Path) -> None:
+    """It stops between two updates on the same documents: their old log-probs and the reference's are of before."""
+    write_rollouts(tmp_path / "r.jsonl", 10)
+    model = tiny_model("llama")
+    try:
+        quiet_trainer(resumable(model, tmp_path, "whole", 4)).run()
+        quiet_trainer(resumable(model, tmp_path, "cut", 3)).run()
+        quiet_trainer(resumable(model, tmp_path, "cut", 4)).run()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    names = ("loss", "kl_reference", "ratio_new_old", "kl_new_reference", "grad_norm")
+    whole, cut = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))
+    assert [[line[name] for name in names] for line in cut] == [[line[name] for name in names] for line in whole]
+    assert whole[0]["kl_reference"] == 0.0 and whole[3]["kl_reference"] > 0.0
+    assert whole[3]["ratio_new_old"] != 1.0
+
+
+def test_first_weights_that_have_changed_are_refused_by_name(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama")
+    write_rollouts(tmp_path / "r.jsonl", 10)
+    try:
+        quiet_trainer(resumable(model, tmp_path, "run", 1)).run()
+        make_model(tmp_path / "model", "llama", seed=9)
+        with pytest.raises(RunError, match=r"loss\.kl_reference: the run began with the weights of .*model"):
+            quiet_trainer(resumable(model, tmp_path, "run", 2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert json.loads((tmp_path / "run/first_weights.json").read_text())["path"] == str(model.resolve())
+
+
+def test_a_reference_has_no_gradients(tiny_model: Model, tmp_path: Path) -> None:
+    write_rollouts(tmp_path / "r.jsonl", 10)
+    trainer = quiet_trainer(resumable(tiny_model("llama"), tmp_path, "run", 2))
+    torch.use_deterministic_algorithms(False)
+    reference = trainer.before._reference
+    assert reference is not None and not reference.policy.weights.master
+    before = {name: part.clone() for name, part in reference.policy.weights.frozen.items()}
+    trainer.run()
+    assert all(torch.equal(before[name], part) for name, part in reference.policy.weights.frozen.items())
