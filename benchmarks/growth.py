@@ -4,6 +4,7 @@ A section is a function that prints its figures with `figure`. Without arguments
 """
 
 import json
+import random
 import resource
 import statistics
 import sys
@@ -110,6 +111,61 @@ def ids() -> None:
             figure(f"restart, {size:,} ids seen", time.perf_counter() - began, "s", 3.0)
             assert not again.add("document-0")
             again.close()
+
+
+@section
+def prompts() -> None:
+    """Time how the prompts of a step of 128 groups are chosen among a million."""
+    from truestep.sampler.groups import prompt_of
+
+    for count in (100_000, 1_000_000):
+        many = range(count)  # stands for the list of prompts: they are only picked from
+        prompt_of(0, many, 0)  # an epoch's order is made once
+        steps = []
+        for step in range(50):
+            began = time.perf_counter()
+            for group in range(128 * step, 128 * (step + 1)):
+                prompt_of(group, many, 0)
+            steps.append(time.perf_counter() - began)
+        figure(f"prompts of a step, {count:,} prompts", 1000 * statistics.median(steps), "ms", 2.0)
+
+
+@section
+def rejects() -> None:
+    """Time what ten more rejected records cost, and the place in rejected.jsonl that a save asks for."""
+    from truestep.rollouts.rejects import write_rejected
+    from truestep.run_directory import RunDirectory
+    from truestep.types import Rejected
+
+    one = Rejected("data/rollouts.jsonl", 7, "loss_mask has 4 values: expected 5, one for each of input_ids", "id")
+    for count in (100_000, 1_000_000):
+        with tempfile.TemporaryDirectory() as folder:
+            write_rejected(folder, [one] * count)
+            appends = []
+            for _ in range(20):
+                began = time.perf_counter()
+                write_rejected(folder, [one] * 10, append=True)
+                RunDirectory(Path(folder)).rejected_bytes()
+                appends.append(time.perf_counter() - began)
+            figure(f"ten rejects appended to {count:,}", 1000 * statistics.median(appends), "ms", 1.0)
+
+
+@section
+def packing() -> None:
+    """Time how the documents of a step are packed into micro-batches."""
+    from truestep.rollouts.packing import balance, first_fit_decreasing
+
+    draw = random.Random(0)
+    for count in (10_000, 100_000):
+        lengths = [min(16384, int(draw.lognormvariate(6.5, 1)) + 1) for _ in range(count)]
+        costs = [length * (1 + length / 20_000) for length in lengths]
+        found: list[float] = []
+        with measured(found):
+            first_fit_decreasing(lengths, 16384)
+        with measured(found):
+            balance(lengths, costs, 16384, 8)
+        figure(f"first fit of {count:,} documents, processor time", found[1], "s", 1.0)
+        figure(f"balanced micro-batches of {count:,} documents, processor time", found[3], "s", 1.0)
 
 
 def main() -> None:

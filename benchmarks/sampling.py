@@ -335,7 +335,7 @@ def attention_rate(rates: Rates) -> None:
     for rows, length in ((256, 320), (256, 1100), (1024, 384), (32, 2000)):
         width = -(-length // 64)
         cache = PagedCache.make([LayerShape(8, 128, 128, 16)], rows * width, 64, torch.bfloat16, place)
-        cache.places = cache.addresses().to(place)
+        cache.locate()
         lines = torch.zeros(rows, 3 + width, dtype=torch.int64, device=place)
         lines[:, 3:] = torch.randperm(rows * width, device=place).view(rows, width)
         lines[:, 0], lines[:, 1], lines[:, 2] = lines[:, -1], (length - 1) % 64, length

@@ -8,5 +8,10 @@ def digit_reward(prompt: object, completion: str, **_: object) -> float:
     return sum(int(word) for word in completion.split() if word.isdigit()) / 10
 
 
+def one_reward(prompt: object, completion: str, **_: object) -> float:
+    """The same for every completion: no group has a difference."""
+    return 1.0
+
+
 def failing_reward(prompt: object, completion: str, **_: object) -> float:
     raise KeyError("this reward never works")

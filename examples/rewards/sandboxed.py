@@ -6,8 +6,7 @@
 The code sees the machine's programs and libraries, read-only, and nothing else: no home directory, no run directory, no
 network, no process of anybody's, no environment. What it writes is in memory and gone with it, and so is all that it
 started, when it ends or its time is over. Exiting with 0 earns nothing: behind the tests a word is printed that is
-drawn anew each time. Code that was written against this file could still find that word in its own process and
-print it.
+drawn anew each time. Code that was written against this file could still find that word in its own process.
 """
 
 from __future__ import annotations

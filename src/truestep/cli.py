@@ -210,7 +210,11 @@ def data() -> None:
 
 @data.command()
 @click.argument("files", nargs=-1, required=True)
-@click.option("--model", type=click.Path(path_type=Path), help="A model directory: token ids are held against it.")
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    help="A model directory: token ids are held against it, and chat messages become its tokens.",
+)
 @click.option("--tokens-per-microbatch", type=click.IntRange(min=1), help="The longest document allowed.")
 @click.option(
     "--temperature",
@@ -225,8 +229,20 @@ def check(files: tuple[str, ...], model: Path | None, tokens_per_microbatch: int
     from truestep.rollouts.check import check_files, render
 
     vocabulary_size = None if model is None else _vocabulary_size(model)
-    summary = check_files(files, vocabulary_size, temperature, tokens_per_microbatch)
+    summary = check_files(files, vocabulary_size, temperature, tokens_per_microbatch, _chat_template(model))
     Console().print(render(summary))
+
+
+def _chat_template(model: Path | None) -> Any:
+    """Make the reader of chat messages, which needs the model's tokenizer once a record has messages."""
+    from truestep.rollouts.chat import ChatTemplate
+
+    def load() -> Any:
+        from truestep.policy.loading.load import load_tokenizer
+
+        return None if model is None else load_tokenizer(model)
+
+    return ChatTemplate(load, "data check needs --model to make tokens of messages" if model is None else None)
 
 
 def _vocabulary_size(model: Path) -> int:

@@ -19,7 +19,7 @@ from truestep.errors import TruestepError
 from truestep.files import Line, append_json_line, cut_file, lines_from_the_end, write_json
 from truestep.rollouts.rejects import write_rejected
 from truestep.text import printable
-from truestep.types import Rejected, StepPlan
+from truestep.types import PutAside, Rejected, StepPlan
 
 _END = 1 << 20  # bytes of a file's beginning and of its end
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # what flock says where another process has the lock
@@ -119,15 +119,27 @@ class RunDirectory:
         path = Path(model).resolve()
         write_json(self._first_weights, {"path": str(path), "files": _describe_weights(path)})
 
-    def record_step(self, step: int, plan: StepPlan) -> None:
-        line = {
+    def record_step(self, step: int, plan: StepPlan, put_aside: Sequence[PutAside] = ()) -> None:
+        line: dict[str, Any] = {
             "step": step,
             "documents": [document.id for document in plan.documents],
             "num_documents": plan.totals.num_documents,
             "num_labels": plan.totals.num_labels,
             "documents_seen": plan.documents_seen_after,
         }
-        self._append(self.ledger, line)
+        self._append(self.ledger, line | _named(put_aside))
+
+    def record_put_aside(self, step: int, documents_seen: int, put_aside: Sequence[PutAside]) -> None:
+        """Write down what was put aside behind the last step, in a line without documents."""
+        if put_aside:
+            line = {"step": step, "documents": [], "num_documents": 0, "num_labels": 0}
+            self._append(self.ledger, line | {"documents_seen": documents_seen} | _named(put_aside))
+
+    def not_in_ledger(self, put_aside: Sequence[PutAside]) -> list[PutAside]:
+        """Select those that no line has: a restart reads files anew, and finds what it had put aside before."""
+        lines = [line.value or {} for line in lines_from_the_end(self.ledger)] if put_aside else []
+        known = {document["id"] for line in lines for document in line.get("put_aside", ())}
+        return [document for document in put_aside if document.id not in known]
 
     def sync(self) -> None:
         """Put the lines of all steps on the disk, before a checkpoint of them counts."""
@@ -151,6 +163,11 @@ class RunDirectory:
     def rejected_bytes(self) -> int:
         """Give the place in rejected.jsonl that a restart from now on rolls it back to."""
         return self.rejected.stat().st_size if self.rejected.is_file() else 0
+
+
+def _named(put_aside: Sequence[PutAside]) -> dict[str, Any]:
+    named = [{"id": document.id, "reason": document.reason} for document in put_aside]
+    return {"put_aside": named} if named else {}
 
 
 def _step_of(line: Line) -> int | None:

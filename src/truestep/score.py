@@ -75,7 +75,7 @@ def _score(config: Config, output: Path, gradients: bool, ranks: Ranks, watch: W
 
 
 def _documents(config: Config, policy: Policy, ranks: Ranks) -> tuple[Sequence[Rollout], Sequence[Rejected]]:
-    documents = read_documents(config, policy.vocabulary_size, ranks.data_rank)
+    documents = read_documents(config, policy.vocabulary_size, ranks.data_rank, lambda: policy.tokenizer)
     if not own_part(config):
         return documents.rollouts, documents.rejected
     source = PartedSource(FileSource(documents.rollouts, documents.rejected), ranks)

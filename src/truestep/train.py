@@ -122,6 +122,7 @@ def make_trainer(
         evaluator=evaluator,
         evaluate_every=config.evaluation.every if config.evaluation else 0,
         state=RunState(step, queue.documents_seen, ranks.share(directory.last_evaluated)),
+        put_aside=directory.not_in_ledger(source.drain_put_aside()),
     )
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 
@@ -18,18 +19,25 @@ from truestep.ranks.group import Ranks
 from truestep.ranks.watch import Watch
 from truestep.rollouts.source import Interrupted, Source
 from truestep.run_directory import RunDirectory
-from truestep.sampler.evaluate import Evaluator
 from truestep.step.ahead import Planned, PlansAhead
 from truestep.step.blame import find_not_finite
 from truestep.step.optimizer import LearningRate, optimizer_tensors, update
 from truestep.step.runner import Accumulated, StepRunner, clip_gradients, gradient_norm
 from truestep.step.scoring import BeforeUpdates
 from truestep.text import printable
-from truestep.types import Rejected, StepPlan
+from truestep.types import PutAside, Rejected, StepPlan
 
 
 class TrainingError(TruestepError):
     """The reason why a run cannot go on."""
+
+
+class Evaluates(Protocol):
+    def run(self, step: int, documents_seen: int, asked_to_stop: Callable[[], bool]) -> dict[str, Any]:
+        """Evaluate the policy and give one line of evaluation.jsonl; `Interrupted` where the run was asked to stop."""
+        ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -70,11 +78,12 @@ class Trainer:
     ranks: Ranks
     watch: Watch
     steps: int | None = None
-    evaluator: Evaluator | None = None
+    evaluator: Evaluates | None = None
     evaluate_every: int = 0
     state: RunState = field(default_factory=RunState)
     hooks: Hooks = Hooks()
     before: BeforeUpdates = field(default_factory=BeforeUpdates)
+    put_aside: list[PutAside] = field(default_factory=list)  # since the last step's line of the ledger
     _num_rejected: int = 0  # records, since the last step
 
     @property
@@ -135,7 +144,9 @@ class Trainer:
                 self._put_rejected(self.source.drain_rejected())
             waited = time.perf_counter() - start
             self.state.planned = planned
+            self.put_aside += self.source.drain_put_aside()
             if planned.plan is None:
+                self.directory.record_put_aside(self.step, self.state.documents_seen, self.put_aside)
                 return self._end_of_data(planned.dropped)
             change = self.hooks.change_plan
             plan = planned.plan if change is None else change(planned.plan)
@@ -184,7 +195,8 @@ class Trainer:
         self.state.documents_seen = plan.documents_seen_after
         self.watch.phase(f"ending step {number}")
         self.source.updated(self.state.documents_seen)
-        self.directory.record_step(number, plan)
+        self.directory.record_step(number, plan, self.put_aside)
+        num_put_aside, self.put_aside = len(self.put_aside), []
         metrics = accumulated.line()
         elapsed = time.perf_counter() - start
         line = {
@@ -192,6 +204,7 @@ class Trainer:
             **metrics,
             "documents_seen": self.state.documents_seen,
             "num_rejected": num_rejected,
+            "num_put_aside": num_put_aside,
             "grad_norm": norm,
             "learning_rate": rate,
             "tokens_per_second": plan.totals.num_tokens / elapsed,

@@ -81,6 +81,15 @@ class Rejected:
 
 
 @dataclass(frozen=True)
+class PutAside:
+    """A good document that no step takes, and the reason."""
+
+    id: str
+    reason: str
+    group_id: str | None = None
+
+
+@dataclass(frozen=True)
 class StepTotals:
     """Counts over the whole step, known before its first backward pass. Every denominator comes from here."""
 

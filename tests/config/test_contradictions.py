@@ -143,6 +143,19 @@ CASES = [
         "2: evaluation needs evaluation.reward: there is no sampler.reward to take",
     ),
     (
+        MODEL + "evaluation: {every: 3}\n",
+        "2: evaluation needs evaluation.prompts, to sample answers, or evaluation.path, held-out documents of a "
+        "supervised run: one of the two",
+    ),
+    (
+        MODEL + "evaluation: {path: p}\n",
+        "2: evaluation.path is for supervised losses, and loss.type: grpo is none",
+    ),
+    (
+        MODEL + "evaluation: {path: p, reward: r}\nloss: {type: cross_entropy}\n",
+        "2: evaluation.reward is for answers that are sampled: it does nothing with evaluation.path",
+    ),
+    (
         MODEL + "data: {tokens_per_microbatch: 100, pad_to_multiple: 64}\n",
         "2: data.tokens_per_microbatch: 100 is not a multiple of data.pad_to_multiple: 64, so padding could exceed the "
         "budget",
@@ -177,6 +190,34 @@ CASES = [
     (
         MODEL + "data: {overlong_penalty: {from: 20, to: 20}}\n",
         "2: data.overlong_penalty.from is not below data.overlong_penalty.to: the penalty grows between them",
+    ),
+    (
+        MODEL + "data: {zero_advantage: skip}\nloss: {type: cross_entropy}\nschedule: {docs_per_step: 8}\n",
+        "2, run.yaml:3: data.zero_advantage is for advantages, and loss.type: cross_entropy has none",
+    ),
+    (
+        MODEL + "data: {zero_advantage: skip}\nloss: {z_loss: 0.1}\nschedule: {docs_per_step: 8}\n",
+        "2, run.yaml:3: data.zero_advantage: skip leaves out backward passes that have no gradient, and loss.z_loss "
+        "may have one where the advantage is 0",
+    ),
+    (
+        MODEL + "data: {zero_advantage: skip}\n",
+        "2: data.zero_advantage: skip needs schedule.docs_per_step > 0 and schedule.overshoot: carry, where documents "
+        "are packed once the step's are known",
+    ),
+    (
+        MODEL + "data: {zero_advantage: replace}\n",
+        "2: data.zero_advantage: replace needs a sampler, which can make other documents",
+    ),
+    (
+        sampled(data="data: {group_size: 1, zero_advantage: replace}\n"),
+        "2: data.zero_advantage: replace would replace every group of data.group_size: 1, whose advantage is 0",
+    ),
+    (MODEL + "data: {replace_limit: 7}\n", "2: data.replace_limit is for data.zero_advantage: replace"),
+    (
+        sampled(data="data: {group_size: 4, truncated: drop}\n"),
+        "2, run.yaml:4, run.yaml:3: data.truncated: drop would leave a sampler's steps short of "
+        "schedule.docs_per_step, and take what is long out of them: write data.truncated: mask",
     ),
     (
         "model: {path: m, compile: true}\nparallel: {tensor: 2}\n",

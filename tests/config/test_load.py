@@ -177,7 +177,7 @@ x                                    => 'x' is not an override: write --section.
 --sampler '{type: a, type: b}'       => sampler.type is already given at command line
 --loss.epsilon-lo 1                  => loss.epsilon_lo is unknown: did you mean loss.epsilon_low?
 --deterministc                       => deterministc is unknown: did you mean deterministic?
---evaluation.every 5                 => evaluation.prompts is required
+--sampler.reward r                   => sampler.prompts is required
 --logging '{wandb: {mode: offline}}' => logging.wandb.project is required"""
 
 

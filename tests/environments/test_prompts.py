@@ -143,3 +143,9 @@ def test_without_datasets_the_extra_is_named(tokenizer: Any, tmp_path: Path, mon
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(PromptError, match=r"pip install 'truestep\[datasets\]'"):
         load_prompts(tmp_path, tokenizer)
+
+
+def test_a_field_that_no_message_can_carry_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"prompt": ["sort 2 1 ="], "image": [b"\xff\x00"]}).save_to_disk(str(tmp_path / "data"))
+    with pytest.raises(PromptError, match="the field `image` is of type bytes; a reward gets text, numbers"):
+        load_prompts(tmp_path / "data", tokenizer)

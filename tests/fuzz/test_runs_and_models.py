@@ -22,7 +22,7 @@ from truestep.config.load import load_config
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.policy.loading.load import load_policy
-from truestep.randomness import random_state_kept
+from truestep.randomness import random_state, random_tensors, restore_random
 from truestep.report import write_plot, write_report
 from truestep.report.health import health
 from truestep.report.runs import read_run
@@ -71,7 +71,7 @@ def use_lines(run: Path, draw: random.Random) -> None:
     for fault in directory.roll_back(draw.choice((0, 1, 2, 3, 5)), draw.choice((0, 1, 2, 9))):
         check_text(fault)
     directory.last_evaluated()
-    directory.rejected_lines()
+    directory.rejected_bytes()
 
 
 def use_checkpoint(run: Path, name: str, changed: bool) -> None:
@@ -82,8 +82,9 @@ def use_checkpoint(run: Path, name: str, changed: bool) -> None:
     if found is not None:
         check_text(found)
     elif name.endswith(("carried.jsonl", "state.json")):
-        with random_state_kept():
-            read_progress(checkpoint)
+        before = random_state(), random_tensors()
+        read_progress(checkpoint)
+        restore_random(*before)
 
 
 @pytest.mark.parametrize(

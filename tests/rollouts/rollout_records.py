@@ -2,13 +2,16 @@
 
 import json
 import math
+import re
+import tempfile
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
-from truestep.rollouts.files import load_documents
+from truestep.rollouts.files import DataError, Documents, load_documents
 from truestep.rollouts.record import BadRecord, Checks, Needs, parse_record
+from truestep.rollouts.table.documents import load_tables
 from truestep.types import Rollout
 
 EVERYTHING = Needs(logprobs=True, advantages=True, advantage_rule="group_normalized")
@@ -92,8 +95,25 @@ def write(path: Path, *lines) -> Path:
 
 
 def load(*paths, **options):
+    """Load the files in memory and by way of tables, which must not differ in anything."""
     defaults = {"needs": NEEDS, "vocabulary_size": 100, "max_tokens": 16}
-    return load_documents(list(paths), Checks(**(defaults | options)))
+    checks = Checks(**(defaults | options))
+    with tempfile.TemporaryDirectory() as cache:
+        try:
+            documents = load_documents(list(paths), checks)
+        except DataError as error:
+            with pytest.raises(DataError, match=f"^{re.escape(str(error))}$"):
+                load_tables(list(paths), checks, Path(cache))
+            raise
+        assert_same(load_tables(list(paths), checks, Path(cache)), documents)
+    return documents
+
+
+def assert_same(left: Documents, right: Documents) -> None:
+    assert left.rejected == right.rejected
+    assert len(left.rollouts) == len(right.rollouts)
+    for first, second in zip(left.rollouts, right.rollouts, strict=True):
+        assert same(first, second), (first, second)
 
 
 def advantages(documents):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from plain_rewards import digit_reward, failing_reward
+from plain_rewards import digit_reward, failing_reward, one_reward
 from raters import DirectRater, NumberedRater
 from small_runs import (
     WORDS,
@@ -314,3 +314,66 @@ def tiny_tokenised(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
         return made[kind]
 
     return model
+
+
+def prompt_reward(prompt: object, completion: str, **fields: object) -> float:
+    """The same for every completion of two prompts in five, and different for the rest."""
+    return 1.0 if hash_of(prompt) % 5 < 2 else digit_reward(prompt, completion)
+
+
+def hash_of(prompt: object) -> int:
+    return sum(map(ord, str(prompt)))
+
+
+def test_groups_without_a_difference_are_replaced(policy: Policy, tmp_path: Path) -> None:
+    source = make_source(policy, tmp_path, rater=DirectRater(prompt_reward), replace_limit=50, count=10)
+    rollouts = [*source.take(12, 0), *source.take(8, 12)]
+    taken = list(dict.fromkeys(str(rollout.group_id) for rollout in rollouts))
+    aside = source.drain_put_aside()
+    assert source.drain_put_aside() == []
+    assert len(rollouts) == 20 and len(taken) == 5
+    assert {document.reason for document in aside} == {
+        "all advantages of its group are 0 (data.zero_advantage: replace)"
+    }
+    assert sorted(map(int, {*taken, *(str(document.group_id) for document in aside)})) == list(range(source._groups))
+    assert all(np.any(rollout.advantages) for rollout in rollouts if rollout.group_id == taken[0])
+    # It is what the same groups are without the option, in the same order.
+    plain = make_source(policy, tmp_path, rater=DirectRater(prompt_reward), count=10).take(4 * source._groups, 0)
+    kept = [rollout for rollout in plain if str(rollout.group_id) in taken]
+    assert [rollout.id for rollout in kept] == [rollout.id for rollout in rollouts]
+    assert all(np.array_equal(a.input_ids, b.input_ids) for a, b in zip(kept, rollouts, strict=True))
+
+
+def test_no_more_groups_are_replaced_than_permitted(policy: Policy, tmp_path: Path) -> None:
+    source = make_source(policy, tmp_path, rater=DirectRater(one_reward), replace_limit=2)
+    rollouts = source.take(12, 0)
+    assert [rollout.group_id for rollout in rollouts[::4]] == ["2", "3", "4"]
+    assert {document.group_id for document in source.drain_put_aside()} == {"0", "1"}
+
+
+def test_truncated_completions_can_be_masked(policy: Policy, tmp_path: Path) -> None:
+    plain = make_source(policy, tmp_path).take(20, 0)
+    masked = make_source(policy, tmp_path, truncated="mask").take(20, 0)
+    assert {rollout.truncated for rollout in plain} == {True, False}
+    for first, second in zip(plain, masked, strict=True):
+        assert second.num_labels == (0 if first.truncated else first.num_labels)
+        assert second.truncated or same(first, second), "the baseline is the same"
+
+
+def test_what_is_put_aside_is_in_the_ledger(tmp_path: Path) -> None:
+    model = word_model(tmp_path / "model")
+    prompts = write_lines(tmp_path / "prompts.jsonl", sort_prompts(6))
+    config = sampled_config(
+        model,
+        prompts,
+        tmp_path / "run",
+        data={"zero_advantage": "replace", "replace_limit": 1},
+        sampler={"reward": "plain_rewards:one_reward"},
+    )
+    quiet_trainer(config).run()
+    ledger = read_lines(tmp_path / "run" / "ledger.jsonl")
+    assert [[document["id"] for document in line["put_aside"]] for line in ledger] == [
+        [f"{group}-{member}" for member in range(4)] for group in (0, 3, 6)
+    ]
+    metrics = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["num_put_aside"] for line in metrics] == [4, 4, 4]

@@ -65,6 +65,7 @@ class Run:
     busy: float = 1.0
     weights: FakeWeights = field(default_factory=FakeWeights)
     seed: int = 0
+    replace_limit: int = 0
 
     def __post_init__(self) -> None:
         self.thread = VirtualThread()
@@ -87,6 +88,7 @@ class Run:
                 advantage_rule="group_mean",
                 pause=self.pause,
                 tolerance=0.01,
+                replace_limit=self.replace_limit,
                 loop=self.thread,
             )
         self.ahead = self.source._ahead

@@ -18,7 +18,7 @@ from truestep.rollouts.documents import document_line, read_document
 from truestep.rollouts.source import FileSource, SourceError
 from truestep.step.plan import StepRule
 from truestep.step.queue import PlanQueue
-from truestep.types import Rejected, Rollout, StepPlan
+from truestep.types import PutAside, Rejected, Rollout, StepPlan
 
 LIMIT = 500  # plans; a queue that never ends fails instead of hanging
 
@@ -255,6 +255,9 @@ class Sampling:
 
     def restore(self, state: dict[str, Any]) -> None:
         self._made = state["made"]
+
+    def drain_put_aside(self) -> list[PutAside]:
+        return []
 
     def drain_rejected(self) -> list[Rejected]:
         return []

@@ -1,19 +1,29 @@
-"""Makes the evaluation of held-out prompts."""
+"""Makes the evaluation of held-out prompts, or of held-out documents."""
+
+import dataclasses
 
 from truestep.assemble.rewards import Raters, evaluation_rewards
+from truestep.assemble.sources import held_out_documents
+from truestep.assemble.step import make_objective, make_rule, make_runner
 from truestep.config.schema import Config
 from truestep.environments.prompts import load_prompts
+from truestep.losses.objective import Denominator, Objective
 from truestep.policy.policy import Policy
+from truestep.rollouts.files import DataError
 from truestep.sampler.decode import DecodeOptions
 from truestep.sampler.evaluate import Evaluator
 from truestep.sampler.in_process import stop_ids
+from truestep.step.held_out import HeldOutLoss
 
 
-def make_evaluator(config: Config, policy: Policy, raters: Raters) -> Evaluator | None:
+def make_evaluator(config: Config, policy: Policy, raters: Raters) -> Evaluator | HeldOutLoss | None:
     evaluation, sampler = config.evaluation, config.sampler
+    if evaluation is not None and evaluation.prompts is None:
+        return _make_held_out_loss(config, policy)
     rewards = evaluation_rewards(config, policy.weights.ranks)
     if evaluation is None or rewards is None:
         return None
+    assert evaluation.prompts is not None
     max_new_tokens = evaluation.max_new_tokens or (sampler.max_new_tokens if sampler else 512)
     held_out = load_prompts(evaluation.prompts, policy.tokenizer, policy.vocabulary_size)
     return Evaluator(
@@ -33,3 +43,17 @@ def make_evaluator(config: Config, policy: Policy, raters: Raters) -> Evaluator 
         samples_per_prompt=evaluation.samples_per_prompt,
         seed=config.seed,
     )
+
+
+def _make_held_out_loss(config: Config, policy: Policy) -> HeldOutLoss:
+    documents = held_out_documents(config, policy.vocabulary_size, lambda: policy.tokenizer)
+    if not any(rollout.num_labels for rollout in documents.rollouts):
+        reasons = "; ".join(sorted({record.reason for record in documents.rejected})[:3]) or "no document has a label"
+        raise DataError(f"evaluation.path: no record of it can be evaluated: {reasons}")
+    runner = dataclasses.replace(
+        make_runner(config, policy),
+        objective=Objective(make_objective(config).label_loss, Denominator("labels")),
+        metrics_level="none",
+        custom_metrics={},
+    )
+    return HeldOutLoss(runner, make_rule(config, policy), documents.rollouts, len(documents.rejected))

@@ -45,7 +45,7 @@ def sampler_rewards(config: Config, ranks: Ranks) -> tuple[WorkerOptions, int] |
 def evaluation_rewards(config: Config, ranks: Ranks) -> tuple[WorkerOptions, int] | None:
     """Give the options and the number of the workers that rate evaluations."""
     evaluation, sampler = config.evaluation, config.sampler
-    if evaluation is None:
+    if evaluation is None or evaluation.prompts is None:
         return None
     reward = evaluation.reward or (sampler and sampler.reward)
     assert reward, "a contradiction that the configuration refuses"

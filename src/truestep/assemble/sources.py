@@ -1,8 +1,10 @@
 """Makes the source of documents: rollout files, documents that are sent, the policy itself, or servers."""
 
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,10 +14,12 @@ from truestep.config.schema import Config
 from truestep.config.sections import DirectorySource, InProcessSampler, RedisSource, SamplerConfig, ServerSampler
 from truestep.custom import check_options, load_custom
 from truestep.environments.prompts import Prompt, find_prompts, load_prompts
+from truestep.policy.loading.load import load_tokenizer
 from truestep.policy.policy import Policy
 from truestep.ranks.group import Ranks
 from truestep.rollouts.advantages import AdvantageRule, OverlongPenalty
-from truestep.rollouts.files import DataError, Documents, expand_paths, load_documents
+from truestep.rollouts.chat import ChatTemplate
+from truestep.rollouts.files import DataError, Documents, expand_paths
 from truestep.rollouts.parts import PartedSource
 from truestep.rollouts.record import Checks, Needs
 from truestep.rollouts.shared import SharedPeekableSource, SharedSource
@@ -24,6 +28,7 @@ from truestep.rollouts.stream.directory import DirectoryTransport
 from truestep.rollouts.stream.ids import SeenIds
 from truestep.rollouts.stream.source import StreamSource
 from truestep.rollouts.stream.transport import Transport
+from truestep.rollouts.table.documents import open_documents
 from truestep.sampler.decode import DecodeOptions
 from truestep.sampler.groups import check_lengths
 from truestep.sampler.in_process import InProcessSource, stop_ids
@@ -55,10 +60,12 @@ def check_inputs(config: Config, ranks: Ranks) -> None:
         )
     if data.path is not None:
         data_paths(config, ranks.data_rank)
+    if config.evaluation is not None and config.evaluation.path is not None:
+        expand_paths(config.evaluation.path)
     if data.source is not None and ranks.first:
         make_transport(data.source).close()
     for section in (sampler, config.evaluation):
-        if section is not None:
+        if section is not None and section.prompts is not None:
             find_prompts(section.prompts)
     check_rewards(config, ranks)
     if isinstance(sampler, ServerSampler) and ranks.first:
@@ -67,9 +74,9 @@ def check_inputs(config: Config, ranks: Ranks) -> None:
 
 def make_source(config: Config, policy: Policy, ranks: Ranks, raters: Raters) -> Source:
     if config.data.source is not None:
-        return _make_stream_source(config, policy.vocabulary_size, ranks)
+        return _make_stream_source(config, policy, ranks)
     if config.sampler is None:
-        return _make_file_source(config, policy.vocabulary_size, ranks)
+        return _make_file_source(config, policy, ranks)
     if isinstance(config.sampler, InProcessSampler):
         return _make_in_process_source(config, config.sampler, policy, raters)
     if ranks.size == 1:
@@ -79,14 +86,17 @@ def make_source(config: Config, policy: Policy, ranks: Ranks, raters: Raters) ->
     return SharedSource(source, ranks)
 
 
-def _make_file_source(config: Config, vocabulary_size: int, ranks: Ranks) -> Source:
-    documents = read_documents(config, vocabulary_size, ranks.data_rank)
+def _make_file_source(config: Config, policy: Policy, ranks: Ranks) -> Source:
+    vocabulary_size, tokenizer = policy.vocabulary_size, lambda: policy.tokenizer
+    documents = read_documents(config, vocabulary_size, ranks.data_rank, tokenizer)
     parted = own_part(config)
     if not documents.rollouts and not parted:
         reasons = "; ".join(sorted({record.reason for record in documents.rejected})[:3]) or "the files are empty"
         raise DataError(f"data.path: no record of {config.data.path} can be trained on: {reasons}")
     shuffle_seed = config.seed if config.data.shuffle else None
-    files = FileSource(documents.rollouts, documents.rejected, config.data.epochs, shuffle_seed)
+    files = FileSource(
+        documents.rollouts, documents.rejected, config.data.epochs, shuffle_seed, put_aside=documents.put_aside
+    )
     return PartedSource(files, ranks) if parted else files
 
 
@@ -99,7 +109,7 @@ def advantage_rule(config: Config) -> AdvantageRule:
     return AdvantageRule.of(data.advantages, data.advantage_scale, data.advantage_std_floor, penalty)
 
 
-def _checks(config: Config, vocabulary_size: int) -> Checks:
+def _checks(config: Config, vocabulary_size: int, tokenizer: Callable[[], Any]) -> Checks:
     data, supervised = config.data, config.loss.supervised
     return Checks(
         Needs(
@@ -113,6 +123,8 @@ def _checks(config: Config, vocabulary_size: int) -> Checks:
         max_tokens=data.tokens_per_microbatch,
         group_size=data.group_size,
         stop_at_rejected=data.on_bad_record == "stop",
+        chat=ChatTemplate(tokenizer) if supervised else None,
+        truncated=data.truncated,
     )
 
 
@@ -129,8 +141,29 @@ def data_paths(config: Config, rank: int) -> list[Path]:
     return expand_paths([pattern.replace("{rank}", str(rank)) for pattern in patterns])
 
 
-def read_documents(config: Config, vocabulary_size: int, rank: int = 0) -> Documents:
-    return load_documents(data_paths(config, rank), _checks(config, vocabulary_size))
+def read_documents(
+    config: Config, vocabulary_size: int, rank: int = 0, tokenizer: Callable[[], Any] | None = None
+) -> Documents:
+    """Read the documents of data.path. Without `tokenizer`, that of the model is loaded where messages need one."""
+    checks = _checks(config, vocabulary_size, tokenizer or tokenizer_of(config))
+    return open_documents(data_paths(config, rank), checks, _cache_directory(config))
+
+
+def _cache_directory(config: Config) -> Path | None:
+    cache = config.data.cache_directory
+    return None if cache is None else Path(cache).expanduser()
+
+
+def tokenizer_of(config: Config) -> Callable[[], Any]:
+    return lambda: load_tokenizer(Path(config.model.path), config.model.trust_remote_code)
+
+
+def held_out_documents(config: Config, vocabulary_size: int, tokenizer: Callable[[], Any]) -> Documents:
+    """Read the documents of evaluation.path, whole on every rank."""
+    assert config.evaluation is not None and config.evaluation.path is not None
+    path = config.evaluation.path
+    checks = dataclasses.replace(_checks(config, vocabulary_size, tokenizer), stop_at_rejected=False)
+    return open_documents(expand_paths(path if isinstance(path, str) else list(path)), checks, _cache_directory(config))
 
 
 def make_transport(source: RedisSource | DirectorySource) -> Transport:
@@ -144,14 +177,14 @@ def make_transport(source: RedisSource | DirectorySource) -> Transport:
     )
 
 
-def _make_stream_source(config: Config, vocabulary_size: int, ranks: Ranks) -> Source:
+def _make_stream_source(config: Config, policy: Policy, ranks: Ranks) -> Source:
     data = config.data
     assert data.source is not None
     if not ranks.first:
         return SharedPeekableSource(None, ranks)
     assert config.checkpoint.directory is not None
     ids = SeenIds(Path(config.checkpoint.directory) / IDS_FILE)
-    checks = _checks(config, vocabulary_size)
+    checks = _checks(config, policy.vocabulary_size, lambda: policy.tokenizer)
     timeout = config.schedule.stall_timeout
     source = StreamSource(make_transport(data.source), checks, timeout, ids, data.group_timeout)
     return source if ranks.size == 1 else SharedPeekableSource(source, ranks)
@@ -189,7 +222,13 @@ def _make_in_process_source(
         seed=config.seed,
         max_tokens=config.data.tokens_per_microbatch,
         stop_at_rejected=config.data.on_bad_record == "stop",
+        truncated=config.data.truncated,
+        replace_limit=_replace_limit(config),
     )
+
+
+def _replace_limit(config: Config) -> int:
+    return config.data.replace_limit if config.data.zero_advantage == "replace" else 0
 
 
 def server_maker(sampler: ServerSampler) -> Callable[[], list[InferenceServer]]:
@@ -250,6 +289,8 @@ def _make_server_source(config: Config, sampler: ServerSampler, policy: Policy, 
         weights=WeightsDirectory(Path(sampler.weights_directory or Path(config.checkpoint.directory) / "weights")),
         weights_dtype=getattr(torch, config.model.dtype),
         advantage_rule=advantage_rule(config),
+        truncated=data.truncated,
+        replace_limit=_replace_limit(config),
         pause=sampler.pause,
         tolerance=sampler.tolerance or _TOLERANCE[config.model.dtype],
     )

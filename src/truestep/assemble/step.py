@@ -100,6 +100,7 @@ def make_runner(config: Config, policy: Policy) -> StepRunner:
         config.data.pad_to_multiple,
         config.schedule.breadth_first_micro_batches,
         custom_metrics=load_metrics(config),
+        skip_zero_advantage=config.data.zero_advantage == "skip",
     )
 
 
@@ -126,6 +127,7 @@ def make_rule(config: Config, policy: Policy) -> StepRule:
         tokens_per_microbatch=config.data.tokens_per_microbatch,
         ranks=policy.weights.ranks.data,
         advantage_std_floor=config.data.advantage_std_floor,
+        skip_zero_advantage=config.data.zero_advantage == "skip",
         even_length=policy.facts.even_length,
     )
 

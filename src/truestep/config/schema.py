@@ -129,6 +129,36 @@ def _advantages(config: "Config") -> Iterator[str]:
             yield "data.overlong_penalty.from is not below data.overlong_penalty.to: the penalty grows between them"
 
 
+def _step_documents(config: "Config") -> Iterator[str]:
+    data, loss, schedule = config.data, config.loss, config.schedule
+    if data.zero_advantage != "keep" and loss.supervised:
+        yield f"data.zero_advantage is for advantages, and loss.type: {loss.type} has none"
+    if data.zero_advantage == "skip":
+        terms = [name for name in ("entropy_bonus", "z_loss", "kl_reference") if getattr(loss, name, None)]
+        if terms or loss.type == "custom":
+            yield (
+                f"data.zero_advantage: skip leaves out backward passes that have no gradient, and "
+                f"{f'loss.{terms[0]}' if terms else 'loss.type: custom'} may have one where the advantage is 0"
+            )
+        if schedule.docs_per_step == 0 or schedule.overshoot == "keep":
+            yield (
+                "data.zero_advantage: skip needs schedule.docs_per_step > 0 and schedule.overshoot: carry, where "
+                "documents are packed once the step's are known"
+            )
+    if data.zero_advantage == "replace":
+        if config.sampler is None:
+            yield "data.zero_advantage: replace needs a sampler, which can make other documents"
+        if data.group_size == 1 and ":" not in data.advantages:
+            yield "data.zero_advantage: replace would replace every group of data.group_size: 1, whose advantage is 0"
+    elif data.replace_limit != 64:
+        yield "data.replace_limit is for data.zero_advantage: replace"
+    if data.truncated == "drop" and config.sampler is not None:
+        yield (
+            "data.truncated: drop would leave a sampler's steps short of schedule.docs_per_step, and take what is "
+            "long out of them: write data.truncated: mask"
+        )
+
+
 def _steps(config: "Config") -> Iterator[str]:
     schedule, data = config.schedule, config.data
     if schedule.docs_per_step == 0 and schedule.overshoot == "keep":
@@ -143,8 +173,23 @@ def _steps(config: "Config") -> Iterator[str]:
             f"data.tokens_per_microbatch: {data.tokens_per_microbatch} is not a multiple of data.pad_to_multiple: "
             f"{data.pad_to_multiple}, so padding could exceed the budget"
         )
-    if config.evaluation is not None and config.evaluation.reward is None and config.sampler is None:
+
+
+def _evaluation(config: "Config") -> Iterator[str]:
+    evaluation = config.evaluation
+    if evaluation is None:
+        return
+    if (evaluation.prompts is None) == (evaluation.path is None):
+        yield (
+            "evaluation needs evaluation.prompts, to sample answers, or evaluation.path, held-out documents of a "
+            "supervised run: one of the two"
+        )
+    if evaluation.path is not None and not config.loss.supervised:
+        yield f"evaluation.path is for supervised losses, and loss.type: {config.loss.type} is none"
+    if evaluation.prompts is not None and evaluation.reward is None and config.sampler is None:
         yield "evaluation needs evaluation.reward: there is no sampler.reward to take"
+    if evaluation.path is not None and evaluation.reward is not None:
+        yield "evaluation.reward is for answers that are sampled: it does nothing with evaluation.path"
 
 
 def _learning_rate(config: "Config") -> Iterator[str]:
@@ -168,7 +213,7 @@ def _ranks(config: "Config") -> Iterator[str]:
                 f"parallel.{name}: {ranks} leaves no rank a whole model to sample with or to give to servers: remove "
                 f"sampler (and train on data.path or data.source), or set parallel.{name}: 1"
             )
-        if ranks > 1 and config.evaluation is not None:
+        if ranks > 1 and config.evaluation is not None and config.evaluation.prompts is not None:
             yield (
                 f"parallel.{name}: {ranks} leaves no rank a whole model to generate with: remove evaluation, or set "
                 f"parallel.{name}: 1"
@@ -188,4 +233,14 @@ def _reference(config: "Config") -> Iterator[str]:
         yield "loss.kl_reference.path: records needs records that carry reference_logprobs; a sampler's have none"
 
 
-_RULES = (_reference, _documents, _sampled_groups, _advantages, _steps, _learning_rate, _ranks)
+_RULES = (
+    _reference,
+    _documents,
+    _sampled_groups,
+    _advantages,
+    _step_documents,
+    _steps,
+    _evaluation,
+    _learning_rate,
+    _ranks,
+)

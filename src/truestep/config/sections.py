@@ -85,6 +85,10 @@ class DataConfig(Section):
     each data rank reads its own part and no other."""
     source: SourceConfig | None = None
     """Rollouts that a sampler of your own sends while the run goes on."""
+    cache_directory: str | None = None
+    """The directory that large rollout files are converted into, once, for all ranks and runs of the machine; it takes
+    about half of their size. null: truestep/data in $XDG_CACHE_HOME or ~/.cache. Files of less than 16 MiB together
+    are read into memory."""
     temperature: Positive = 1.0
     """The temperature that a record was sampled at if it has no `temperature` of its own."""
     advantages: (
@@ -103,6 +107,15 @@ class DataConfig(Section):
     overlong_penalty: OverlongPenaltyConfig | None = None  # type: ignore[valid-type]
     """A reward is less, before advantages are made of it, where the completion is long: by nothing up to `from` labels,
     by `weight` at `to` labels and beyond, and linearly between."""
+    zero_advantage: Literal["keep", "skip", "replace"] = "keep"
+    """What becomes of documents whose advantages are all 0. keep: they are computed as all others. skip: they have no
+    backward pass; no result changes. replace: a sampler puts groups without a difference aside, and samples others
+    until the step has its documents."""
+    replace_limit: Count = 64
+    """With zero_advantage: replace, at most so many groups are put aside for one step. Others stay in it."""
+    truncated: Literal["keep", "mask", "drop"] = "keep"
+    """What becomes of documents that ended at a length limit, once their rewards have had their part in the baseline.
+    mask: they have no labels, and count as documents. drop: no step takes them."""
     group_size: Count | None = None
     """The number of rollouts of one prompt. A group of rollouts from files is complete at this size; null: at the end
     of the data."""
@@ -200,8 +213,11 @@ SamplerConfig = Annotated[
 
 
 class EvaluationConfig(Section):
-    prompts: str
-    """Held-out prompts, in the form of sampler.prompts."""
+    prompts: str | None = None
+    """Held-out prompts, in the form of sampler.prompts, for which the policy samples answers."""
+    path: str | list[str] | None = None
+    """With a supervised loss: held-out documents, in the form of data.path. Their loss is the mean over all of their
+    labels."""
     every: Count = 10
     """Evaluate before the first step, every this many steps and after the last."""
     reward: str | None = None

@@ -106,6 +106,10 @@ class ConsoleSink:
             )
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
+        if "loss" in line:
+            text = f"held-out after step {line['step']}: loss {line['loss']:.4f} over {line['num_labels']} labels"
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+            return
         rewards = ", ".join(
             f"{kind} " + ("none could be rated" if reward is None else f"{reward:.3f}")
             for kind, reward in (("greedy", line["greedy_reward"]), ("sampled", line["sampled_reward"]))

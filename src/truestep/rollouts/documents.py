@@ -8,7 +8,7 @@ import numpy as np
 from truestep.types import Rollout
 
 # float32 goes through Python's float64 and back unchanged.
-_ARRAYS: dict[str, type] = {
+ARRAYS: dict[str, type] = {
     "input_ids": np.int64,
     "loss_mask": np.bool_,
     "logprobs": np.float32,
@@ -21,13 +21,13 @@ _ARRAYS: dict[str, type] = {
 
 def document_line(document: Rollout) -> dict[str, Any]:
     line = {item.name: getattr(document, item.name) for item in dataclasses.fields(document)}
-    for name in _ARRAYS:
+    for name in ARRAYS:
         line[name] = None if line[name] is None else line[name].tolist()
     return line | {"metadata": dict(document.metadata), "rewards": dict(document.rewards)}
 
 
 def read_document(line: dict[str, Any]) -> Rollout:
     arrays: dict[str, Any] = {
-        name: None if line.get(name) is None else np.array(line[name], dtype=kind) for name, kind in _ARRAYS.items()
+        name: None if line.get(name) is None else np.array(line[name], dtype=kind) for name, kind in ARRAYS.items()
     }
     return Rollout(**(line | arrays))

@@ -15,9 +15,10 @@ from truestep import progress
 from truestep.errors import TruestepError
 from truestep.rollouts.advantages import assign_advantages
 from truestep.rollouts.record import FIELDS, BadRecord, Checks, parse_record, readable_text
+from truestep.rollouts.selection import choose_truncated
 from truestep.rollouts.values import describe
 from truestep.text import printable
-from truestep.types import Rejected, Rollout
+from truestep.types import PutAside, Rejected, Rollout
 
 SUFFIXES = (".jsonl", ".parquet")
 ROWS_AT_A_TIME = 128  # of a Parquet file, as Arrow arrays; one row at a time becomes Python's lists
@@ -31,8 +32,9 @@ class DataError(TruestepError):
 class Documents:
     """All documents of the files, in file order and then line order."""
 
-    rollouts: tuple[Rollout, ...]
+    rollouts: Sequence[Rollout]
     rejected: tuple[Rejected, ...]
+    put_aside: tuple[PutAside, ...] = ()
 
 
 def expand_paths(path: str | list[str]) -> list[Path]:
@@ -65,7 +67,7 @@ def _matches(pattern: str) -> list[Path]:
 def read_records(paths: Iterable[Path]) -> Iterator[tuple[Path, int, Any]]:
     """Stream (file, line or row from 1, the record or a `BadRecord`). A file that cannot be read: `DataError`."""
     for path in paths:
-        read = _read_parquet if path.suffix.lower() == ".parquet" else _read_jsonl
+        read = read_parquet if path.suffix.lower() == ".parquet" else _read_jsonl
         try:
             for line, record in read(path):
                 progress.made("records read")
@@ -94,7 +96,9 @@ def load_documents(paths: Sequence[Path], checks: Checks) -> Documents:
             items.append(Rejected(str(file), line, error.reason, error.id, error.group_id))
     rule = checks.needs.advantage_rule if checks.needs.advantages else "none"
     rejected = tuple(item for item in items if isinstance(item, Rejected))
-    return Documents(tuple(assign_advantages(items, rule=rule, group_size=checks.group_size)), rejected)
+    rollouts = assign_advantages(items, rule=rule, group_size=checks.group_size)
+    chosen, put_aside = choose_truncated(rollouts, checks.truncated)
+    return Documents(tuple(chosen), rejected, tuple(put_aside))
 
 
 def readable(record: Any) -> Any:
@@ -129,10 +133,15 @@ def short_names(paths: Sequence[Path]) -> dict[Path, str]:
 def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")  # a byte order mark, as some editors write
-            if line.strip():
-                yield number, parse_json(line)
+            if (content := line_content(line, first=number == 1)) is not None:
+                yield number, parse_json(content)
+
+
+def line_content(line: bytes, first: bool) -> bytes | None:
+    """Give what is to be parsed of a line; None for an empty one."""
+    if first:
+        line = line.removeprefix(b"\xef\xbb\xbf")  # a byte order mark, as some editors write
+    return line if line.strip() else None
 
 
 def parse_json(line: bytes) -> Any:
@@ -157,17 +166,20 @@ def parse_json(line: bytes) -> Any:
     return _bad_row(f"the key {describe(repeated[0])} is given twice", trusted)
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
+def read_parquet(path: Path, groups: Sequence[int] | None = None) -> Iterator[tuple[int, Any]]:
+    """Read rows, numbered from 1; with `groups`, of these row groups alone and numbered within them."""
     with pq.ParquetFile(path, pre_buffer=False) as file:
         columns = [name for name in file.schema_arrow.names if name in FIELDS]
         repeated = next((name for name in columns if columns.count(name) > 1), None)
         if repeated is not None or not columns:
             # Nothing is worth reading: each row is rejected, as each line of the same JSONL would be.
             row: Any = BadRecord(f"the column {repeated!r} is given twice") if repeated is not None else {}
-            yield from ((number, row) for number in range(1, file.metadata.num_rows + 1))
+            chosen = range(file.metadata.num_row_groups) if groups is None else groups
+            rows = sum(file.metadata.row_group(group).num_rows for group in chosen)
+            yield from ((number, row) for number in range(1, rows + 1))
             return
         number = 0
-        for batch in file.iter_batches(batch_size=ROWS_AT_A_TIME, columns=columns):
+        for batch in file.iter_batches(batch_size=ROWS_AT_A_TIME, columns=columns, row_groups=groups):
             for index in range(batch.num_rows):
                 number += 1
                 yield number, _parse_row(batch, index)

@@ -13,7 +13,7 @@ from typing import Any
 from truestep.ranks.group import Ranks
 from truestep.rollouts.files import DataError
 from truestep.rollouts.source import FileSource, StillSource, other_source, refuse_other_kind
-from truestep.types import Rejected, Rollout
+from truestep.types import PutAside, Rejected, Rollout
 
 
 def next_parts(taken: Sequence[int], sizes: Sequence[int], count: int) -> list[int]:
@@ -38,13 +38,15 @@ class PartedSource(StillSource):
     ranks: Ranks
 
     def __post_init__(self) -> None:
-        ids = self.ranks.gather_parts([document.id for document in self.own_part.documents])
+        ids = self.ranks.gather_parts(self.own_part.ids())
         counts = Counter(name for part in ids for name in part)
         repeated = sorted(name for name, count in counts.items() if count > 1)
         if repeated:
             parts = [rank for rank, part in enumerate(ids) if repeated[0] in part]
             raise DataError(f"data.path: the parts of ranks {parts} both have a document {repeated[0]!r}")
         self._sizes = self.ranks.gather_parts(self.own_part.total)
+        # Now, when every rank is here: the next plan's documents may be on their way when this is asked for.
+        self._put_aside = [d for part in self.ranks.gather_parts(self.own_part.drain_put_aside()) for d in part]
         if not sum(self._sizes):
             raise DataError("data.path: no part has a record that can be trained on")
         self._begin()
@@ -93,3 +95,7 @@ class PartedSource(StillSource):
 
     def drain_rejected(self) -> list[Rejected]:
         return [record for part in self.ranks.gather_parts(self.own_part.drain_rejected()) for record in part]
+
+    def drain_put_aside(self) -> list[PutAside]:
+        put_aside, self._put_aside = self._put_aside, []
+        return put_aside

@@ -12,6 +12,7 @@ import numpy as np
 
 from truestep.rollouts import values
 from truestep.rollouts.advantages import AdvantageRule, as_rule
+from truestep.rollouts.chat import ChatTemplate
 from truestep.rollouts.values import BadRecord, Check, checked, checked_array, describe, plain
 from truestep.types import Rollout
 
@@ -28,6 +29,8 @@ FIELDS = (
     "truncated",
     "reference_logprobs",
     "rewards",
+    "messages",
+    "tools",
     "id",
     "metadata",
 )
@@ -57,6 +60,8 @@ class Checks:
     max_tokens: int | None = None
     group_size: int | None = None  # members of a complete group; None: a group is complete at the end of the data
     stop_at_rejected: bool = False
+    chat: ChatTemplate | None = None  # which makes tokens of messages; None: they are not looked at
+    truncated: str = "keep"  # what becomes of documents that ended at a length limit: keep, mask or drop
 
 
 def parse_record(raw: Any, where: str, checks: Checks) -> Rollout:
@@ -71,6 +76,7 @@ def parse_record(raw: Any, where: str, checks: Checks) -> Rollout:
         raise BadRecord(f"the record is {describe(record)}: expected an object with the fields of a rollout")
     try:
         identifier = _text(record, "id")
+        record = _with_tokens(record, checks.chat)
         input_ids = _input_ids(record, checks)
         loss_mask = _labels(record, len(input_ids))
         reward = _single(record, "reward", values.reward)
@@ -102,6 +108,16 @@ def readable_text(record: Record, field: str) -> str | None:
         return _text(record, field)
     except BadRecord:
         return None
+
+
+def _with_tokens(record: Record, chat: ChatTemplate | None) -> Record:
+    """Make the tokens of a record that has messages and none of its own."""
+    if chat is None or record.get("messages") is None:
+        return record
+    for name in ("input_ids", "loss_mask", "prompt_length"):
+        if record.get(name) is not None:
+            raise BadRecord(f"messages and {name} are both there: a document is made of one of the two")
+    return {**record, **chat.read(record)}
 
 
 def _input_ids(record: Record, checks: Checks) -> np.ndarray:

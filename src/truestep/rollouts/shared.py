@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from truestep.ranks.group import Ranks
 from truestep.rollouts.source import PeekableSource, Source, never
-from truestep.types import Rejected, Rollout
+from truestep.types import PutAside, Rejected, Rollout
 
 
 class SharedSource:
@@ -57,6 +57,9 @@ class SharedSource:
 
     def drain_rejected(self) -> list[Rejected]:
         return [] if self._source is None else self._source.drain_rejected()  # the first rank writes them down
+
+    def drain_put_aside(self) -> list[PutAside]:
+        return [] if self._source is None else self._source.drain_put_aside()
 
     def updated(self, documents_seen: int) -> None:
         if self._source is not None:

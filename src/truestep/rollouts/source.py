@@ -9,7 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from truestep.errors import TruestepError
-from truestep.types import Rejected, Rollout
+from truestep.rollouts.table.documents import TableDocuments
+from truestep.rollouts.table.layout import content_digest
+from truestep.types import PutAside, Rejected, Rollout
+
+_AT_A_TIME = 1 << 16  # documents that a fingerprint goes over
 
 
 class SourceError(TruestepError):
@@ -77,6 +81,10 @@ class Source(Protocol):
         """Hand over the records that were refused since the last call."""
         ...
 
+    def drain_put_aside(self) -> list[PutAside]:
+        """Hand over the good documents that no step takes, of those since the last call."""
+        ...
+
     def updated(self, documents_seen: int) -> None:
         """Take note that the policy has new weights, after it has seen so many documents."""
         ...
@@ -114,6 +122,9 @@ class StillSource:
         state = self.state()
         return lambda: state
 
+    def drain_put_aside(self) -> list[PutAside]:
+        return []
+
     def updated(self, documents_seen: int) -> None: ...
 
     def checkpointed(self, checkpoint: Path, step: int, documents_seen: int) -> None: ...
@@ -126,12 +137,14 @@ class FileSource(StillSource):
     """Documents of files, in file order or a seeded shuffle of it, `epochs` times over."""
 
     plans_ahead = True
-    documents: tuple[Rollout, ...]
+    documents: Sequence[Rollout]
     rejected: tuple[Rejected, ...] = ()
     epochs: int = 1
     shuffle_seed: int | None = None  # None: file order
     position: int = 0  # over all epochs
+    put_aside: tuple[PutAside, ...] = ()
     _orders: dict[int, np.ndarray] = field(default_factory=dict)
+    _peeked: dict[int, Rollout] = field(default_factory=dict)  # by position
     _digest: Any = None  # of the first `_hashed` documents
     _hashed: int = 0
 
@@ -154,22 +167,37 @@ class FileSource(StillSource):
 
     def peek(self, count: int) -> list[Rollout]:
         end = min(self.position + count, self.total)
-        return [self._at(position) for position in range(self.position, end)]
+        # What was looked at is kept until it is taken: a document may have to be read.
+        read = {at: self._peeked[at] if at in self._peeked else self._at(at) for at in range(self.position, end)}
+        self._peeked |= read
+        return list(read.values())
 
     def take(self, count: int, documents_seen: int) -> list[Rollout]:
         taken = self.peek(count)
         self.position += len(taken)
+        self._peeked = {at: document for at, document in self._peeked.items() if at >= self.position}
         return taken
+
+    def ids(self, start: int = 0, stop: int | None = None) -> list[str]:
+        if isinstance(self.documents, TableDocuments):
+            return self.documents.ids(start, stop)
+        return [document.id for document in self.documents[start:stop]]
+
+    def _contents(self, start: int, stop: int) -> list[bytes]:
+        """Digest the tokens and labels of each document."""
+        if isinstance(self.documents, TableDocuments):
+            return self.documents.digests(start, stop)
+        return [content_digest(document.input_ids, document.loss_mask) for document in self.documents[start:stop]]
 
     def _fingerprint(self, position: int) -> str:
         """Digest the order and the documents before `position`. A file may grow after this place, never before it."""
         seen = len(self.documents) if position >= len(self.documents) or self.shuffle_seed is not None else position
         if self._digest is None or self._hashed > seen:
             self._digest, self._hashed = hashlib.sha256(f"{self.shuffle_seed}\n".encode()), 0
-        for document in self.documents[self._hashed : seen]:  # each once: a position is asked for at every step
-            self._digest.update(f"{document.id}\n{document.num_tokens}\n".encode())
-            self._digest.update(document.input_ids.tobytes())
-            self._digest.update(document.loss_mask.tobytes())
+        for start in range(self._hashed, seen, _AT_A_TIME):  # each once: a position is asked for at every step
+            stop = min(start + _AT_A_TIME, seen)
+            contents = zip(self.ids(start, stop), self._contents(start, stop), strict=True)
+            self._digest.update(b"".join(f"{name}\n".encode() + content for name, content in contents))
         self._hashed = seen
         return self._digest.copy().hexdigest()
 
@@ -184,8 +212,12 @@ class FileSource(StillSource):
                 "data.shuffle was changed; give it the same files in the same order (they may have grown at the end, "
                 "unless shuffled), or another checkpoint.directory"
             )
-        self.position = state["position"]
+        self.position, self._peeked = state["position"], {}
 
     def drain_rejected(self) -> list[Rejected]:
         rejected, self.rejected = list(self.rejected), ()
         return rejected
+
+    def drain_put_aside(self) -> list[PutAside]:
+        put_aside, self.put_aside = list(self.put_aside), ()
+        return put_aside

@@ -10,6 +10,7 @@ from truestep.environments.rater import Rates
 from truestep.environments.rewards import RewardError
 from truestep.policy.policy import Policy
 from truestep.rollouts.advantages import AdvantageRule
+from truestep.rollouts.selection import choose_truncated, has_advantage, put_group_aside
 from truestep.rollouts.source import Interrupted, SourceError, StillSource
 from truestep.sampler.decode import DecodeOptions, Request
 from truestep.sampler.groups import (
@@ -28,7 +29,7 @@ from truestep.sampler.groups import (
     with_advantages,
 )
 from truestep.sampler.rated import Rated, decode_rated
-from truestep.types import Rejected, Rollout
+from truestep.types import PutAside, Rejected, Rollout
 
 
 @dataclass
@@ -54,7 +55,10 @@ class InProcessSource(StillSource):
     seed: int
     max_tokens: int
     stop_at_rejected: bool = False
+    truncated: str = "keep"  # or mask
+    replace_limit: int = 0  # groups without a difference that a step replaces at most
     _groups: int = 0  # started so far
+    _put_aside: list[PutAside] = field(default_factory=list)
     _rejected: list[Rejected] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -62,18 +66,19 @@ class InProcessSource(StillSource):
 
     def take(self, count: int, documents_seen: int) -> list[Rollout]:
         """Make exactly `count` documents, in whole groups: a completion that could not be rated is sampled anew, and a
-        prompt none of whose groups can be completed gives its place to the next. Where the run is asked to stop
-        meanwhile, it is as if this had not been called."""
-        before = self._groups, list(self._rejected)
+        prompt none of whose groups can be completed gives its place to the next. A group is put aside only for having
+        no difference, and only when it is complete, so how long its completions are has no say. Where the run is asked
+        to stop meanwhile, it is as if this had not been called."""
+        before = self._groups, list(self._rejected), list(self._put_aside)
         try:
             return self._take(count, documents_seen)
         except Interrupted:
-            self._groups, self._rejected = before
+            self._groups, self._rejected, self._put_aside = before
             raise
 
     def _take(self, count: int, documents_seen: int) -> list[Rollout]:
-        wanted, failed = num_groups(count, self.group_size), 0
-        complete: list[_Group] = []
+        wanted, failed, replaced = num_groups(count, self.group_size), 0, 0
+        complete: list[list[Rollout]] = []
         while len(complete) < wanted:
             first, self._groups = self._groups, self._groups + wanted - len(complete)
             groups = [
@@ -81,13 +86,17 @@ class InProcessSource(StillSource):
             ]
             self._fill(groups, documents_seen)
             filled = [group for group in groups if len(group.rated) == self.group_size]
-            complete += filled
+            for group in filled:
+                rollouts = with_advantages(group.rated, group.number, self.advantage_rule)
+                if replaced < self.replace_limit and not any(map(has_advantage, rollouts)):
+                    self._put_aside += put_group_aside(rollouts)
+                    replaced += 1
+                else:
+                    complete.append(rollouts)
             failed = 0 if filled else failed + len(groups)
             if failed >= HOPELESS:
                 raise SourceError(explain_hopeless(failed, [rejected.reason for rejected in self._rejected]))
-        return [
-            rollout for group in complete for rollout in with_advantages(group.rated, group.number, self.advantage_rule)
-        ]
+        return choose_truncated((rollout for group in complete for rollout in group), self.truncated)[0]
 
     def _fill(self, groups: Sequence[_Group], version: int) -> None:
         """Sample what is missing, a few times over. A group that stays short is given up whole."""
@@ -148,6 +157,10 @@ class InProcessSource(StillSource):
     def drain_rejected(self) -> list[Rejected]:
         rejected, self._rejected = self._rejected, []
         return rejected
+
+    def drain_put_aside(self) -> list[PutAside]:
+        put_aside, self._put_aside = self._put_aside, []
+        return put_aside
 
     def close(self, finished: bool) -> None:
         self.rater.close()

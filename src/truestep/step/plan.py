@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from truestep.rollouts.advantages import STANDARD_DEVIATION_FLOOR, scale_over_step
 from truestep.rollouts.packing import balance, fill_in_order
+from truestep.rollouts.selection import has_advantage
 from truestep.types import Rollout, StepPlan, StepTotals
 
 
@@ -24,6 +25,7 @@ class StepRule:
     tokens_per_microbatch: int
     ranks: int = 1
     advantage_std_floor: float = STANDARD_DEVIATION_FLOOR  # where advantages are scaled over the step
+    skip_zero_advantage: bool = False  # documents without an advantage have micro-batches of their own
     even_length: float = math.inf  # at which a document's attention costs as much as its matrix products
 
     @property
@@ -63,9 +65,14 @@ def make_plan(
 
 def plan_exactly(documents: Sequence[Rollout], rule: StepRule, documents_seen: int) -> StepPlan:
     """Pack these documents into few micro-batches of near equal cost; ranks run those of like cost side by side."""
-    lengths = [document.num_tokens for document in documents]
-    costs = [rule.cost(length) for length in lengths]
-    bins = balance(lengths, costs, rule.tokens_per_microbatch, rule.multiple)
+    bins = []
+    idle = [rule.skip_zero_advantage and not has_advantage(document) for document in documents]
+    for alike in (False, True):
+        members = [index for index in range(len(documents)) if idle[index] is alike]
+        lengths = [documents[index].num_tokens for index in members]
+        costs = [rule.cost(length) for length in lengths]
+        packed = balance(lengths, costs, rule.tokens_per_microbatch, rule.multiple)
+        bins += [[members[place] for place in places] for places in packed]
     return make_plan(documents, bins, documents_seen, rule.ranks, rule.advantage_std_floor)
 
 

@@ -21,6 +21,7 @@ from truestep.ranks import marks
 from truestep.ranks.axes import WEIGHT_PARTS
 from truestep.ranks.group import Ranks
 from truestep.rollouts.packing import pack
+from truestep.rollouts.selection import has_advantage
 from truestep.step.label_shares import LabelShare, MicroBatch
 from truestep.step.passes import Passes
 from truestep.types import Coefficients, DocumentScore, RowStatistics, StepPlan, StepTotals
@@ -58,6 +59,7 @@ class StepRunner:
     breadth_first: int = 1  # micro-batches that share a gathering of the weights
     custom_metrics: Mapping[str, Measure] = field(default_factory=dict)  # a user's own, by import path
     keep_scores: bool = False
+    skip_zero_advantage: bool = False  # no backward pass of micro-batches in which no label has an advantage
 
     @property
     def _ranks(self) -> Ranks:
@@ -79,16 +81,17 @@ class StepRunner:
     ) -> Accumulated:
         """Reduce the plan's metrics and this rank's `extra_metrics` over all ranks; with `backward`, compute its whole
         gradient. Each rank has a part of the weights, so all run every pass."""
-        sums, passes = self._accumulate(plan, backward)
+        sums, runs = self._accumulate(plan, backward)
         parts = self._ranks.gather((on_host(sums.metrics | dict(extra_metrics or {})), sums.scores))
-        passes.settle()
+        for passes in runs:
+            passes.settle()
         metrics = _counts(plan)
         for part, _ in parts:
             metrics = merge(metrics, part)
         scores = {index: score for _, part in parts for index, score in part.items()}
         return Accumulated(metrics, tuple(scores[index] for index in sorted(scores)))
 
-    def _accumulate(self, plan: StepPlan, backward: bool) -> tuple[_RankSums, Passes]:
+    def _accumulate(self, plan: StepPlan, backward: bool) -> tuple[_RankSums, list[Passes]]:
         if plan.ranks != self._ranks.data:
             raise ValueError(f"a plan for {plan.ranks} ranks on {self._ranks.data}")
         sums = _RankSums({}, {})
@@ -98,21 +101,24 @@ class StepRunner:
         # Where no rank has a label there is nothing to predict and nothing to differentiate.
         computed = [number for number in range(len(micro_batches)) if _any_label(plan, plan.at_once(number))]
 
-        def head(micro_batch: MicroBatch, rows: torch.Tensor) -> torch.Tensor | None:
-            statistics, gradient = self._head(micro_batch, plan.totals, rows, backward)
-            if self.reports_metrics:
-                self._measure(sums, micro_batch, plan, statistics)
-            return gradient
+        def run(numbers: Sequence[int], backward: bool) -> Passes:
+            def head(micro_batch: MicroBatch, rows: torch.Tensor) -> torch.Tensor | None:
+                statistics, gradient = self._head(micro_batch, plan.totals, rows, backward)
+                if self.reports_metrics:
+                    self._measure(sums, micro_batch, plan, statistics)
+                return gradient
 
-        passes = Passes(
-            self.policy,
-            len(computed),
-            lambda number: self._pack(plan, micro_batches[computed[number]]),
-            head,
-            backward=backward,
-            group=self.breadth_first,
-        )
-        passes.run()
+            def packed(number: int) -> MicroBatch:
+                return self._pack(plan, micro_batches[numbers[number]])
+
+            passes = Passes(self.policy, len(numbers), packed, head, backward=backward, group=self.breadth_first)
+            passes.run()
+            return passes
+
+        # Their metrics are those of every document's own; their gradient is 0.
+        measured = [number for number in computed if self.skip_zero_advantage and _no_advantage(plan, number)]
+        runs = [run(measured, False)] if measured and backward else []
+        runs.append(run([number for number in computed if not runs or number not in measured], backward))
         if self.reports_metrics:
             for number, members in enumerate(micro_batches):
                 if members and number not in computed:
@@ -121,7 +127,7 @@ class StepRunner:
         if backward:
             self.policy.weights.reduce()
             marks.mark("gradients", self.policy.device)
-        return sums, passes
+        return sums, runs
 
     def _pack(self, plan: StepPlan, members: tuple[int, ...]) -> MicroBatch:
         """Pack a micro-batch of the plan, and move it to this rank's device."""
@@ -187,6 +193,10 @@ def _scores(micro_batch: MicroBatch, plan: StepPlan, statistics: RowStatistics) 
         index: DocumentScore(plan.documents[index].id, document_logprobs.numpy(), document_entropy.numpy())
         for index, document_logprobs, document_entropy in zip(micro_batch.members, logprobs, entropy, strict=True)
     }
+
+
+def _no_advantage(plan: StepPlan, number: int) -> bool:
+    return not any(has_advantage(plan.documents[index]) for members in plan.at_once(number) for index in members)
 
 
 def _any_label(plan: StepPlan, micro_batches: Sequence[Sequence[int]]) -> bool:

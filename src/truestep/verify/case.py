@@ -79,6 +79,7 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
             **_advantages(config, over_step),
             "tokens_per_microbatch": budget,
             "on_bad_record": "stop",
+            "zero_advantage": "skip" if config.data.zero_advantage == "skip" else "keep",
         },
         "schedule": {
             "docs_per_step": math.ceil(len(records) / STEPS),

@@ -75,7 +75,7 @@ def test_it_reads_nothing_beyond_a_rows_own_pages() -> None:
     dirty = PagedCache([pools[0]], [pools[1]])
     dirty.keys[0][3:] = torch.nan
     dirty.values[0][3:] = torch.nan
-    dirty.places = dirty.addresses().to(DEVICE)
+    dirty.locate()
     table = torch.tensor([[0, 1, 2, 4, 4]], device=DEVICE)
     lines = torch.cat([torch.tensor([[2, 3, 36]], device=DEVICE), table], dim=1)
     q, k, v = (torch.randn(1, heads, 32, generator=generator).to(DEVICE) for heads in (4, 2, 2))

@@ -222,6 +222,11 @@ def _check_loading(directory: Path, model: Any, loading: dict[str, Any]) -> None
         )
 
 
+def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
+    """Load a model's tokenizer alone; None where its directory has none."""
+    return _read_tokenizer(Path(path), {"local_files_only": True, "trust_remote_code": trust_remote_code})
+
+
 def _read_tokenizer(directory: Path, options: dict[str, Any]) -> Any:
     from transformers import AutoTokenizer
 

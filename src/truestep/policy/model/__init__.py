@@ -16,6 +16,8 @@
 | weights/sharded.py | register_parameter, _apply | a tied head reads the embedding; FSDP2's modules and `_apply` |
 | tensor_files.py | safe_save_file | written piece by piece; transformers.modeling_utils writes files by that name |
 | weights/unread.py | safe_open, setattr | tensors unread; that transformers.modeling_utils opens files by that name |
+| sampler/engine/attend.py | AttentionInterface.register | attention over a paged cache; a public door of transformers |
+| sampler/engine/forward.py | forward | layers run compiled while they sample |
 | step/optimizer.py | register_step_post_hook | refuses what no checkpoint keeps; a public hook |
 | weights/whole.py | register_post_accumulate_grad_hook | float32 gradients; a public hook |
 

@@ -9,12 +9,13 @@ from truestep.rollouts.advantages import as_rule, assign_advantages
 from truestep.rollouts.documents import document_line, read_document
 from truestep.rollouts.files import DataError
 from truestep.rollouts.record import BadRecord, Checks
+from truestep.rollouts.selection import choose_truncated
 from truestep.rollouts.source import SourceError
 from truestep.rollouts.stream.ids import SeenIds
 from truestep.rollouts.stream.transport import Message
 from truestep.rollouts.values import describe
 from truestep.text import printable
-from truestep.types import Rejected, Rollout
+from truestep.types import PutAside, Rejected, Rollout
 
 MOST_OPEN_BYTES = 2**30  # of documents in open groups
 _PLACE_BYTES = 256  # of a place in a group, its document apart
@@ -71,6 +72,7 @@ class Intake:
         self._ids = ids
         self.ready: deque[Rollout] = deque()
         self.rejected: list[Rejected] = []
+        self.put_aside: list[PutAside] = []
         self.num_rejected = 0  # so far
         self.accepted = 0
 
@@ -132,7 +134,7 @@ class Intake:
             if len(group.members) == self._checks.group_size:
                 self._close(group_id)
         elif member is not None:
-            self.ready.append(member.rollout)
+            self._use([member.rollout])
 
     def _pop(self, group_id: str) -> _Group:
         group = self._groups.pop(group_id)
@@ -142,7 +144,12 @@ class Intake:
     def _close(self, group_id: str) -> None:
         # A rejected member has had its effect, which is that the group is complete: the baseline is the others'.
         rollouts = [member.rollout for member in self._pop(group_id).members if member is not None]
-        self.ready.extend(assign_advantages(rollouts, rule=self._checks.needs.advantage_rule, group_size=None))
+        self._use(assign_advantages(rollouts, rule=self._checks.needs.advantage_rule, group_size=None))
+
+    def _use(self, rollouts: list[Rollout]) -> None:
+        chosen, put_aside = choose_truncated(rollouts, self._checks.truncated)
+        self.ready.extend(chosen)
+        self.put_aside += put_aside
 
     @property
     def in_open_groups(self) -> tuple[int, int]:

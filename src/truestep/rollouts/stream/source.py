@@ -19,7 +19,7 @@ from truestep.rollouts.stream.ids import SeenIds
 from truestep.rollouts.stream.intake import Intake
 from truestep.rollouts.stream.reading import Arrived, Reading
 from truestep.rollouts.stream.transport import Transport
-from truestep.types import Rejected, Rollout
+from truestep.types import PutAside, Rejected, Rollout
 
 _LOOK = 0.25  # seconds between questions whether the run was asked to stop
 _MOST_REJECTED = 1000  # in memory
@@ -141,6 +141,10 @@ class StreamSource:
     def drain_rejected(self) -> list[Rejected]:
         rejected, self._intake.rejected = self._intake.rejected, []
         return rejected
+
+    def drain_put_aside(self) -> list[PutAside]:
+        put_aside, self._intake.put_aside = self._intake.put_aside, []
+        return put_aside
 
     def updated(self, documents_seen: int) -> None:
         self._documents_seen = documents_seen

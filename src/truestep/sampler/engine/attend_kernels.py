@@ -74,6 +74,42 @@ def _first_tile(length, WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
+def _fetch(pool, line, lane, SIZE: tl.constexpr):
+    """Load a page of one head: [tokens, E]."""
+    return tl.load(pool + line[:, None] * SIZE + lane[None, :], mask=lane[None, :] < SIZE, other=0.0)
+
+
+@triton.jit
+def _fetch_queries(line, seen, lane, SIZE: tl.constexpr):
+    """Load the queries of one key-value head: [G, E], with zeros below."""
+    inside = seen[:, None] & (lane[None, :] < SIZE)
+    return tl.load(line[:, None] + lane[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _update(result, total, highest, scores, v, TYPE: tl.constexpr):
+    """Add a page to what was seen so far."""
+    higher = tl.maximum(highest, tl.max(scores, axis=1))  # finite: every page has a key that is seen
+    weights, rescale = tl.exp2(scores - higher[:, None]), tl.exp2(highest - higher)
+    result = result * rescale[:, None] + tl.dot(weights.to(TYPE), v, input_precision="ieee")
+    return result, total * rescale + tl.sum(weights, axis=1), higher
+
+
+@triton.jit
+def _score(q, k, position, length, scale, softcap, WINDOW: tl.constexpr, CAPPED: tl.constexpr):
+    """Score a page's keys, in powers of 2; -inf: not seen."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if CAPPED:
+        shrunk = tl.exp(-2 * tl.abs(scores / softcap))
+        tanh = (1 - shrunk) / (1 + shrunk)
+        scores = tl.where(scores < 0, -tanh, tanh) * softcap
+    seen = position < length
+    if WINDOW > 0:
+        seen = seen & (position >= length - WINDOW)
+    return tl.where(seen[None, :], scores * _LOG2_E, float("-inf"))
+
+
+@triton.jit
 def _attend_kernel(
     addresses_pointer,  # [2] int64, of the layer
     query_pointer,  # [R, Q, E]
@@ -102,65 +138,36 @@ def _attend_kernel(
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    span = tl.program_id(2)
+    row, head, span = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(length_pointer + row * meta_row).to(tl.int32)
-    first = _first_tile(length, WINDOW, PAGE_SIZE)
-    end = tl.cdiv(length, PAGE_SIZE)
+    first, end = _first_tile(length, WINDOW, PAGE_SIZE), tl.cdiv(length, PAGE_SIZE)
     begin = first + span * TILES
     if begin >= end:
         return
-    alone = end - first <= TILES
-    last = tl.minimum(begin + TILES, end)
     keys, values = _pool(addresses_pointer, 0, TYPE), _pool(addresses_pointer, 1, TYPE)
-    member = tl.arange(0, GROUP_BLOCK)
+    member, token = tl.arange(0, GROUP_BLOCK), tl.arange(0, PAGE_SIZE)
     key_lane, value_lane = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
-    token = tl.arange(0, PAGE_SIZE)
     queries = head * GROUP + member
-    inside = (member[:, None] < GROUP) & (key_lane[None, :] < KEY_SIZE)
-    q = tl.load(
-        query_pointer + row * query_row + queries[:, None] * query_head + key_lane[None, :], mask=inside, other=0.0
-    )
+    seen = member < GROUP
+    q = _fetch_queries(query_pointer + row * query_row + queries * query_head, seen, key_lane, KEY_SIZE)
     highest = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP_BLOCK,), tl.float32)
     result = tl.zeros((GROUP_BLOCK, VALUE_BLOCK), tl.float32)
-    for tile in range(begin, last):
-        page = tl.load(table_pointer + row * meta_row + tile)
-        line = (page * HEADS + head) * PAGE_SIZE + token
-        k = tl.load(keys + line[:, None] * KEY_SIZE + key_lane[None, :], mask=key_lane[None, :] < KEY_SIZE, other=0.0)
-        v = tl.load(
-            values + line[:, None] * VALUE_SIZE + value_lane[None, :],
-            mask=value_lane[None, :] < VALUE_SIZE,
-            other=0.0,
-        )
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if CAPPED:
-            shrunk = tl.exp(-2 * tl.abs(scores / softcap))
-            tanh = (1 - shrunk) / (1 + shrunk)
-            scores = tl.where(scores < 0, -tanh, tanh) * softcap
-        position = tile * PAGE_SIZE + token
-        seen = position < length
-        if WINDOW > 0:
-            seen = seen & (position >= length - WINDOW)
-        scores = tl.where(seen[None, :], scores * _LOG2_E, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, axis=1))  # finite: every page has a key that is seen
-        weights = tl.exp2(scores - higher[:, None])
-        rescale = tl.exp2(highest - higher)
-        total = total * rescale + tl.sum(weights, axis=1)
-        result = result * rescale[:, None] + tl.dot(weights.to(TYPE), v, input_precision="ieee")
-        highest = higher
-    ours = member < GROUP
-    inside = ours[:, None] & (value_lane[None, :] < VALUE_SIZE)
+    for tile in range(begin, tl.minimum(begin + TILES, end)):
+        line = (tl.load(table_pointer + row * meta_row + tile) * HEADS + head) * PAGE_SIZE + token
+        k, v = _fetch(keys, line, key_lane, KEY_SIZE), _fetch(values, line, value_lane, VALUE_SIZE)
+        scores = _score(q, k, tile * PAGE_SIZE + token, length, scale, softcap, WINDOW, CAPPED)
+        result, total, highest = _update(result, total, highest, scores, v, TYPE)
     place = row * (HEADS * GROUP) + queries
-    if alone:
+    inside = seen[:, None] & (value_lane[None, :] < VALUE_SIZE)
+    if end - first <= TILES:  # it is the only span
         target = output_pointer + place[:, None] * VALUE_SIZE + value_lane[None, :]
         tl.store(target, (result / total[:, None]).to(TYPE), mask=inside)
     else:
         place = place * SPANS + span
         tl.store(part_pointer + place[:, None] * VALUE_SIZE + value_lane[None, :], result, mask=inside)
-        tl.store(highest_pointer + place, highest, mask=ours)
-        tl.store(total_pointer + place, total, mask=ours)
+        tl.store(highest_pointer + place, highest, mask=seen)
+        tl.store(total_pointer + place, total, mask=seen)
 
 
 @triton.jit
@@ -208,6 +215,31 @@ def span_tokens(programs: int) -> int:
     return 512 if programs >= 1024 else 256 if programs >= 512 else 128
 
 
+def _store(rows: Rows, addresses: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Write the new keys and values to their pages."""
+    count, heads, key_size = k.shape
+    value_size = v.shape[2]
+    _store_kernel[(count,)](
+        addresses,
+        k,
+        v,
+        rows.pages,
+        rows.offsets,
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        rows.pages.stride(0),
+        TYPE=TYPES[k.dtype],
+        HEADS=heads,
+        KEY_SIZE=key_size,
+        VALUE_SIZE=value_size,
+        PAGE_SIZE=rows.cache.page_size,
+        HEAD_BLOCK=triton.next_power_of_2(heads),
+        SIZE_BLOCK=triton.next_power_of_2(max(key_size, value_size)),
+    )
+
+
 def attend(
     rows: Rows,
     layer: int,
@@ -219,53 +251,26 @@ def attend(
     softcap: float | None,
 ) -> torch.Tensor:  # [R, Q, E]
     """Write the new keys and values, and attend, as `attend.attend_rows` does."""
-    count, queries, key_size = q.shape
-    heads, value_size = v.shape[1:]
-    page_size = rows.cache.page_size
     q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
     assert rows.cache.places is not None and rows.pages.stride() == rows.offsets.stride() == rows.lengths.stride()
     assert rows.lengths.stride(0) == rows.table.stride(0) and rows.table.stride(1) == 1
-    meta_row, addresses = rows.lengths.stride(0), rows.cache.places[layer]
-    shape = {"TYPE": TYPES[q.dtype], "PAGE_SIZE": page_size, "VALUE_SIZE": value_size}
-    _store_kernel[(count,)](
-        addresses,
-        k,
-        v,
-        rows.pages,
-        rows.offsets,
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        meta_row,
-        HEADS=heads,
-        KEY_SIZE=key_size,
-        HEAD_BLOCK=triton.next_power_of_2(heads),
-        SIZE_BLOCK=triton.next_power_of_2(max(key_size, value_size)),
-        **shape,
-    )
+    _store(rows, rows.cache.places[layer], k, v)
+    (count, queries, key_size), (heads, value_size) = q.shape, v.shape[1:]
+    page_size, meta_row = rows.cache.page_size, rows.lengths.stride(0)
     tiles = max(1, span_tokens(count * heads) // page_size)
     longest = rows.longest if window is None else min(rows.longest, window + page_size)
     spans = max(1, -(-longest // (tiles * page_size)))
     output = torch.empty(count, queries, value_size, dtype=q.dtype, device=q.device)
     part = torch.empty(count, queries, spans, value_size, dtype=torch.float32, device=q.device)
     highest, total = (torch.empty(count, queries, spans, dtype=torch.float32, device=q.device) for _ in range(2))
+    shape = {"TYPE": TYPES[q.dtype], "PAGE_SIZE": page_size, "VALUE_SIZE": value_size}
     shape |= {"TILES": tiles, "SPANS": spans, "WINDOW": window or 0}
     shape["VALUE_BLOCK"] = max(16, triton.next_power_of_2(value_size))
+    parts = (output, part, highest, total)
     _attend_kernel[(count, heads, spans)](
-        addresses,
-        q,
-        rows.lengths,
-        rows.table,
-        output,
-        part,
-        highest,
-        total,
-        q.stride(0),
-        q.stride(1),
-        meta_row,
-        scale,
-        softcap or 1.0,
+        *(rows.cache.places[layer], q, rows.lengths, rows.table),
+        *parts,
+        *(q.stride(0), q.stride(1), meta_row, scale, softcap or 1.0),
         HEADS=heads,
         GROUP=queries // heads,
         KEY_SIZE=key_size,
@@ -277,7 +282,5 @@ def attend(
         **shape,
     )
     if spans > 1:
-        _join_kernel[(count, queries)](
-            rows.lengths, output, part, highest, total, meta_row, QUERIES=queries, num_warps=1, **shape
-        )
+        _join_kernel[(count, queries)](rows.lengths, *parts, meta_row, QUERIES=queries, num_warps=1, **shape)
     return output

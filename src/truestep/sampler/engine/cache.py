@@ -61,6 +61,10 @@ class PagedCache:
     def num_bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys, *self.values))
 
+    def locate(self, places: torch.Tensor | None = None) -> None:
+        """Tell kernels where the cache is: in memory of its own, or in what is given."""
+        self.places = self.addresses().to(self.keys[0].device) if places is None else places.copy_(self.addresses())
+
     def addresses(self) -> torch.Tensor:  # [layers, 2] on the host
         """Give the places of each layer's keys and values, for kernels that outlive the cache in a CUDA graph."""
         return torch.tensor([[k.data_ptr(), v.data_ptr()] for k, v in zip(self.keys, self.values, strict=True)])

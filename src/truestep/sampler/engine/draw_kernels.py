@@ -48,6 +48,17 @@ def _log_exponential(row_key, token):
 
 
 @triton.jit
+def _load_z(raw_row, token, end, factor, softcap, CAPPED: tl.constexpr):
+    """Load some logits of a row, capped and scaled; -inf beyond its end."""
+    z = tl.load(raw_row + token, mask=token < end, other=0.0).to(tl.float32)
+    if CAPPED:
+        shrunk = tl.exp(-2 * tl.abs(z / softcap))
+        tanh = (1 - shrunk) / (1 + shrunk)
+        z = tl.where(z < 0, -tanh, tanh) * softcap
+    return tl.where(token < end, z * factor, float("-inf"))
+
+
+@triton.jit
 def _draw_kernel(
     raw_pointer,  # [R, V]
     key_pointer,  # [R] int64
@@ -71,46 +82,34 @@ def _draw_kernel(
     CUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    number = tl.program_id(1)
-    key = tl.load(key_pointer + row * meta_row).to(tl.uint64)
+    row, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(position_pointer + row * meta_row).to(tl.uint64)
-    row_key = _mix(key + (position + 1) * _POSITION_STEP)
-    factor = tl.load(multiplier_pointer + row)
-    greedy = tl.load(greedy_pointer + row) != 0
-    lanes = tl.arange(0, BLOCK)
+    row_key = _mix(tl.load(key_pointer + row * meta_row).to(tl.uint64) + (position + 1) * _POSITION_STEP)
+    factor, greedy = tl.load(multiplier_pointer + row), tl.load(greedy_pointer + row) != 0
     highest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    best, best_z = highest, highest
     total = tl.zeros((BLOCK,), tl.float32)
-    best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    best_z = tl.full((BLOCK,), float("-inf"), tl.float32)
     best_token = tl.full((BLOCK,), _NOBODY, tl.int32)
     begin = number * part
     end = tl.minimum(begin + part, vocabulary)
     for start in range(begin, end, BLOCK):
-        token = start + lanes
-        inside = token < end
-        z = tl.load(raw_pointer + row * raw_row + token, mask=inside, other=0.0).to(tl.float32)
-        if CAPPED:
-            shrunk = tl.exp(-2 * tl.abs(z / softcap))
-            tanh = (1 - shrunk) / (1 + shrunk)
-            z = tl.where(z < 0, -tanh, tanh) * softcap
-        z = tl.where(inside, z * factor, float("-inf"))
+        token = start + tl.arange(0, BLOCK)
+        z = _load_z(raw_pointer + row * raw_row, token, end, factor, softcap, CAPPED)
         higher = tl.maximum(highest, z)
         # A lane that has seen nothing yet has -inf - -inf.
         total = total * tl.where(highest == float("-inf"), 0.0, tl.exp(highest - higher))
-        total += tl.where(inside, tl.exp(z - higher), 0.0)
+        total += tl.where(token < end, tl.exp(z - higher), 0.0)
         highest = higher
         score = tl.where(greedy, z, z - _log_exponential(row_key, token))
         if CUT:
             floor, last = tl.load(floor_pointer + row), tl.load(last_pointer + row)
             score = tl.where((z > floor) | ((z == floor) & (token <= last)) | greedy, score, float("-inf"))
-        better = inside & (score > best)
+        better = (token < end) & (score > best)
         best_token = tl.where(better, token, best_token)
         best_z = tl.where(better, z, best_z)
         best = tl.where(better, score, best)
-    top = tl.max(highest, axis=0)
+    top, winner = tl.max(highest, axis=0), tl.max(best, axis=0)
     total = tl.sum(total * tl.where(highest == float("-inf"), 0.0, tl.exp(highest - top)), axis=0)
-    winner = tl.max(best, axis=0)
     chosen = tl.min(tl.where(best == winner, best_token, _NOBODY), axis=0)  # of equal scores the lowest id
     place = row * PARTS + number
     tl.store(highest_pointer + place, top)

@@ -102,7 +102,7 @@ class Engine:
         if self.device.place.type == "cuda":
             from truestep.sampler.engine.serving import serve_with_kernels
 
-            serve_with_kernels(self.device, policy, self.layers, self._compiled)
+            self.device = serve_with_kernels(self.device, policy, self.layers, self._compiled)
         self.graphs = Graphs(self.device.place, len(self.layers)) if self.device.graphs else None
 
     @contextmanager
@@ -139,7 +139,7 @@ class Session:
             self._graphs.begin(self.cache, slots, width, policy.model)
             self._last = self._graphs.last
         else:
-            self.cache.places = self.cache.addresses().to(place)
+            self.cache.locate()
             self._last = torch.zeros(slots + 1, dtype=torch.int64, device=place)
         self._hidden: torch.Tensor | None = None  # [slots, H] the last states of prompts that are computed
         self._tables = np.full((slots, width), self.cache.spare)

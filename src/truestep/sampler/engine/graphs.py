@@ -44,8 +44,7 @@ class Graphs:
 
     def begin(self, cache: PagedCache, slots: int, width: int, model: Any) -> None:
         """Begin a phase with a new cache."""
-        self._places.copy_(cache.addresses())
-        cache.places = self._places
+        cache.locate(self._places)
         weights = tuple(parameter.data_ptr() for parameter in model.parameters())
         size = size_for(slots)
         fits = len(self._lines) >= size and self._lines.shape[1] >= PAGES + width

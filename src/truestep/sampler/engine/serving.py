@@ -3,6 +3,7 @@ where one fails, plain torch takes its place."""
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,23 +22,24 @@ _LENGTHS = (1, 63, 64, 65, 700, 1500)
 _VOCABULARY = 9001
 
 
-def serve_with_kernels(device: Device, policy: Policy, layers: list[LayerShape], compiled: dict[Any, Any]) -> None:
+def serve_with_kernels(device: Device, policy: Policy, layers: list[LayerShape], compiled: dict[Any, Any]) -> Device:
+    """Give the device with the kernels that serve on it."""
     dtype = policy.weights.dtype
     if _right("attention", lambda: check_attention(device.place, dtype, device.page_size, layers)):
         from truestep.sampler.engine import attend_kernels
 
-        device.attend, device.graphs = attend_kernels.attend, True
+        device = replace(device, attend=attend_kernels.attend, graphs=True)
     if _right("draw", lambda: check_draw(device.place, policy.head)):
         from truestep.sampler.engine import draw_kernels
 
-        device.draw = draw_kernels.draw
+        device = replace(device, draw=draw_kernels.draw)
 
     def run_compiled() -> str | None:
         with compiled_layers(policy.model, compiled):
             probe(policy, layers, device.page_size)
         return None
 
-    device.compiles = _right("compiled layers", run_compiled)
+    return replace(device, compiles=_right("compiled layers", run_compiled))
 
 
 def _right(what: str, check: Callable[[], str | None]) -> bool:
@@ -66,7 +68,7 @@ def check_attention(
         pages = len(_LENGTHS) * width
         cache = PagedCache([random(pages + 1, layer.heads, page_size, layer.key_size)], [])
         cache.values.append(random(pages + 1, layer.heads, page_size, layer.value_size))
-        cache.places = cache.addresses().to(place)
+        cache.locate()
         lengths = torch.tensor(_LENGTHS, device=place)
         table = torch.randperm(pages, generator=generator).view(len(_LENGTHS), width).to(place)
         lines = torch.zeros(len(_LENGTHS), 3 + width, dtype=torch.int64, device=place)

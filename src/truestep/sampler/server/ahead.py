@@ -56,6 +56,22 @@ class LookAhead:
         self._failures: list[str] = []  # why groups were given up, in a row
         self._fatal: Exception | None = None
         self._changed = Signal()
+        self._sorted_out: Callable[[Group], bool] | None = None
+        self._replace_limit, self._replaced = 0, 0  # the second: since groups were last handed over
+
+    def replace(self, sorted_out: Callable[[Group], bool], limit: int) -> None:
+        """Start another group for each complete one that `sorted_out` takes, at most `limit` for each hand-over.
+
+        A group is asked about once it is complete, and never for how long that took: one that is slow stays open, and
+        the step that wants it waits for it.
+        """
+        self._sorted_out, self._replace_limit = sorted_out, limit
+
+    def _replaces(self, group: Group) -> bool:
+        if self._sorted_out is None or self._replaced >= self._replace_limit or not self._sorted_out(group):
+            return False
+        self._replaced += 1
+        return True
 
     async def publish(self, published: Published) -> None:
         """Give new weights to the servers, and start what they permit."""
@@ -74,7 +90,7 @@ class LookAhead:
                 raise self._fatal
             self._drop_stale()
             self._admit()
-            chosen = self._ready[:wanted]
+            chosen = self._choose(wanted)
             unconfirmed = {server for group in chosen for server in group.unconfirmed}
             if len(chosen) == wanted and not unconfirmed:
                 return self._hand_over(chosen)
@@ -84,11 +100,21 @@ class LookAhead:
             else:
                 await self._wait(start)
 
+    def _choose(self, wanted: int) -> list[Group]:
+        """Choose complete groups, the first to be complete first. But a group that came too late once is owed: the step
+        waits for it, or prompts with slow answers would be overtaken each time."""
+        owed = sorted((group for group in self._open.values() if group.num_drops), key=lambda group: group.number)
+        first = owed[:wanted]
+        if any(group not in self._ready for group in first):
+            return []
+        return (first + [group for group in self._ready if group not in first])[:wanted]
+
     def _hand_over(self, chosen: Sequence[Group]) -> list[Group]:
         for group in chosen:
             self._ready.remove(group)
             del self._open[group.number]
         self._seen += self._pace.documents_per_take
+        self._replaced = 0
         self._admit()
         return sorted(chosen, key=lambda group: group.number)
 
@@ -150,7 +176,15 @@ class LookAhead:
             self._start(group)
         else:
             self._failures.clear()
-            self._ready.append(group)
+            try:
+                replaced = self._replaces(group)
+            except Exception as failure:  # a user's own advantages
+                self._fail(failure)
+                return
+            if replaced:
+                del self._open[group.number]
+            else:
+                self._ready.append(group)
         self._admit()
         self._changed.set()
 

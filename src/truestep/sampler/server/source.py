@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
@@ -16,16 +17,17 @@ from truestep.environments.prompts import Prompt
 from truestep.environments.rater import Rates
 from truestep.policy.policy import Policy
 from truestep.rollouts.advantages import AdvantageRule
+from truestep.rollouts.selection import choose_truncated, has_advantage, put_group_aside
 from truestep.rollouts.source import Interrupted, never
 from truestep.sampler.groups import fingerprint, num_groups, refuse_other_groups, with_advantages
 from truestep.sampler.server.ahead import LookAhead, Pace
 from truestep.sampler.server.check import check_server
 from truestep.sampler.server.fleet import Fleet, Published
-from truestep.sampler.server.making import SamplingOptions
+from truestep.sampler.server.making import Group, SamplingOptions
 from truestep.sampler.server.probe import expect, make_probes
 from truestep.sampler.server.protocol import InferenceServer
 from truestep.sampler.server.sync import WeightsDirectory
-from truestep.types import Rejected, Rollout
+from truestep.types import PutAside, Rejected, Rollout
 
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.5  # between questions whether the run was asked to stop
@@ -84,11 +86,14 @@ class ServerSource:
         advantage_rule: AdvantageRule | str,
         pause: str,
         tolerance: float,
+        truncated: str = "keep",  # or mask
+        replace_limit: int = 0,  # groups without a difference that a step replaces at most
         loop: LoopThread | None = None,  # tests give one with a clock of its own
     ):
         self._policy, self._prompts, self._rewards = policy, prompts, rewards
         self._sampling, self._weights, self._weights_dtype = sampling, weights, weights_dtype
-        self._advantage_rule = advantage_rule
+        self._advantage_rule, self._truncated = advantage_rule, truncated
+        self._put_aside: deque[PutAside] = deque()
         self._loop = loop or LoopThread()
         self._publishing: Future[None] | None = None  # None: nobody has asked for documents yet
         self._closed = False
@@ -100,6 +105,7 @@ class ServerSource:
             make_fleet = partial(Fleet, servers, pause=pause, tolerance=tolerance)
             read = partial(policy.tokenizer.decode, skip_special_tokens=True)
             self._ahead = LookAhead(make_fleet, prompts, sampling, pace, rewards.rate, read)
+            self._ahead.replace(self._sorted_out, replace_limit)
         except BaseException:
             self._loop.close()
             raise
@@ -127,13 +133,19 @@ class ServerSource:
             self._publish(documents_seen)
         with progress.waiting_for("completions from the inference servers"):
             groups = self._wait_for(self._loop.submit(self._ahead.collect(groups_wanted, documents_seen)))
-        return [
-            rollout
-            for group in groups
-            for rollout in with_advantages(
-                [member.rollout for member in group.members], group.number, self._advantage_rule
-            )
-        ]
+        rollouts = [rollout for group in groups for rollout in self._with_advantages(group)]
+        return choose_truncated(rollouts, self._truncated)[0]
+
+    def _with_advantages(self, group: Group) -> list[Rollout]:
+        return with_advantages([member.rollout for member in group.members], group.number, self._advantage_rule)
+
+    def _sorted_out(self, group: Group) -> bool:
+        """Put a complete group aside if it has no difference. The loop's thread calls this."""
+        rollouts = self._with_advantages(group)
+        if any(map(has_advantage, rollouts)):
+            return False
+        self._put_aside.extend(put_group_aside(rollouts))
+        return True
 
     def _wait_for(self, collected: Future[_T]) -> _T:
         while True:
@@ -176,6 +188,9 @@ class ServerSource:
     def drain_rejected(self) -> list[Rejected]:
         rejected = self._ahead.maker.rejected  # the loop's thread may add to it meanwhile
         return [rejected.popleft() for _ in range(len(rejected))]
+
+    def drain_put_aside(self) -> list[PutAside]:
+        return [self._put_aside.popleft() for _ in range(len(self._put_aside))]
 
     def checkpointed(self, checkpoint: Path, step: int, documents_seen: int) -> None: ...
 

@@ -1,0 +1,47 @@
+"""What becomes of documents between their advantages and their step: masked, put aside, or only measured."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from truestep.types import PutAside, Rollout
+
+NO_DIFFERENCE = "all advantages of its group are 0 (data.zero_advantage: replace)"
+TRUNCATED = "it ended at a length limit (data.truncated: drop)"
+
+
+def choose_truncated(rollouts: Iterable[Rollout], rule: str) -> tuple[list[Rollout], list[PutAside]]:
+    """Keep, mask or drop the documents that ended at a length limit, by `data.truncated`.
+
+    Their rewards have had their part in their groups' baselines. One that does not say how it ended is kept.
+    """
+    chosen: list[Rollout] = []
+    put_aside: list[PutAside] = []
+    for rollout in rollouts:
+        if not rollout.truncated or rule == "keep":
+            chosen.append(rollout)
+        elif rule == "mask":
+            chosen.append(_without_labels(rollout))
+        else:
+            put_aside.append(PutAside(rollout.id, TRUNCATED, rollout.group_id))
+    return chosen, put_aside
+
+
+def _without_labels(rollout: Rollout) -> Rollout:
+    """Mask every label: the document counts as one, and adds nothing else."""
+    masked = replace(rollout, loss_mask=np.zeros_like(rollout.loss_mask))
+    for name in ("logprobs", "advantages", "model_version", "reference_logprobs"):
+        values = getattr(rollout, name)
+        if values is not None:  # as everywhere, 0 off the mask
+            masked = replace(masked, **{name: np.zeros_like(values)})
+    return masked
+
+
+def has_advantage(rollout: Rollout) -> bool:
+    """Tell whether any label's advantage is not 0."""
+    return rollout.advantages is not None and bool(rollout.advantages.any())
+
+
+def put_group_aside(group: Sequence[Rollout]) -> list[PutAside]:
+    return [PutAside(rollout.id, NO_DIFFERENCE, rollout.group_id) for rollout in group]

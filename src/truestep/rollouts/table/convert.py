@@ -1,0 +1,238 @@
+"""The conversion of rollout files to tables, in parts that worker processes make beside each other.
+
+A worker (`python -m truestep.rollouts.table.convert`) reads jobs as lines of JSON and answers each with a line. It
+imports no torch, and ends when its input does.
+"""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from truestep import progress
+from truestep.rollouts.files import DataError, line_content, parse_json, read_parquet, readable
+from truestep.rollouts.record import Checks, Needs, parse_record
+from truestep.rollouts.table.layout import ABSENT_TEMPERATURE, PartWriter
+from truestep.rollouts.values import BadRecord
+
+PART_BYTES = 1 << 26  # of a file, in one part
+# Nothing that depends on a run is checked here, so a table serves every run.
+NEUTRAL = Checks(Needs(logprobs=False, advantages=False, advantage_rule="none"), default_temperature=ABSENT_TEMPERATURE)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A part of a file: bytes of JSONL from line to line, or row groups of Parquet."""
+
+    file: str
+    start: int
+    end: int
+    size: int  # in bytes, for the progress
+    output: str  # without its suffix
+
+
+def is_parquet(path: str | Path) -> bool:
+    return Path(path).suffix.lower() == ".parquet"
+
+
+def jobs_of(path: Path, directory: Path) -> list[Job]:
+    """Divide a file into parts."""
+    bounds = _row_group_bounds(path) if is_parquet(path) else _line_bounds(path)
+    return [
+        Job(str(path), start, end, size, str(directory / f"{number:06d}"))
+        for number, (start, end, size) in enumerate(bounds)
+    ]
+
+
+def _line_bounds(path: Path) -> Iterator[tuple[int, int, int]]:
+    size, start = path.stat().st_size, 0
+    with path.open("rb") as file:
+        while start < size:
+            file.seek(min(start + PART_BYTES, size) - 1)
+            while (piece := file.readline(1 << 20)) and not piece.endswith(b"\n"):
+                continue  # a line may be very long
+            end = file.tell()
+            yield start, end, end - start
+            start = end
+
+
+def _row_group_bounds(path: Path) -> Iterator[tuple[int, int, int]]:
+    with pq.ParquetFile(path) as file:
+        sizes = [file.metadata.row_group(number).total_byte_size for number in range(file.metadata.num_row_groups)]
+    start = size = 0
+    for number, added in enumerate(sizes):
+        if size and size + added > PART_BYTES:
+            yield start, number, size
+            start, size = number, 0
+        size += added
+    if sizes:
+        yield start, len(sizes), size
+
+
+def _records(job: Job) -> Iterator[tuple[int, int, Any]]:
+    """Stream (line or row from 1 within the part, its first byte, the record or a `BadRecord`)."""
+    if is_parquet(job.file):
+        for row, record in read_parquet(Path(job.file), list(range(job.start, job.end))):
+            yield row, 0, record
+        return
+    for number, offset, line in lines_between(job):
+        content = line_content(line, first=offset == 0)
+        if content is not None:
+            yield number, offset, parse_json(content)
+
+
+def lines_between(job: Job) -> Iterator[tuple[int, int, bytes]]:
+    with open(job.file, "rb") as file:
+        file.seek(job.start)
+        offset = job.start
+        for number, line in enumerate(file, start=1):
+            yield number, offset, line
+            offset += len(line)
+            if offset >= job.end:
+                return
+
+
+def _lines_in(job: Job, last: int) -> int:
+    """Count the lines of a part, empty ones at its end included, or the rows."""
+    if not is_parquet(job.file):
+        with open(job.file, "rb") as file:
+            file.seek(job.start)
+            left, count = job.end - job.start, 0
+            while left and (block := file.read(min(left, 1 << 20))):
+                left -= len(block)
+                count += block.count(b"\n")
+        return max(count, last)
+    return last
+
+
+def convert_part(job: Job) -> dict[str, Any]:
+    """Write a part, and give its number of lines."""
+    writer, last = PartWriter(), 0
+    for line, offset, record in _records(job):
+        last = line
+        try:
+            rollout = parse_record(readable(record), "", NEUTRAL)
+        except BadRecord:
+            writer.refuse(line, offset)
+            continue
+        writer.add(line, offset, rollout, rollout.id or None)
+    writer.write(Path(job.output))
+    return {"lines": _lines_in(job, last)}
+
+
+def answer(job: Job) -> dict[str, Any]:
+    try:
+        return convert_part(job)
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        return {"error": str(error), "errno": getattr(error, "errno", None)}
+    except MemoryError:
+        return {"error": "out of memory", "errno": None}
+
+
+class _Worker:
+    """A process that converts parts, one after another."""
+
+    def __init__(self) -> None:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        command = [sys.executable, "-P", "-m", __name__]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            encoding="utf-8",
+            start_new_session=True,  # an interrupt is for the run, which ends its workers
+        )
+
+    def convert(self, job: Job) -> dict[str, Any]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps(asdict(job)) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except OSError:
+            line = ""
+        if not line.endswith("\n"):
+            code = self.process.wait()
+            raise DataError(f"the process that converts {job.file} ended (exit status {code}); it may lack memory")
+        result: dict[str, Any] = json.loads(line)
+        return result
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                try:
+                    stream.close()
+                except OSError:  # what was written and never read
+                    continue
+
+
+def convert(jobs: Sequence[Job], report: Callable[[int], None]) -> list[dict[str, Any]]:
+    """Convert parts on all cores that this process may use. `report` is told the bytes of each that is done."""
+    count = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, len(jobs))
+    if count <= 1:
+        results = []
+        for job in jobs:
+            results.append(answer(job))
+            progress.made("bytes read", job.size)
+            report(job.size)
+        return results
+    local, workers = threading.local(), []
+
+    def run(job: Job) -> dict[str, Any]:
+        if not hasattr(local, "worker"):
+            local.worker = _Worker()
+            workers.append(local.worker)
+        return local.worker.convert(job)
+
+    pool = ThreadPoolExecutor(count, thread_name_prefix="convert")
+    try:
+        futures = {pool.submit(run, job): number for number, job in enumerate(jobs)}
+        made: list[dict[str, Any]] = [{} for _ in jobs]
+        waiting = set(futures)
+        while waiting:
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            for future in done:
+                number = futures[future]
+                made[number] = future.result()
+                if "error" in made[number]:
+                    return made
+                progress.made("bytes read", jobs[number].size)
+                report(jobs[number].size)
+        return made
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in workers:
+            worker.close()
+        pool.shutdown(wait=True)
+        for worker in workers:  # one may have been started meanwhile
+            worker.close()
+
+
+def main() -> None:
+    gc.disable()  # numbers and lists of numbers make no circles, and there are very many
+    for line in sys.stdin:
+        job = Job(**json.loads(line))
+        result = json.dumps(answer(job)) + "\n"
+        try:
+            sys.stdout.write(result)
+            sys.stdout.flush()
+        except BrokenPipeError:  # nobody waits for it: the run was killed
+            os._exit(1)
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""The columns that a document is stored in, and the way back. Every field of `Rollout` is stored, whatever they are.
+
+A part of a table is two Arrow files of one row a record. `rows` has what checks, order and groups need. `values` has
+the token ids, the spans of labels, each array field at its labels alone, and all other fields as JSON.
+"""
+
+import dataclasses
+import hashlib
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from truestep.rollouts.documents import ARRAYS
+from truestep.types import Rollout
+
+ABSENT_TEMPERATURE = -1.0  # no record can have it: a record without a temperature takes the run's
+LABEL_ARRAYS = {name: kind for name, kind in ARRAYS.items() if name not in ("input_ids", "loss_mask")}
+_IN_ROWS = ("id", "group_id", "reward")
+OTHERS = tuple(
+    item.name for item in dataclasses.fields(Rollout) if item.name not in (*ARRAYS, *_IN_ROWS)
+)  # stored as JSON
+_DEFAULTS = {
+    item.name: item.default_factory() if callable(item.default_factory) else item.default
+    for item in dataclasses.fields(Rollout)
+    if item.name in OTHERS
+}
+# Tables of another version, or of documents with other fields, are made anew.
+FORMAT = f"1 {' '.join((*ARRAYS, *OTHERS))}"
+
+ROWS = pa.schema(
+    [
+        ("line", pa.int64()),  # from 1
+        ("offset", pa.int64()),  # its first byte, of JSONL
+        ("part", pa.int32()),
+        ("index", pa.int32()),  # in the part's values
+        ("valid", pa.bool_()),
+        ("num_tokens", pa.int64()),
+        ("num_labels", pa.int64()),
+        ("largest_id", pa.int64()),
+        ("has_logprobs", pa.bool_()),
+        ("has_advantages", pa.bool_()),
+        ("reward", pa.float64()),
+        ("id", pa.large_string()),
+        ("group_id", pa.large_string()),
+        ("digest", pa.binary(16)),  # of the ids and the mask
+        ("checksum", pa.uint32()),  # of all values
+    ]
+)
+
+
+def content_digest(input_ids: np.ndarray, loss_mask: np.ndarray) -> bytes:
+    """Digest the tokens and labels of a document."""
+    digest = hashlib.blake2b(input_ids.tobytes(), digest_size=16)
+    digest.update(loss_mask.tobytes())
+    return digest.digest()
+
+
+def label_bounds(loss_mask: np.ndarray) -> np.ndarray:
+    """List where spans of labels begin and end, in turn."""
+    bounds: np.ndarray = np.flatnonzero(np.diff(loss_mask, prepend=False, append=False)).astype(np.int32)
+    return bounds
+
+
+def mask_of(bounds: np.ndarray, num_tokens: int) -> np.ndarray:
+    lengths = np.diff(bounds, prepend=0, append=num_tokens)
+    mask: np.ndarray = np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
+    return mask
+
+
+def at_labels(values: np.ndarray, loss_mask: np.ndarray) -> np.ndarray:
+    """Select the values of labels; only the first where all have the same bits."""
+    on_labels: np.ndarray = values[loss_mask]
+    bits = on_labels.view(f"u{on_labels.itemsize}")
+    return on_labels[:1] if len(bits) > 1 and (bits == bits[0]).all() else on_labels
+
+
+def from_labels(stored: np.ndarray, loss_mask: np.ndarray) -> np.ndarray:
+    values = np.zeros(len(loss_mask), dtype=stored.dtype)
+    values[loss_mask] = stored
+    return values
+
+
+def _others(rollout: Rollout) -> str:
+    """Write the fields that are neither arrays nor columns, where they are not the default, as JSON."""
+    fields = {name: getattr(rollout, name) for name in OTHERS}
+    fields = {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
+    return json.dumps({name: value for name, value in fields.items() if value != _DEFAULTS[name]})
+
+
+def checksum(arrays: list[np.ndarray | None], others: str) -> int:
+    """Sum up the stored values of a document, so that damage is noticed when it is read."""
+    total = zlib.crc32(others.encode())
+    for position, array in enumerate(arrays):
+        if position == 0 and array is not None:
+            array = array.astype(np.int64)  # a part's ids are as wide as its largest
+        total = zlib.crc32(b"-" if array is None else np.ascontiguousarray(array).data, total)
+    return total
+
+
+class PartWriter:
+    """The rows of one part, in the order they come."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[Any]] = {name: [] for name in ROWS.names if name not in ("part", "index")}
+        self._arrays: dict[str, list[np.ndarray | None]] = {name: [] for name in ("input_ids", "bounds", *LABEL_ARRAYS)}
+        self._others: list[str] = []
+
+    def _row(self, **columns: Any) -> None:
+        for name, values in self._rows.items():
+            values.append(columns.get(name))
+
+    def add(self, line: int, offset: int, rollout: Rollout, identifier: str | None) -> None:
+        """Add a valid record. `identifier` is its own id, or None where it has none."""
+        ids, mask = rollout.input_ids, rollout.loss_mask
+        largest = int(ids.max())
+        stored: list[np.ndarray | None] = [ids.astype(np.int32 if largest < 2**31 else np.int64), label_bounds(mask)]
+        for name in LABEL_ARRAYS:
+            values = getattr(rollout, name)
+            stored.append(None if values is None else at_labels(values, mask))
+        for values_of, array in zip(self._arrays.values(), stored, strict=True):
+            values_of.append(array)
+        others = _others(rollout)
+        self._others.append(others)
+        self._row(
+            line=line,
+            offset=offset,
+            valid=True,
+            num_tokens=rollout.num_tokens,
+            num_labels=rollout.num_labels,
+            largest_id=largest,
+            has_logprobs=rollout.logprobs is not None,
+            has_advantages=rollout.advantages is not None,
+            reward=rollout.reward,
+            id=identifier,
+            group_id=rollout.group_id,
+            digest=content_digest(ids, mask),
+            checksum=checksum(stored, others),
+        )
+
+    def refuse(self, line: int, offset: int) -> None:
+        """Add the place of a bad record: it is read again from its file, with the checks of a run."""
+        for values in self._arrays.values():
+            values.append(None)
+        self._others.append("")
+        self._row(line=line, offset=offset, valid=False)
+
+    def write(self, path: Path) -> None:
+        """Write `PATH.values` and `PATH.rows`."""
+        columns = {name: _list_column(arrays, name) for name, arrays in self._arrays.items()}
+        columns["others"] = pa.array(self._others, pa.large_string())
+        write_arrow(path.with_suffix(".values"), pa.table(columns))
+        count = len(self._others)
+        fixed = {"part": np.zeros(count, np.int32), "index": np.arange(count, dtype=np.int32)}
+        rows = {name: fixed[name] if name in fixed else self._rows[name] for name in ROWS.names}
+        write_arrow(path.with_suffix(".rows"), pa.table(rows, schema=ROWS))
+
+
+def _list_column(arrays: list[np.ndarray | None], name: str) -> pa.Array:
+    present = [array for array in arrays if array is not None]
+    kind = np.result_type(*present) if present else np.dtype(LABEL_ARRAYS.get(name, np.int32))
+    lengths = [0 if array is None else len(array) for array in arrays]
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
+    values = pa.array(np.concatenate([*present, np.zeros(0, kind)]).astype(kind, copy=False))
+    absent = np.array([array is None for array in arrays] + [False])
+    column = pa.LargeListArray.from_arrays(pa.array(offsets), values)
+    if not absent.any():
+        return column
+    return pa.LargeListArray.from_arrays(pa.array(offsets, mask=absent), values)
+
+
+def write_arrow(path: Path, table: pa.Table) -> None:
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table.combine_chunks())
+
+
+def map_arrow(path: Path) -> pa.Table:
+    """Open an Arrow file without reading it: its pages are shared by all processes that map it."""
+    return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+
+
+class PartReader:
+    """The values of one part, as arrays in the mapped file."""
+
+    def __init__(self, path: Path):
+        table = map_arrow(path)
+        self._arrays = {}
+        for name in ("input_ids", "bounds", *LABEL_ARRAYS):
+            column = table.column(name)
+            array = column.chunk(0) if column.num_chunks else pa.array([], column.type)
+            present = None if not array.null_count else array.is_valid().to_numpy(zero_copy_only=False)
+            self._arrays[name] = (array.offsets.to_numpy(), array.values.to_numpy(), present)
+        self._others = table.column("others")
+
+    def stored(self, index: int) -> tuple[list[np.ndarray | None], str]:
+        """Give a document's stored arrays and its other fields."""
+        arrays: list[np.ndarray | None] = []
+        for offsets, values, present in self._arrays.values():
+            there = present is None or present[index]
+            arrays.append(values[offsets[index] : offsets[index + 1]] if there else None)
+        return arrays, self._others[index].as_py()
+
+
+def make_rollout(
+    arrays: list[np.ndarray | None],
+    others: str,
+    *,
+    identifier: str,
+    group_id: str | None,
+    reward: float | None,
+    default_temperature: float,
+) -> Rollout:
+    """Put a document together from what is stored of it."""
+    ids, bounds, *rest = arrays
+    assert ids is not None and bounds is not None
+    mask = mask_of(bounds, len(ids))
+    on_labels: dict[str, Any] = {
+        name: None if stored is None else from_labels(stored, mask)
+        for name, stored in zip(LABEL_ARRAYS, rest, strict=True)
+    }
+    fields = json.loads(others)
+    if fields.get("temperature") == ABSENT_TEMPERATURE:
+        fields["temperature"] = float(default_temperature)
+    return Rollout(
+        id=identifier,
+        input_ids=ids.astype(np.int64),
+        loss_mask=mask,
+        reward=reward,
+        group_id=group_id,
+        **on_labels,
+        **fields,
+    )

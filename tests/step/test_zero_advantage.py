@@ -1,0 +1,110 @@
+"""`data.zero_advantage: skip` changes no number, and saves the backward passes that it says it saves."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from small_runs import file_config, quiet_trainer, read_lines, tokenised_model, write_lines, write_rollouts
+from truestep.config.load import load_config
+from truestep.head import chunked
+from truestep.step import runner
+from truestep.verify.judge import verify
+from truestep.verify.report import complaints
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tokenised_model(tmp_path_factory.mktemp("zero") / "model", "llama")
+
+
+def rollouts_with_zeros(directory: Path, every: int) -> Path:
+    """Every so many documents have advantages, and the others advantages that are all 0."""
+    records = write_rollouts(directory / "all.jsonl", 12, advantages="given")
+    for index, record in enumerate(records):
+        if index % every:
+            record["advantage"] = 0.0
+    return write_lines(directory / "rollouts.jsonl", records)
+
+
+def step(model: Path, rollouts: Path, run: Path, monkeypatch: pytest.MonkeyPatch, **sections: Any) -> Any:
+    rows: list[int] = []
+    honest = chunked.forward_backward
+
+    def counted(head: Any, *arguments: Any, **options: Any) -> Any:
+        rows.append(len(head.hidden))
+        return honest(head, *arguments, **options)
+
+    monkeypatch.setattr(chunked, "forward_backward", counted)
+    trainer = quiet_trainer(file_config(model, rollouts, run, **sections))
+    accumulated = trainer.runner.accumulate(trainer.plans.next().plan)
+    gradients = {name: value.clone() for name, value in trainer.policy.weights.collect_gradients().items()}
+    trainer.plans.close()
+    monkeypatch.setattr(chunked, "forward_backward", honest)
+    return accumulated.line(), gradients, sum(rows)
+
+
+@pytest.mark.parametrize("every", [2, 100], ids=["half", "all but one"])
+@pytest.mark.parametrize("loss", ["grpo", "gspo", "reinforce", "cispo"])
+def test_no_result_changes(loss: str, every: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollouts = rollouts_with_zeros(tmp_path, every)
+    options: dict[str, Any] = {"loss": {"type": loss, "metrics": "full"}, "schedule": {"docs_per_step": 12}}
+    kept, gradients, rows = step(model, rollouts, tmp_path / "kept", monkeypatch, **options)
+    options["data"] = {"zero_advantage": "skip"}
+    skipped, same, fewer = step(model, rollouts, tmp_path / "skipped", monkeypatch, **options)
+    assert set(kept) == set(skipped)
+    for name in set(kept) - {"num_micro_batches", "data_wait_time"}:
+        assert skipped[name] == pytest.approx(kept[name], rel=1e-5, abs=1e-6), name
+    for name, gradient in gradients.items():
+        assert float((same[name] - gradient).norm()) <= 1e-5 * max(float(gradient.norm()), 1e-6), name
+    assert any(float(gradient.norm()) > 0 for gradient in gradients.values())
+    assert fewer < (0.8 if every == 2 else 0.4) * rows
+
+
+def test_a_step_without_any_advantage_has_a_gradient_of_zero(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = write_rollouts(tmp_path / "all.jsonl", 6, advantages="given")
+    rollouts = write_lines(tmp_path / "zero.jsonl", [record | {"advantage": 0} for record in records])
+    options = {"schedule": {"docs_per_step": 6}, "data": {"zero_advantage": "skip"}}
+    line, gradients, rows = step(model, rollouts, tmp_path / "run", monkeypatch, **options)
+    assert rows == 0 and line["num_documents"] == 6 and line["new_logprobs"] < 0
+    assert not any(torch.any(gradient) for gradient in gradients.values())
+
+
+@pytest.fixture
+def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(EXAMPLES, tmp_path / "examples")
+    rollouts = tmp_path / "examples" / "rollouts.jsonl"
+    lines = read_lines(rollouts)
+    write_lines(rollouts, [line | {"reward": 1.0} if i % 8 < 4 else line for i, line in enumerate(lines)])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "examples"
+
+
+def every_document_looks_idle() -> None:
+    runner.has_advantage = lambda document: False  # type: ignore[assignment]
+
+
+LAYOUTS = ("one process", "FSDP 2", "pipeline 2")
+
+
+def test_it_holds_in_every_layout(examples: Path) -> None:
+    config = load_config(examples / "grpo.yaml", ["--data.zero_advantage=skip", "--model.dtype=float32"])
+    verdicts = verify(config, Path("out"), only=lambda layout: layout.name in LAYOUTS)
+    assert {verdict.layout.name for verdict in verdicts} == set(LAYOUTS)
+    assert all(verdict.passed for verdict in verdicts), [complaints(verdict) for verdict in verdicts]
+
+
+def test_a_skipped_document_that_has_an_advantage_is_found(examples: Path) -> None:
+    config = load_config(examples / "grpo.yaml", ["--data.zero_advantage=skip", "--model.dtype=float32"])
+    (verdict,) = verify(
+        config, Path("out"), only=lambda layout: layout.name == "one process", plant=every_document_looks_idle
+    )
+    assert "gradient" in {difference.kind for difference in verdict.wrong}
