@@ -31,10 +31,6 @@ def sent(data: str) -> str:
 
 CASES = [
     (
-        MODEL + "data: {path: a, group_timeout: 5}\n",
-        "2: data.group_timeout is for the documents of data.source: all other groups end with their data",
-    ),
-    (
         MODEL + "parallel: {stages_per_rank: 2}\n",
         "2: parallel.stages_per_rank is for pipelines: it needs parallel.pipeline > 1",
     ),

@@ -48,7 +48,7 @@ def found() -> set[tuple[str, str]]:
         for path in (ROOT / room).rglob("*.py")
         if "server" not in path.parts and knows_torch(path.read_text(encoding="utf-8"))
         for what in written(path.read_text(encoding="utf-8"))
-        if what != "_stored"  # of our own tensors without values
+        if what not in ("_stored", "frozen")  # of our own tensors without values, and of our own weights
     }
 
 

@@ -229,7 +229,7 @@ def read_choices(answer: Any, request: CompletionRequest) -> list[Choice]:
 def _index(choice: dict[str, Any]) -> int:
     index = choice.get("index")
     if type(index) is not int:
-        raise BadAnswerError(f"a completion's index is {printable(index, 60)}")
+        raise BadAnswerError(f"a completion's index is {printable(repr(index), 60)}")
     return index
 
 
