@@ -119,7 +119,7 @@ def test_a_corrupt_weight_file(llama: Path, content: bytes | None) -> None:
 
 def test_a_corrupt_config(llama: Path) -> None:
     (llama / "config.json").write_text("{")
-    assert "could not be loaded" in refusal(llama)
+    assert "config.json cannot be used: not JSON" in refusal(llama)
     (llama / "config.json").write_text('{"model_type": "no_such_model"}')
     assert "could not be loaded" in refusal(llama)
 

@@ -36,6 +36,7 @@ from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
 from truestep.rollouts.source import PeekableSource, SourceError
 from truestep.sampler.decode import DecodeOptions
+from truestep.sampler.engine.engine import engine_of
 from truestep.sampler.in_process import InProcessSource, stop_ids
 from truestep.step.plan import make_plan
 from truestep.step.runner import StepRunner
@@ -377,3 +378,26 @@ def test_what_is_put_aside_is_in_the_ledger(tmp_path: Path) -> None:
     ]
     metrics = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["num_put_aside"] for line in metrics] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("engine", [True, False])
+def test_the_engine_can_be_left_out(engine: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In sampling and in evaluation; what is drawn is the same."""
+    asked: list[object] = []
+
+    def seen(policy: Policy) -> object:
+        asked.append(policy)
+        return engine_of(policy)
+
+    monkeypatch.setattr("truestep.sampler.decode.engine_of", seen)
+    prompts = write_lines(tmp_path / "prompts.jsonl", sort_prompts(4))
+    config = sampled_config(
+        word_model(tmp_path / "model"),
+        prompts,
+        tmp_path / "run",
+        sampler={"engine": engine},
+        evaluation={"prompts": str(prompts), "every": 1, "engine": engine},
+        schedule={"steps": 1},
+    )
+    quiet_trainer(config).run()
+    assert bool(asked) is engine

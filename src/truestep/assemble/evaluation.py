@@ -38,6 +38,7 @@ def make_evaluator(config: Config, policy: Policy, raters: Raters) -> Evaluator 
             stop_ids=stop_ids(policy),
             top_k=evaluation.top_k,
             min_p=evaluation.min_p,
+            engine=evaluation.engine,
             stop=tuple(evaluation.stop or ()),
         ),
         samples_per_prompt=evaluation.samples_per_prompt,

@@ -203,6 +203,7 @@ def decode_options(sampler: InProcessSampler, policy: Policy) -> DecodeOptions:
         stop_ids=stop_ids(policy),
         top_k=sampler.top_k,
         min_p=sampler.min_p,
+        engine=sampler.engine,
         stop=tuple(sampler.stop or ()),
     )
 

@@ -170,6 +170,9 @@ class InProcessSampler(SamplerBase):
     those of the whole distribution."""
     stop: list[Annotated[str, Field(min_length=1)]] | None = None
     """Texts that end a completion, which keeps the tokens that make them."""
+    engine: bool = True
+    """Sample with the engine (a paged cache, continuous batching, kernels and graphs on a GPU). false: with
+    transformers' own attention and cache, batch after batch, which is slower."""
     batch_size: Count | None = None
     """At most this many completions are decoded at a time. null: as many as the free memory holds, at most 1,024 on a
     GPU and 256 on a CPU."""
@@ -247,6 +250,9 @@ class EvaluationConfig(Section):
     it off."""
     stop: list[Annotated[str, Field(min_length=1)]] | None = None
     """Texts that end a completion."""
+    engine: bool = True
+    """Sample with the engine (a paged cache, continuous batching, kernels and graphs on a GPU). false: with
+    transformers' own attention and cache, batch after batch, which is slower."""
     batch_size: Count | None = None
     """At most this many completions are decoded at a time. null: as many as the free memory holds, at most 1,024 on a
     GPU and 256 on a CPU."""

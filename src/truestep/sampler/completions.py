@@ -14,6 +14,7 @@ class DecodeOptions:
     top_k: int = 0  # 0: off
     min_p: float = 0.0  # 0: off
     stop: tuple[str, ...] = ()  # texts that end a completion
+    engine: bool = True  # False: batch after batch, by transformers' own attention and cache
 
     @property
     def truncates(self) -> bool:

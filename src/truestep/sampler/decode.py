@@ -53,7 +53,7 @@ def decode_here(
     """Complete requests on this rank alone, in their order. `on_done` is called with the number of each, and with its
     completion, as soon as that ends: while others are sampled."""
     with torch.no_grad(), policy.weights.gathered():
-        engine = engine_of(policy) if requests else ""
+        engine = engine_of(policy) if requests and options.engine else ""
         if isinstance(engine, Engine):
             return _decode_by_engine(policy, engine, requests, options, on_done)
         return decode_plainly(policy, requests, options, on_done)

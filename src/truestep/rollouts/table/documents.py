@@ -45,12 +45,17 @@ def open_documents(paths: Sequence[Path], checks: Checks, cache: Path | None = N
     Chat messages, and documents that are chosen by how they ended, are read into memory whatever their size: a table
     holds documents as their files have them.
     """
-    if checks.chat is not None or checks.truncated != "keep":
+    if not tables_hold(checks):
         return load_documents(paths, checks)
     with suppress(OSError):  # a file that cannot be read is named where it is read
         if sum(path.stat().st_size for path in paths) >= LARGE_BYTES:
             return load_tables(paths, checks, cache or default_directory())
     return load_documents(paths, checks)
+
+
+def tables_hold(checks: Checks) -> bool:
+    """Tell whether the documents that a run takes are those of its files, one by one."""
+    return checks.chat is None and checks.truncated == "keep"
 
 
 def load_tables(paths: Sequence[Path], checks: Checks, cache: Path) -> Documents:
