@@ -40,6 +40,7 @@ from truestep.trainer import Hooks, Trainer, TrainingError
 from truestep.types import StepPlan
 
 ALWAYS = {
+    "num_put_aside",
     "num_rejected",
     *("loss", "new_logprobs", "grad_norm", "learning_rate", "num_documents", "documents_seen", "num_tokens"),
     *("num_labels", "num_micro_batches", "tokens_per_second", "data_wait_time", "step_time"),
