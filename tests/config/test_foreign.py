@@ -32,6 +32,9 @@ model.bf16: true                        => write model.dtype: bfloat16
 model.gradient_checkpointing: true      => write model.activation_checkpointing: true
 gradient_accumulation_steps: 8          => write schedule.docs_per_step (a step is a number of documents
 rollout_batch_size: 64                  => write schedule.docs_per_step (it counts prompts
+loss.beta: 0.04                         => it is an option of TRL; write loss.kl_reference.weight: 0.04
+loss.kl_loss_type: low_var_kl           => write loss.kl_reference.estimator: k3
+data.mask_truncated_completions: true   => write data.truncated: mask
 packing: true                           => and truestep has none like it: documents are always packed
 use_vllm: true                          => write sampler.type: server
 use_vllm: false                         => write sampler.type: in_process
@@ -71,7 +74,7 @@ def test_an_answer_names_options_that_exist(name: str) -> None:
         assert "truestep has none like it" in said
         return
     words = ours.split(" and " if " and " in ours else " or ")
-    assert all(word in options() or word == "logging.wandb" for word in words), ours
+    assert all(word in options() or word in ("logging.wandb", "data.overlong_penalty") for word in words), ours
 
 
 def test_no_foreign_name_hides_one_of_ours() -> None:
@@ -89,6 +92,9 @@ def test_no_foreign_name_hides_one_of_ours() -> None:
         ("importance_sampling_level", ["token", "sequence"]),
         ("adv_estimator", ["grpo", "rloo"]),
         ("advantage_estimator", ["grpo", "rloo", "group_norm", "dr_grpo"]),
+        ("kl_loss_type", ["kl", "k1", "mse", "k2", "low_var_kl", "k3"]),
+        ("mask_truncated_completions", [True, False]),
+        ("dynamic_filtering", [True, False]),
         ("lr_scheduler_type", ["constant", "constant_with_warmup", "cosine", "linear"]),
         ("torch_dtype", ["bfloat16", "float32"]),
     ],

@@ -137,6 +137,29 @@ FOREIGN: dict[str, Foreign] = {
     "cast_lm_head_to_fp32": Foreign(
         (TRL,), "model.head.fp32_lm_head", "the logits are float32 without a float32 copy of the weight"
     ),
+    # Corrections, the reference, and what a step is made of
+    "beta": Foreign((TRL,), "loss.kl_reference.weight", "0 in TRL: leave the section out"),
+    "kl_loss_coef": Foreign((VERL, SLIME), "loss.kl_reference.weight"),
+    "kl_coef": Foreign((VERL, SLIME), "loss.kl_reference.weight", "with loss.kl_reference.in: reward"),
+    "init_kl_coef": Foreign((OPENRLHF,), "loss.kl_reference.weight", "with loss.kl_reference.in: reward"),
+    "kl_loss_type": Foreign(
+        (VERL, SLIME),
+        "loss.kl_reference.estimator",
+        "",
+        lambda value: {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}[value],
+    ),
+    "ref_load": Foreign((SLIME,), "loss.kl_reference.path"),
+    "vllm_importance_sampling_cap": Foreign((TRL,), "loss.correction.high", "with loss.correction.type: truncate"),
+    "tis_imp_ratio_cap": Foreign((VERL,), "loss.correction.high", "with loss.correction.type: truncate"),
+    "tis_clip": Foreign((SLIME,), "loss.correction.high", "with loss.correction.type: truncate"),
+    "sapo_temperature_pos": Foreign((TRL,), "loss.tau_positive"),
+    "sapo_temperature_neg": Foreign((TRL,), "loss.tau_negative"),
+    "mask_truncated_completions": Foreign((TRL,), "data.truncated", "", lambda value: "mask" if value else "keep"),
+    "filter_groups": Foreign(
+        (VERL,), "data.zero_advantage", "replace: groups without a difference are sampled anew", _UNKNOWN
+    ),
+    "dynamic_filtering": Foreign((OPENRLHF,), "data.zero_advantage", "", lambda value: "replace" if value else "keep"),
+    "overlong_buffer": Foreign((VERL,), "data.overlong_penalty", "from, to and weight", _UNKNOWN),
     # The step
     "max_steps": Foreign((TRL, TRANSFORMERS, PRIME), "schedule.steps", "", _same_unless_off),
     "total_training_steps": Foreign((VERL,), "schedule.steps"),
