@@ -187,7 +187,8 @@ def test_sampling_and_evaluation_are_shared_out(tmp_path: Path) -> None:
         sampler = {"prompts": str(prompts), "reward": "plain_rewards:digit_reward", "max_new_tokens": 6}
         evaluation = {"prompts": str(prompts), "every": 2}
         schedule = {"docs_per_step": 12, "steps": 4, "stall_timeout": 30}
-        return base | {"sampler": sampler, "evaluation": evaluation, "schedule": schedule}
+        # Of seeds 0 to 4 four differ by 2e-6 at most. Seed 0 has weights whose gradient is all but 0 (1.1e-5 on 4).
+        return base | {"sampler": sampler, "evaluation": evaluation, "schedule": schedule, "seed": 1}
 
     for size in (1, 2, 4):
         on_ranks(size, train_all, [given(f"on{size}")])

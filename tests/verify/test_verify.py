@@ -275,7 +275,7 @@ def test_ranks_that_hang_are_a_failure_with_a_reason(examples: Path) -> None:
     verdict = judge(examples, "FSDP 4, ragged ranks", faults.ragged_ranks_hang, documents=4, schedule__stall_timeout=3)
     assert not verdict.passed
     # Each waits for the others, and the message says where: half of them in the model, half behind it.
-    assert "in packed_hidden" in (verdict.failure or "") and "in gather" in (verdict.failure or ""), verdict.failure
+    assert "in packed_hidden" in (verdict.failure or "") and "in accumulate" in (verdict.failure or ""), verdict.failure
 
 
 @pytest.mark.long

@@ -14,6 +14,7 @@ from typing import Any
 
 from truestep import progress
 from truestep.files import LineError, exact_object, write_json
+from truestep.text import printable
 
 MANIFEST = "truestep/checksums.json"
 STRETCH = 1 << 26  # bytes that one checksum is of
@@ -63,11 +64,11 @@ def find_damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
                     end = stretch.start + stretch.length
                     return f"{stretch.name} is damaged in its bytes {stretch.start} to {end}"
     except _Mismatch as mismatch:
-        return str(mismatch)
+        return printable(mismatch)
     except (LineError, AttributeError, KeyError, TypeError, ValueError) as error:
-        return f"{MANIFEST} is damaged: {error!r}"
+        return printable(f"{MANIFEST} is damaged: {error!r}")
     except OSError as error:
-        return f"{Path(error.filename or checkpoint).name} cannot be read: {error.strerror or error}"
+        return printable(f"{Path(error.filename or checkpoint).name} cannot be read: {error.strerror or error}")
     return None
 
 

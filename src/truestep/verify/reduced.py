@@ -164,8 +164,9 @@ def _draw_old(
     for _ in range(_ATTEMPTS):
         target = 0.0
         if of_document:
+            # Beyond each bound and within it by turns; two documents in a row are not on the same side.
             bound, slope = of_document[number // 2 % len(of_document)]
-            target = (1.8 if number % 2 else 0.4) * bound / slope
+            target = (0.4 if number % 2 else 1.8) * bound / slope
         size = spread if len(of_document) < len(slopes) or not slopes else 0.1
         noise = [draw.gauss(0.0, size) for _ in new]
         mean = sum(noise) / len(noise) if of_document else 0.0
