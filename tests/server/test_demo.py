@@ -15,6 +15,7 @@ from server.runs import Recorder, label_versions
 from server.vllm_server import NAME
 from small_runs import merged, quiet_trainer, read_lines
 from truestep.config.schema import Config
+from truestep.config.sections import ServerSampler
 from truestep.demo import run as demo
 from truestep.trainer import Trainer
 
@@ -45,7 +46,8 @@ def test_the_demo_trains_through_a_server_to_its_accuracy(servers: Servers, tmp_
         "evaluation": {"every": 10},
     }
     in_process = demo.phase_config(rewarded, policy, tmp_path, 0).model_dump()
-    del in_process["sampler"]["type"], in_process["sampler"]["top_p"], in_process["sampler"]["batch_size"]
+    for name in set(in_process["sampler"]) - (set(ServerSampler.model_fields) - {"type"}):
+        del in_process["sampler"][name]  # an option of sampling in process alone
     run = Recorder(quiet_trainer(Config.model_validate(merged(in_process, changes | quiet))))
     run.trainer.sinks = [*run.trainer.sinks, _StopWhenAccurate(run.trainer)]
     run.trainer.run()
