@@ -315,8 +315,9 @@ def _load_or_refuse(content: bytes, tokens: list[str]) -> None:
             assert isinstance(load_config(file, tokens), Config)
         except ConfigError as error:
             refused = str(error) or "an empty message: pydantic"
+    given = content.decode(errors="replace") + " ".join(tokens)  # a message repeats what it refuses
     for leaked in ("pydantic", "Value error", "Input should", "Extra inputs"):
-        assert leaked not in refused
+        assert leaked not in refused or leaked in given
 
 
 _CONTENTS = {
