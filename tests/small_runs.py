@@ -20,7 +20,7 @@ from truestep.config.schema import Config
 from truestep.demo import model as demo_model
 from truestep.environments import sorting
 from truestep.ranks.forks import fork_context
-from truestep.train import make_trainer
+from truestep.train import make_trainer, train
 from truestep.trainer import Trainer
 
 TIMES = ("tokens_per_second", "data_wait_time", "step_time", "seconds")
@@ -87,6 +87,14 @@ def sampled_config(model: Path, prompts: Path, run: Path, **sections: Any) -> Co
         "logging": {"console": False},
     }
     return Config.model_validate(merged(base, sections))
+
+
+def said(config: Config) -> str:
+    """Train, and give what the run writes to the console."""
+    written = io.StringIO()
+    shown = config.model_copy(update={"logging": config.logging.model_copy(update={"console": True})})
+    train(shown, Console(file=written, width=200))
+    return written.getvalue()
 
 
 def quiet_trainer(config: Config) -> Trainer:

@@ -17,7 +17,16 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from small_runs import file_config, read_lines, sampled_config, sort_prompts, word_model, write_lines, write_rollouts
+from small_runs import (
+    file_config,
+    read_lines,
+    said,
+    sampled_config,
+    sort_prompts,
+    word_model,
+    write_lines,
+    write_rollouts,
+)
 from truestep.checkpoint import checksums
 from truestep.checkpoint.checksums import find_damage, write_checksums
 from truestep.cli import main
@@ -37,17 +46,10 @@ from truestep.files import (
     scan_lines,
 )
 from truestep.run_directory import RunDirectory, RunError
-from truestep.train import make_trainer, train
+from truestep.train import make_trainer
 from truestep.trainer import TrainingError
 
 Model = Callable[[str], Path]
-
-
-def said(config: Config) -> str:
-    written = io.StringIO()
-    shown = config.model_copy(update={"logging": config.logging.model_copy(update={"console": True})})
-    train(shown, Console(file=written, width=200))
-    return written.getvalue()
 
 
 @pytest.fixture

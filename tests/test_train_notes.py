@@ -18,6 +18,7 @@ from rich.console import Console
 from small_runs import (
     file_config,
     read_lines,
+    said,
     sampled_config,
     sort_prompts,
     type_command,
@@ -29,17 +30,10 @@ from truestep.config.load import dump_config
 from truestep.config.schema import Config
 from truestep.demo import model as demo_model
 from truestep.metrics.sinks import ConsoleSink
-from truestep.train import make_trainer, train
+from truestep.train import make_trainer
 from truestep.trainer import TrainingError
 
 Model = Callable[[str], Path]
-
-
-def said(config: Config) -> str:
-    written = io.StringIO()
-    shown = config.model_copy(update={"logging": config.logging.model_copy(update={"console": True})})
-    train(shown, Console(file=written, width=200))
-    return written.getvalue()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from truestep.environments.process import WorkerOptions
 from truestep.environments.rater import Rater, check_reward
 from truestep.environments.rewards import RewardError
 from truestep.ranks.group import Ranks
+from truestep.ranks.processes import usable_cores
 
 _GIBIBYTE = 2**30
 
@@ -99,13 +100,6 @@ def check_rewards(config: Config, ranks: Ranks) -> None:
 def ranks_of_machine(ranks: Ranks) -> int:
     """Count the ranks that share this machine, as the launcher says."""
     return min(ranks.size, int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size)))
-
-
-def usable_cores() -> int:
-    """Count the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def machine_memory() -> int:

@@ -4,7 +4,6 @@
 file at a time, and so that the message says where the damage is.
 """
 
-import os
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from typing import Any
 
 from truestep import progress
 from truestep.files import LineError, exact_object, write_json
+from truestep.ranks.processes import usable_cores
 from truestep.text import printable
 
 MANIFEST = "truestep/checksums.json"
@@ -104,4 +104,4 @@ def _checksum(checkpoint: Path, stretch: _Stretch) -> int:
 
 
 def _threads() -> int:
-    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4))
+    return min(_MOST_THREADS, usable_cores())

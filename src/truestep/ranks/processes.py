@@ -167,3 +167,10 @@ def _bytes(process: int) -> int:
         return 0
     counted = {name: int(value) for name, _, value in (line.partition(":") for line in lines)}
     return counted.get("rchar", 0) + counted.get("wchar", 0) + counted.get("read_bytes", 0)
+
+
+def usable_cores() -> int:
+    """Count the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

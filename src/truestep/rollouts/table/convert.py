@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from truestep import progress
+from truestep.ranks.processes import usable_cores
 from truestep.rollouts.files import DataError, line_content, parse_json, read_parquet, readable
 from truestep.rollouts.record import Checks, Needs, parse_record
 from truestep.rollouts.table.layout import ABSENT_TEMPERATURE, PartWriter
@@ -181,7 +182,7 @@ class _Worker:
 
 def convert(jobs: Sequence[Job], report: Callable[[int], None]) -> list[dict[str, Any]]:
     """Convert parts on all cores that this process may use. `report` is told the bytes of each that is done."""
-    count = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, len(jobs))
+    count = min(usable_cores(), len(jobs))
     if count <= 1:
         results = []
         for job in jobs:
