@@ -17,6 +17,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from interpreter import environment
 from small_runs import read_lines, sort_prompts, word_model, write_lines, write_rollouts
 from tiny import label_positions
 from truestep import __version__
@@ -106,21 +107,17 @@ def test_every_command_has_help(command: str) -> None:
 
 
 def test_python_dash_m_and_the_version() -> None:
-    done = subprocess.run([sys.executable, "-m", "truestep", "--version"], capture_output=True, text=True, env=_env())
+    done = subprocess.run(
+        [sys.executable, "-m", "truestep", "--version"], capture_output=True, text=True, env=environment()
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip().endswith(__version__)
     wrong = subprocess.run(
-        [sys.executable, "-m", "truestep", "train", "no.yaml"], capture_output=True, text=True, env=_env()
+        [sys.executable, "-m", "truestep", "train", "no.yaml"], capture_output=True, text=True, env=environment()
     )
     assert wrong.returncode == 1
     assert wrong.stderr.startswith("error: no.yaml")
     assert "Traceback" not in wrong.stderr
-
-
-def _env() -> dict[str, str]:
-    import os
-
-    return os.environ | {"PYTHONPATH": str(Path(sys.modules["truestep"].__file__ or "").parents[1])}
 
 
 def test_train_writes_a_run_and_goes_on(files: dict[str, Any]) -> None:

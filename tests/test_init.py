@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import truestep
+from interpreter import environment
 from truestep.config.load import load_config
 from truestep.errors import TruestepError
 from truestep.files import read_json_lines
@@ -21,12 +20,10 @@ Model = Callable[[str], Path]
 
 
 def run(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    paths = [str(Path(truestep.__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-m", *words],
         cwd=directory,
-        env=environment,
+        env=environment(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
         timeout=300,

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import hostile_reward
+from interpreter import environment
 from truestep.environments import frames
 from truestep.environments.descendants import descendants, started
 from truestep.environments.process import WorkerOptions
@@ -249,10 +250,12 @@ time.sleep(600)
 
 def test_a_run_that_is_killed_takes_its_rewards_with_it(tmp_path: Path) -> None:
     """So for what a reward had started in a session of its own."""
-    run = subprocess.Popen([sys.executable, "-c", RUN, "leaves_a_child_and_sleeps", str(tmp_path)])
+    command = [sys.executable, "-c", RUN, "leaves_a_child_and_sleeps", str(tmp_path)]
+    run = subprocess.Popen(command, env=environment())
     child = tmp_path / "child"
     try:
-        until(lambda: child.exists() and child.read_text() != "")
+        until(lambda: run.poll() is not None or (child.exists() and child.read_text() != ""))
+        assert run.poll() is None
         below = descendants(run.pid)
         assert len(below) >= 3 and int(child.read_text()) in below
         known = {pid: started(pid) for pid in below}
@@ -307,4 +310,4 @@ def test_a_worker_starts_without_torch_and_without_numpy() -> None:
         "import sys, truestep.environments.keeper, truestep.environments.worker; "
         "sys.exit(bool({'torch', 'numpy', 'jinja2'} & set(sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, env=environment()).returncode == 0
