@@ -11,7 +11,9 @@ Ranks that share a micro-batch's tokens attend with a share of the heads each (`
 Dimensions: S tokens of the micro-batch, Q query heads, K key-value heads, E head size; R rows of X tokens in a bucket.
 """
 
+import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +38,14 @@ class PackedLayout:
     context: Context | None = None  # the ranks that share the tokens
 
 
-def make_layout(segments: torch.Tensor, device: torch.device, context: Context | None = None) -> PackedLayout:
-    """Make a layout from cumulative lengths on the host."""
+def make_layout(
+    segments: torch.Tensor,
+    device: torch.device,
+    context: Context | None = None,
+    send: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> PackedLayout:
+    """Make a layout from cumulative lengths on the host. `send` copies to the device, if need be without waiting."""
+    send = send or (lambda tensor: tensor.to(device))
     starts, ends = segments[:-1].tolist(), segments[1:].tolist()
     documents = sorted(zip(starts, ends, strict=True), key=lambda span: (span[1] - span[0], span[0]))
     buckets: list[torch.Tensor] = []
@@ -57,9 +65,9 @@ def make_layout(segments: torch.Tensor, device: torch.device, context: Context |
         real = torch.arange(width) <= last - first
         restore[positions[real]] = flat[real]
         offset += positions.numel()
-        buckets.append(positions.to(device))
+        buckets.append(send(positions))
     longest = max((end - start for start, end in zip(starts, ends, strict=True)), default=0)
-    return PackedLayout(segments.to(device), longest, tuple(buckets), restore.to(device), context)
+    return PackedLayout(send(segments), longest, tuple(buckets), send(restore), context)
 
 
 @torch.compiler.disable  # compiled layers call it: see `compiled`
@@ -103,7 +111,7 @@ def _varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {}
-    known = inspect.signature(varlen_attn).parameters
+    known = _known_options(varlen_attn)
     if q.shape[1] != k.shape[1]:
         if "enable_gqa" in known:
             options["enable_gqa"] = True
@@ -120,6 +128,11 @@ def _varlen(
     bounds = layout.segments
     attend: Any = varlen_attn  # its options differ between torch versions
     return attend(q, k, v, bounds, bounds, layout.longest, layout.longest, scale=scale, **options)
+
+
+@functools.cache
+def _known_options(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def _rows(

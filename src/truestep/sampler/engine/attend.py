@@ -233,7 +233,8 @@ def make_pieces(
         (later if start else whole).append(PieceSpan(first, count, start, send(table)))
         first += count
     bounds = torch.tensor([0, *(span.count for span in whole)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    layout = make_layout(bounds, cache.keys[0].device) if whole else None
+    place = cache.keys[0].device
+    layout = make_layout(bounds, place, send=lambda tensor: send(tensor.numpy())) if whole else None
     return Pieces(cache, send(np.concatenate(pages)), send(np.concatenate(offsets)), whole, later, layout)
 
 

@@ -134,6 +134,7 @@ class Session:
             page_size=page_size,
             slots=slots,
             piece_tokens=limits.piece_tokens or self._device.piece_tokens,
+            together=max(1, slots // self._device.joins),
         )
         if self._graphs is not None:
             self._graphs.begin(self.cache, slots, width, policy.model)
