@@ -128,7 +128,7 @@ def _attend_kernel(
     scale,
     softcap,
     tiles,  # pages of a span
-    spans,  # N
+    spans,
     TYPE: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -153,14 +153,13 @@ def _attend_kernel(
     queries = head * GROUP + member
     seen = member < GROUP
     q = _fetch_queries(query_pointer + row * query_row + queries * query_head, seen, key_lane, KEY_SIZE)
-    highest = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
-    total = tl.zeros((GROUP_BLOCK,), tl.float32)
+    highest, total = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32), tl.zeros((GROUP_BLOCK,), tl.float32)
     result = tl.zeros((GROUP_BLOCK, VALUE_BLOCK), tl.float32)
     for tile in range(begin, tl.minimum(begin + tiles, end)):
         line = (tl.load(table_pointer + row * meta_row + tile) * HEADS + head) * PAGE_SIZE + token
         position = tile * PAGE_SIZE + token
-        own = position < length
-        k, v = _fetch(keys, line, own, key_lane, KEY_SIZE), _fetch(values, line, own, value_lane, VALUE_SIZE)
+        k = _fetch(keys, line, position < length, key_lane, KEY_SIZE)
+        v = _fetch(values, line, position < length, value_lane, VALUE_SIZE)
         scores = _score(q, k, position, length, scale, softcap, WINDOW, CAPPED)
         result, total, highest = _update(result, total, highest, scores, v, TYPE)
     place = row * (HEADS * GROUP) + queries
