@@ -29,7 +29,7 @@ class PieceSpan:
     first: int  # of the pass's tokens
     count: int
     start: int  # tokens of its prompt before it
-    pages: torch.Tensor  # of the prompt up to the piece's end
+    pages: torch.Tensor | None  # of the prompt up to the piece's end; None: it begins its prompt, and reads none
 
 
 @dataclass
@@ -37,6 +37,7 @@ class Pieces:
     """A pass over pieces of prompts."""
 
     cache: PagedCache
+    positions: torch.Tensor  # [T] of the tokens in their prompts
     pages: torch.Tensor  # [T] where each token's keys and values go
     offsets: torch.Tensor  # [T]
     whole: list[PieceSpan]  # pieces that begin their prompt: they come first, and see nothing but themselves
@@ -140,6 +141,7 @@ def _attend_pieces(
         )
         outputs.append(first)
     for piece in pieces.later:
+        assert piece.pages is not None
         end = piece.start + piece.count
         # [P, K, page, E] -> [K, end, E]
         k, v = (pool.index_select(0, piece.pages).transpose(0, 1).flatten(1, 2)[:, :end] for pool in (keys, values))
@@ -222,19 +224,26 @@ def make_pieces(
     whole: list[PieceSpan] = []
     later: list[PieceSpan] = []
     pages: list[np.ndarray] = []
-    offsets: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
     first = 0
     for start, count, own in spans:
         table = np.array(own)
-        positions = np.arange(start, start + count)
-        pages.append(table[positions // cache.page_size])
-        offsets.append(positions % cache.page_size)
+        positions.append(np.arange(start, start + count))
+        pages.append(table[positions[-1] // cache.page_size])
         assert start or not later
-        (later if start else whole).append(PieceSpan(first, count, start, send(table)))
+        if start:
+            later.append(PieceSpan(first, count, start, send(table)))
+        else:
+            whole.append(PieceSpan(first, count, start, None))
         first += count
-    bounds = torch.tensor([0, *(span.count for span in whole)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    layout = make_layout(bounds, cache.keys[0].device) if whole else None
-    return Pieces(cache, send(np.concatenate(pages)), send(np.concatenate(offsets)), whole, later, layout)
+    layout = None
+    if whole:
+        bounds = torch.tensor([0, *(span.count for span in whole)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        layout = make_layout(bounds, cache.keys[0].device, send=lambda tensor: send(tensor.numpy()))
+    at = np.concatenate(positions)
+    there, offsets = send(np.stack([np.concatenate(pages), at % cache.page_size]))
+    # The positions reach compiled layers, which are compiled anew for a tensor that is a part of another.
+    return Pieces(cache, send(at), there, offsets, whole, later, layout)
 
 
 AttentionInterface.register(NAME, paged_attention)

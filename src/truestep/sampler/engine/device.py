@@ -34,6 +34,7 @@ class Device:
     lag: int  # steps that the host may learn of draws late
     piece_tokens: int  # of prompts that a step computes
     compiles: bool  # layers run compiled
+    joins: int  # completions join when so many parts of all slots are free
     attend: Callable[..., torch.Tensor] = attend_rows
     draw: Callable[..., Drawn] = draw
     graphs: bool = False  # steps that decode are CUDA graphs
@@ -55,5 +56,5 @@ class Device:
 
 def device_of(place: torch.device) -> Device:
     if place.type == "cuda":
-        return Device(place, page_size=64, lag=1, piece_tokens=8192, compiles=True)
-    return Device(place, page_size=16, lag=0, piece_tokens=4096, compiles=False)
+        return Device(place, page_size=64, lag=2, piece_tokens=8192, compiles=True, joins=12)
+    return Device(place, page_size=16, lag=0, piece_tokens=4096, compiles=False, joins=64)

@@ -99,10 +99,10 @@ class Engine:
         with torch.no_grad():
             self.layers = shapes_of(policy)
             probe(policy, self.layers, self.device.page_size)
-        if self.device.place.type == "cuda":
-            from truestep.sampler.engine.serving import serve_with_kernels
+            if self.device.place.type == "cuda":
+                from truestep.sampler.engine.serving import serve_with_kernels
 
-            self.device = serve_with_kernels(self.device, policy, self.layers, self._compiled)
+                self.device = serve_with_kernels(self.device, policy, self.layers, self._compiled)
         self.graphs = Graphs(self.device.place, len(self.layers)) if self.device.graphs else None
 
     @contextmanager
@@ -134,6 +134,7 @@ class Session:
             page_size=page_size,
             slots=slots,
             piece_tokens=limits.piece_tokens or self._device.piece_tokens,
+            together=max(1, slots // self._device.joins),
         )
         if self._graphs is not None:
             self._graphs.begin(self.cache, slots, width, policy.model)
@@ -214,8 +215,7 @@ class Session:
             self.cache, [(piece.start, len(piece.tokens), piece.pages) for piece in pieces], self._device.send
         )
         ids = np.concatenate([np.array(piece.tokens, dtype=np.int64) for piece in pieces])
-        positions = np.concatenate([np.arange(piece.start, piece.start + len(piece.tokens)) for piece in pieces])
-        hidden = run_model(self._policy, self._device.send(ids), self._device.send(positions), step)
+        hidden = run_model(self._policy, self._device.send(ids), step.positions, step)
         ends = np.cumsum([len(piece.tokens) for piece in pieces]) - 1
         last = [(end, piece.place) for end, piece in zip(ends, pieces, strict=True) if piece.place is not None]
         if last:

@@ -16,20 +16,24 @@ from truestep.sampler.engine.rows import PAGES, idle_rows
 
 log = logging.getLogger(__name__)
 
-# Batches are filled up to one of these sizes; beyond them, to a multiple of 64.
-_SIZES = (2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
+# Batches are filled up to one of these sizes; beyond them, to a multiple of 128. Rows that fill up cost little: they
+# read no cache. A graph more costs a tenth of a second, once.
+_SIZES = (2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 _LEAST_LENGTH = 512
 
 Decode = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 def size_for(rows: int) -> int:
-    return next((size for size in _SIZES if size >= rows), -(-rows // 64) * 64)
+    return next((size for size in _SIZES if size >= rows), -(-rows // 128) * 128)
 
 
 def length_for(longest: int) -> int:
-    """Give the length that a graph is made for: a power of two."""
-    return max(_LEAST_LENGTH, 1 << (longest - 1).bit_length())
+    """Give the length that a graph is made for: 512 times a power of four. Programs beyond a row's end cost little."""
+    length = _LEAST_LENGTH
+    while length < longest:
+        length *= 4
+    return length
 
 
 class Graphs:
