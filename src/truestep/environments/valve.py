@@ -66,9 +66,8 @@ class Valve:
 
     def wait_at_most(self, seconds: float) -> float:
         """Shorten a wait to when this has something to do."""
-        if self._held:
-            due = self._due()
-            seconds = min(seconds, due) if due > 0 else seconds
+        if self._held and not self._wanted[0] & select.POLLOUT:
+            seconds = min(seconds, max(0.0, self._due()))
         if self._waiting and self._since is not None:
             seconds = min(seconds, max(0.0, self._since + PATIENCE - time.monotonic()))
         return seconds
@@ -116,7 +115,7 @@ class Valve:
         said_too_much = length is not None and (
             length > frames.HEADER + frames.LARGEST_ANSWER or len(self._answer) > length
         )
-        self._broken = not portion or self._since is None or said_too_much
+        self._broken = not portion or self._since is None or bool(self._unsent) or said_too_much
         if not self._broken and len(self._answer) != length:
             return
         if not self._held:
