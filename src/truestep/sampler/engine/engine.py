@@ -127,7 +127,7 @@ class Session:
         width = -(-limits.longest // page_size)
         each = page_bytes(engine.layers, page_size, policy.weights.dtype)
         useful = limits.rows * width
-        useful += useful // 15 + 1  # the schedule starts nothing on the last sixteenth of its pages
+        useful += useful // 15  # the schedule computes no prompt on the last sixteenth of its pages
         pages = pages_that_fit(useful, each, place, limits.cache_bytes)
         self.cache: PagedCache | None = PagedCache.make(engine.layers, pages, page_size, policy.weights.dtype, place)
         slots = min(limits.rows, pages)
