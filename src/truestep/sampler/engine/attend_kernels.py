@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from truestep.sampler.engine.attend import Rows
+from truestep.sampler.engine.cache import PagedCache
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -219,26 +220,35 @@ def span_tokens(programs: int) -> int:
     return 512 if programs >= 1024 else 256 if programs >= 512 else 128
 
 
-def _store(rows: Rows, addresses: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Write the new keys and values to their pages."""
+def store(
+    cache: PagedCache,
+    layer: int,
+    pages: torch.Tensor,  # [T]
+    offsets: torch.Tensor,  # [T]
+    k: torch.Tensor,  # [T, K, E]
+    v: torch.Tensor,  # [T, K, E]
+) -> None:
+    """Write keys and values to their pages, as `cache.store` does."""
+    assert cache.places is not None and pages.stride() == offsets.stride()
+    k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (k, v))
     count, heads, key_size = k.shape
     value_size = v.shape[2]
     _store_kernel[(count,)](
-        addresses,
+        cache.places[layer],
         k,
         v,
-        rows.pages,
-        rows.offsets,
+        pages,
+        offsets,
         k.stride(0),
         k.stride(1),
         v.stride(0),
         v.stride(1),
-        rows.pages.stride(0),
+        pages.stride(0),
         TYPE=TYPES[k.dtype],
         HEADS=heads,
         KEY_SIZE=key_size,
         VALUE_SIZE=value_size,
-        PAGE_SIZE=rows.cache.page_size,
+        PAGE_SIZE=cache.page_size,
         HEAD_BLOCK=triton.next_power_of_2(heads),
         SIZE_BLOCK=triton.next_power_of_2(max(key_size, value_size)),
     )
@@ -256,9 +266,9 @@ def attend(
 ) -> torch.Tensor:  # [R, Q, E]
     """Write the new keys and values, and attend, as `attend.attend_rows` does."""
     q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
-    assert rows.cache.places is not None and rows.pages.stride() == rows.offsets.stride() == rows.lengths.stride()
+    store(rows.cache, layer, rows.pages, rows.offsets, k, v)
+    assert rows.cache.places is not None
     assert rows.lengths.stride(0) == rows.table.stride(0) and rows.table.stride(1) == 1
-    _store(rows, rows.cache.places[layer], k, v)
     (count, queries, key_size), (heads, value_size) = q.shape, v.shape[1:]
     page_size, meta_row = rows.cache.page_size, rows.lengths.stride(0)
     tiles = max(1, span_tokens(count * heads) // page_size)
