@@ -57,10 +57,12 @@ def decode_rated(
     """
     spent = spent or Spent()
     futures: dict[int, Future[float]] = {}
+    texts: dict[int, str] = {}
 
     def submit(index: int, completion: Completion) -> None:
         seed = " ".join(map(str, requests[index].seed))
-        futures[index] = rater.submit(prompts[index], completion_text(policy, completion), seed)
+        texts[index] = completion_text(policy, completion)
+        futures[index] = rater.submit(prompts[index], texts[index], seed)
 
     start = time.perf_counter()
     completions = decode(policy, requests, options, submit)
@@ -70,15 +72,12 @@ def decode_rated(
     spent.rating += time.perf_counter() - sampled
     spent.tokens += sum(len(completion.token_ids) for completion in completions)
     ratings: dict[int, float | str] = {}
-    parts = policy.weights.ranks.gather(own)
-    for part in parts:
+    for part in policy.weights.ranks.gather(own if own is None else (own, texts)):
         if part is None:
             raise Interrupted
-        ratings |= part
-    return [
-        Rated(completion, completion_text(policy, completion), ratings[index])
-        for index, completion in enumerate(completions)
-    ]
+        ratings |= part[0]
+        texts |= part[1]
+    return [Rated(completion, texts[index], ratings[index]) for index, completion in enumerate(completions)]
 
 
 def _wait(futures: dict[int, Future[float]], asked_to_stop: Callable[[], bool]) -> dict[int, float | str] | None:

@@ -127,7 +127,9 @@ class Session:
         place, page_size = self._device.place, self._device.page_size
         width = -(-limits.longest // page_size)
         each = page_bytes(engine.layers, page_size, policy.weights.dtype)
-        pages = pages_that_fit(limits.rows * width, each, place, limits.cache_bytes)
+        useful = limits.rows * width
+        useful += useful // 15  # the schedule computes no prompt on the last sixteenth of its pages
+        pages = pages_that_fit(useful, each, place, limits.cache_bytes)
         self.cache: PagedCache | None = PagedCache.make(engine.layers, pages, page_size, policy.weights.dtype, place)
         slots = min(limits.rows, pages)
         self._schedule = Schedule(
