@@ -223,8 +223,8 @@ def _whole(run: Run, file: str, without: str | None, lines: Iterable[Block | Lin
     if cut:
         run.problems.append(f"{file}: the last line is cut off and was left out.")
     if bad:
-        lines = "line is" if bad == 1 else "lines are"
-        run.problems.append(f"{file}: {bad:,} {lines} no JSON object and left out ({first}).")
+        lines_are = "line is" if bad == 1 else "lines are"
+        run.problems.append(f"{file}: {bad:,} {lines_are} no JSON object and left out ({first}).")
     if not count and not cut and not bad and without and (run.path / file).exists():
         run.problems.append(f"{file} is empty: {without}.")
 

@@ -117,8 +117,8 @@ def _line_paths(
     if smoothed and len(points) > LONGEST_PLAIN_SERIES:
         faint = _path_data(points.thinned, axis, horizontal, vertical)
         yield f'<path class="line colour-{line.colour} faint" d="{faint}"/>'
-        smoothed = points.smoothed_for_logarithms if vertical.logarithmic else points.smoothed
-        yield f'<path class="{style}" d="{_path_data(smoothed, axis, horizontal, vertical)}"/>'
+        means = points.smoothed_for_logarithms if vertical.logarithmic else points.smoothed
+        yield f'<path class="{style}" d="{_path_data(means, axis, horizontal, vertical)}"/>'
     elif len(points):
         yield f'<path class="{style}" d="{_path_data(points.thinned, axis, horizontal, vertical)}"/>'
     if dotted:

@@ -158,31 +158,34 @@ class Repeats:
     """Finds the documents that are named more than once, in files outside memory where there are many."""
 
     def __init__(self) -> None:
-        self._pending = array("q")
+        self._pending: list[np.ndarray] = []
+        self._count = 0
         self._files: list[IO[bytes]] = []
 
     def add(self, documents: list[Any]) -> None:
         # Text is what there is nearly always, and is quick to take without asking for each.
         of_text = set(map(type, documents)) <= {str}
-        self._pending.extend(map(hash if of_text else fingerprint, documents))
-        if len(self._pending) >= _IDS_AT_A_TIME:
+        found = np.fromiter(map(hash if of_text else fingerprint, documents), dtype=np.int64, count=len(documents))
+        self._pending.append(found)
+        self._count += len(found)
+        if self._count >= _IDS_AT_A_TIME:
             self._spill()
 
     def _spill(self) -> None:
         """Write what is pending to files, each of which has all of its part of the fingerprints."""
         if not self._files:
             self._files = [tempfile.TemporaryFile() for _ in range(_PARTS)]  # noqa: SIM115 - they live as long as this
-        found = np.frombuffer(self._pending, dtype=np.int64)
+        found = np.concatenate(self._pending)
         parts = (found % _PARTS).astype(np.uint8)  # numbers this small are sorted in one pass
         found = found[np.argsort(parts, kind="stable")]
         ends = np.cumsum(np.bincount(parts, minlength=_PARTS))
         for file, start, end in zip(self._files, [0, *ends[:-1].tolist()], ends.tolist(), strict=True):
             file.write(found[start:end].tobytes())
-        self._pending = array("q")
+        self._pending, self._count = [], 0
 
     def _parts(self) -> Iterator[np.ndarray]:
         if not self._files:
-            yield np.frombuffer(self._pending, dtype=np.int64) if self._pending else np.empty(0, dtype=np.int64)
+            yield np.concatenate(self._pending) if self._pending else np.empty(0, dtype=np.int64)
             return
         if self._pending:
             self._spill()
