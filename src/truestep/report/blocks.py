@@ -1,7 +1,7 @@
 """Numbers of many lines at once, where lines are plain: all of the same names, each with a number, true, false or null.
 
-So are nearly all lines of a long run's metrics. Arrow reads them several times as fast as one by one. Lines that it might
-read otherwise than Python's json are left to that, with all lines around them.
+So are nearly all lines of a long run's metrics. Arrow reads them several times as fast as one by one. Lines that it
+might read otherwise than Python's json are left to that, with all lines around them.
 """
 
 from collections.abc import Iterator
