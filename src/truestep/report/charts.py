@@ -7,7 +7,7 @@ from html import escape
 
 from truestep.report.runs import Run
 from truestep.report.scale import Scale
-from truestep.report.series import Axis, downsample
+from truestep.report.series import Axis
 from truestep.report.style import COLOURS
 from truestep.report.svg import AXIS_LABELS, Chart, Line, Plan, plot_svg, vertical_scale
 from truestep.text import printable
@@ -191,7 +191,7 @@ def _readings(chart: Chart) -> list[dict]:
     """List the points that the read-out can name, each as [step, documents, value]."""
     readings = []
     for line in chart.lines:
-        points = [[_short(p.step), _short(p.documents), _short(p.value)] for p in downsample(line.points)]
+        points = [[_short(p.step), _short(p.documents), _short(p.value)] for p in line.points.thinned.points()]
         readings.append({"name": line.name, "colour": line.colour, "points": points})
     return readings
 
