@@ -169,12 +169,17 @@ def checked(check: Callable[[Any], Any], value: Any, name: str, place: str = "")
 
 
 def checked_array(
-    check: Check, values: Sequence[Any], field: str, indices: Sequence[int] | None = None, place: str = ""
+    check: Check,
+    values: Sequence[Any] | np.ndarray,
+    field: str,
+    indices: Sequence[int] | None = None,
+    place: str = "",
 ) -> np.ndarray:
     """Check all the values and make one array of them. `indices` says where each stood in the record's list."""
-    if set(map(type, values)) <= check.types:
+    types = {type(values.item(0))} if isinstance(values, np.ndarray) and len(values) else set(map(type, values))
+    if types <= check.types:
         try:
-            array = np.array(values, dtype=check.wide)
+            array = np.asarray(values, dtype=check.wide)
         except OverflowError:  # an integer too large for the array: the slow way says which
             array = None
         if array is not None and check.accepts(array).all():

@@ -24,9 +24,12 @@ from truestep.ranks.processes import usable_cores
 from truestep.rollouts.files import DataError, line_content, parse_json, read_parquet, readable
 from truestep.rollouts.record import Checks, Needs, parse_record
 from truestep.rollouts.table.layout import ABSENT_TEMPERATURE, PartWriter
+from truestep.rollouts.table.lines import read_lines
 from truestep.rollouts.values import BadRecord
+from truestep.types import Rollout
 
 PART_BYTES = 1 << 26  # of a file, in one part
+BLOCK_BYTES = 1 << 18  # of lines that are read at once
 # Nothing that depends on a run is checked here, so a table serves every run.
 NEUTRAL = Checks(Needs(logprobs=False, advantages=False, advantage_rule="none"), default_temperature=ABSENT_TEMPERATURE)
 
@@ -80,20 +83,47 @@ def _row_group_bounds(path: Path) -> Iterator[tuple[int, int, int]]:
         yield start, len(sizes), size
 
 
-def _records(job: Job) -> Iterator[tuple[int, int, Any]]:
-    """Stream (line or row from 1 within the part, its first byte, the record or a `BadRecord`)."""
+def _rollouts(job: Job) -> Iterator[tuple[int, int, Rollout | None]]:
+    """Stream (line or row from 1 within the part, its first byte, the rollout; None for a bad record)."""
     if is_parquet(job.file):
         for row, record in read_parquet(Path(job.file), list(range(job.start, job.end))):
-            yield row, 0, record
+            yield row, 0, _judged(record)
         return
+    for block in _blocks_of_lines(job):
+        rollouts = rollouts_of([content for *_, content in block])
+        yield from ((number, offset, rollout) for (number, offset, _), rollout in zip(block, rollouts, strict=True))
+
+
+def rollouts_of(lines: Sequence[bytes]) -> Iterator[Rollout | None]:
+    """Read lines. A line is bad only if `parse_json` and the checks of its values, number by number, say so."""
+    for line, record in zip(lines, read_lines(lines), strict=True):
+        rollout = None if record is None else _judged(record)
+        yield _judged(parse_json(line)) if rollout is None else rollout
+
+
+def _judged(record: Any) -> Rollout | None:
+    try:
+        return parse_record(readable(record), "", NEUTRAL)
+    except BadRecord:
+        return None
+
+
+def _blocks_of_lines(job: Job) -> Iterator[list[tuple[int, int, bytes]]]:
+    """Stream lines that are not empty, some of them at a time: (number, first byte, content)."""
+    block, size = [], 0
     for number, offset, line in lines_between(job):
         content = line_content(line, first=offset == 0)
         if content is not None:
-            yield number, offset, parse_json(content)
+            block.append((number, offset, content))
+            size += len(content)
+        if size >= BLOCK_BYTES:
+            yield block
+            block, size = [], 0
+    yield block
 
 
 def lines_between(job: Job) -> Iterator[tuple[int, int, bytes]]:
-    with open(job.file, "rb") as file:
+    with open(job.file, "rb", buffering=BLOCK_BYTES) as file:
         file.seek(job.start)
         offset = job.start
         for number, line in enumerate(file, start=1):
@@ -119,14 +149,12 @@ def _lines_in(job: Job, last: int) -> int:
 def convert_part(job: Job) -> dict[str, Any]:
     """Write a part, and give its number of lines."""
     writer, last = PartWriter(), 0
-    for line, offset, record in _records(job):
+    for line, offset, rollout in _rollouts(job):
         last = line
-        try:
-            rollout = parse_record(readable(record), "", NEUTRAL)
-        except BadRecord:
+        if rollout is None:
             writer.refuse(line, offset)
-            continue
-        writer.add(line, offset, rollout, rollout.id or None)
+        else:
+            writer.add(line, offset, rollout, rollout.id or None)
     writer.write(Path(job.output))
     return {"lines": _lines_in(job, last)}
 
@@ -145,6 +173,8 @@ class _Worker:
 
     def __init__(self) -> None:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        # glibc keeps the memory that one block of lines after another takes, and does not ask for it anew.
+        environment |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 26), "MALLOC_TRIM_THRESHOLD_": str(1 << 28)}
         command = [sys.executable, "-P", "-m", __name__]
         self.process = subprocess.Popen(
             command,

@@ -62,7 +62,9 @@ def content_digest(input_ids: np.ndarray, loss_mask: np.ndarray) -> bytes:
 
 def label_bounds(loss_mask: np.ndarray) -> np.ndarray:
     """List where spans of labels begin and end, in turn."""
-    bounds: np.ndarray = np.flatnonzero(np.diff(loss_mask, prepend=False, append=False)).astype(np.int32)
+    framed = np.zeros(len(loss_mask) + 2, bool)
+    framed[1:-1] = loss_mask
+    bounds: np.ndarray = np.flatnonzero(framed[1:] != framed[:-1]).astype(np.int32)
     return bounds
 
 
