@@ -20,6 +20,8 @@ LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)  # below it float32 loses precision, and then it is 0
 LARGEST_INT64 = 2**63 - 1
 
+_PLAIN = frozenset({type(None), bool, int, float, str, list, dict})  # as JSON gives them
+
 
 class BadRecord(Exception):  # noqa: N818 - the record is bad, the program is not
     """A record that cannot be trained on. `id` and `group_id` are there where they could be read all the same."""
@@ -37,6 +39,8 @@ class UnfitError(Exception):
 
 def plain(value: Any, field: str) -> Any:
     """Turn numpy and pyarrow values (and tensors) into Python's own; leave anything else as it is."""
+    if type(value) in _PLAIN:
+        return value
     for method in ("as_py", "to_pylist", "tolist"):
         convert = getattr(value, method, None)
         if callable(convert):

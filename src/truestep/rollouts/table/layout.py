@@ -89,9 +89,8 @@ def from_labels(stored: np.ndarray, loss_mask: np.ndarray) -> np.ndarray:
 
 def _others(rollout: Rollout) -> str:
     """Write the fields that are neither arrays nor columns, where they are not the default, as JSON."""
-    fields = {name: getattr(rollout, name) for name in OTHERS}
-    fields = {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
-    return json.dumps({name: value for name, value in fields.items() if value != _DEFAULTS[name]})
+    fields = {name: value for name in OTHERS if (value := getattr(rollout, name)) != _DEFAULTS[name]}
+    return json.dumps({name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()})
 
 
 def checksum(arrays: list[np.ndarray | None], others: str) -> int:
@@ -132,8 +131,8 @@ class PartWriter:
             line=line,
             offset=offset,
             valid=True,
-            num_tokens=rollout.num_tokens,
-            num_labels=rollout.num_labels,
+            num_tokens=len(ids),
+            num_labels=np.count_nonzero(mask),
             largest_id=largest,
             has_logprobs=rollout.logprobs is not None,
             has_advantages=rollout.advantages is not None,
