@@ -83,17 +83,6 @@ def _row_group_bounds(path: Path) -> Iterator[tuple[int, int, int]]:
         yield start, len(sizes), size
 
 
-def _rollouts(job: Job) -> Iterator[tuple[int, int, Rollout | None]]:
-    """Stream (line or row from 1 within the part, its first byte, the rollout; None for a bad record)."""
-    if is_parquet(job.file):
-        for row, record in read_parquet(Path(job.file), list(range(job.start, job.end))):
-            yield row, 0, _judged(record)
-        return
-    for block in _blocks_of_lines(job):
-        rollouts = rollouts_of([content for *_, content in block])
-        yield from ((number, offset, rollout) for (number, offset, _), rollout in zip(block, rollouts, strict=True))
-
-
 def rollouts_of(lines: Sequence[bytes]) -> Iterator[Rollout | None]:
     """Read lines. A line is bad only if `parse_json` and the checks of its values, number by number, say so."""
     for line, record in zip(lines, read_lines(lines), strict=True):
@@ -108,20 +97,6 @@ def _judged(record: Any) -> Rollout | None:
         return None
 
 
-def _blocks_of_lines(job: Job) -> Iterator[list[tuple[int, int, bytes]]]:
-    """Stream lines that are not empty, some of them at a time: (number, first byte, content)."""
-    block, size = [], 0
-    for number, offset, line in lines_between(job):
-        content = line_content(line, first=offset == 0)
-        if content is not None:
-            block.append((number, offset, content))
-            size += len(content)
-        if size >= BLOCK_BYTES:
-            yield block
-            block, size = [], 0
-    yield block
-
-
 def lines_between(job: Job) -> Iterator[tuple[int, int, bytes]]:
     with open(job.file, "rb", buffering=BLOCK_BYTES) as file:
         file.seek(job.start)
@@ -133,30 +108,42 @@ def lines_between(job: Job) -> Iterator[tuple[int, int, bytes]]:
                 return
 
 
-def _lines_in(job: Job, last: int) -> int:
-    """Count the lines of a part, empty ones at its end included, or the rows."""
-    if not is_parquet(job.file):
-        with open(job.file, "rb") as file:
-            file.seek(job.start)
-            left, count = job.end - job.start, 0
-            while left and (block := file.read(min(left, 1 << 20))):
-                left -= len(block)
-                count += block.count(b"\n")
-        return max(count, last)
-    return last
+def _add_lines(job: Job, writer: PartWriter) -> int:
+    """Write the lines of a part. Give their number, with empty ones."""
+    number, size = 0, 0
+    block: list[tuple[int, int, bytes]] = []  # line from 1 within the part, its first byte, its content
+    for number, offset, line in lines_between(job):
+        content = line_content(line, first=offset == 0)
+        if content is not None:
+            block.append((number, offset, content))
+            size += len(content)
+        if size >= BLOCK_BYTES:
+            _add_block(block, writer)
+            block, size = [], 0
+    _add_block(block, writer)
+    return number
+
+
+def _add_block(block: Sequence[tuple[int, int, bytes]], writer: PartWriter) -> None:
+    rollouts = rollouts_of([content for *_, content in block])
+    for (number, offset, _), rollout in zip(block, rollouts, strict=True):
+        writer.add(number, offset, rollout)
+
+
+def _add_rows(job: Job, writer: PartWriter) -> int:
+    """Write the rows of a part, and give their number."""
+    row = 0
+    for row, record in read_parquet(Path(job.file), list(range(job.start, job.end))):
+        writer.add(row, 0, _judged(record))
+    return row
 
 
 def convert_part(job: Job) -> dict[str, Any]:
     """Write a part, and give its number of lines."""
-    writer, last = PartWriter(), 0
-    for line, offset, rollout in _rollouts(job):
-        last = line
-        if rollout is None:
-            writer.refuse(line, offset)
-        else:
-            writer.add(line, offset, rollout, rollout.id or None)
+    writer = PartWriter()
+    lines = (_add_rows if is_parquet(job.file) else _add_lines)(job, writer)
     writer.write(Path(job.output))
-    return {"lines": _lines_in(job, last)}
+    return {"lines": lines}
 
 
 def answer(job: Job) -> dict[str, Any]:

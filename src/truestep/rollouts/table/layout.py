@@ -115,8 +115,11 @@ class PartWriter:
         for name, values in self._rows.items():
             values.append(columns.get(name))
 
-    def add(self, line: int, offset: int, rollout: Rollout, identifier: str | None) -> None:
-        """Add a valid record. `identifier` is its own id, or None where it has none."""
+    def add(self, line: int, offset: int, rollout: Rollout | None) -> None:
+        """Add a record: its rollout, whose id is empty where it has none of its own, or None for a bad one."""
+        if rollout is None:
+            self._refuse(line, offset)
+            return
         ids, mask = rollout.input_ids, rollout.loss_mask
         largest = int(ids.max())
         stored: list[np.ndarray | None] = [ids.astype(np.int32 if largest < 2**31 else np.int64), label_bounds(mask)]
@@ -137,13 +140,13 @@ class PartWriter:
             has_logprobs=rollout.logprobs is not None,
             has_advantages=rollout.advantages is not None,
             reward=rollout.reward,
-            id=identifier,
+            id=rollout.id or None,
             group_id=rollout.group_id,
             digest=content_digest(ids, mask),
             checksum=checksum(stored, others),
         )
 
-    def refuse(self, line: int, offset: int) -> None:
+    def _refuse(self, line: int, offset: int) -> None:
         """Add the place of a bad record: it is read again from its file, with the checks of a run."""
         for values in self._arrays.values():
             values.append(None)
