@@ -5,7 +5,8 @@
 Every run is the real loop in a process of its own, on a model so small that the loop is most of a step. What is
 measured is kept as sums of a window, so that the measuring itself does not grow. Numbers are of a window's end; step
 time is the window's mean. The verdict compares the last window with the second (the first is warm-up); of time it takes
-what the processor worked, which depends less on what else the machine does.
+what the processor worked, in pieces of the same work done now and then beside the steps: a processor that others use as
+well is slower at both.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from truestep.trainer import Trainer
 WORDS = [str(number) for number in range(10)]
 _WINDOWS, _DOCS = 10, 2
 _MOST_MEMORY, _MOST_TIME = 8.0, 1.25  # MiB that memory may differ by, and times that a step may take
+_PIECES = 50  # of the same work in a window
 
 
 def reward(prompt: object, completion: str, **_: object) -> float:
@@ -59,9 +61,21 @@ def records(first: int, count: int) -> str:
 
 
 def memory() -> float:
-    """The private memory of this process, in MiB."""
+    """Measure the private memory of this process, in MiB, without pages of libraries: these count as private where no
+    other process on the machine has the same library, and come and go with such processes."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
-    return sum(int(fields[name].split()[0]) for name in ("Private_Clean", "Private_Dirty")) / 1024
+    return int(fields["Private_Dirty"].split()[0]) / 1024
+
+
+def piece() -> float:
+    """Do a little work that is always the same, in Python and in torch, and give its processor time in ms."""
+    began = time.thread_time()
+    value = {str(number): [number] * 5 for number in range(200)}
+    matrix = torch.ones(16, 16)
+    for _ in range(10):
+        value = json.loads(json.dumps(value))
+        matrix = (matrix @ matrix).clamp(max=1.0)
+    return 1000 * (time.thread_time() - began)
 
 
 class Windows:
@@ -70,27 +84,31 @@ class Windows:
     def __init__(self, steps: int):
         self._size = max(1, steps // _WINDOWS)
         self._began, self._worked, self._done = time.perf_counter(), time.process_time(), 0
+        self._pieces: list[float] = []  # of this window
         self._second: tuple[float, int, int, float] | None = None
         self.flat = True
-        print("| steps | memory | descriptors | threads | a step | its processor time |", flush=True)
-        print("| --- | --- | --- | --- | --- | --- |", flush=True)
+        print("| steps | memory | descriptors | threads | a step | its processor time | in pieces |", flush=True)
+        print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
 
     def step(self) -> None:
         self._done += 1
+        if self._done % max(1, self._size // _PIECES) == 0:
+            self._pieces.append(piece())
         if self._done % self._size:
             return
         took = 1000 * (time.perf_counter() - self._began) / self._size
-        worked = 1000 * (time.process_time() - self._worked) / self._size
-        now = (memory(), len(os.listdir("/proc/self/fd")), threading.active_count(), worked)
+        worked = (1000 * (time.process_time() - self._worked) - sum(self._pieces)) / self._size
+        pieces = worked / (sum(self._pieces) / len(self._pieces))
+        now = (memory(), len(os.listdir("/proc/self/fd")), threading.active_count(), pieces)
         places = f"{now[0]:.1f} MiB | {now[1]} | {now[2]}"
-        print(f"| {self._done:,} | {places} | {took:.2f} ms | {worked:.2f} ms |", flush=True)
+        print(f"| {self._done:,} | {places} | {took:.2f} ms | {worked:.2f} ms | {pieces:.2f} |", flush=True)
         if self._done == 2 * self._size:
             self._second = now
         elif self._done == _WINDOWS * self._size and self._second is not None:
             before = self._second
             self.flat = now[0] - before[0] <= _MOST_MEMORY and now[1] <= before[1] and now[2] <= before[2]
             self.flat = self.flat and now[3] <= _MOST_TIME * before[3]
-        self._began, self._worked = time.perf_counter(), time.process_time()
+        self._began, self._worked, self._pieces = time.perf_counter(), time.process_time(), []
 
 
 def send(directory: Path, trainer: Trainer, documents: int) -> None:

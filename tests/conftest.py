@@ -18,7 +18,12 @@ if not list(Path("/dev").glob("nvidia[0-9]*")) or os.environ.get("CUDA_VISIBLE_D
 import pytest
 import torch
 
+from interpreter import environment
 from tiny import make_model
+
+# The server that ranks are forked from is a Python of its own, and imports truestep before it is told of pytest's
+# import paths: ranks would run another copy that is installed, such as that of another working tree.
+os.environ["PYTHONPATH"] = environment()["PYTHONPATH"]
 
 torch.set_num_threads(1)
 

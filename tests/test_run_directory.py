@@ -12,7 +12,7 @@ from documents import make_documents
 from truestep.files import append_json_line, read_json_lines
 from truestep.run_directory import RunDirectory, RunError
 from truestep.step.plan import make_plan
-from truestep.types import Rejected
+from truestep.types import PutAside, Rejected
 
 DOCUMENTS = make_documents([3, 4, 5])
 
@@ -61,6 +61,20 @@ def test_the_beginning_of_a_run_is_empty(tmp_path: Path) -> None:
     for file in (directory.ledger, directory.metrics, directory.evaluations, directory.rejected):
         assert file.read_bytes() == b""
     assert directory.last_evaluated() is None
+
+
+def test_what_was_put_aside_behind_a_step_stays_if_its_checkpoint_holds_it(tmp_path: Path) -> None:
+    for step, held in ((0, False), (0, True), (3, False), (3, True), (3, None)):
+        directory = made(tmp_path / f"{step}-{held}", step)
+        before = directory.ledger_bytes()
+        directory.record_put_aside(step, 3 * step, [PutAside("late", "it was")])
+        after = directory.ledger_bytes()
+        directory.record_step(step + 1, make_plan(DOCUMENTS, [[0, 1], [2]], 3 * step))
+        directory.roll_back(step, 0, {False: before, True: after, None: None}[held])
+        assert directory.ledger_bytes() == (before if held is False else after)
+        # A ledger that was changed by hand since, and whose sizes mean nothing, loses no step.
+        directory.roll_back(step, 0, 1)
+        assert [number for number in steps_of(directory.ledger) if number] == list(range(1, step + 1))
 
 
 def test_a_directory_without_files(tmp_path: Path) -> None:

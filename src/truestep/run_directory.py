@@ -77,15 +77,22 @@ class RunDirectory:
             self._lock.close()
             self._lock = None
 
-    def roll_back(self, step: int, rejected_bytes: int) -> list[str]:
-        """Remove the lines written after the end of `step`; 0 is a run's beginning. Give a sentence for each fault."""
+    def roll_back(self, step: int, rejected_bytes: int, ledger_bytes: int | None = None) -> list[str]:
+        """Remove the lines written after the end of `step`; 0 is a run's beginning. Give a sentence for each fault.
+
+        `ledger_bytes` is the size of the ledger by then, where it is known: behind a step's line there may be one of
+        documents that were put aside later, and a checkpoint of that step may hold them or not.
+        """
         if not self.writes:
             return []
         faults = []
         for file in (self.ledger, self.metrics, self.evaluations):
             if file.is_file():
                 # A run that starts over evaluates its first weights anew.
-                size, last, damaged = _end_of(file, step) if step else (0, 0, [])
+                kept_bytes = ledger_bytes if file == self.ledger else None
+                size, last, damaged = _end_of(file, step) if step or kept_bytes else (0, 0, [])
+                if kept_bytes is not None:
+                    size = _without_later_put_aside(file, size, kept_bytes)
                 cut_file(file, size)
                 faults += [f"{line}; the run goes on, as its checkpoint needs no line of this file" for line in damaged]
                 if file == self.ledger and last + len(damaged) < step:
@@ -164,6 +171,10 @@ class RunDirectory:
         """Give the place in rejected.jsonl that a restart from now on rolls it back to."""
         return self.rejected.stat().st_size if self.rejected.is_file() else 0
 
+    def ledger_bytes(self) -> int:
+        """Give the size of ledger.jsonl, which `roll_back` needs."""
+        return self.ledger.stat().st_size if self.ledger.is_file() else 0
+
 
 def _named(put_aside: Sequence[PutAside]) -> dict[str, Any]:
     named = [{"id": document.id, "reason": document.reason} for document in put_aside]
@@ -205,6 +216,18 @@ def _end_of(file: Path, step: int) -> tuple[int, int, list[Line]]:
             break
         stay.append(line)
     return (stay[-1].end if stay else end), last, stay
+
+
+def _without_later_put_aside(ledger: Path, size: int, kept_bytes: int) -> int:
+    """Find the end of what stays of a ledger's first `size` bytes, without the lines behind `kept_bytes` that name no
+    trained document."""
+    for line in lines_from_the_end(ledger):
+        if line.start >= size:
+            continue
+        if line.start < kept_bytes or line.value is None or line.value.get("documents") != []:
+            break
+        size = line.start
+    return size
 
 
 def _describe_weights(directory: Path) -> dict[str, list[Any]]:

@@ -91,14 +91,14 @@ def make_trainer(
     optimizer = make_optimizer(config, policy.weights)
     evaluator = make_evaluator(config, policy, raters)
     seed_random(config.seed)
-    step, rejected_bytes = (0, 0) if latest is None else _restore(latest, queue, optimizer, policy)
+    step, sizes = (0, (0, None)) if latest is None else _restore(latest, queue, optimizer, policy)
     rejected = source.drain_rejected()
     sinks: list[Sink] = []
     if ranks.first:
         notes = run_notes(directory, config, policy, source, rejected, latest, step)
         sinks = make_sinks(config, directory, console, title, step)
         directory.lock()
-        notes += _lay_out(directory, config, rejected, step, rejected_bytes)
+        notes += _lay_out(directory, config, rejected, step, sizes)
         for note in notes if config.logging.console else ():
             console.print(shown(note), highlight=False, markup=False, soft_wrap=True)
     if latest is not None:  # a kill may have come after its completion, and before the source was told
@@ -162,15 +162,18 @@ def _check_damage(checkpoint: Path, ranks: Ranks) -> None:
         raise _damaged(checkpoint, found[0])
 
 
-def _restore(checkpoint: Path, queue: PlanQueue, optimizer: torch.optim.Optimizer, policy: Policy) -> tuple[int, int]:
-    """Put the run back to where the checkpoint left it; return its step, and the size of rejected.jsonl by then."""
+def _restore(
+    checkpoint: Path, queue: PlanQueue, optimizer: torch.optim.Optimizer, policy: Policy
+) -> tuple[int, tuple[int, int | None]]:
+    """Put the run back to where the checkpoint left it; return its step, and the sizes of rejected.jsonl and
+    ledger.jsonl by then."""
     try:
         progress = read_progress(checkpoint)
         queue.restore(progress.queue, list(progress.carried))
         restore_optimizer(optimizer, policy.weights, progress.optimizer)
     except _ODD_CONTENT as error:
         raise _damaged(checkpoint, f"{type(error).__name__}: {error}") from error
-    return progress.step, progress.rejected_bytes
+    return progress.step, (progress.rejected_bytes, progress.ledger_bytes)
 
 
 def _damaged(checkpoint: Path, problem: object) -> TrainingError:
@@ -185,13 +188,18 @@ def _damaged(checkpoint: Path, problem: object) -> TrainingError:
 
 
 def _lay_out(
-    directory: RunDirectory, config: Config, rejected: Sequence[Rejected], step: int, rejected_bytes: int
+    directory: RunDirectory,
+    config: Config,
+    rejected: Sequence[Rejected],
+    step: int,
+    sizes: tuple[int, int | None],
 ) -> list[str]:
-    """Roll the run's files back to the end of `step`. Nothing is written before everything else could be built.
+    """Roll the run's files back to the end of `step`, when rejected.jsonl and ledger.jsonl had these sizes. Nothing is
+    written before everything else could be built.
 
     What is found damaged in them is given, a sentence each.
     """
-    faults = directory.roll_back(step, rejected_bytes)
+    faults = directory.roll_back(step, *sizes)
     if config.data.path is not None:
         write_rejected(directory.path, rejected)  # of the whole data, read anew at every start
     if step == 0 and starts_from_first_weights(config):

@@ -252,6 +252,7 @@ class Trainer:
             queue=planned.state(),
             carried=self.before.carried(planned.carried),
             rejected_bytes=self.directory.rejected_bytes(),
+            ledger_bytes=self.directory.ledger_bytes(),
             optimizer=optimizer_tensors(self.optimizer, self.policy.weights),
         )
         checkpoint = self.checkpoints.save(self.policy, progress)

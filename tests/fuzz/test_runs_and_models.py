@@ -68,7 +68,8 @@ def use_lines(run: Path, draw: random.Random) -> None:
     for note in health(found):
         check_text(note.text)
     directory = RunDirectory(run)
-    for fault in directory.roll_back(draw.choice((0, 1, 2, 3, 5)), draw.choice((0, 1, 2, 9))):
+    sizes = draw.choice((0, 1, 2, 9)), draw.choice((None, 0, 1, 200))
+    for fault in directory.roll_back(draw.choice((0, 1, 2, 3, 5)), *sizes):
         check_text(fault)
     directory.last_evaluated()
     directory.rejected_bytes()

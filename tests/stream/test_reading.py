@@ -184,6 +184,29 @@ def test_the_thread_ends_where_it_waits(full: bool) -> None:
     assert not one._thread.is_alive()
 
 
+def test_a_look_under_way_ends_by_itself_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was cut off may be carried out by its server later: its messages would be given to nobody."""
+    monkeypatch.setattr(reading, "_LAST_LOOK", 100.0)
+    transport = Listed(payload(1), ended=False)
+    one = Reading(transport, CHECKS)
+    one.next(100)
+    until(lambda: transport.fetches > 1)
+    one.close()
+    assert not transport.interrupted.is_set()
+    assert one._thread is not None and not one._thread.is_alive()
+
+
+def test_a_look_that_does_not_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_LAST_LOOK", 0.01)
+    transport = Listed(payload(1), ended=False)
+    monkeypatch.setattr(transport, "fetch", lambda count, seconds: transport.interrupted.wait(100) and [])
+    one = Reading(transport, CHECKS)
+    one.next(0.01)
+    one.close()
+    assert transport.interrupted.is_set()
+    assert one._thread is not None and not one._thread.is_alive()
+
+
 def test_a_message_too_large_is_not_parsed(read: Callable[..., Reading], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "LARGEST_MESSAGE", 2**20)
     arrived = everything(read(Listed(payload(1, padding=2**20), payload(2))))

@@ -151,6 +151,7 @@ def test_only_a_new_checkpoint_acknowledges(tmp_path: Path, put: Callable[..., N
     source.take(2, 0)
     source.updated(2)
     source.state()
+    assert not (tmp_path / "events.jsonl").exists(), "taken, and in no complete checkpoint"
     source.checkpointed(tmp_path / "step-1", 1, 2)
     put(numbered(3, 4))
     source.peek(2)

@@ -168,6 +168,64 @@ def test_a_run_that_waits_ends_at_the_first_signal(model: Path, tmp_path: Path) 
     assert [line["id"] for line in read_lines(tmp_path / "run" / "rejected.jsonl")] == ["bad"]
 
 
+def put_aside(run: Path) -> list[str]:
+    return [one["id"] for line in read_lines(run / "ledger.jsonl") for one in line.get("put_aside", ())]
+
+
+def with_cut_off(records: list[Record]) -> tuple[list[Record], list[str]]:
+    """Every third record ended at a length limit; also give those records' ids."""
+    records = [record | {"truncated": number % 3 == 2} for number, record in enumerate(records)]
+    return records, [record["id"] for record in records if record["truncated"]]
+
+
+@pytest.mark.parametrize("first", [3, 9])
+@pytest.mark.parametrize("every", [0, 1])
+def test_what_was_put_aside_before_a_stop_is_in_the_ledger_once(
+    first: int, every: int, model: Path, tmp_path: Path
+) -> None:
+    """The stop comes in a wait: before the first step, or behind one, whose checkpoint is there or is made then."""
+    records, cut_off = with_cut_off(tiny_records(24))
+    sections = {"checkpoint": {"every": every}, "data": {"truncated": "drop"}}
+    config = directory_config(model, tmp_path / "sent", tmp_path / "run", **sections)
+    put(tmp_path / "sent", "a.jsonl", records[:first])
+    trainer = quiet_trainer(config)
+    add, taken = trainer.source._add, []  # type: ignore[attr-defined]
+
+    def count(arrived: object) -> None:
+        add(arrived)
+        taken.append(arrived)
+        if len(taken) == first:
+            trainer.ask_to_stop(signal.SIGTERM)
+
+    trainer.source._add = count  # type: ignore[attr-defined]
+    assert "stopped by a signal" in trainer.run()
+    put(tmp_path / "sent", "b.jsonl", records[first:])
+    (tmp_path / "sent" / "END").touch()
+    run(config)
+    assert trained(tmp_path / "run") == [record["id"] for record in records if not record["truncated"]]
+    assert put_aside(tmp_path / "run") == cut_off
+
+
+@pytest.mark.parametrize("first", [3, 11])
+@pytest.mark.parametrize("every", [0, 1])
+def test_what_was_put_aside_at_the_end_of_the_data_is_in_the_ledger_once(
+    first: int, every: int, model: Path, tmp_path: Path
+) -> None:
+    """Also when more is sent after that end: before the first step, or behind the last checkpoint."""
+    records, cut_off = with_cut_off(tiny_records(24))
+    sections = {"checkpoint": {"every": every}, "data": {"truncated": "drop"}, "schedule": {"last_step": "drop"}}
+    config = directory_config(model, tmp_path / "sent", tmp_path / "run", **sections)
+    put(tmp_path / "sent", "a.jsonl", records[:first])
+    (tmp_path / "sent" / "END").touch()
+    run(config)
+    assert put_aside(tmp_path / "run") == [name for name in cut_off if name in str(records[:first])]
+    (tmp_path / "sent" / "END").unlink()
+    put(tmp_path / "sent", "b.jsonl", records[first:])
+    (tmp_path / "sent" / "END").touch()
+    run(config)
+    assert put_aside(tmp_path / "run") == cut_off
+
+
 def test_rejected_records_stay_over_a_restart(model: Path, tmp_path: Path) -> None:
     records = tiny_records(10)
     put(tmp_path / "sent", "a.jsonl", [{"id": "bad"}, *records, records[3]])

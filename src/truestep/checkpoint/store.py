@@ -40,6 +40,7 @@ class Progress:
     carried: Sequence[Rollout]
     rejected_bytes: int  # the size of rejected.jsonl
     optimizer: dict[str, torch.Tensor]
+    ledger_bytes: int | None = None  # the size of ledger.jsonl; None in a checkpoint of an older version
 
 
 class CheckpointStore:
@@ -103,6 +104,7 @@ def _write_progress(folder: Path, progress: Progress) -> None:
         "step": progress.step,
         "queue": progress.queue,
         "rejected_bytes": progress.rejected_bytes,
+        "ledger_bytes": progress.ledger_bytes,
         "random": random_state(),
     }
     (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
@@ -118,5 +120,6 @@ def read_progress(checkpoint: Path) -> Progress:
         queue=state["queue"],
         carried=[read_document(line) for line in read_exact_lines(folder / "carried.jsonl")],
         rejected_bytes=state["rejected_bytes"],
+        ledger_bytes=state.get("ledger_bytes"),
         optimizer=read_tensors(folder / "optimizer.safetensors"),
     )

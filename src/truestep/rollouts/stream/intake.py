@@ -161,6 +161,8 @@ class Intake:
         return {
             "ready": [document_line(rollout) for rollout in self.ready],
             "open": {group_id: group.state(self._clock) for group_id, group in self._groups.items()},
+            # Those that no line of the ledger has yet: a run that stops while it waits has drained none of them.
+            "put_aside": [[one.id, one.reason, one.group_id] for one in self.put_aside],
             "ids": self._ids.state(),
         }
 
@@ -174,6 +176,7 @@ class Intake:
         self.ready = deque(read_document(line) for line in state["ready"])
         self._groups = {group_id: _read_group(group) for group_id, group in state["open"].items()}
         self._open_bytes = sum(group.size for group in self._groups.values())
+        self.put_aside = [PutAside(*one) for one in state.get("put_aside", ())]
         self._clock = 0.0
         self._ids.restore(state["ids"])
 

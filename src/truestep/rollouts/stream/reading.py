@@ -19,6 +19,7 @@ LARGEST_MESSAGE = 64 * 2**20  # bytes; a larger one is no record, and parsing it
 _LOOK = 0.25  # seconds that one look for messages waits at most
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds between attempts to reach what cannot be reached
 _MOST_AT_ONCE, _FEW_BYTES = 64, 4 * 2**20  # of one look
+_LAST_LOOK = 2.0  # seconds for a look that is under way to end by itself
 _LAST_WAIT = 10.0  # seconds for the thread to end
 
 
@@ -97,11 +98,18 @@ class Reading:
             return len(self._arrived), self._bytes
 
     def close(self) -> None:
-        """End the thread, wherever it waits."""
+        """End the thread, wherever it waits.
+
+        A look for messages has a short time to end by itself. A request that is cut off may still be under way: a
+        server could carry it out behind all that is said to it later, and give messages to a run that has ended.
+        """
         self._closing.set()
         with self._changed:
             self._changed.notify_all()
-        if self._thread is not None and self._thread.is_alive():
+        if self._thread is None:
+            return
+        self._thread.join(_LAST_LOOK)
+        if self._thread.is_alive():
             self._transport.interrupt()
             self._thread.join(_LAST_WAIT)
 

@@ -44,6 +44,7 @@ class RedisTransport:
         self._position: str | None = None  # the last message given
         self._checkpointed: str | None = None  # the last one that a complete checkpoint holds
         self._joined = False
+        self._ours = False  # the group was set to this run's place, and no other consumer has come since
         self._pending: list[str] = []  # given and not acknowledged
         self._end: str | None = None  # the message that ended the data, until it is acknowledged
         self._deleted: list[str] = []  # pending, and deleted from the stream
@@ -119,6 +120,7 @@ class RedisTransport:
                 raise
             self._refuse_other_consumers()
             self._client.xgroup_setid(self._stream, self._group, position)
+        self._ours = True
         self._position = position
         pending = list(self._all_pending())
         self._pending = [identifier for identifier in pending if _order(identifier) <= _order(position)]
@@ -141,6 +143,7 @@ class RedisTransport:
         for consumer in self._client.xinfo_consumers(self._stream, self._group):
             name = consumer["name"].decode()
             if name != self._consumer and consumer["pending"]:
+                self._ours = False
                 raise SourceError(
                     f"data.source.group: the consumer {name!r} of the group {self._group!r} has {consumer['pending']} "
                     f"messages of {self.name} that are not acknowledged. Two runs cannot share a group: give this one "
@@ -261,7 +264,8 @@ class RedisTransport:
     def _give_back(self) -> None:
         """Set the group back to the last checkpoint: what was read ahead of it is nobody's. Not said if it fails, since
         every run sets the group to its own place; but another consumer finds nothing pending."""
-        if self._checkpointed is None or not self._joined or not self._lock.acquire(timeout=_PATIENCE):
+        # On a new connection if need be: the end of a fetch that was under way has broken the old one.
+        if self._checkpointed is None or not self._ours or not self._lock.acquire(timeout=_PATIENCE):
             return
         held = _order(self._checkpointed)
         try:  # set back first: a kill between the two leaves messages pending, and the first of them is the place

@@ -1,0 +1,112 @@
+"""What samplers send in tests: groups that are interleaved, bad records, records sent twice, cut-off ones; and what a
+run must make of them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from small_runs import read_lines
+from stream.redis_server import RedisServer
+from tiny import make_records
+
+GROUP = 4
+Record = dict[str, Any]
+
+
+def batches(seed: int, truncated: bool = False) -> Iterator[list[Record]]:
+    """Eight records at a time, of three groups that begin and end in different batches, and one that is sent again."""
+    generator = random.Random(seed)
+    waiting: list[Record] = []
+    for number in range(10_000):
+        group = make_records(number, documents=GROUP + 1, advantages="rewards", group_size=GROUP, max_length=10)
+        for record in group[:GROUP]:
+            waiting.append(record | {"group_id": f"group-{number}", "id": f"{number}:{record['id']}"})
+        if number % 5 == 3:  # one member is bad; the group is complete all the same
+            waiting[-1] |= {"logprobs": "none", "bad": True}
+        for record in waiting[-GROUP:] if truncated else ():
+            record |= {"truncated": generator.random() < 0.3}
+        if len(waiting) < 16:
+            continue
+        generator.shuffle(waiting)
+        batch, waiting = waiting[:8], waiting[8:]
+        batch.append(generator.choice([record for record in batch if "bad" not in record]) | {"again": True})
+        yield batch
+    raise AssertionError("the run never ended")
+
+
+def closed(sent: Sequence[Record]) -> list[Record]:
+    """The good records in the order in which their groups were complete; at the end, of groups that never were."""
+    order: list[Record] = []
+    groups: dict[str, list[Record]] = {}
+    for record in sent:
+        if "again" in record:
+            continue
+        members = groups.setdefault(record["group_id"], [])
+        members.append(record)
+        if len(members) == GROUP:
+            order += groups.pop(record["group_id"])
+    order += [member for members in groups.values() for member in members]
+    return [record for record in order if "bad" not in record]
+
+
+def ids(records: Sequence[Record]) -> list[str]:
+    return [record["id"] for record in records]
+
+
+def check_run(
+    run: Path, sent: Sequence[Record], step_size: int | None = 5, drops: bool = False, updates: int = 1
+) -> None:
+    """Compare what a run wrote with what it was sent: each document once (an update), and nothing else."""
+    ledger = read_lines(run / "ledger.jsonl")
+    steps = [line for line in ledger if line["documents"]]
+    assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
+    for again in range(updates):
+        assert [line["documents"] for line in steps[again::updates]] == [line["documents"] for line in steps[::updates]]
+    steps = steps[::updates]
+    trained = [name for line in steps for name in line["documents"]]
+    expected = [record for record in closed(sent) if not (drops and record.get("truncated"))]
+    assert sorted(trained) == sorted(ids(expected)), "each document once"
+    assert trained == ids(expected), "in the order in which they became usable"
+    if step_size is not None:
+        assert {line["num_documents"] for line in steps[:-1]} <= {step_size}
+    put_aside = [document["id"] for line in ledger for document in line.get("put_aside", ())]
+    assert put_aside == [record["id"] for record in closed(sent) if drops and record.get("truncated")]
+    refused = [line["id"] for line in read_lines(run / "rejected.jsonl")]
+    assert refused == [record["id"] for record in sent if "bad" in record or "again" in record]
+
+
+class ToStream:
+    """Sends to a Redis stream."""
+
+    def __init__(self, server: RedisServer, stream: str = "rollouts"):
+        self._server, self._stream = server, stream
+
+    def send(self, records: Sequence[Record]) -> None:
+        self._server.send(self._stream, records)
+
+    def end(self) -> None:
+        self._server.end(self._stream)
+
+
+class ToDirectory:
+    """Sends a file a batch, each renamed when it is whole."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._number = 0
+
+    def send(self, records: Sequence[Record]) -> None:
+        self._number += 1
+        beside = self._directory / f".{self._number:05}.partial"
+        with beside.open("w", encoding="utf-8") as file:
+            for record in records:
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+        beside.rename(self._directory / f"{self._number:05}.jsonl")
+
+    def end(self) -> None:
+        (self._directory / "END").touch()
