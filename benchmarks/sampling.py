@@ -48,8 +48,8 @@ class StillWeights(Weights):
         self.ranks, self.dtype, self.pieces, self.master, self.frozen = ALONE, dtype, {}, {}, {}
 
 
-def make_policy(dtype: torch.dtype, **shape: int) -> Policy:
-    config = Qwen3Config(tie_word_embeddings=True, max_position_embeddings=32_768, **shape)
+def make_policy(dtype: torch.dtype, tied: bool = True, **shape: int) -> Policy:
+    config = Qwen3Config(tie_word_embeddings=tied, max_position_embeddings=32_768, **shape)
     torch.set_default_dtype(dtype)
     with torch.device(PLACE):
         torch.manual_seed(0)
@@ -62,14 +62,20 @@ def make_policy(dtype: torch.dtype, **shape: int) -> Policy:
     return Policy(model, Path(), HeadSettings(), StillWeights(dtype), ModelFacts.of(model, place))
 
 
-def large() -> Policy:
+SIZES = {"0.6B": (1024, 3072, 28, 16), "1.7B": (2048, 6144, 28, 16), "8B": (4096, 12_288, 36, 32)}
+
+
+def sized(name: str) -> Policy:
+    """Make a policy of Qwen3's shape of a size, in bfloat16."""
+    hidden, wide, layers, heads = SIZES[name]
     return make_policy(
         torch.bfloat16,
+        tied=name != "8B",
         vocab_size=VOCABULARY,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=28,
-        num_attention_heads=16,
+        hidden_size=hidden,
+        intermediate_size=wide,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
         num_key_value_heads=8,
         head_dim=128,
     )
@@ -208,13 +214,13 @@ def report_engine(policy: Policy) -> None:
     )
 
 
-def main_case(policy: Policy, rates: Rates, quick: bool) -> float:
-    asked = requests(256, 128)
-    bound = rates.bound(policy, 256, 128, 256)
-    print(f"bound {256 * 256 / bound:,.0f} tokens/s")
+def main_case(policy: Policy, rates: Rates, quick: bool, rows: int = 256, prompt: int = 128, new: int = 256) -> float:
+    asked = requests(rows, prompt)
+    bound = rates.bound(policy, rows, prompt, new)
+    print(f"{rows} prompts of {prompt}, {new} new tokens: bound {rows * new / bound:,.0f} tokens/s")
     rate = 0.0
     for number in range(2 if quick else 4):
-        first, took, counts = sample(policy, asked, [256] * 256)
+        first, took, counts = sample(policy, asked, [new] * rows)
         rate = counts.drawn_tokens / took
         print(
             f"run {number}: {rate:,.0f} tokens/s, {took:.2f} s, all first tokens after {first:.2f} s, {counts.steps} "
@@ -281,6 +287,34 @@ def breakdown(policy: Policy) -> None:
     )
     print("   ".join(f"{kind} {ms:.2f} ms" for kind, ms in sorted(spent.items(), key=lambda item: -item[1])))
     print("   ".join(f"{name} {ms:.3f}" for name, ms in sorted(others.items(), key=lambda item: -item[1])[:8]))
+
+
+def joins(policy: Policy) -> None:
+    """What it costs that completions join: steps of 240 rows, of which one computes 16 prompts."""
+    engine = engine_of(policy)
+    assert isinstance(engine, Engine)
+    with engine.session(policy, Limits(256, 1024)) as session:
+        for number, request in enumerate(requests(240, 128)):
+            session.submit(number, request, options(800))
+        for _ in range(20):
+            session.step()
+        plain, _ = timed(lambda: [session.step() for _ in range(10)])
+        for at in range(3):
+            for number, request in enumerate(requests(16, 128)):
+                session.submit(1000 * at + 1000 + number, request, options(12))
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            session.step()
+            host = time.perf_counter() - start
+            for _ in range(9):
+                session.step()
+            torch.cuda.synchronize()
+            took = time.perf_counter() - start
+            for _ in range(10):
+                session.step()
+    print(
+        f"10 steps of 240 rows: {plain * 1e3:.1f} ms; where 16 join: {took * 1e3:.1f} ms, {host * 1e3:.1f} of the host"
+    )
 
 
 def lengths_case(policy: Policy, quick: bool) -> None:
@@ -371,7 +405,7 @@ def main() -> None:
     with section("attention", given.only, limit) as wanted:
         if wanted:
             attention_rate(rates)
-    policy = large()
+    policy = sized("1.7B")
     rate = 0.0
     with section("engine", [], limit):
         report_engine(policy)
@@ -381,6 +415,9 @@ def main() -> None:
     with section("breakdown", given.only, limit) as wanted:
         if wanted:
             breakdown(policy)
+    with section("joins", given.only, limit) as wanted:
+        if wanted:
+            joins(policy)
     with section("generate", given.only, limit) as wanted:
         if wanted:
             generate(policy, rate, given.quick)
@@ -393,6 +430,14 @@ def main() -> None:
     with section("groups", given.only, limit) as wanted:
         if wanted:
             groups_case(policy)
+    del policy
+    for name, case in (("0.6B", (256, 128, 256)), ("8B", (128, 1024, 512))):
+        with section(name, given.only, limit) as wanted:
+            if wanted:
+                other = sized(name)
+                report_engine(other)
+                main_case(other, rates, given.quick, *case)
+                del other
     with section("float32", given.only, limit + 20) as wanted:
         if wanted:
             check_float32()

@@ -16,6 +16,7 @@ from truestep.text import printable
 log = logging.getLogger(__name__)
 
 DEEPEST = 100  # levels of lists and objects in a line; json's own reader and writer fail at some depth of the stack
+_READ_AHEAD = 1 << 17  # bytes
 LONGEST_LINE = 1 << 28  # bytes; a step of a million documents with long names takes a third of it
 
 
@@ -189,20 +190,24 @@ def _line_of(path: Path, number: int | None, start: int, content: bytes, lenient
         return Line(path, number, start, end, None, str(error), whole)
 
 
-def scan_lines(path: Path, *, lenient: bool = False) -> Iterator[Line]:
+def scan_lines(
+    path: Path, *, lenient: bool = False, start: int = 0, first: int = 1, stop: float = math.inf
+) -> Iterator[Line]:
     """Read a line-based file one line at a time. A damaged line is given with its reason, and the next one follows it.
 
     A file that is not there has no lines. No more than a line is held. `lenient` is for files that are only shown:
-    NaN is read, and a last line that is whole but for its line break.
+    NaN is read, and a last line that is whole but for its line break. Of a part of a file, `start` is the first byte
+    of its first line, `first` that line's number, and no line is read that begins at `stop` or behind it.
     """
     try:
-        file = path.open("rb")
+        file = path.open("rb", buffering=_READ_AHEAD)
     except FileNotFoundError:
         return
     with file:
-        start = 0
-        for number in itertools.count(1):
-            content = file.readline(LONGEST_LINE + 1)
+        if start:  # what cannot be sought, such as a pipe, can be read as a whole
+            file.seek(start)
+        for number in itertools.count(first):
+            content = file.readline(LONGEST_LINE + 1) if start < stop else b""
             if not content:
                 return
             end = start + len(content)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import builtins
 import io
+import json
 import math
 import random
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import interpreter
 from truestep.files import read_json_lines
 from truestep.metrics.sinks import ConsoleSink, JsonLines, SinkError, TensorBoardSink, WandbSink, live_line
 
@@ -111,6 +115,53 @@ def test_wandb_offline_writes_below_the_run(tmp_path: Path, monkeypatch: pytest.
     assert summary["loss"] == -0.25
     assert summary["documents_seen"] == 16
     assert summary["evaluation/greedy_reward"] == 0.5
+
+
+# As `truestep train c.yaml OVERRIDES` does: the overrides stand in sys.argv, sinks are made of the configuration.
+WANDB_RUN = """
+import sys
+from pathlib import Path
+from rich.console import Console
+from truestep.assemble.sinks import make_sinks
+from truestep.config.load import load_config
+from truestep.run_directory import RunDirectory
+
+config = load_config(Path(sys.argv[2]), sys.argv[3:])
+assert "hunter2-secret" in config.data.source.url and "hunter2-secret" in str(sys.argv)
+(sink,) = make_sinks(config, RunDirectory(Path(config.checkpoint.directory)), Console(), "title", 0)
+assert "hunter2-secret" in str(sys.argv)  # they are hidden from wandb alone
+sink.step({"step": 1, "documents_seen": 8, "loss": 0.5})
+sink.close()
+"""
+
+
+def test_a_password_given_on_the_command_line_is_in_no_file_of_wandb(tmp_path: Path) -> None:
+    config = {
+        "model": {"path": "model"},
+        "data": {"source": {"type": "stream", "stream": "rollouts"}, "advantages": "none"},
+        "loss": {"type": "grpo"},
+        "schedule": {"steps": 1, "docs_per_step": 8},
+        "checkpoint": {"directory": str(tmp_path / "run")},
+        "logging": {"wandb": {"project": "p", "mode": "offline"}, "console": False, "jsonl": False},
+    }
+    (tmp_path / "c.yaml").write_text(json.dumps(config))
+    (tmp_path / "train.py").write_text(WANDB_RUN)
+    folders = {f"WANDB_{name}_DIR": str(tmp_path / name.lower()) for name in ("CACHE", "CONFIG", "DATA")}
+    url = "redis://somebody:hunter2-secret@stream.example:6379/0"
+    subprocess.run(
+        [sys.executable, "train.py", "train", "c.yaml", "--data.source.url", url],
+        cwd=tmp_path,
+        env=interpreter.environment(WANDB_SILENT="true", **folders),
+        check=True,
+        timeout=300,
+    )
+    (log,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    deadline = time.monotonic() + 120  # wandb's own process writes the last of it
+    while b"documents_seen" not in log.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    written = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".py"}
+    assert not [path for path, content in written.items() if b"hunter2" in content]
+    assert b"stream.example" in written[log]  # text is found there as it is
 
 
 @pytest.mark.parametrize(("module", "extra"), [("torch.utils.tensorboard", "tensorboard"), ("wandb", "wandb")])

@@ -1,8 +1,10 @@
 """The sinks of a run's numbers: metrics.jsonl, the console, Weights & Biases, TensorBoard."""
 
 import re
+import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -161,7 +163,8 @@ class WandbSink:
         id_file = directory / "wandb_id"
         run_id = _run_id(id_file)
         try:
-            self._run = wandb.init(dir=str(directory), config=dict(config), id=run_id, resume="allow", **options)
+            with _no_arguments():
+                self._run = wandb.init(dir=str(directory), config=dict(config), id=run_id, resume="allow", **options)
         except wandb.Error as error:
             raise SinkError(f"logging.wandb: {printable(error)}") from error
         write_whole(id_file, run_id.encode())
@@ -176,6 +179,20 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
+
+
+@contextmanager
+def _no_arguments() -> Iterator[None]:
+    """Hide the command line, which wandb would copy: an address given there may hold a password.
+
+    Nothing is lost, since what the arguments say is in the configuration, without its secrets.
+    """
+    kept = sys.argv
+    sys.argv = kept[:1]
+    try:
+        yield
+    finally:
+        sys.argv = kept
 
 
 def _run_id(file: Path) -> str:

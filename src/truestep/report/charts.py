@@ -7,7 +7,7 @@ from html import escape
 
 from truestep.report.runs import Run
 from truestep.report.scale import Scale
-from truestep.report.series import Axis, downsample
+from truestep.report.series import Axis
 from truestep.report.style import COLOURS
 from truestep.report.svg import AXIS_LABELS, Chart, Line, Plan, plot_svg, vertical_scale
 from truestep.text import printable
@@ -64,10 +64,21 @@ GROUPS: dict[str, tuple[Plan, ...]] = {
     ),
     "Data and speed": (
         Plan("Staleness", {"staleness": "mean", "max_staleness": "largest"}, from_zero=True),
-        Plan("Throughput", {"tokens_per_second": "tokens/s"}, unit="tokens/s", from_zero=True),
+        Plan(
+            "Throughput",
+            {"tokens_per_second": "of the step", "sampled_tokens_per_second": "sampled"},
+            unit="tokens/s",
+            compare_each=True,
+            from_zero=True,
+        ),
         Plan(
             "Time of a step",
-            {"step_time": "step", "data_wait_time": "waiting for data"},
+            {
+                "step_time": "step",
+                "data_wait_time": "waiting for data",
+                "sampling_time": "sampling",
+                "rating_time": "waiting for rewards",
+            },
             unit="seconds",
             compare_each=True,
             from_zero=True,
@@ -187,7 +198,7 @@ def _readings(chart: Chart) -> list[dict]:
     """List the points that the read-out can name, each as [step, documents, value]."""
     readings = []
     for line in chart.lines:
-        points = [[_short(p.step), _short(p.documents), _short(p.value)] for p in downsample(line.points)]
+        points = [[_short(p.step), _short(p.documents), _short(p.value)] for p in line.points.thinned.points()]
         readings.append({"name": line.name, "colour": line.colour, "points": points})
     return readings
 

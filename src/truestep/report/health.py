@@ -5,8 +5,9 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
+
+import numpy as np
 
 from truestep.report.figures import first_ratio, format_deviation, format_percent, format_ratio, held_out_rewards
 from truestep.report.runs import Run, is_finite
@@ -58,13 +59,13 @@ def health(run: Run) -> list[Note]:
     return sorted(notes, key=lambda note: LEVELS.index(note.level))
 
 
-def _listed(steps: Sequence[float], limit: int = 5) -> str:
+def _listed(steps: Sequence[float] | np.ndarray, limit: int = 5) -> str:
     """Write `step 3`, `steps 3, 5 and 8`, or the first few with the number of the others."""
-    names = [format_number(step) for step in steps]
-    if len(names) == 1:
+    names = [format_number(float(step)) for step in steps[:limit]]
+    if len(steps) == 1:
         return f"step {names[0]}"
-    if len(names) > limit:
-        return f"steps {', '.join(names[:limit])} and {len(names) - limit:,} more"
+    if len(steps) > limit:
+        return f"steps {', '.join(names)} and {len(steps) - limit:,} more"
     return f"steps {', '.join(names[:-1])} and {names[-1]}"
 
 
@@ -92,15 +93,10 @@ def _ratio(run: Run) -> Iterator[Note]:
         yield Note("warning", text + "which its mean hides: sampler and trainer differ token by token.")
 
 
-def _gaps(run: Run, key: str) -> list[float]:
-    gaps: list[float] = run.points(key).gaps.tolist()
-    return gaps
-
-
 def _loss(run: Run) -> Iterator[Note]:
     if not len(points := run.points("loss")):
         yield Note("note", "No step logs a loss.")
-    elif gaps := _gaps(run, "loss"):
+    elif len(gaps := points.gaps):
         yield Note("bad", f"The loss is NaN, infinite or null at {_listed(gaps)}.")
     else:
         yield Note("good", f"The loss is finite at all {len(points):,} steps.")
@@ -109,7 +105,8 @@ def _loss(run: Run) -> Iterator[Note]:
 def _other_values(run: Run) -> Iterator[Note]:
     keys = sorted(set(run.metrics.names) - {"loss", "step"})
     # Only numbers can fail to be finite; null stands for NaN where a metric is a number elsewhere.
-    broken = {key: gaps for key in keys if run.values(key) and (gaps := _gaps(run, key))}
+    series = ((key, run.points(key)) for key in keys)
+    broken = {key: points.gaps for key, points in series if 0 < len(points.gaps) < len(points)}
     if broken:
         listed = "; ".join(f"{printable(key, 100)} at {_listed(gaps, 3)}" for key, gaps in list(broken.items())[:6])
         more = f"; and {len(broken) - 6} more metrics" if len(broken) > 6 else ""
@@ -117,40 +114,41 @@ def _other_values(run: Run) -> Iterator[Note]:
 
 
 def _gradients(run: Run) -> Iterator[Note]:
-    norms = run.by_step("grad_norm")
-    if not norms:
+    steps, norms = run.by_step("grad_norm")
+    if not len(norms):
         return
-    median = statistics.median(norms.values())
+    median = statistics.median(norms.tolist())
     if median == 0:
         yield Note("warning", "The median gradient norm is 0: most steps teach nothing.")
-    elif spikes := [step for step, norm in norms.items() if norm > SPIKE_FACTOR * median]:
+    elif len(spikes := steps[norms > SPIKE_FACTOR * median]):
         text = f"The gradient norm exceeds 10 times its median ({format_number(median)}) at {_listed(spikes)}"
-        yield Note("warning", f"{text}; the largest is {format_number(max(norms.values()))}.")
+        yield Note("warning", f"{text}; the largest is {format_number(float(norms.max()))}.")
     else:
         yield Note("good", f"No gradient norm exceeds 10 times the median of {format_number(median)}.")
 
 
 def _batch_sizes(run: Run) -> Iterator[Note]:
-    sizes = run.by_step("num_documents")
-    if not sizes:
+    steps, sizes = run.by_step("num_documents")
+    if not len(sizes):
         return
-    usual, _ = Counter(sizes.values()).most_common(1)[0]
+    usual, _ = Counter(sizes.tolist()).most_common(1)[0]
     configured = run.option("schedule", "docs_per_step")
     if isinstance(configured, int) and configured > 0 and run.option("schedule", "overshoot") != "keep":
         usual = float(configured)
-    odd = {step: size for step, size in sizes.items() if size != usual}
-    if not odd:
+    odd = sizes != usual
+    if not odd.any():
         yield Note("good", f"Every step trained on {format_number(usual)} documents.")
         return
-    found = " to ".join(dict.fromkeys(format_number(size) for size in (min(odd.values()), max(odd.values()))))
-    text = f"Not every step trained on {format_number(usual)} documents: {found} at {_listed(list(odd))}."
+    ends = float(sizes[odd].min()), float(sizes[odd].max())
+    found = " to ".join(dict.fromkeys(map(format_number, ends)))
+    text = f"Not every step trained on {format_number(usual)} documents: {found} at {_listed(steps[odd])}."
     yield Note("warning", text)
 
 
 def _clipping(run: Run) -> Iterator[Note]:
-    fractions = run.by_step("clipped_ratio_fraction")
-    if high := [step for step, value in fractions.items() if value > LARGEST_CLIPPED_FRACTION]:
-        largest, limit = format_percent(max(fractions.values())), format_percent(LARGEST_CLIPPED_FRACTION)
+    steps, fractions = run.by_step("clipped_ratio_fraction")
+    if len(high := steps[fractions > LARGEST_CLIPPED_FRACTION]):
+        largest, limit = format_percent(float(fractions.max())), format_percent(LARGEST_CLIPPED_FRACTION)
         yield Note("warning", f"More than {limit} of the tokens are clipped at {_listed(high)} (largest: {largest}).")
 
 
@@ -193,8 +191,8 @@ def _steps(run: Run) -> Iterator[Note]:
     missing = float(steps[-1] - steps[0]) + 1 - len(steps)
     if missing > 0:
         yield Note("note", f"{format_number(missing)} steps between the first and the last are not logged.")
-    seen = run.by_step("documents_seen").items()
-    if back := [step for (_, before), (step, after) in pairwise(seen) if after <= before]:
+    places, seen = run.by_step("documents_seen")
+    if len(back := places[1:][seen[1:] <= seen[:-1]]):
         yield Note("warning", f"documents_seen does not grow at {_listed(back)}.")
 
 
@@ -231,12 +229,7 @@ def _margin(before: float, after: float, prompts: float | None) -> float | None:
 
 
 def _ledger(run: Run) -> Iterator[Note]:
-    logged = run.by_step("num_documents")
-    wrong = [
-        step
-        for step, (stated, listed) in run.ledger.sizes.items()
-        if len({stated, logged.get(step), float(listed) or None} - {None}) > 1
-    ]
+    wrong = _disagreeing(run)
     epochs = _times_each(run)
     distinct, repeated, most, names = run.ledger.repeated(epochs)
     if repeated:
@@ -247,8 +240,21 @@ def _ledger(run: Run) -> Iterator[Note]:
         yield Note("good", f"The ledger has none of its {distinct:,} documents more than {epochs} times.")
     elif distinct:
         yield Note("good", f"The ledger has each of its {distinct:,} documents once.")
-    if wrong:
+    if len(wrong):
         yield Note("warning", f"Ledger and metrics disagree on the number of documents at {_listed(wrong)}.")
+
+
+def _disagreeing(run: Run) -> np.ndarray:
+    """List the steps whose number of documents is not the same in the metrics, as the ledger states it and lists it."""
+    sizes = run.ledger.sizes
+    places, counts = run.by_step("num_documents")
+    logged = np.full(len(sizes), np.nan)
+    _, at, among = np.intersect1d(sizes.steps, places, assume_unique=True, return_indices=True)
+    logged[at] = counts[among]
+    stated, listed = sizes.column("stated")[1], sizes.column("listed")[1]
+    numbers = np.array([stated, logged, np.where(listed > 0, listed, np.nan)])
+    # NaN, for what is not said, agrees with everything.
+    return sizes.steps[np.fmin.reduce(numbers) < np.fmax.reduce(numbers)]
 
 
 def _times_each(run: Run) -> int:

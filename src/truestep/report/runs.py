@@ -4,7 +4,8 @@ Each file is read once, a line at a time. What is kept of it does not grow with 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any, TypeGuard
 import numpy as np
 import yaml
 
-from truestep.files import scan_lines
+from truestep.files import Line, scan_lines
+from truestep.report.blocks import Block, scan_blocks
 from truestep.report.series import Series
 from truestep.report.tables import Reasons, Repeats, Table, finite, first_of, number
 from truestep.text import printable, redacted
@@ -29,8 +31,8 @@ class Ledger:
 
     path: Path
     repeats: Repeats = field(default_factory=Repeats)
-    # By step: the number of documents that the line states, and that it lists.
-    sizes: dict[float, tuple[float | None, int]] = field(default_factory=dict)
+    # The steps of its lines, and how many documents each states and lists.
+    sizes: Table = field(default_factory=Table)
 
     def repeated(self, allowed: int) -> tuple[int, int, int, list[str]]:
         """Count all documents, those named more often than allowed, and the most times; name three of them."""
@@ -59,6 +61,8 @@ class Run:
     problems: list[str] = field(default_factory=list)
     # The documents seen once each step is done, as far as any file says.
     documents_at: dict[float, float] = field(default_factory=dict)
+    # The documents seen by each record of a table, by the table's identity.
+    _seen: dict[int, np.ndarray] = field(default_factory=dict)
 
     def option(self, section: str, name: str) -> Any:
         """Look up an option of the run's configuration; None where that says nothing."""
@@ -74,22 +78,29 @@ class Run:
 
     def _points(self, table: Table, key: str) -> Series:
         places, values = table.column(key)
+        if id(table) not in self._seen:
+            self._seen[id(table)] = self._documents_seen(table)
+        seen = self._seen[id(table)][places]
+        return Series(table.steps[places], seen, np.where(np.isfinite(values), values, np.nan))
+
+    def _documents_seen(self, table: Table) -> np.ndarray:
+        """Find the documents seen by each record of a table; NaN where no file says it."""
         seen = np.full(len(table), np.nan)
         rows, documents = table.column("documents_seen")
         seen[rows] = np.where(np.isfinite(documents), documents, np.nan)
-        steps, seen = table.steps[places], seen[places]
-        for index in np.flatnonzero(np.isnan(seen)):
-            seen[index] = self.documents_at.get(float(steps[index]), math.nan)
-        return Series(steps, seen, np.where(np.isfinite(values), values, np.nan))
+        for index in np.flatnonzero(np.isnan(seen)).tolist():
+            seen[index] = self.documents_at.get(float(table.steps[index]), math.nan)
+        return seen
 
-    def by_step(self, key: str) -> dict[float, float]:
-        """Collect the finite values of a metric by their steps."""
+    def by_step(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+        """Collect the finite values of a metric, with their steps."""
         places, values = self.metrics.column(key)
         there = np.isfinite(values)
-        return dict(zip(self.metrics.steps[places[there]].tolist(), values[there].tolist(), strict=True))
+        return self.metrics.steps[places[there]], values[there]
 
     def values(self, key: str) -> list[float]:
-        return list(self.by_step(key).values())
+        values: list[float] = self.by_step(key)[1].tolist()
+        return values
 
     def last(self, key: str) -> float | None:
         """Find the value on the last line that has the metric; a run that ends in NaN must not hide it."""
@@ -131,7 +142,7 @@ def read_run(path: Path, name: str | None = None) -> Run:
     seen = _read_ledger(run)
     # A run that rejected nothing has no such file.
     for record in _read_lines(run, "rejected.jsonl", None):
-        run.rejected.add(printable(record.get("reason", "no reason given")))
+        run.rejected.add(record.get("reason", "no reason given"))
     run.documents_at = _documents_at(run, seen)
     if len(run.metrics) and not run.documents_at:
         run.problems.append("No file says how many documents were seen: the run is drawn over steps only.")
@@ -148,13 +159,19 @@ def _read_ledger(run: Run) -> dict[float, float]:
     document that was trained twice."""
     run.ledger = Ledger(run.path / "ledger.jsonl")
     seen: dict[float, float] = {}
+    steps, stated, listed = array("d"), array("d"), array("d")
     for record in _read_lines(run, "ledger.jsonl", "documents trained twice cannot be found"):
         documents = _documents(record)
         run.ledger.repeats.add(documents)
         if (step := finite(record, "step")) is not None:
-            run.ledger.sizes[step] = (number(record, "num_documents"), len(documents))
+            steps.append(step)
+            stated.append(math.nan if (count := number(record, "num_documents")) is None else count)
+            listed.append(len(documents))
             if (after := finite(record, "documents_seen")) is not None:
                 seen[step] = after
+    if steps:
+        run.ledger.sizes.add_block({"stated": np.array(stated), "listed": np.array(listed)}, np.array(steps))
+    run.ledger.sizes.finish()
     return seen
 
 
@@ -176,13 +193,23 @@ def _read_text(run: Run, file: str) -> str | None:
 
 def _read_lines(run: Run, file: str, without: str | None) -> Iterator[Record]:
     """Give the objects of a file, one by one, and note its damage. `without`: what is lost where there is no file."""
+    for found in _whole(run, file, without, scan_lines(run.path / file, lenient=True)):
+        assert not isinstance(found, Block)
+        yield found
+
+
+def _whole(run: Run, file: str, without: str | None, lines: Iterable[Block | Line]) -> Iterator[Block | Record]:
+    """Give what can be used of the lines of a file, and note its damage."""
     count = bad = 0
     first, cut = "", False
     try:
         if without is not None and not (run.path / file).exists():
             run.problems.append(f"{file} is missing{f': {without}' if without else ''}.")
-        for line in scan_lines(run.path / file, lenient=True):
-            if line.value is not None:
+        for line in lines:
+            if isinstance(line, Block):
+                count += len(line)
+                yield line
+            elif line.value is not None:
                 count += 1
                 yield line.value
             elif not line.whole:
@@ -196,8 +223,8 @@ def _read_lines(run: Run, file: str, without: str | None) -> Iterator[Record]:
     if cut:
         run.problems.append(f"{file}: the last line is cut off and was left out.")
     if bad:
-        lines = "line is" if bad == 1 else "lines are"
-        run.problems.append(f"{file}: {bad:,} {lines} no JSON object and left out ({first}).")
+        lines_are = "line is" if bad == 1 else "lines are"
+        run.problems.append(f"{file}: {bad:,} {lines_are} no JSON object and left out ({first}).")
     if not count and not cut and not bad and without and (run.path / file).exists():
         run.problems.append(f"{file} is empty: {without}.")
 
@@ -205,7 +232,12 @@ def _read_lines(run: Run, file: str, without: str | None) -> Iterator[Record]:
 def _one_per_step(run: Run, file: str, without: str | None, *, examples: bool = False) -> Table:
     """Read the numbers of records by step. A run resumed from a checkpoint repeats steps: the later counts."""
     table, left_out = Table(), 0
-    for record in _read_lines(run, file, without):
+    path = run.path / file
+    lines = scan_lines(path, lenient=True) if examples else scan_blocks(path)
+    for record in _whole(run, file, without, lines):
+        if isinstance(record, Block):
+            left_out += _add_block(table, record)
+            continue
         step = finite(record, "step")
         if step is None:
             left_out += 1
@@ -221,6 +253,14 @@ def _one_per_step(run: Run, file: str, without: str | None, *, examples: bool = 
     if table.left_out:
         run.problems.append(f"{file}: it names more than {len(table.names):,} metrics; the others were left out.")
     return table
+
+
+def _add_block(table: Table, block: Block) -> int:
+    """Add the records of a block, and give the number of those that have no step."""
+    steps = block.columns.get("step", np.full(len(block), np.nan))
+    if len(there := np.flatnonzero(np.isfinite(steps))):
+        table.add_block({name: column[there] for name, column in block.columns.items()}, steps[there])
+    return len(block) - len(there)
 
 
 def _keep_examples(run: Run, record: Record, step: float) -> None:
@@ -262,9 +302,9 @@ def _documents_at(run: Run, ledger: dict[float, float]) -> dict[float, float]:
         there = np.isfinite(documents)
         result |= dict(zip(table.steps[places[there]].tolist(), documents[there].tolist(), strict=True))
     if not any(value > 0 for value in result.values()):
-        counts = run.by_step("num_documents")
-        result |= dict(zip(counts, accumulate(counts.values()), strict=True))
-        if sum(counts.values()) <= 0:
+        steps, counts = (found.tolist() for found in run.by_step("num_documents"))
+        result |= dict(zip(steps, accumulate(counts), strict=True))
+        if sum(counts) <= 0:
             return {}
         # The evaluation before training has seen none.
         result.setdefault(0.0, 0.0)

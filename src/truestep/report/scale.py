@@ -4,6 +4,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+SMALLEST, LARGEST = 1e-300, 1e300
 # A series whose relative range is smaller than this is shown as constant: the labels' digits would be all noise.
 SMALLEST_RELATIVE_RANGE = 2e-4
 # A range wider than this factor is drawn on a logarithmic axis where the chart allows it.
@@ -27,10 +30,18 @@ class Scale:
             return (math.log10(max(value, self.low)) - low) / (high - low)
         return (bounded(value) - self.low) / (self.high - self.low)
 
+    def positions(self, values: np.ndarray) -> list[float]:
+        """Map many values as `position` maps one."""
+        if self.logarithmic:
+            return [self.position(value) for value in values.tolist()]
+        kept = np.where(np.abs(values) < SMALLEST, 0.0, np.clip(values, -LARGEST, LARGEST))
+        positions: list[float] = ((kept - self.low) / (self.high - self.low)).tolist()
+        return positions
+
 
 def bounded(value: float) -> float:
     """Keep a value off the ends of the range of doubles, where differences overflow and steps vanish."""
-    return 0.0 if abs(value) < 1e-300 else min(max(value, -1e300), 1e300)
+    return 0.0 if abs(value) < SMALLEST else min(max(value, -LARGEST), LARGEST)
 
 
 def nice_step(span: float, count: int) -> float:

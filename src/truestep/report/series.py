@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, Self
 
 import numpy as np
@@ -58,11 +59,30 @@ class Series:
         there = ~np.isnan(self.along(axis))
         return self if there.all() else Series(self.steps[there], self.documents[there], self.values[there])
 
-    def points(self, indices: Iterable[int] | None = None) -> list[Point]:
-        """Give single points, all or those of some indices."""
-        chosen = np.arange(len(self)) if indices is None else np.fromiter(indices, dtype=np.int64)
-        rows = zip(*(array[chosen].tolist() for array in (self.steps, self.documents, self.values)), strict=True)
+    def chosen(self, indices: Sequence[int]) -> "Series":
+        """Give the points of some indices."""
+        return Series(self.steps[indices], self.documents[indices], self.values[indices])
+
+    def points(self) -> list[Point]:
+        """Give single points."""
+        rows = zip(self.steps.tolist(), self.documents.tolist(), self.values.tolist(), strict=True)
         return [Point(step, _some(documents), _some(value)) for step, documents, value in rows]
+
+    # A chart is drawn over two axes and has a read-out: what they share is found once.
+    @cached_property
+    def thinned(self) -> "Series":
+        """The points that a long line keeps."""
+        return downsample(self)
+
+    @cached_property
+    def smoothed(self) -> "Series":
+        """The means that are drawn over a long line."""
+        return smooth(self)
+
+    @cached_property
+    def smoothed_for_logarithms(self) -> "Series":
+        """The geometric means that are drawn over a long line on a logarithmic axis."""
+        return smooth(self, logarithmic=True)
 
     @property
     def present(self) -> np.ndarray:
@@ -74,7 +94,7 @@ class Series:
         """The steps that have a gap instead of a value."""
         return self.steps[np.isnan(self.values)]
 
-    @property
+    @cached_property
     def extremes(self) -> list[float]:
         """The smallest, the largest and the smallest positive value: all that an axis depends on."""
         present = self.present
@@ -88,26 +108,26 @@ def _some(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def downsample(series: Series, limit: int = LONGEST_SERIES, buckets: int = BUCKETS) -> list[Point]:
+def downsample(series: Series, limit: int = LONGEST_SERIES, buckets: int = BUCKETS) -> Series:
     """Keep the smallest and the largest of each bucket, the first gap in it, and both ends."""
     count = len(series)
     if count <= limit:
-        return series.points()
+        return series
     gap = np.isnan(series.values)
-    low, high = np.where(gap, np.inf, series.values), np.where(gap, -np.inf, series.values)
+    gaps = bool(gap.any())
+    low, high = (np.where(gap, end, series.values) if gaps else series.values for end in (np.inf, -np.inf))
     kept = {0, count - 1}
     for bucket in range(buckets):
         start, end = bucket * count // buckets, (bucket + 1) * count // buckets
-        gaps = gap[start:end]
-        if not gaps.all():
+        if not gaps or not gap[start:end].all():
             # Of equal values the first is the smallest, and the last the largest.
             kept.update((start + int(low[start:end].argmin()), end - 1 - int(high[start:end][::-1].argmax())))
-        if gaps.any():
-            kept.add(start + int(gaps.argmax()))
-    return series.points(sorted(kept))
+        if gaps and gap[start:end].any():
+            kept.add(start + int(gap[start:end].argmax()))
+    return series.chosen(sorted(kept))
 
 
-def smooth(series: Series, *, logarithmic: bool = False, outputs: int = BUCKETS) -> list[Point]:
+def smooth(series: Series, *, logarithmic: bool = False, outputs: int = BUCKETS) -> Series:
     """Take a centred mean with weights falling off linearly, at no more than `outputs` points; gaps stay gaps."""
     half = max(3, len(series) // 40)
     count = min(outputs, len(series))
@@ -117,22 +137,25 @@ def smooth(series: Series, *, logarithmic: bool = False, outputs: int = BUCKETS)
         used &= series.values > 0
     levels = np.where(used, series.values, 1.0 if logarithmic else 0.0)
     levels = np.log(levels) if logarithmic else levels
-    means = [_local_mean(series.values, levels, used, index, half, logarithmic) for index in chosen]
-    points = series.points(chosen)
-    return [Point(point.step, point.documents, mean) for point, mean in zip(points, means, strict=True)]
+    ramp = half + 1.0 - np.abs(np.arange(-half, half + 1))
+    means = [_local_mean(series.values, levels, used, index, ramp, logarithmic) for index in chosen]
+    thin = series.chosen(chosen)
+    return Series(thin.steps, thin.documents, np.array(means, dtype=np.float64))
 
 
 def _local_mean(
-    values: np.ndarray, levels: np.ndarray, used: np.ndarray, centre: int, half: int, logarithmic: bool
-) -> float | None:
+    values: np.ndarray, levels: np.ndarray, used: np.ndarray, centre: int, ramp: np.ndarray, logarithmic: bool
+) -> float:
+    """Take the mean around one point; NaN for a gap."""
     if math.isnan(values[centre]):
-        return None
+        return math.nan
+    half = len(ramp) // 2
     first, end = max(0, centre - half), min(len(values), centre + half + 1)
-    weights = (half + 1 - np.abs(np.arange(first, end) - centre)) * used[first:end]
+    weights = ramp[first - centre + half : end - centre + half] * used[first:end]
     total = float(weights.sum())
     if not total:
         return float(values[centre])
     with np.errstate(over="ignore", invalid="ignore"):
         mean = float((weights * levels[first:end]).sum()) / total
     mean = math.exp(mean) if logarithmic else mean
-    return mean if math.isfinite(mean) else None
+    return mean if math.isfinite(mean) else math.nan

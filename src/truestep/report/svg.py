@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from truestep.report.scale import Scale, linear_scale, logarithmic_scale, wants_logarithm
-from truestep.report.series import LONGEST_PLAIN_SERIES, Axis, Point, Series, downsample, smooth
+from truestep.report.series import LONGEST_PLAIN_SERIES, Axis, Series
 
 # The coordinates of a plot, stretched to whatever room it gets.
 EXTENT = 1000
@@ -115,36 +115,35 @@ def _line_paths(
     points = line.points.placed(axis)
     style = f"line colour-{line.colour}" + (" dashed" if line.dashed else "")
     if smoothed and len(points) > LONGEST_PLAIN_SERIES:
-        faint = _path_data(downsample(points), axis, horizontal, vertical)
+        faint = _path_data(points.thinned, axis, horizontal, vertical)
         yield f'<path class="line colour-{line.colour} faint" d="{faint}"/>'
-        mean = _path_data(smooth(points, logarithmic=vertical.logarithmic), axis, horizontal, vertical)
-        yield f'<path class="{style}" d="{mean}"/>'
+        means = points.smoothed_for_logarithms if vertical.logarithmic else points.smoothed
+        yield f'<path class="{style}" d="{_path_data(means, axis, horizontal, vertical)}"/>'
     elif len(points):
-        yield f'<path class="{style}" d="{_path_data(downsample(points), axis, horizontal, vertical)}"/>'
+        yield f'<path class="{style}" d="{_path_data(points.thinned, axis, horizontal, vertical)}"/>'
     if dotted:
         # A stroke of no length with round ends is a dot that stays round however the plot is stretched.
-        places = (_place(point, axis, horizontal, vertical) for point in points.points() if point.value is not None)
-        dots = "".join(f"M{x} {y}h0" for x, y in places)
+        dots = "".join(f"M{place}h0" for place in _places(points, axis, horizontal, vertical) if place)
         if dots:
             yield f'<path class="dots colour-{line.colour}" d="{dots}"/>'
 
 
-def _path_data(points: Sequence[Point], axis: Axis, horizontal: Scale, vertical: Scale) -> str:
+def _path_data(points: Series, axis: Axis, horizontal: Scale, vertical: Scale) -> str:
     """Write the data of a path with a gap at each point without a value."""
     path = ""
-    for has_value, group in groupby(points, key=lambda point: point.value is not None):
+    for has_value, group in groupby(_places(points, axis, horizontal, vertical), key=bool):
         if has_value:
-            places = [_place(point, axis, horizontal, vertical) for point in group]
-            path += "M" + "L".join(f"{x} {y}" for x, y in places)
+            places = list(group)
+            path += "M" + "L".join(places)
             # A point between two gaps would be invisible.
             path += "h0" if len(places) == 1 else ""
     return path
 
 
-def _place(point: Point, axis: Axis, horizontal: Scale, vertical: Scale) -> tuple[str, str]:
-    along, value = point.along(axis), point.value
-    assert along is not None and value is not None
-    return _compact(EXTENT * horizontal.position(along)), _height(vertical, value)
+def _places(points: Series, axis: Axis, horizontal: Scale, vertical: Scale) -> list[str]:
+    """Write where each point lies, as `x y`; nothing for a gap."""
+    rows = zip(horizontal.positions(points.along(axis)), vertical.positions(points.values), strict=True)
+    return [f"{_compact(EXTENT * x)} {_compact(EXTENT * (1 - y))}" if y == y else "" for x, y in rows]
 
 
 def _height(vertical: Scale, value: float) -> str:

@@ -3,6 +3,7 @@
 None of it grows with the number of documents: the ledger of a long run does not fit memory.
 """
 
+import math
 import tempfile
 from array import array
 from collections import Counter
@@ -10,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, Any
 
 import numpy as np
+
+from truestep.text import printable
 
 LARGEST_VALUE = 1e300
 MOST_COLUMNS = 1000  # a damaged file must not make a chart for each of its lines
@@ -22,22 +25,22 @@ _IDS_AT_A_TIME = 1 << 20
 def number(record: Mapping[str, Any], key: str) -> float | None:
     """Read the number under `key`; None for anything that is no number."""
     value = _as_number(record.get(key))
-    return None if np.isnan(value) else value
+    return None if math.isnan(value) else value
 
 
 def _as_number(value: Any) -> float:
     """Give a number as float64; NaN for anything that is no number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return np.nan
+        return math.nan
     # A value this large is an overflow, and a sum over it would be one.
     if abs(value) > LARGEST_VALUE:
-        return np.inf if value > 0 else -np.inf
+        return math.inf if value > 0 else -math.inf
     return float(value)
 
 
 def finite(record: Mapping[str, Any], key: str) -> float | None:
     value = number(record, key)
-    return value if value is not None and np.isfinite(value) else None
+    return value if value is not None and math.isfinite(value) else None
 
 
 class Table:
@@ -64,6 +67,15 @@ class Table:
             # The second test is for values that a sum over them would not overflow by.
             plain = type(value) is float and -LARGEST_VALUE < value < LARGEST_VALUE
             column.append(value if plain else _as_number(value))
+
+    def add_block(self, columns: Mapping[str, np.ndarray], steps: np.ndarray) -> None:
+        """Add many records of the same names: the columns of their numbers, NaN for what is no number."""
+        names = tuple(columns)
+        if not self._runs or names != self._runs[-1][1]:
+            names = self._begin_run(names)
+        self._rows.frombytes(steps.tobytes())
+        for name, column in zip(names, self._filled, strict=True):
+            column.frombytes(columns[name].tobytes())
 
     def _begin_run(self, names: tuple[str, ...]) -> tuple[str, ...]:
         kept = tuple(name for name in names if name in self._columns or self._new_column(name))
@@ -99,10 +111,12 @@ class Table:
         """Give the places in `steps` of the records that have a name, and their values; NaN for what is no number."""
         if name not in self._columns:
             return np.empty(0, dtype=np.int64), np.empty(0)
+        values = np.frombuffer(self._columns[name]) if self._columns[name] else np.empty(0)
+        if len(values) == len(self._rows):  # every record has it
+            return np.arange(len(self._order)), values[self._order]
         ends = [*(start for start, _ in self._runs[1:]), len(self._rows)]
         runs = zip(self._runs, ends, strict=True)
         rows = np.concatenate([np.arange(start, end) for (start, names), end in runs if name in names])
-        values = np.frombuffer(self._columns[name])
         places = np.full(len(self._rows), -1, dtype=np.int64)
         places[rows] = np.arange(len(rows))
         found = places[self._order]
@@ -122,17 +136,22 @@ class Reasons:
     def __init__(self) -> None:
         self.total = 0
         self.counts: Counter[str] = Counter()
+        self._shown: dict[str, str] = {}  # reasons as they are shown, most of which come again and again
 
-    def add(self, reason: str) -> None:
+    def add(self, given: object) -> None:
         self.total += 1
-        reason = reason[:LONGEST_REASON]
+        reason = self._shown.get(given) if isinstance(given, str) else None
+        if reason is None:
+            reason = printable(given)[:LONGEST_REASON]
+            if isinstance(given, str) and len(given) <= 10 * LONGEST_REASON and len(self._shown) < MOST_REASONS:
+                self._shown[given] = reason
         known = reason in self.counts or len(self.counts) < MOST_REASONS
         self.counts[reason if known else "another reason"] += 1
 
 
 def fingerprint(document: object) -> int:
     """Give 64 bits that tell documents apart. An identifier is the same only within its kind: "1" is not 1."""
-    return hash(document if type(document) is str else repr(document))
+    return hash(document if type(document) is str else (type(document).__name__, repr(document)))
 
 
 class Repeats:
@@ -157,7 +176,7 @@ class Repeats:
         if not self._files:
             self._files = [tempfile.TemporaryFile() for _ in range(_PARTS)]  # noqa: SIM115 - they live as long as this
         found = np.concatenate(self._pending)
-        parts = found % _PARTS
+        parts = (found % _PARTS).astype(np.uint8)  # numbers this small are sorted in one pass
         found = found[np.argsort(parts, kind="stable")]
         ends = np.cumsum(np.bincount(parts, minlength=_PARTS))
         for file, start, end in zip(self._files, [0, *ends[:-1].tolist()], ends.tolist(), strict=True):

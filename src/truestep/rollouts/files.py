@@ -149,8 +149,10 @@ def parse_json(line: bytes) -> Any:
     repeated: list[str] = []
 
     def to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        repeated.extend(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        return dict(pairs)
+        made = dict(pairs)
+        if len(made) < len(pairs):
+            repeated.extend(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        return made
 
     try:
         record = json.loads(line.rstrip(b"\r\n").decode(), object_pairs_hook=to_dict)

@@ -124,7 +124,7 @@ def _input_ids(record: Record, checks: Checks) -> np.ndarray:
     tokens = _list(record, "input_ids")
     if tokens is None:
         raise BadRecord("input_ids is missing")
-    if not tokens:
+    if not len(tokens):
         raise BadRecord("input_ids is empty: a document has at least one token")
     if checks.max_tokens is not None and len(tokens) > checks.max_tokens:
         raise BadRecord(f"input_ids has {len(tokens)} tokens: a micro-batch holds at most {checks.max_tokens}")
@@ -260,26 +260,35 @@ def _single(record: Record, field: str, check: Callable[[Any], Any]) -> Any:
     return None if value is None else checked(check, value, field)
 
 
-def _list(record: Record, field: str) -> Sequence[Any] | None:
-    value = plain(record.get(field), field)
-    if value is None or isinstance(value, list | tuple):
+def _value(record: Record, field: str) -> Any:
+    """Get a field that may be a list. An array of numbers stays one: `checked_array` takes it as it is."""
+    value = record.get(field)
+    if type(value) is np.ndarray and value.ndim == 1 and value.dtype in (np.int64, np.float64):
+        return value
+    return plain(value, field)
+
+
+def _list(record: Record, field: str) -> Sequence[Any] | np.ndarray | None:
+    value: Any = _value(record, field)
+    if value is None or isinstance(value, list | tuple | np.ndarray):
         return value
     raise BadRecord(f"{field} is {describe(value)}: expected a list")
 
 
 def _on_labels(record: Record, field: str, check: Check, loss_mask: np.ndarray) -> np.ndarray | None:
     """Read one value for all labels, or a list of one a token or one a label. 0 off the mask, whatever stood there."""
-    value = plain(record.get(field), field)
+    value = _value(record, field)
     if value is None:
         return None
     spread = np.zeros(len(loss_mask), dtype=check.stored)
     labels = np.flatnonzero(loss_mask)
-    if not isinstance(value, list | tuple):
+    if not isinstance(value, list | tuple | np.ndarray):
         spread[labels] = checked(check.single, value, field)
     # Never ambiguous: position 0 is no label, so there are always fewer labels than tokens.
     elif len(value) == len(loss_mask):
         indices = labels.tolist()
-        spread[labels] = checked_array(check, [value[index] for index in indices], field, indices, " on a label")
+        on_labels = value[labels] if isinstance(value, np.ndarray) else [value[index] for index in indices]
+        spread[labels] = checked_array(check, on_labels, field, indices, " on a label")
     elif len(value) == len(labels):
         spread[labels] = checked_array(check, value, field, place=" on a label")
     else:

@@ -20,6 +20,8 @@ LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)  # below it float32 loses precision, and then it is 0
 LARGEST_INT64 = 2**63 - 1
 
+_PLAIN = frozenset({type(None), bool, int, float, str, list, dict})  # as JSON gives them
+
 
 class BadRecord(Exception):  # noqa: N818 - the record is bad, the program is not
     """A record that cannot be trained on. `id` and `group_id` are there where they could be read all the same."""
@@ -37,6 +39,8 @@ class UnfitError(Exception):
 
 def plain(value: Any, field: str) -> Any:
     """Turn numpy and pyarrow values (and tensors) into Python's own; leave anything else as it is."""
+    if type(value) in _PLAIN:
+        return value
     for method in ("as_py", "to_pylist", "tolist"):
         convert = getattr(value, method, None)
         if callable(convert):
@@ -169,12 +173,17 @@ def checked(check: Callable[[Any], Any], value: Any, name: str, place: str = "")
 
 
 def checked_array(
-    check: Check, values: Sequence[Any], field: str, indices: Sequence[int] | None = None, place: str = ""
+    check: Check,
+    values: Sequence[Any] | np.ndarray,
+    field: str,
+    indices: Sequence[int] | None = None,
+    place: str = "",
 ) -> np.ndarray:
     """Check all the values and make one array of them. `indices` says where each stood in the record's list."""
-    if set(map(type, values)) <= check.types:
+    types = {type(values.item(0))} if isinstance(values, np.ndarray) and len(values) else set(map(type, values))
+    if types <= check.types:
         try:
-            array = np.array(values, dtype=check.wide)
+            array = np.asarray(values, dtype=check.wide)
         except OverflowError:  # an integer too large for the array: the slow way says which
             array = None
         if array is not None and check.accepts(array).all():

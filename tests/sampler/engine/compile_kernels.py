@@ -50,7 +50,7 @@ def compile_attention(kind: str, size: int, group: int, page: int, window: int, 
         shape | {"HEADS": heads, "KEY_SIZE": size, "HEAD_BLOCK": heads, "SIZE_BLOCK": size},
         typed | {"key_pointer": value_type},
     )
-    shape |= {"TILES": 512 // page, "SPANS": 4, "WINDOW": window, "VALUE_BLOCK": size}
+    shape |= {"WINDOW": window, "VALUE_BLOCK": size}
     compiled = compile_kernel(
         attend_kernels._attend_kernel,
         shape
@@ -71,10 +71,10 @@ def compile_attention(kind: str, size: int, group: int, page: int, window: int, 
 
 
 def compile_draw(kind: str, capped: bool, cut: bool) -> None:
-    shape = {"PARTS": 4, "CAPPED": capped, "CUT": cut, "BLOCK": draw_kernels._BLOCK}
+    shape = {"CAPPED": capped, "CUT": cut, "BLOCK": draw_kernels._BLOCK}
     types = {"raw_pointer": f"*{kind}", "greedy_pointer": "*u8"}
     compile_kernel(draw_kernels._draw_kernel, shape, types, num_warps=4)
-    compile_kernel(draw_kernels._join_kernel, {"PARTS": 4, "BLOCK": 4}, {}, num_warps=1)
+    compile_kernel(draw_kernels._join_kernel, {"BLOCK": draw_kernels._MOST_PARTS}, {}, num_warps=1)
 
 
 def main(which: str) -> None:

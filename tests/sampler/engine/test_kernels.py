@@ -99,8 +99,9 @@ def test_draws_are_from_the_distribution() -> None:
     from truestep.sampler.engine import draw_kernels
 
     count, vocabulary = 4000, 5
-    z = torch.tensor([1.0, 0.0, -1.0, 2.0, -30.0])
-    rows = DrawRows(torch.arange(count) * 7919, torch.arange(count) % 7, torch.full((count,), 0.8))
+    z = torch.tensor([1.0, 0.0, -1.0, 2.0, -30.0], device=DEVICE)
+    numbers = torch.arange(count, device=DEVICE)
+    rows = DrawRows(numbers * 7919, numbers % 7, torch.full((count,), 0.8, device=DEVICE))
     for one in (draw, draw_kernels.draw) if DEVICE == "cuda" else (draw,):
         found = one(z.expand(count, vocabulary).contiguous(), rows, HeadSettings())
         seen = found.tokens.bincount(minlength=vocabulary) / count

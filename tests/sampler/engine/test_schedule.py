@@ -103,14 +103,26 @@ JOBS = st.lists(
 )
 
 
-@given(jobs=JOBS, pages=st.integers(7, 24), slots=st.integers(1, 6), piece=st.integers(1, 20), lag=st.integers(0, 2))
+@given(
+    jobs=JOBS,
+    pages=st.integers(7, 24),
+    slots=st.integers(1, 6),
+    piece=st.integers(1, 20),
+    lag=st.integers(0, 2),
+    together=st.integers(1, 6),
+)
 @settings(max_examples=300, deadline=None)
 def test_every_completion_is_what_it_would_be_alone(
-    jobs: list[tuple[tuple[int, ...], int, int, int, int | None]], pages: int, slots: int, piece: int, lag: int
+    jobs: list[tuple[tuple[int, ...], int, int, int, int | None]],
+    pages: int,
+    slots: int,
+    piece: int,
+    lag: int,
+    together: int,
 ) -> None:
     """Each job: its prompt, its length, where a stop token comes, how many steps later it is submitted than the one
     before, and the steps after which it is cancelled."""
-    schedule = Schedule(pages=pages, page_size=PAGE, slots=slots, piece_tokens=piece)
+    schedule = Schedule(pages=pages, page_size=PAGE, slots=slots, piece_tokens=piece, together=min(slots, together))
     device = Device(schedule, lag)
     cancelled: dict[int, int] = {}
     clock = 0
@@ -183,6 +195,33 @@ def test_the_batch_stays_full_while_others_wait() -> None:
     # All but the first token of each come from rows.
     assert sum(rows) == sum(lengths) - len(lengths)
     assert len(rows) <= -(-sum(lengths) // 4) + max(lengths)
+
+
+def test_completions_join_together() -> None:
+    """Sixteen that end one after another, and as many that wait: no step computes fewer than four prompts, and what
+    is left at the end joins at once."""
+    schedule = Schedule(pages=200, page_size=PAGE, slots=16, piece_tokens=64, together=4)
+    for number in range(33):
+        schedule.submit(number, (number,), 5 + number % 16)
+    device = Device(schedule, 1)
+    joined = []
+    while plan := schedule.plan():
+        joined.append(len(plan.starts))
+        device.run(plan)
+    first, *later = [count for count in joined if count]
+    assert first == 16
+    assert sum(later) == 17
+    assert all(count >= 4 for count in later[:-1])
+    assert later[-1] == 1
+
+
+def test_one_that_comes_alone_joins_at_once() -> None:
+    schedule = Schedule(pages=200, page_size=PAGE, slots=16, piece_tokens=64, together=8)
+    schedule.submit(0, (1, 2), 9)
+    device = Device(schedule, 1)
+    device.run(schedule.plan())
+    schedule.submit(1, (3, 4), 9)
+    assert [start.job.number for start in schedule.plan().starts] == [1]
 
 
 def test_a_full_cache_preempts_and_loses_nothing() -> None:

@@ -11,7 +11,10 @@ Ranks that share a micro-batch's tokens attend with a share of the heads each (`
 Dimensions: S tokens of the micro-batch, Q query heads, K key-value heads, E head size; R rows of X tokens in a bucket.
 """
 
+import functools
 import inspect
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,23 +28,46 @@ NAME = "truestep_packed"
 _SCORES_BYTES = 256 * 2**20  # explicit score matrices that exist at a time
 
 
+@dataclass(frozen=True)
+class RowLayout:
+    """The places of documents as rows."""
+
+    buckets: tuple[torch.Tensor, ...]  # [R, X] index into S: the documents' tokens, row by row
+    restore: torch.Tensor  # [S] where each token lies in the concatenation of the buckets' rows
+
+
 @dataclass  # never changed; but torch.compile looks into frozen ones, and would compile anew for each
 class PackedLayout:
     """The places of documents in a micro-batch, made once for all layers."""
 
     segments: torch.Tensor  # [documents + 1] int32, on the model's device
-    longest: int
-    buckets: tuple[torch.Tensor, ...]  # [R, X] index into S: the documents' tokens, row by row
-    restore: torch.Tensor  # [S] where each token lies in the concatenation of the buckets' rows
+    longest: int  # no document is longer
+    spans: tuple[tuple[int, int], ...]  # where each document begins and ends; the fused kernel does not ask
     context: Context | None = None  # the ranks that share the tokens
 
+    @functools.cached_property
+    def rows(self) -> RowLayout:
+        """Its rows, made when they are first asked for: the fused kernel needs none."""
+        return _make_rows(self.spans, self.segments.device)
 
-def make_layout(segments: torch.Tensor, device: torch.device, context: Context | None = None) -> PackedLayout:
-    """Make a layout from cumulative lengths on the host."""
-    starts, ends = segments[:-1].tolist(), segments[1:].tolist()
-    documents = sorted(zip(starts, ends, strict=True), key=lambda span: (span[1] - span[0], span[0]))
+
+def make_layout(
+    segments: torch.Tensor,
+    device: torch.device,
+    context: Context | None = None,
+    send: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> PackedLayout:
+    """Make a layout from cumulative lengths on the host. `send` copies to the device, if need be without waiting."""
+    bounds = segments.tolist()
+    there = segments.to(device) if send is None else send(segments)
+    spans = tuple(itertools.pairwise(bounds))
+    return PackedLayout(there, max((end - start for start, end in spans), default=0), spans, context)
+
+
+def _make_rows(spans: Iterable[tuple[int, int]], device: torch.device) -> RowLayout:
+    documents = sorted(spans, key=lambda span: (span[1] - span[0], span[0]))
     buckets: list[torch.Tensor] = []
-    restore = torch.empty(ends[-1] if ends else 0, dtype=torch.int64)
+    restore = torch.empty(max((end for _, end in documents), default=0), dtype=torch.int64)
     offset = 0
     while documents:
         shortest = documents[0][1] - documents[0][0]
@@ -58,8 +84,7 @@ def make_layout(segments: torch.Tensor, device: torch.device, context: Context |
         restore[positions[real]] = flat[real]
         offset += positions.numel()
         buckets.append(positions.to(device))
-    longest = max((end - start for start, end in zip(starts, ends, strict=True)), default=0)
-    return PackedLayout(segments.to(device), longest, tuple(buckets), restore.to(device), context)
+    return RowLayout(tuple(buckets), restore.to(device))
 
 
 @torch.compiler.disable  # compiled layers call it: see `compiled`
@@ -88,7 +113,7 @@ def packed_attention(
     context = packed_layout.context
     if context is not None:
         q, k, v = context.tokens_for_heads(q, k, v)
-    if softcap is None and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
+    if is_fused(q.device, q.dtype, softcap):
         output = _varlen(q, k, v, packed_layout, scale, sliding_window)
     else:
         output = _rows(q, k, v, packed_layout, scale, sliding_window, softcap)
@@ -97,13 +122,18 @@ def packed_attention(
     return output[None], None
 
 
+def is_fused(device: torch.device, dtype: torch.dtype, softcap: float | None) -> bool:
+    """Tell whether one kernel attends within all documents, which reads where they end from the device."""
+    return softcap is None and device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+
+
 def _varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PackedLayout, scale: float, window: int | None
 ) -> torch.Tensor:  # [S, Q, E], [S, K, E], [S, K, E] -> [S, Q, E]
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {}
-    known = inspect.signature(varlen_attn).parameters
+    known = _known_options(varlen_attn)
     if q.shape[1] != k.shape[1]:
         if "enable_gqa" in known:
             options["enable_gqa"] = True
@@ -122,6 +152,11 @@ def _varlen(
     return attend(q, k, v, bounds, bounds, layout.longest, layout.longest, scale=scale, **options)
 
 
+@functools.cache
+def _known_options(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
 def _rows(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -132,7 +167,7 @@ def _rows(
     softcap: float | None,
 ) -> torch.Tensor:  # [S, Q, E], [S, K, E], [S, K, E] -> [S, Q, E]
     outputs = []
-    for bucket in layout.buckets:
+    for bucket in layout.rows.buckets:
         rows, width = bucket.shape
         step = rows
         if softcap is not None or (window is not None and window < width):
@@ -146,7 +181,7 @@ def _rows(
             )
             attended = _dense(query, key, value, scale, window, softcap)
             outputs.append(attended.transpose(1, 2).reshape(-1, *q.shape[1:]))
-    return torch.cat(outputs).index_select(0, layout.restore)
+    return torch.cat(outputs).index_select(0, layout.rows.restore)
 
 
 def _dense(

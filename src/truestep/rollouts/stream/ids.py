@@ -5,8 +5,8 @@ one file that only grows. A checkpoint holds how long the file was and a digest 
 what was written after that, so a kill at any instant leaves a file that fits the last checkpoint.
 """
 
-import hashlib
 import os
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -55,24 +55,23 @@ class SeenIds:
     def __init__(self, path: Path):
         self._path = path
         self._digests = _Digests()
-        self._hash = hashlib.blake2b(digest_size=_DIGEST)  # of all that was added, in order
-        self._count = 0
+        self._hash = blake2b(digest_size=_DIGEST)  # of the file, from its first byte
+        self._written = 0  # bytes
         self._waiting = bytearray()  # added and not yet written
         self._file: BinaryIO | None = None
 
     def __len__(self) -> int:
-        return self._count
+        return (self._written + len(self._waiting)) // _DIGEST
 
     def add(self, identifier: str) -> bool:
         """Add an id; False where it came before."""
         # A file's name, of which a default id is made, need not be valid Unicode.
-        digest = hashlib.blake2b(identifier.encode("utf-8", "surrogatepass"), digest_size=_DIGEST).digest()
+        digest = blake2b(identifier.encode("utf-8", "surrogatepass"), digest_size=_DIGEST).digest()
         if not self._digests.add(digest):
             return False
-        self._hash.update(digest)
-        self._waiting += digest
-        self._count += 1
-        if len(self._waiting) >= _BUFFER:
+        waiting = self._waiting
+        waiting += digest
+        if len(waiting) >= _BUFFER:
             self._write()
         return True
 
@@ -85,16 +84,16 @@ class SeenIds:
                 os.fsync(self._file.fileno())
         except OSError as error:
             raise self._unwritable(error) from error
-        return {"count": self._count, "digest": self._hash.hexdigest()}
+        return {"count": len(self), "digest": self._hash.hexdigest()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Read the ids of a checkpoint, and cut off those that came after it."""
         count = state["count"]
         content = self._read(count * _DIGEST) if count else b""
-        checked = hashlib.blake2b(content, digest_size=_DIGEST)
+        checked = blake2b(content, digest_size=_DIGEST)
         if checked.hexdigest() != state["digest"]:
             raise self._damaged("it was changed since, or is of another run")
-        self._digests, self._hash, self._count = _Digests(content), checked, count
+        self._digests, self._hash, self._written = _Digests(content), checked, len(content)
         self._waiting.clear()
         self._open(len(content))
 
@@ -136,7 +135,11 @@ class SeenIds:
         assert self._file is not None
         try:
             while self._waiting:
-                del self._waiting[: self._file.write(self._waiting)]
+                size = self._file.write(self._waiting)
+                # Hashed many at a time, and only what is in the file: after a full disk both go on from there.
+                self._hash.update(self._waiting[:size])
+                del self._waiting[:size]
+                self._written += size
         except OSError as error:
             raise self._unwritable(error) from error
 

@@ -24,9 +24,12 @@ from truestep.ranks.processes import usable_cores
 from truestep.rollouts.files import DataError, line_content, parse_json, read_parquet, readable
 from truestep.rollouts.record import Checks, Needs, parse_record
 from truestep.rollouts.table.layout import ABSENT_TEMPERATURE, PartWriter
+from truestep.rollouts.table.lines import read_lines
 from truestep.rollouts.values import BadRecord
+from truestep.types import Rollout
 
 PART_BYTES = 1 << 26  # of a file, in one part
+BLOCK_BYTES = 1 << 18  # of lines that are read at once
 # Nothing that depends on a run is checked here, so a table serves every run.
 NEUTRAL = Checks(Needs(logprobs=False, advantages=False, advantage_rule="none"), default_temperature=ABSENT_TEMPERATURE)
 
@@ -80,20 +83,22 @@ def _row_group_bounds(path: Path) -> Iterator[tuple[int, int, int]]:
         yield start, len(sizes), size
 
 
-def _records(job: Job) -> Iterator[tuple[int, int, Any]]:
-    """Stream (line or row from 1 within the part, its first byte, the record or a `BadRecord`)."""
-    if is_parquet(job.file):
-        for row, record in read_parquet(Path(job.file), list(range(job.start, job.end))):
-            yield row, 0, record
-        return
-    for number, offset, line in lines_between(job):
-        content = line_content(line, first=offset == 0)
-        if content is not None:
-            yield number, offset, parse_json(content)
+def rollouts_of(lines: Sequence[bytes]) -> Iterator[Rollout | None]:
+    """Read lines. A line is bad only if `parse_json` and the checks of its values, number by number, say so."""
+    for line, record in zip(lines, read_lines(lines), strict=True):
+        rollout = None if record is None else _judged(record)
+        yield _judged(parse_json(line)) if rollout is None else rollout
+
+
+def _judged(record: Any) -> Rollout | None:
+    try:
+        return parse_record(readable(record), "", NEUTRAL)
+    except BadRecord:
+        return None
 
 
 def lines_between(job: Job) -> Iterator[tuple[int, int, bytes]]:
-    with open(job.file, "rb") as file:
+    with open(job.file, "rb", buffering=BLOCK_BYTES) as file:
         file.seek(job.start)
         offset = job.start
         for number, line in enumerate(file, start=1):
@@ -103,32 +108,42 @@ def lines_between(job: Job) -> Iterator[tuple[int, int, bytes]]:
                 return
 
 
-def _lines_in(job: Job, last: int) -> int:
-    """Count the lines of a part, empty ones at its end included, or the rows."""
-    if not is_parquet(job.file):
-        with open(job.file, "rb") as file:
-            file.seek(job.start)
-            left, count = job.end - job.start, 0
-            while left and (block := file.read(min(left, 1 << 20))):
-                left -= len(block)
-                count += block.count(b"\n")
-        return max(count, last)
-    return last
+def _add_lines(job: Job, writer: PartWriter) -> int:
+    """Write the lines of a part. Give their number, with empty ones."""
+    number, size = 0, 0
+    block: list[tuple[int, int, bytes]] = []  # line from 1 within the part, its first byte, its content
+    for number, offset, line in lines_between(job):
+        content = line_content(line, first=offset == 0)
+        if content is not None:
+            block.append((number, offset, content))
+            size += len(content)
+        if size >= BLOCK_BYTES:
+            _add_block(block, writer)
+            block, size = [], 0
+    _add_block(block, writer)
+    return number
+
+
+def _add_block(block: Sequence[tuple[int, int, bytes]], writer: PartWriter) -> None:
+    rollouts = rollouts_of([content for *_, content in block])
+    for (number, offset, _), rollout in zip(block, rollouts, strict=True):
+        writer.add(number, offset, rollout)
+
+
+def _add_rows(job: Job, writer: PartWriter) -> int:
+    """Write the rows of a part, and give their number."""
+    row = 0
+    for row, record in read_parquet(Path(job.file), list(range(job.start, job.end))):
+        writer.add(row, 0, _judged(record))
+    return row
 
 
 def convert_part(job: Job) -> dict[str, Any]:
     """Write a part, and give its number of lines."""
-    writer, last = PartWriter(), 0
-    for line, offset, record in _records(job):
-        last = line
-        try:
-            rollout = parse_record(readable(record), "", NEUTRAL)
-        except BadRecord:
-            writer.refuse(line, offset)
-            continue
-        writer.add(line, offset, rollout, rollout.id or None)
+    writer = PartWriter()
+    lines = (_add_rows if is_parquet(job.file) else _add_lines)(job, writer)
     writer.write(Path(job.output))
-    return {"lines": _lines_in(job, last)}
+    return {"lines": lines}
 
 
 def answer(job: Job) -> dict[str, Any]:
@@ -145,6 +160,8 @@ class _Worker:
 
     def __init__(self) -> None:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        # glibc keeps the memory that one block of lines after another takes, and does not ask for it anew.
+        environment |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 26), "MALLOC_TRIM_THRESHOLD_": str(1 << 28)}
         command = [sys.executable, "-P", "-m", __name__]
         self.process = subprocess.Popen(
             command,

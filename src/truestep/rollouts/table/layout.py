@@ -62,7 +62,9 @@ def content_digest(input_ids: np.ndarray, loss_mask: np.ndarray) -> bytes:
 
 def label_bounds(loss_mask: np.ndarray) -> np.ndarray:
     """List where spans of labels begin and end, in turn."""
-    bounds: np.ndarray = np.flatnonzero(np.diff(loss_mask, prepend=False, append=False)).astype(np.int32)
+    framed = np.zeros(len(loss_mask) + 2, bool)
+    framed[1:-1] = loss_mask
+    bounds: np.ndarray = np.flatnonzero(framed[1:] != framed[:-1]).astype(np.int32)
     return bounds
 
 
@@ -87,9 +89,8 @@ def from_labels(stored: np.ndarray, loss_mask: np.ndarray) -> np.ndarray:
 
 def _others(rollout: Rollout) -> str:
     """Write the fields that are neither arrays nor columns, where they are not the default, as JSON."""
-    fields = {name: getattr(rollout, name) for name in OTHERS}
-    fields = {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
-    return json.dumps({name: value for name, value in fields.items() if value != _DEFAULTS[name]})
+    fields = {name: value for name in OTHERS if (value := getattr(rollout, name)) != _DEFAULTS[name]}
+    return json.dumps({name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()})
 
 
 def checksum(arrays: list[np.ndarray | None], others: str) -> int:
@@ -114,8 +115,11 @@ class PartWriter:
         for name, values in self._rows.items():
             values.append(columns.get(name))
 
-    def add(self, line: int, offset: int, rollout: Rollout, identifier: str | None) -> None:
-        """Add a valid record. `identifier` is its own id, or None where it has none."""
+    def add(self, line: int, offset: int, rollout: Rollout | None) -> None:
+        """Add a record: its rollout, whose id is empty where it has none of its own, or None for a bad one."""
+        if rollout is None:
+            self._refuse(line, offset)
+            return
         ids, mask = rollout.input_ids, rollout.loss_mask
         largest = int(ids.max())
         stored: list[np.ndarray | None] = [ids.astype(np.int32 if largest < 2**31 else np.int64), label_bounds(mask)]
@@ -130,19 +134,19 @@ class PartWriter:
             line=line,
             offset=offset,
             valid=True,
-            num_tokens=rollout.num_tokens,
-            num_labels=rollout.num_labels,
+            num_tokens=len(ids),
+            num_labels=np.count_nonzero(mask),
             largest_id=largest,
             has_logprobs=rollout.logprobs is not None,
             has_advantages=rollout.advantages is not None,
             reward=rollout.reward,
-            id=identifier,
+            id=rollout.id or None,
             group_id=rollout.group_id,
             digest=content_digest(ids, mask),
             checksum=checksum(stored, others),
         )
 
-    def refuse(self, line: int, offset: int) -> None:
+    def _refuse(self, line: int, offset: int) -> None:
         """Add the place of a bad record: it is read again from its file, with the checks of a run."""
         for values in self._arrays.values():
             values.append(None)

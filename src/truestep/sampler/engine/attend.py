@@ -16,7 +16,7 @@ import torch
 from transformers import AttentionInterface
 
 from truestep.policy.model.attention import PackedLayout, make_layout, packed_attention
-from truestep.sampler.engine.cache import LayerShape, PagedCache
+from truestep.sampler.engine.cache import LayerShape, PagedCache, store
 
 NAME = "truestep_paged"
 _SCORES_BYTES = 256 * 2**20  # explicit scores, or gathered keys, that exist at a time
@@ -29,7 +29,7 @@ class PieceSpan:
     first: int  # of the pass's tokens
     count: int
     start: int  # tokens of its prompt before it
-    pages: torch.Tensor  # of the prompt up to the piece's end
+    pages: torch.Tensor | None  # of the prompt up to the piece's end; None: it begins its prompt, and reads none
 
 
 @dataclass
@@ -37,11 +37,13 @@ class Pieces:
     """A pass over pieces of prompts."""
 
     cache: PagedCache
+    positions: torch.Tensor  # [T] of the tokens in their prompts
     pages: torch.Tensor  # [T] where each token's keys and values go
     offsets: torch.Tensor  # [T]
     whole: list[PieceSpan]  # pieces that begin their prompt: they come first, and see nothing but themselves
     later: list[PieceSpan]
     layout: PackedLayout | None  # of those that come first
+    store: Callable[..., None] = store
 
 
 @dataclass
@@ -121,12 +123,11 @@ def _attend_pieces(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:  # [1, T, Q, E]
+    pieces.store(pieces.cache, layer, pieces.pages, pieces.offsets, key[0].transpose(0, 1), value[0].transpose(0, 1))
     keys, values = pieces.cache.keys[layer], pieces.cache.values[layer]
-    keys[pieces.pages, :, pieces.offsets] = key[0].transpose(0, 1)
-    values[pieces.pages, :, pieces.offsets] = value[0].transpose(0, 1)
     outputs = []
     if pieces.layout is not None:
-        count = sum(piece.count for piece in pieces.whole)
+        count = query.shape[2] - sum(piece.count for piece in pieces.later)
         first, _ = packed_attention(
             module,
             query[:, :, :count],
@@ -140,6 +141,7 @@ def _attend_pieces(
         )
         outputs.append(first)
     for piece in pieces.later:
+        assert piece.pages is not None
         end = piece.start + piece.count
         # [P, K, page, E] -> [K, end, E]
         k, v = (pool.index_select(0, piece.pages).transpose(0, 1).flatten(1, 2)[:, :end] for pool in (keys, values))
@@ -191,9 +193,8 @@ def attend_rows(
     softcap: float | None,
 ) -> torch.Tensor:  # [R, Q, E]
     """Decode rows in plain torch: as many rows at a time as their gathered keys leave room for."""
+    store(rows.cache, layer, rows.pages, rows.offsets, k, v)
     keys, values = rows.cache.keys[layer], rows.cache.values[layer]
-    keys[rows.pages, :, rows.offsets] = k
-    values[rows.pages, :, rows.offsets] = v
     count, width = rows.table.shape
     each = width * keys[0].numel() * keys.element_size()
     step = max(1, _SCORES_BYTES // each)
@@ -216,25 +217,40 @@ def attend_rows(
 
 
 def make_pieces(
-    cache: PagedCache, spans: list[tuple[int, int, tuple[int, ...]]], send: Callable[[np.ndarray], torch.Tensor]
+    cache: PagedCache,
+    spans: list[tuple[int, int, tuple[int, ...]]],
+    send: Callable[[np.ndarray], torch.Tensor],
+    store: Callable[..., None] = store,
 ) -> Pieces:
     """Lay out pieces: each has its tokens before it, its own, and its pages. Those that begin a prompt come first."""
     whole: list[PieceSpan] = []
     later: list[PieceSpan] = []
-    pages: list[np.ndarray] = []
-    offsets: list[np.ndarray] = []
     first = 0
     for start, count, own in spans:
-        table = np.array(own)
-        positions = np.arange(start, start + count)
-        pages.append(table[positions // cache.page_size])
-        offsets.append(positions % cache.page_size)
         assert start or not later
-        (later if start else whole).append(PieceSpan(first, count, start, send(table)))
+        if start:
+            later.append(PieceSpan(first, count, start, send(np.array(own))))
+        else:
+            whole.append(PieceSpan(first, count, start, None))
         first += count
-    bounds = torch.tensor([0, *(span.count for span in whole)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    layout = make_layout(bounds, cache.keys[0].device) if whole else None
-    return Pieces(cache, send(np.concatenate(pages)), send(np.concatenate(offsets)), whole, later, layout)
+    layout = None
+    if whole:
+        bounds = torch.tensor([0, *(span.count for span in whole)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        layout = make_layout(bounds, cache.keys[0].device, send=lambda tensor: send(tensor.numpy()))
+    positions, pages, offsets = places_of(spans, cache.page_size)
+    sent = send(np.stack([pages, offsets]))
+    # The positions reach compiled layers, which are compiled anew for a tensor that is a part of another.
+    return Pieces(cache, send(positions), sent[0], sent[1], whole, later, layout, store)
+
+
+def places_of(
+    spans: list[tuple[int, int, tuple[int, ...]]], page_size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Give each token's position in its prompt, its page and its place in the page."""
+    positions = [np.arange(start, start + count) for start, count, _ in spans]
+    pages = [np.array(own)[at // page_size] for at, (_, _, own) in zip(positions, spans, strict=True)]
+    joined = np.concatenate(positions)
+    return joined, np.concatenate(pages), joined % page_size
 
 
 AttentionInterface.register(NAME, paged_attention)

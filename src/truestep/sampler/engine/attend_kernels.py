@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from truestep.sampler.engine.attend import Rows
+from truestep.sampler.engine.cache import PagedCache
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -74,9 +75,10 @@ def _first_tile(length, WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _fetch(pool, line, lane, SIZE: tl.constexpr):
-    """Load a page of one head: [tokens, E]."""
-    return tl.load(pool + line[:, None] * SIZE + lane[None, :], mask=lane[None, :] < SIZE, other=0.0)
+def _fetch(pool, line, own, lane, SIZE: tl.constexpr):
+    """Load a page of one head: [tokens, E], with zeros where a token is none of the row's own."""
+    inside = own[:, None] & (lane[None, :] < SIZE)
+    return tl.load(pool + line[:, None] * SIZE + lane[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
@@ -109,7 +111,8 @@ def _score(q, k, position, length, scale, softcap, WINDOW: tl.constexpr, CAPPED:
     return tl.where(seen[None, :], scores * _LOG2_E, float("-inf"))
 
 
-@triton.jit
+# Numbers that differ from batch to batch are not part of what is compiled.
+@triton.jit(do_not_specialize=["tiles", "spans"])
 def _attend_kernel(
     addresses_pointer,  # [2] int64, of the layer
     query_pointer,  # [R, Q, E]
@@ -124,14 +127,14 @@ def _attend_kernel(
     meta_row,
     scale,
     softcap,
+    tiles,  # pages of a span
+    spans,
     TYPE: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    TILES: tl.constexpr,  # pages of a span
-    SPANS: tl.constexpr,  # N
     WINDOW: tl.constexpr,  # 0: none
     CAPPED: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
@@ -141,7 +144,7 @@ def _attend_kernel(
     row, head, span = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(length_pointer + row * meta_row).to(tl.int32)
     first, end = _first_tile(length, WINDOW, PAGE_SIZE), tl.cdiv(length, PAGE_SIZE)
-    begin = first + span * TILES
+    begin = first + span * tiles
     if begin >= end:
         return
     keys, values = _pool(addresses_pointer, 0, TYPE), _pool(addresses_pointer, 1, TYPE)
@@ -150,27 +153,28 @@ def _attend_kernel(
     queries = head * GROUP + member
     seen = member < GROUP
     q = _fetch_queries(query_pointer + row * query_row + queries * query_head, seen, key_lane, KEY_SIZE)
-    highest = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
-    total = tl.zeros((GROUP_BLOCK,), tl.float32)
+    highest, total = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32), tl.zeros((GROUP_BLOCK,), tl.float32)
     result = tl.zeros((GROUP_BLOCK, VALUE_BLOCK), tl.float32)
-    for tile in range(begin, tl.minimum(begin + TILES, end)):
+    for tile in range(begin, tl.minimum(begin + tiles, end)):
         line = (tl.load(table_pointer + row * meta_row + tile) * HEADS + head) * PAGE_SIZE + token
-        k, v = _fetch(keys, line, key_lane, KEY_SIZE), _fetch(values, line, value_lane, VALUE_SIZE)
-        scores = _score(q, k, tile * PAGE_SIZE + token, length, scale, softcap, WINDOW, CAPPED)
+        position = tile * PAGE_SIZE + token
+        k = _fetch(keys, line, position < length, key_lane, KEY_SIZE)
+        v = _fetch(values, line, position < length, value_lane, VALUE_SIZE)
+        scores = _score(q, k, position, length, scale, softcap, WINDOW, CAPPED)
         result, total, highest = _update(result, total, highest, scores, v, TYPE)
     place = row * (HEADS * GROUP) + queries
     inside = seen[:, None] & (value_lane[None, :] < VALUE_SIZE)
-    if end - first <= TILES:  # it is the only span
+    if end - first <= tiles:  # it is the only span
         target = output_pointer + place[:, None] * VALUE_SIZE + value_lane[None, :]
         tl.store(target, (result / total[:, None]).to(TYPE), mask=inside)
     else:
-        place = place * SPANS + span
+        place = place * spans + span
         tl.store(part_pointer + place[:, None] * VALUE_SIZE + value_lane[None, :], result, mask=inside)
         tl.store(highest_pointer + place, highest, mask=seen)
         tl.store(total_pointer + place, total, mask=seen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "spans"])
 def _join_kernel(
     length_pointer,  # [R] int64
     output_pointer,  # [R, Q, E]
@@ -178,34 +182,34 @@ def _join_kernel(
     highest_pointer,  # [R, Q, N]
     total_pointer,  # [R, Q, N]
     meta_row,
+    tiles,
+    spans,
     TYPE: tl.constexpr,
     QUERIES: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    TILES: tl.constexpr,
-    SPANS: tl.constexpr,
     WINDOW: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
 ):
     """Join the spans of a query head; a row of one span is done already."""
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(length_pointer + row * meta_row).to(tl.int32)
-    spans = tl.cdiv(tl.cdiv(length, PAGE_SIZE) - _first_tile(length, WINDOW, PAGE_SIZE), TILES)
-    if spans <= 1:
+    own = tl.cdiv(tl.cdiv(length, PAGE_SIZE) - _first_tile(length, WINDOW, PAGE_SIZE), tiles)
+    if own <= 1:
         return
     lane = tl.arange(0, VALUE_BLOCK)
     inside = lane < VALUE_SIZE
     place = row * QUERIES + tl.program_id(1)
-    top = tl.load(highest_pointer + place * SPANS)
-    total = tl.load(total_pointer + place * SPANS)
-    result = tl.load(part_pointer + place * SPANS * VALUE_SIZE + lane, mask=inside, other=0.0)
-    for span in range(1, spans):
-        highest = tl.load(highest_pointer + place * SPANS + span)
+    top = tl.load(highest_pointer + place * spans)
+    total = tl.load(total_pointer + place * spans)
+    result = tl.load(part_pointer + place * spans * VALUE_SIZE + lane, mask=inside, other=0.0)
+    for span in range(1, own):
+        highest = tl.load(highest_pointer + place * spans + span)
         higher = tl.maximum(top, highest)
         ours, theirs = tl.exp2(top - higher), tl.exp2(highest - higher)
-        part = tl.load(part_pointer + (place * SPANS + span) * VALUE_SIZE + lane, mask=inside, other=0.0)
+        part = tl.load(part_pointer + (place * spans + span) * VALUE_SIZE + lane, mask=inside, other=0.0)
         result = result * ours + part * theirs
-        total = total * ours + tl.load(total_pointer + place * SPANS + span) * theirs
+        total = total * ours + tl.load(total_pointer + place * spans + span) * theirs
         top = higher
     tl.store(output_pointer + place * VALUE_SIZE + lane, (result / total).to(TYPE), mask=inside)
 
@@ -215,26 +219,35 @@ def span_tokens(programs: int) -> int:
     return 512 if programs >= 1024 else 256 if programs >= 512 else 128
 
 
-def _store(rows: Rows, addresses: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Write the new keys and values to their pages."""
+def store(
+    cache: PagedCache,
+    layer: int,
+    pages: torch.Tensor,  # [T]
+    offsets: torch.Tensor,  # [T]
+    k: torch.Tensor,  # [T, K, E]
+    v: torch.Tensor,  # [T, K, E]
+) -> None:
+    """Write keys and values to their pages, as `cache.store` does."""
+    assert cache.places is not None and pages.stride() == offsets.stride()
+    k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (k, v))
     count, heads, key_size = k.shape
     value_size = v.shape[2]
     _store_kernel[(count,)](
-        addresses,
+        cache.places[layer],
         k,
         v,
-        rows.pages,
-        rows.offsets,
+        pages,
+        offsets,
         k.stride(0),
         k.stride(1),
         v.stride(0),
         v.stride(1),
-        rows.pages.stride(0),
+        pages.stride(0),
         TYPE=TYPES[k.dtype],
         HEADS=heads,
         KEY_SIZE=key_size,
         VALUE_SIZE=value_size,
-        PAGE_SIZE=rows.cache.page_size,
+        PAGE_SIZE=cache.page_size,
         HEAD_BLOCK=triton.next_power_of_2(heads),
         SIZE_BLOCK=triton.next_power_of_2(max(key_size, value_size)),
     )
@@ -252,9 +265,9 @@ def attend(
 ) -> torch.Tensor:  # [R, Q, E]
     """Write the new keys and values, and attend, as `attend.attend_rows` does."""
     q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
-    assert rows.cache.places is not None and rows.pages.stride() == rows.offsets.stride() == rows.lengths.stride()
+    store(rows.cache, layer, rows.pages, rows.offsets, k, v)
+    assert rows.cache.places is not None
     assert rows.lengths.stride(0) == rows.table.stride(0) and rows.table.stride(1) == 1
-    _store(rows, rows.cache.places[layer], k, v)
     (count, queries, key_size), (heads, value_size) = q.shape, v.shape[1:]
     page_size, meta_row = rows.cache.page_size, rows.lengths.stride(0)
     tiles = max(1, span_tokens(count * heads) // page_size)
@@ -264,13 +277,13 @@ def attend(
     part = torch.empty(count, queries, spans, value_size, dtype=torch.float32, device=q.device)
     highest, total = (torch.empty(count, queries, spans, dtype=torch.float32, device=q.device) for _ in range(2))
     shape = {"TYPE": TYPES[q.dtype], "PAGE_SIZE": page_size, "VALUE_SIZE": value_size}
-    shape |= {"TILES": tiles, "SPANS": spans, "WINDOW": window or 0}
+    shape |= {"WINDOW": window or 0}
     shape["VALUE_BLOCK"] = max(16, triton.next_power_of_2(value_size))
     parts = (output, part, highest, total)
     _attend_kernel[(count, heads, spans)](
         *(rows.cache.places[layer], q, rows.lengths, rows.table),
         *parts,
-        *(q.stride(0), q.stride(1), meta_row, scale, softcap or 1.0),
+        *(q.stride(0), q.stride(1), meta_row, scale, softcap or 1.0, tiles, spans),
         HEADS=heads,
         GROUP=queries // heads,
         KEY_SIZE=key_size,
@@ -282,5 +295,7 @@ def attend(
         **shape,
     )
     if spans > 1:
-        _join_kernel[(count, queries)](rows.lengths, *parts, meta_row, QUERIES=queries, num_warps=1, **shape)
+        _join_kernel[(count, queries)](
+            rows.lengths, *parts, meta_row, tiles, spans, QUERIES=queries, num_warps=1, **shape
+        )
     return output

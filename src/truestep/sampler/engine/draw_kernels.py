@@ -29,6 +29,7 @@ _SMALL = tl.constexpr(SMALL)
 _NOBODY = tl.constexpr(2**31 - 1)
 _BLOCK = 1024
 _PROGRAMS = 1024  # that there should be, at least
+_MOST_PARTS = 64
 
 
 @triton.jit
@@ -58,7 +59,7 @@ def _load_z(raw_row, token, end, factor, softcap, CAPPED: tl.constexpr):
     return tl.where(token < end, z * factor, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _draw_kernel(
     raw_pointer,  # [R, V]
     key_pointer,  # [R] int64
@@ -77,7 +78,7 @@ def _draw_kernel(
     vocabulary,
     part,  # tokens of a program
     softcap,
-    PARTS: tl.constexpr,
+    parts,  # N
     CAPPED: tl.constexpr,
     CUT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -111,7 +112,7 @@ def _draw_kernel(
     top, winner = tl.max(highest, axis=0), tl.max(best, axis=0)
     total = tl.sum(total * tl.where(highest == float("-inf"), 0.0, tl.exp(highest - top)), axis=0)
     chosen = tl.min(tl.where(best == winner, best_token, _NOBODY), axis=0)  # of equal scores the lowest id
-    place = row * PARTS + number
+    place = row * parts + number
     tl.store(highest_pointer + place, top)
     tl.store(total_pointer + place, total)
     tl.store(score_pointer + place, winner)
@@ -119,7 +120,7 @@ def _draw_kernel(
     tl.store(z_pointer + place, tl.max(tl.where(best_token == chosen, best_z, float("-inf")), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _join_kernel(
     highest_pointer,  # [R, N]
     total_pointer,  # [R, N]
@@ -129,13 +130,13 @@ def _join_kernel(
     chosen_pointer,  # [R] int64
     logprob_pointer,  # [R]
     vocabulary,
-    PARTS: tl.constexpr,
+    parts,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
-    inside = lanes < PARTS
-    place = row * PARTS + lanes
+    inside = lanes < parts
+    place = row * parts + lanes
     highest = tl.load(highest_pointer + place, mask=inside, other=float("-inf"))
     total = tl.load(total_pointer + place, mask=inside, other=0.0)
     score = tl.load(score_pointer + place, mask=inside, other=float("-inf"))
@@ -166,7 +167,7 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings) -> Drawn:  #
         kept = keep(raw, raw.logsumexp(-1), rows.truncation)
         floor, last, log_mass = kept.floor, kept.last, torch.where(greedy, 0.0, kept.log_mass)
         factor, softcap = torch.ones_like(log_mass), None
-    parts = max(1, min(64, _PROGRAMS // count, -(-vocabulary // (4 * _BLOCK))))
+    parts = max(1, min(_MOST_PARTS, _PROGRAMS // count, -(-vocabulary // (4 * _BLOCK))))
     part = -(-vocabulary // (parts * _BLOCK)) * _BLOCK
     parts = -(-vocabulary // part)
     floats = torch.empty(4, count, parts, dtype=torch.float32, device=raw.device)
@@ -189,12 +190,11 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings) -> Drawn:  #
         vocabulary,
         part,
         softcap or 1.0,
-        PARTS=parts,
+        parts,
         CAPPED=softcap is not None,
         CUT=rows.truncation is not None,
         BLOCK=_BLOCK,
         num_warps=4,
     )
-    block = triton.next_power_of_2(parts)
-    _join_kernel[(count,)](*floats, tokens, chosen, logprobs, vocabulary, PARTS=parts, BLOCK=block, num_warps=1)
+    _join_kernel[(count,)](*floats, tokens, chosen, logprobs, vocabulary, parts, BLOCK=_MOST_PARTS, num_warps=1)
     return Drawn(chosen, logprobs, log_mass)

@@ -104,7 +104,7 @@ def probe(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
         start = 0
         for end in _PROBE_PIECES:
             step = make_pieces(cache, [(start, end - start, pages)], send)
-            found.append(run_model(policy, tokens[start:end], torch.arange(start, end, device=device), step))
+            found.append(run_model(policy, tokens[start:end], step.positions, step))
             start = end
         for at in range(start, _PROBE_TOKENS):  # two equal rows: compiled code treats a single one apart
             rows = Rows(

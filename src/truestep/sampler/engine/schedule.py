@@ -86,9 +86,12 @@ class Plan:
 
 
 class Schedule:
-    def __init__(self, *, pages: int, page_size: int, slots: int, piece_tokens: int):
+    def __init__(self, *, pages: int, page_size: int, slots: int, piece_tokens: int, together: int = 1):
+        """Prompts join what runs as soon as `together` completions can, all that wait can, or nothing runs: a step
+        that computes prompts has a cost of its own, whatever their number."""
         self.page_size, self.pages, self.slots = page_size, pages, slots
-        self._piece_tokens = piece_tokens
+        self._piece_tokens, self._together = piece_tokens, together
+        self._joining = False  # from when they can join until nobody waits or no slot is free
         self._free_pages = list(range(pages - 1, -1, -1))
         self._references = [0] * pages
         self._free_slots = list(range(slots - 1, -1, -1))
@@ -248,7 +251,22 @@ class Schedule:
         else:
             self._unlearned.append(job)
 
+    def _may_join(self) -> bool:
+        if self._joining or not self._running:
+            return True
+        waiting = 0
+        for prompt in self._queue:
+            waiting += len(prompt.jobs)
+            if waiting >= self._together:
+                break
+        return len(self._free_slots) >= min(waiting, self._together)
+
     def _plan_prompts(self, plan: Plan) -> None:
+        if self._may_join():
+            self._plan_joins(plan)
+            self._joining = bool(self._queue and self._free_slots)
+
+    def _plan_joins(self, plan: Plan) -> None:
         budget = self._piece_tokens
         room = len(self._free_slots)
         for prompt in list(self._queue):

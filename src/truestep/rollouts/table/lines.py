@@ -1,0 +1,122 @@
+"""Lines of JSON whose lists of numbers are read at once, as arrays. Python's JSON reader gets what is left of a line.
+
+It reads what programs usually write. Whatever is unusual in a line (other spaces, a list in a list, a key that is there
+twice, text among numbers, an infinity) makes the line doubtful, and `parse_json` reads it and says what is wrong.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from truestep.rollouts.files import parse_json
+
+_KINDS = {
+    "input_ids": pa.int64(),
+    "loss_mask": pa.int64(),
+    "model_version": pa.int64(),
+    "logprobs": pa.float64(),
+    "reference_logprobs": pa.float64(),
+    "advantage": pa.float64(),
+}
+_LIST = re.compile(rb'"(%s)"\s*:\s*\[' % "|".join(_KINDS).encode())
+_AFTER_ZERO = np.isin(np.arange(256), list(b".eE"))
+_CUT = "<a list of numbers>"  # stands in the rest of a line where a list was
+_CUT_TEXT = f'"{_CUT}"'.encode()
+
+
+def read_lines(lines: Sequence[bytes]) -> list[dict[str, Any] | None]:
+    """Read lines as `parse_json` does, with arrays for lists of numbers, and NaN for null in them; None: doubtful."""
+    records: list[dict[str, Any] | None] = []
+    lists: dict[str, list[tuple[int, bytes]]] = {name: [] for name in _KINDS}
+    for number, line in enumerate(lines):
+        record, texts = _cut(line)
+        records.append(record)
+        for name, text in texts.items():
+            lists[name].append((number, text))
+    for name, found in lists.items():
+        arrays = _arrays([text for _, text in found], name)
+        for (number, _), array in zip(found, arrays, strict=True):
+            if array is None:
+                records[number] = None
+            elif (record := records[number]) is not None:
+                record[name] = array
+    return records
+
+
+def _cut(line: bytes) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+    """Cut the lists of numbers out of a line. Give what is left, read, and the lists without brackets by name."""
+    texts: dict[str, bytes] = {}
+    pieces: list[bytes] = []
+    place = 0
+    while found := _LIST.search(line, place):
+        name, end = found[1].decode(), line.find(b"]", found.end())
+        if end < 0:
+            return None, {}
+        texts[name] = line[found.end() : end]
+        pieces += line[place : found.end() - 1], _CUT_TEXT
+        place = end + 1
+    rest = b"".join((*pieces, line[place:]))
+    if not texts or rest.count(_CUT_TEXT) != len(texts):
+        return None, {}
+    record = parse_json(rest)
+    # What was cut out may have been deeper in the record, where it is no field of a rollout.
+    if not isinstance(record, dict) or any(record.get(name) != _CUT for name in texts):
+        return None, {}
+    return record, texts
+
+
+def _arrays(texts: Sequence[bytes], name: str) -> list[np.ndarray | None]:
+    """Read lists of numbers, all together or, where one of them is doubtful, each alone."""
+    if not texts:
+        return []
+    separator = b", " if b", " in texts[0] else b","
+    joined = separator.join(texts)
+    if name == "loss_mask":
+        joined = joined.replace(b"false", b"0").replace(b"true", b"1")
+    if b"n" in joined:
+        joined = joined.replace(b"null", b"NaN")
+    numbers = _numbers(joined, separator, _KINDS[name])
+    if numbers is None:
+        return [None] if len(texts) == 1 else [array for text in texts for array in _arrays([text], name)]
+    sizes = [np.count_nonzero(np.frombuffer(text, np.uint8) == ord(",")) + 1 for text in texts]
+    return list(np.split(numbers, np.cumsum(sizes)[:-1]))
+
+
+def _numbers(text: bytes, separator: bytes, kind: pa.DataType) -> np.ndarray | None:
+    """Read numbers with this separator between them; None unless each is a number of JSON, or NaN.
+
+    Arrow reads digits as Python does, to the last bit. It also takes what JSON has not: 01, .5, 1., 0x1 and words.
+    """
+    written = np.frombuffer(text + b"   ", np.uint8)
+    commas = np.flatnonzero(written == ord(","))
+    starts = np.append(0, commas + len(separator))
+    ends = np.append(commas, len(text))
+    if separator == b", " and (written[commas + 1] != ord(" ")).any():
+        return None
+    negative = written[starts] == ord("-")
+    first, second = written[starts + negative], written[starts + negative + 1]
+    good = _digits(first) & _digits(written[ends - 1])
+    good &= (first != ord("0")) | _AFTER_ZERO[second] | (ends - starts == 1)  # -0 is the integer 0, not -0.0
+    if b"N" in text:
+        good |= (first == ord("N")) & (second == ord("a")) & (written[starts + 2] == ord("N")) & (ends - starts == 3)
+    exponents = np.flatnonzero((written | 32) == ord("e"))
+    if not (good.all() and _digits(written[exponents - 1]).all()):
+        return None
+    # To Arrow the text is numbers with a null, the separator, after each.
+    bounds = np.stack([starts, ends], 1)
+    present = pa.py_buffer(b"\x55" * (len(starts) // 4 + 1))
+    texts = pa.LargeStringArray.from_buffers(2 * len(starts) - 1, pa.py_buffer(bounds), pa.py_buffer(text), present)
+    try:
+        _, values = texts.cast(kind).buffers()
+    except pa.ArrowInvalid:
+        return None
+    numbers = np.frombuffer(values, kind.to_pandas_dtype(), len(texts))[::2]
+    return None if np.isinf(numbers).any() else numbers
+
+
+def _digits(characters: np.ndarray) -> np.ndarray:
+    found: np.ndarray = characters - np.uint8(ord("0")) < 10  # what is below "0" wraps around
+    return found
