@@ -92,8 +92,15 @@ _output = click.option("--output", required=True, type=click.Path(path_type=Path
 
 
 @_config_command
-def train(config: "Config") -> None:
+@click.option("--explain", is_flag=True, help="Only print the objective that CONFIG means, as a formula.")
+def train(config: "Config", explain: bool) -> None:
     """Train as CONFIG says, from the run's last checkpoint if it has one."""
+    if explain:
+        from truestep.config.explain import explain as write_out
+
+        if not int(os.environ.get("RANK", "0")):
+            _print(write_out(config))
+        return
     from truestep.ranks.group import leave
     from truestep.train import train as run
 

@@ -30,6 +30,7 @@ def sent(data: str) -> str:
 
 
 CASES = [
+    (MODEL + "preset: [tis, dappo]\n", "2: preset: 'dappo' is unknown: did you mean dapo?"),
     (
         MODEL + "parallel: {stages_per_rank: 2}\n",
         "2: parallel.stages_per_rank is for pipelines: it needs parallel.pipeline > 1",

@@ -18,7 +18,11 @@ TYPED = """\
 max_steps: 100                          => TRL, transformers and prime-rl; write schedule.steps: 100
 schedule.max_steps: -1                  => write schedule.steps: null
 num_generations: 8                      => it is an option of TRL; write data.group_size: 8
-loss.loss_type: dr_grpo                 => write loss.normalize_by: constant (and loss.type)
+loss.loss_type: dr_grpo                 => write loss.normalize_by: constant (and loss.type
+loss.loss_type: grpo                    => write loss.normalize_by: document_means
+optimizer.max_norm: 1.0                 => it is an option of prime-rl and OpenRLHF; write optimizer.gradient_clip: 1.0
+loss.policy_loss: ppo                   => it is an option of PipelineRL and Fast-LLM; write loss.type: grpo
+loss.rollout_is: sequence               => write loss.correction.level: document
 loss.loss_agg_mode: seq-mean-token-mean => it is an option of verl; write loss.normalize_by: document_means
 loss.importance_sampling_level: sequence => write loss.type: gspo
 data.scale_rewards: false               => write data.advantages: group_mean
@@ -87,11 +91,20 @@ def test_no_foreign_name_hides_one_of_ours() -> None:
     ("name", "values"),
     [
         ("scale_rewards", ["group", "none", "batch", True, False]),
-        ("loss_type", ["grpo", "dapo", "bnpo", "dr_grpo"]),
+        ("loss_type", ["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo"]),
+        ("policy_loss", ["ppo", "grpo", "gspo", "reinforce"]),
+        ("policy_loss_type", ["ppo", "gspo"]),
+        ("normalize_by_documents", [True, False]),
+        ("calculate_per_token_loss", [True, False]),
+        ("divide_advantage_by_std", [True, False]),
+        ("rollout_is", ["token", "sequence"]),
+        ("use_unbiased_kl", [True, False]),
+        ("use_bias_correction_kl", [True, False]),
+        ("overlong_filtering", [True, False]),
         ("loss_agg_mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]),
         ("importance_sampling_level", ["token", "sequence"]),
-        ("adv_estimator", ["grpo", "rloo"]),
-        ("advantage_estimator", ["grpo", "rloo", "group_norm", "dr_grpo"]),
+        ("adv_estimator", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"]),
+        ("advantage_estimator", ["grpo", "rloo", "group_norm", "dr_grpo", "reinforce_baseline"]),
         ("kl_loss_type", ["kl", "k1", "mse", "k2", "low_var_kl", "k3"]),
         ("mask_truncated_completions", [True, False]),
         ("dynamic_filtering", [True, False]),

@@ -160,7 +160,7 @@ def test_the_levels() -> None:
         "clipped_fraction", "clamped_ratios",
         "advantage",
         "max_advantage", "min_advantage", "reward", "max_reward", "min_reward", "staleness", "max_staleness",
-        "min_staleness", "effective_sample_size", "truncated_fraction",
+        "min_staleness", "effective_sample_size", "truncated_fraction", "zero_advantage_fraction",
     }  # fmt: skip
     assert full - basic == {"entropy", *(f"log_ratio_p{percentile}" for percentile in LOG_RATIO_PERCENTILES)}
 

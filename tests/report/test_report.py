@@ -274,6 +274,22 @@ def test_not_a_number_is_a_gap_and_a_note(tmp_path: Path) -> None:
     assert not any(word in path for path in paths for word in ("nan", "inf", "None"))
 
 
+def test_groups_that_teach_nothing_or_repeat_themselves_are_noted(tmp_path: Path) -> None:
+    late = {"zero_advantage_groups": 0.75, "distinct_completions": 0.25, "group_reward_spread": 0.1}
+    early = {"zero_advantage_groups": 0.1, "distinct_completions": 1.0, "group_reward_spread": 0.5}
+    notes = {}
+    for name, ending in (("poor", late), ("good", early)):
+        metrics = [line | (ending if line["step"] > 6 else early) for line in make_metrics(8)]
+        page = page_of(make_run(tmp_path / name, metrics=metrics))
+        assert {"Groups", "Spread of rewards in a group"} <= set(page.charts)
+        notes[name] = [text for text in page.notes if text.startswith("In the last steps ")]
+    assert [text.split(":")[0] for text in notes["poor"]] == [
+        "In the last steps 75.0 % of the groups have no advantage and teach nothing",
+        "In the last steps 25.0 % of a group's completions are distinct",
+    ]
+    assert notes["good"] == []
+
+
 def test_every_value_not_a_number(tmp_path: Path) -> None:
     metrics = [
         {key: value if key == "step" else math.nan for key, value in record.items()} for record in make_metrics(5)

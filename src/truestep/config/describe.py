@@ -65,6 +65,8 @@ class SectionInfo:
     meaning: str
     optional: bool
     """True where the section is absent unless the file gives it: its default is null."""
+    variants: tuple[str, ...] = ()
+    """The values of the outer section's `type` that have this section; empty where all of them have it."""
 
 
 Models = dict[str, type[BaseModel]]
@@ -104,7 +106,8 @@ def _walk(models: Models, prefix: str) -> Iterator[Option | SectionInfo]:
         field = next(iter(holders.values())).model_fields[name]
         below = section_models(field)
         if below:
-            yield SectionInfo(prefix + name, _meaning(name, holders), optional=field.default is None)
+            variants = () if len(holders) == len(models) else tuple(holders)
+            yield SectionInfo(prefix + name, _meaning(name, holders), field.default is None, variants)
             yield from _walk(below, f"{prefix}{name}.")
         else:
             yield _option(prefix + name, name, holders, models)

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-TRL, VERL, PRIME, OPENRLHF, FAST, SLIME, TRANSFORMERS, DEEPSPEED = (
+TRL, VERL, PRIME, OPENRLHF, FAST, PIPELINE, SLIME, TRANSFORMERS, DEEPSPEED = (
     "TRL",
     "verl",
     "prime-rl",
     "OpenRLHF",
     "Fast-LLM",
+    "PipelineRL",
     "slime",
     "transformers",
     "DeepSpeed",
@@ -78,11 +79,23 @@ _AGGREGATIONS = {
     "seq-mean-token-sum": "documents",
     "seq-mean-token-sum-norm": "constant",
 }
+# TRL's loss_type: the loss, and what it is divided by.
 _LOSSES = {
-    "grpo": "labels",
+    "grpo": "document_means",
     "dapo": "labels",
     "bnpo": "labels",
     "dr_grpo": "constant",
+    "cispo": "labels",
+    "sapo": "document_means",
+    "luspo": "documents",
+}
+
+
+_VERL_ADVANTAGES = {
+    "grpo": "group_normalized",
+    "rloo": "leave_one_out",
+    "opo": "length_weighted",
+    "reinforce_plus_plus_baseline": "batch_normalized",
 }
 
 
@@ -98,26 +111,58 @@ _BATCH = "a step is a number of documents, however they are split over ranks and
 _PACKED = "documents are packed by tokens, so no batch has a number of rows"
 _MEMORY = "memory is set by tokens, and the head's by model.head.logits_chunk_size"
 
+# The files that the names were read in, and their commits.
+READ = {
+    TRL: "`trl/trainer/grpo_config.py` at 006d32c (those of its PPO, SFT and models: of earlier versions)",
+    VERL: "`verl/trainer/config/_generated_ppo_trainer.yaml` at 01d4d76, `algorithm.py` at 0482624",
+    PRIME: "`src/prime_rl/configs/trainer.py` at 6deea63, `orchestrator.py` at 0083212; `dppo_mask_*` in later ones",
+    OPENRLHF: "`openrlhf/cli/train_ppo_ray.py` at 021d1b0",
+    SLIME: "`slime/utils/arguments.py` at f4fcce8; Megatron's own options are Megatron's",
+    FAST: "`fast_llm/layers/language_model/loss/config.py` at 014ba59",
+    PIPELINE: "`pipelinerl/finetune/rl/__init__.py` at 005a1f1",
+}
+
 FOREIGN: dict[str, Foreign] = {
     # The objective
-    "epsilon_clip": Foreign((FAST,), "loss.epsilon_low and loss.epsilon_high"),
     "clip_ratio": Foreign((VERL,), "loss.epsilon_low and loss.epsilon_high"),
     "eps_clip_low_high": Foreign((OPENRLHF,), "loss.epsilon_low and loss.epsilon_high", "", _UNKNOWN),
     "eps_clip": Foreign((OPENRLHF, SLIME), "loss.epsilon_low and loss.epsilon_high"),
-    "cliprange": Foreign((TRL,), "loss.epsilon_low and loss.epsilon_high"),
+    "cliprange": Foreign((TRL,), "loss.epsilon_low and loss.epsilon_high", "of its PPO"),
     "clip_ratio_low": Foreign((VERL,), "loss.epsilon_low"),
     "clip_ratio_high": Foreign((VERL,), "loss.epsilon_high"),
     "eps_clip_high": Foreign((SLIME,), "loss.epsilon_high"),
-    "clip_ratio_c": Foreign((VERL,), "loss.dual_clip"),
-    "delta": Foreign((TRL,), "loss.dual_clip"),
-    "loss_type": Foreign((TRL,), "loss.normalize_by", "and loss.type", lambda value: _LOSSES[value]),
-    "loss_agg_mode": Foreign((VERL,), "loss.normalize_by", "", lambda value: _AGGREGATIONS[value]),
+    "clip_ratio_c": Foreign((VERL,), "loss.dual_clip", "3 there if it is not given"),
+    "eps_clip_c": Foreign((SLIME,), "loss.dual_clip"),
+    "delta": Foreign((TRL,), "loss.dual_clip", "the same where it is at least 1 + epsilon_high"),
+    "loss_type": Foreign(
+        (TRL,),
+        "loss.normalize_by",
+        "and loss.type: cispo and sapo have the same name, luspo is gspo, all others are grpo",
+        lambda value: _LOSSES[value],
+    ),
+    "policy_loss": Foreign(
+        (PIPELINE, FAST),
+        "loss.type",
+        "divided by the step's documents in PipelineRL: loss.normalize_by: documents",
+        lambda value: {"ppo": "grpo", "grpo": "grpo", "gspo": "gspo", "reinforce": "reinforce"}[value],
+    ),
+    "policy_loss_type": Foreign((OPENRLHF,), "loss.type", "", lambda value: {"ppo": "grpo", "gspo": "gspo"}[value]),
+    "normalize_by_documents": Foreign(
+        (FAST,), "loss.normalize_by", "", lambda value: "documents" if value else "labels"
+    ),
+    "calculate_per_token_loss": Foreign(
+        (SLIME,), "loss.normalize_by", "", lambda value: "labels" if value else "document_means"
+    ),
+    "loss_agg_mode": Foreign(
+        (VERL,),
+        "loss.normalize_by",
+        "constant needs loss.max_labels, and is divided by the documents too",
+        lambda value: _AGGREGATIONS[value],
+    ),
     "importance_sampling_level": Foreign(
         (TRL,), "loss.type", "", lambda value: {"token": "grpo", "sequence": "gspo"}[value]
     ),
-    "adv_estimator": Foreign(
-        (VERL,), "data.advantages", "", lambda value: {"grpo": "group_normalized", "rloo": "leave_one_out"}[value]
-    ),
+    "adv_estimator": Foreign((VERL,), "data.advantages", "", lambda value: _VERL_ADVANTAGES[value]),
     "advantage_estimator": Foreign(
         (OPENRLHF, SLIME),
         "data.advantages",
@@ -127,12 +172,15 @@ FOREIGN: dict[str, Foreign] = {
             "group_norm": "group_normalized",
             "rloo": "leave_one_out",
             "dr_grpo": "group_mean",
+            "reinforce_baseline": "batch_normalized",
+            "reinforce_plus_plus_baseline": "batch_normalized",
         }[value],
     ),
     "scale_rewards": Foreign((TRL,), "data.advantages", "", _scale),
     "norm_adv_by_std_in_grpo": Foreign((VERL,), "data.advantages", "", _scale),
     "entropy_coeff": Foreign((VERL,), "loss.entropy_bonus"),
-    "entropy_coef": Foreign((SLIME, OPENRLHF), "loss.entropy_bonus"),
+    "divide_advantage_by_std": Foreign((PIPELINE,), "data.advantages", "", _scale),
+    "entropy_coef": Foreign((SLIME,), "loss.entropy_bonus"),
     "entropy_loss_coef": Foreign((OPENRLHF,), "loss.entropy_bonus"),
     "cast_lm_head_to_fp32": Foreign(
         (TRL,), "model.head.fp32_lm_head", "the logits are float32 without a float32 copy of the weight"
@@ -140,8 +188,21 @@ FOREIGN: dict[str, Foreign] = {
     # Corrections, the reference, and what a step is made of
     "beta": Foreign((TRL,), "loss.kl_reference.weight", "0 in TRL: leave the section out"),
     "kl_loss_coef": Foreign((VERL, SLIME), "loss.kl_reference.weight"),
-    "kl_coef": Foreign((VERL, SLIME), "loss.kl_reference.weight", "with loss.kl_reference.in: reward"),
-    "init_kl_coef": Foreign((OPENRLHF,), "loss.kl_reference.weight", "with loss.kl_reference.in: reward"),
+    "kl_coef": Foreign(
+        (VERL, SLIME, PIPELINE),
+        "loss.kl_reference.weight",
+        "with loss.kl_reference.in: reward; in PipelineRL it is of the loss, and 0.1 if it is not given",
+    ),
+    "init_kl_coef": Foreign(
+        (OPENRLHF,), "loss.kl_reference.weight", "with loss.kl_reference.in: reward, unless use_kl_loss is set"
+    ),
+    "kl_estimator": Foreign((OPENRLHF,), "loss.kl_reference.estimator"),
+    "use_unbiased_kl": Foreign(
+        (SLIME,), "loss.kl_reference.estimator", "", lambda value: "unbiased" if value else "k3"
+    ),
+    "use_bias_correction_kl": Foreign(
+        (TRL,), "loss.kl_reference.estimator", "", lambda value: "unbiased" if value else "k3"
+    ),
     "kl_loss_type": Foreign(
         (VERL, SLIME),
         "loss.kl_reference.estimator",
@@ -149,21 +210,53 @@ FOREIGN: dict[str, Foreign] = {
         lambda value: {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}[value],
     ),
     "ref_load": Foreign((SLIME,), "loss.kl_reference.path"),
-    "vllm_importance_sampling_cap": Foreign((TRL,), "loss.correction.high", "with loss.correction.type: truncate"),
-    "tis_imp_ratio_cap": Foreign((VERL,), "loss.correction.high", "with loss.correction.type: truncate"),
-    "tis_clip": Foreign((SLIME,), "loss.correction.high", "with loss.correction.type: truncate"),
+    "vllm_importance_sampling_cap": Foreign(
+        (TRL,), "loss.correction.high", "with loss.old_logprobs: recompute, and the type and level of its mode"
+    ),
+    "vllm_importance_sampling_mode": Foreign(
+        (TRL,),
+        "loss.correction.type and loss.correction.level",
+        "token is level: label, sequence is level: document; sequence_mask if it is not given",
+        _UNKNOWN,
+    ),
+    "rollout_is": Foreign(
+        (VERL,), "loss.correction.level", "", lambda value: {"token": "label", "sequence": "document"}[value]
+    ),
+    "rollout_is_threshold": Foreign(
+        (VERL,), "loss.correction.high", "with type: truncate; a pair lower_upper is type: mask with low and high"
+    ),
+    "rollout_rs": Foreign(
+        (VERL,), "loss.correction.type", "reject: token_k1, seq_sum_k1, seq_mean_k1 are the three levels", _UNKNOWN
+    ),
+    "vllm_is_truncated_threshold": Foreign(
+        (OPENRLHF,), "loss.correction.high", "with loss.correction.type: truncate and loss.old_logprobs: recompute"
+    ),
+    "tis_clip": Foreign(
+        (SLIME,), "loss.correction.high", "with loss.correction.type: truncate and loss.old_logprobs: recompute"
+    ),
+    "off_policy_mask_threshold": Foreign((TRL,), "loss.off_policy_mask"),
+    "opsm_delta": Foreign((SLIME,), "loss.off_policy_mask"),
+    "dppo_mask_high": Foreign((PRIME,), "loss.threshold", "with loss.type: dppo; one for both signs of the advantage"),
+    "dppo_mask_low": Foreign((PRIME,), "loss.threshold", "with loss.type: dppo; one for both signs of the advantage"),
     "sapo_temperature_pos": Foreign((TRL,), "loss.tau_positive"),
     "sapo_temperature_neg": Foreign((TRL,), "loss.tau_negative"),
+    "tau_pos": Foreign((VERL,), "loss.tau_positive"),
+    "tau_neg": Foreign((VERL,), "loss.tau_negative"),
     "mask_truncated_completions": Foreign((TRL,), "data.truncated", "", lambda value: "mask" if value else "keep"),
+    "overlong_filtering": Foreign((PIPELINE,), "data.truncated", "", lambda value: "mask" if value else "keep"),
+    "filter_zero_advantage_groups": Foreign(
+        (PIPELINE,), "data.zero_advantage", "skip computes nothing for them and still counts them", _UNKNOWN
+    ),
     "filter_groups": Foreign(
         (VERL,), "data.zero_advantage", "replace: groups without a difference are sampled anew", _UNKNOWN
     ),
     "dynamic_filtering": Foreign((OPENRLHF,), "data.zero_advantage", "", lambda value: "replace" if value else "keep"),
-    "overlong_buffer": Foreign((VERL,), "data.overlong_penalty", "from, to and weight", _UNKNOWN),
+    "overlong_buffer_cfg": Foreign((VERL,), "data.overlong_penalty", "from, to and weight", _UNKNOWN),
+    "overlong_buffer_len": Foreign((OPENRLHF,), "data.overlong_penalty", "from, to and weight", _UNKNOWN),
     # The step
     "max_steps": Foreign((TRL, TRANSFORMERS, PRIME), "schedule.steps", "", _same_unless_off),
     "total_training_steps": Foreign((VERL,), "schedule.steps"),
-    "num_rollout": Foreign((SLIME,), "schedule.steps"),
+    "num_rollout": Foreign((SLIME,), "schedule.steps", "a rollout there may be several steps: num_steps_per_rollout"),
     "num_train_epochs": Foreign(
         (TRL, TRANSFORMERS),
         "data.epochs",
@@ -174,6 +267,7 @@ FOREIGN: dict[str, Foreign] = {
     "num_episodes": Foreign((OPENRLHF,), "schedule.steps", "", _UNKNOWN),
     "num_iterations": Foreign((TRL,), "schedule.updates_per_batch"),
     "ppo_epochs": Foreign((VERL,), "schedule.updates_per_batch"),
+    "max_epochs": Foreign((OPENRLHF,), "schedule.updates_per_batch"),
     "per_device_train_batch_size": Foreign(
         (TRL, TRANSFORMERS),
         "schedule.docs_per_step",
@@ -192,7 +286,10 @@ FOREIGN: dict[str, Foreign] = {
     ),
     "generation_batch_size": Foreign((TRL,), "schedule.docs_per_step", "and schedule.updates_per_batch"),
     "ppo_mini_batch_size": Foreign(
-        (VERL,), "schedule.docs_per_step", "every update is of a whole step's documents", _UNKNOWN
+        (VERL,),
+        "schedule.docs_per_step",
+        "it counts prompts: multiply by data.group_size; every update is of a whole step's documents",
+        _UNKNOWN,
     ),
     "gradient_accumulation_steps": Foreign((TRL, TRANSFORMERS, DEEPSPEED), "schedule.docs_per_step", _BATCH, _UNKNOWN),
     "micro_train_batch_size": Foreign((OPENRLHF,), "data.tokens_per_microbatch", _PACKED, _UNKNOWN),
@@ -211,7 +308,7 @@ FOREIGN: dict[str, Foreign] = {
     "rollout_max_response_len": Foreign((SLIME,), "sampler.max_new_tokens"),
     "generate_max_len": Foreign((OPENRLHF,), "sampler.max_new_tokens"),
     "max_prompt_length": Foreign(
-        (TRL, VERL), None, "a prompt is never cut; one that does not fit a micro-batch with its completion is refused"
+        (VERL,), None, "a prompt is never cut; one that does not fit a micro-batch with its completion is refused"
     ),
     "reward_funcs": Foreign((TRL,), "sampler.reward", "one function, as package.module:name", _UNKNOWN),
     "custom_reward_function": Foreign((VERL,), "sampler.reward", "as package.module:name", _UNKNOWN),
@@ -223,6 +320,12 @@ FOREIGN: dict[str, Foreign] = {
         lambda value: "server" if value else "in_process",
     ),
     "vllm_server_base_url": Foreign((TRL,), "sampler.urls", "", lambda value: f"[{value}]"),
+    "max_off_policy_steps": Foreign(
+        (PRIME,),
+        "sampler.max_staleness",
+        "it counts documents trained on since, not steps: multiply by schedule.docs_per_step",
+        _UNKNOWN,
+    ),
     "max_async_level": Foreign(
         (PRIME,),
         "sampler.max_staleness",
@@ -235,8 +338,10 @@ FOREIGN: dict[str, Foreign] = {
     "lr_scheduler_type": Foreign((TRL, TRANSFORMERS), "optimizer.schedule", "", lambda value: _SCHEDULES[value]),
     "lr_warmup_steps": Foreign((VERL,), "optimizer.warmup_steps", "", lambda value: max(int(value), 0)),
     "warmup_ratio": Foreign((TRL, TRANSFORMERS), "optimizer.warmup_steps", "a number of steps", _UNKNOWN),
-    "max_grad_norm": Foreign((TRL, TRANSFORMERS, PRIME), "optimizer.gradient_clip", "", _null_if_zero),
+    "max_grad_norm": Foreign((TRL, TRANSFORMERS), "optimizer.gradient_clip", "", _null_if_zero),
+    "max_norm": Foreign((PRIME, OPENRLHF), "optimizer.gradient_clip", "", _null_if_zero),
     "grad_clip": Foreign((VERL,), "optimizer.gradient_clip", "", _null_if_zero),
+    "clip_grad": Foreign((VERL, SLIME), "optimizer.gradient_clip", "", _null_if_zero),
     "gradient_clipping": Foreign((DEEPSPEED,), "optimizer.gradient_clip", "", _null_if_zero),
     "adam_beta1": Foreign((TRL, TRANSFORMERS, SLIME), "optimizer.beta1"),
     "adam_beta2": Foreign((TRL, TRANSFORMERS, SLIME), "optimizer.beta2"),
@@ -251,23 +356,30 @@ FOREIGN: dict[str, Foreign] = {
     "enable_gradient_checkpointing": Foreign((VERL,), "model.activation_checkpointing"),
     "torch_compile": Foreign((TRL, TRANSFORMERS), "model.compile"),
     "attn_implementation": Foreign(
-        (TRL, TRANSFORMERS), None, "attention over packed documents is chosen for the device"
+        (TRL, TRANSFORMERS, OPENRLHF), None, "attention over packed documents is chosen for the device"
     ),
-    "use_liger_kernel": Foreign((TRL, TRANSFORMERS), None, "logits are never held whole: model.head.logits_chunk_size"),
+    "use_liger_kernel": Foreign(
+        (TRL, TRANSFORMERS, OPENRLHF), None, "logits are never held whole: model.head.logits_chunk_size"
+    ),
     "use_liger_loss": Foreign((TRL,), None, "logits are never held whole: model.head.logits_chunk_size"),
     "use_remove_padding": Foreign((VERL,), None, "documents are always packed, and nothing is padded"),
     "ulysses_sequence_parallel_size": Foreign((VERL,), "parallel.context"),
     "context_parallel_size": Foreign((SLIME,), "parallel.context"),
+    "ring_attn_size": Foreign((OPENRLHF,), "parallel.context"),
+    "ds_tensor_parallel_size": Foreign((OPENRLHF,), "parallel.tensor"),
     "tensor_model_parallel_size": Foreign((SLIME,), "parallel.tensor", "of the trainer; a server has its own"),
     "pipeline_model_parallel_size": Foreign((SLIME,), "parallel.pipeline"),
     "fsdp_size": Foreign((VERL,), "parallel.data_shard"),
     "zero_stage": Foreign(
-        (OPENRLHF, DEEPSPEED),
+        (OPENRLHF,),
         "parallel.data_shard",
         "weights, gradients and optimizer are sharded together, as in stage 3",
         lambda value: -1 if value else 1,
     ),
-    "offload": Foreign((VERL, OPENRLHF), None, _MEMORY),
+    "offload": Foreign((SLIME,), None, _MEMORY),
+    "param_offload": Foreign((VERL,), None, _MEMORY),
+    "optimizer_offload": Foreign((VERL,), None, _MEMORY),
+    "adam_offload": Foreign((OPENRLHF,), None, _MEMORY),
     # Runs
     "output_dir": Foreign((TRL, TRANSFORMERS, PRIME), "checkpoint.directory"),
     "default_local_dir": Foreign((VERL,), "checkpoint.directory"),
@@ -303,6 +415,12 @@ def markdown_table() -> str:
         "",
         "An option under another trainer's name is an error that says what to write instead. These are the",
         "names that truestep knows. A value that has another meaning here is converted in the message.",
+        "",
+        "The names of TRL, verl, prime-rl, OpenRLHF, slime, Fast-LLM and PipelineRL were read in their sources:",
+        "",
+        *(f"- {trainer}: {read}" for trainer, read in READ.items()),
+        "",
+        "Those of transformers and DeepSpeed are of their documentation. Another version may have other names.",
     ]
     for trainer in sorted({owner for found in FOREIGN.values() for owner in found.owners}, key=str.lower):
         lines += ["", f"## {trainer}", "", "| there | here | note |", "| --- | --- | --- |"]

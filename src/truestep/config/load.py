@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from truestep.config import describe, foreign, yaml_tree
+from truestep.config import describe, foreign, presets, yaml_tree
 from truestep.config.schema import Config
 from truestep.config.yaml_tree import ConfigError, Name, TreeReader, dotted
 from truestep.text import HIDDEN, hidden_options, redacted_options
@@ -27,6 +27,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """
     source = _read_file(Path(path))
     _apply_overrides(source, list(overrides))
+    _fill_in_presets(source)
     try:
         config = Config.model_validate(source.data, strict=True)
     except ValidationError as error:
@@ -161,6 +162,16 @@ def _set(source: _Source, flag: str, name: Name, value: Any) -> None:
     section[name[-1]] = value
 
 
+def _fill_in_presets(source: _Source) -> None:
+    """Fill in the options of presets, and note for each the preset and the place that names it."""
+    try:
+        filled = presets.fill(source.data)
+    except presets.PresetError as error:
+        raise ConfigError(_disagreement(str(error), (), source)) from None
+    where = source.where(("preset",))
+    source.origins |= {name: f"preset {preset} ({where})" for name, preset in filled.items()}
+
+
 def _problems(detail: ErrorDetails, source: _Source) -> list[str]:
     """Word one of pydantic's errors as the file says it; there are several where a section is missing."""
     name, variant = describe.locate(detail["loc"])
@@ -181,7 +192,7 @@ def _problems(detail: ErrorDetails, source: _Source) -> list[str]:
 
 def _unknown(name: Name, variant: str, source: _Source) -> str:
     full, section = dotted(name), dotted(name[:-1])
-    option = describe.options().get(full)
+    option = describe.options().get(full) or describe.sections().get(full)
     if option is None:
         reason = foreign.explain(name, source.value(name)) or describe.explain_unknown(name, variant)
         return f"{full} is unknown: {reason}"
@@ -199,7 +210,7 @@ def _disagreement(message: str, name: Name, source: _Source) -> str:
     for word in re.findall(r"\w+(?:\.\w+)*", message):
         mentioned = (*name, *word.split("."))
         # a single word such as `data` is more likely English than the section
-        if mentioned in source.origins and (len(mentioned) > 1 or word in optional):
+        if mentioned in source.origins and (len(mentioned) > 1 or word in optional | {"preset"}):
             places[source.origins[mentioned]] = None
     prefix = f"{dotted(name)}: " if name else ""
     return f"{', '.join(places) or source.where(name)}: {prefix}{message}"

@@ -3,6 +3,7 @@
 Imports no torch.
 """
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,6 +13,21 @@ from truestep.config.section import Count, NotNegative, Positive, Section, by_ty
 from truestep.custom import CustomError, make_custom
 
 NormalizeBy = Literal["labels", "documents", "document_means", "constant"]
+
+
+Line = tuple[str, str]
+"""A formula or a name, and what it means; either may be empty. The symbols are those of docs/contract.md, section 6."""
+
+_RATIO = ("ρ = exp(logπ - logπ_old)", "log ρ is held within ±20, without a gradient beyond")
+_DOCUMENT_RATIO = (
+    "R = exp(mean of logπ - logπ_old over the document's labels)",
+    "the mean is held within ±20, without a gradient beyond",
+)
+
+
+def short(value: float) -> str:
+    """Write a number as a formula has it. Example: 0.9997."""
+    return f"{value:.10g}"
 
 
 class LossBase(Section):
@@ -33,6 +49,10 @@ class LossBase(Section):
     metrics: Literal["none", "basic", "full"] = "basic"
     """The metrics that are logged. none: only those that every run has. basic: ratios, advantages, rewards and
     staleness too. full: entropy and percentiles of the log-ratio too."""
+
+    def formulas(self) -> Iterator[Line]:
+        """Write out the loss l of a label, with every bound that is on."""
+        yield from ()
 
     @model_validator(mode="after")
     def _constant_needs_its_constant(self) -> "LossBase":
@@ -130,15 +150,28 @@ class Clipped(PolicyLoss):
     epsilon_high: NotNegative = 0.2
     """The ratio is clipped at 1 + epsilon_high from above (gmpo: its logarithm at epsilon_high)."""
 
+    def _clip(self, ratio: str) -> str:
+        return f"clip({ratio}, {short(1 - self.epsilon_low)}, {short(1 + self.epsilon_high)})"
+
 
 class DualClipped(Clipped):
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """A number c > 1: where the advantage is negative, the loss is at most -c x advantage."""
 
+    def _surrogate(self, ratio: str) -> Iterator[Line]:
+        yield f"l = -min({ratio} · A, {self._clip(ratio)} · A)", ""
+        if self.dual_clip is not None:
+            most = short(self.dual_clip)
+            yield f"where A < 0: l is at most -{most} · A", f"without a gradient where {ratio} > {most}"
+
 
 class GrpoLoss(DualClipped):
     type: Literal["grpo"] = "grpo"
     """The importance ratio of each label is clipped."""
+
+    def formulas(self) -> Iterator[Line]:
+        yield from self._surrogate("ρ")
+        yield _RATIO
 
 
 class GspoLoss(DualClipped):
@@ -148,6 +181,10 @@ class GspoLoss(DualClipped):
     epsilon_low: NotNegative = 3e-4
     epsilon_high: NotNegative = 4e-4
 
+    def formulas(self) -> Iterator[Line]:
+        yield from self._surrogate("R")
+        yield _DOCUMENT_RATIO
+
 
 class ReinforceLoss(PolicyLoss):
     type: Literal["reinforce"]
@@ -155,12 +192,21 @@ class ReinforceLoss(PolicyLoss):
     ratio_cap: Positive | None = None
     """The importance ratio counts as at most this. null: it is not capped."""
 
+    def formulas(self) -> Iterator[Line]:
+        ratio = "ρ" if self.ratio_cap is None else f"min(ρ, {short(self.ratio_cap)})"
+        yield f"l = -{ratio} · A · logπ", f"{ratio} held constant"
+        yield _RATIO
+
 
 class CispoLoss(Clipped):
     type: Literal["cispo"]
     """The log-prob is weighted by the clipped importance ratio, held constant: no label loses its gradient."""
     epsilon_low: NotNegative = 1.0
     epsilon_high: NotNegative = 4.0
+
+    def formulas(self) -> Iterator[Line]:
+        yield f"l = -{self._clip('ρ')} · A · logπ", f"{self._clip('ρ')} held constant"
+        yield _RATIO
 
 
 class SapoLoss(PolicyLoss):
@@ -171,6 +217,11 @@ class SapoLoss(PolicyLoss):
     tau_negative: Positive = 1.05
     """How fast the gradient falls off where the advantage is negative."""
 
+    def formulas(self) -> Iterator[Line]:
+        tau = f"τ = {short(self.tau_positive)} where A ≥ 0, and {short(self.tau_negative)} where A < 0"
+        yield "l = -(4/τ) · σ(τ · (ρ - 1)) · A", tau
+        yield _RATIO
+
 
 class GmpoLoss(Clipped):
     type: Literal["gmpo"]
@@ -178,6 +229,12 @@ class GmpoLoss(Clipped):
     normalize_by: NormalizeBy = "document_means"
     epsilon_low: NotNegative = 0.4
     epsilon_high: NotNegative = 0.4
+
+    def formulas(self) -> Iterator[Line]:
+        yield "l = -G · A", "G is held within exp(±20), without a gradient beyond"
+        clip = f"clip(Δ, {short(-self.epsilon_low)}, {short(self.epsilon_high)})"
+        yield f"G = exp(mean of s · min(s · Δ, s · {clip}) over the document's labels)", "s: the sign of A"
+        yield "Δ = logπ - logπ_old", "a label whose own Δ is clipped has no gradient"
 
 
 class DppoLoss(PolicyLoss):
@@ -189,11 +246,23 @@ class DppoLoss(PolicyLoss):
     threshold: Positive = 0.2
     """The largest divergence of a label that moves outward."""
 
+    def formulas(self) -> Iterator[Line]:
+        moved = (
+            "|π - π_old|" if self.divergence == "tv" else "the divergence of π_old from π (the label against the rest)"
+        )
+        yield "l = -m · ρ · A", ""
+        yield f"m = 0 where {moved} is above {short(self.threshold)} and the label moves outward, else 1", ""
+        yield "outward", "A > 0 and ρ > 1, or A < 0 and ρ < 1"
+        yield _RATIO
+
 
 class CrossEntropyLoss(LossBase):
     type: Literal["cross_entropy"]
     """Supervised learning: it needs neither advantages nor the sampler's log-probs."""
     supervised: ClassVar[bool] = True
+
+    def formulas(self) -> Iterator[Line]:
+        yield "l = -logπ", "supervised: no advantages, no old log-probs"
 
 
 class CustomLoss(PolicyLoss):
@@ -209,6 +278,10 @@ class CustomLoss(PolicyLoss):
     def custom(self) -> Any:
         """Make the loss from its options. This imports the user's module."""
         return make_custom("loss.function", self.function, self.options or {})
+
+    def formulas(self) -> Iterator[Line]:
+        options = ", ".join(f"{name}: {value}" for name, value in (self.options or {}).items())
+        yield f"l = {self.function}", f"a loss of your own{f', with {options}' if options else ''}"
 
     @property
     def supervised(self) -> bool:  # type: ignore[override]

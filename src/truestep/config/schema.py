@@ -1,16 +1,21 @@
 """The whole configuration, and the rules that refuse options which are valid alone and contradict each other."""
 
+import copy
 from collections.abc import Iterator
-from typing import Annotated
+from difflib import get_close_matches
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
-from truestep.config import sections
+from truestep.config import presets, sections
 from truestep.config.losses import LossConfig, default_loss
 from truestep.config.section import Section
 
 
 class Config(Section):
+    preset: presets.PresetName | list[str] | None = None
+    """A published recipe, or several: names for options, which it fills in where they are not given. docs/objectives.md
+    has the options of each."""
     model: sections.ModelConfig
     """The policy."""
     loss: LossConfig = default_loss()
@@ -36,6 +41,19 @@ class Config(Section):
     deterministic: bool = False
     """Refuse operations whose result differs from run to run; a resumed run is then bitwise the uninterrupted one."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_presets(cls, options: Any) -> Any:
+        """Fill in what presets name. Where a file was read, that is done, and nothing is left to fill in."""
+        if not isinstance(options, dict) or not presets.names_of(options.get("preset")):
+            return options
+        plain = {
+            name: value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else copy.deepcopy(value)
+            for name, value in options.items()
+        }
+        presets.fill(plain)
+        return plain
+
     @model_validator(mode="after")
     def _options_agree(self) -> "Config":
         contradiction = next((message for rule in _RULES for message in rule(self)), None)
@@ -45,6 +63,14 @@ class Config(Section):
 
 
 # Each rule yields a sentence for every contradiction it finds; the first one is reported.
+
+
+def _presets(config: "Config") -> Iterator[str]:
+    for name in config.preset if isinstance(config.preset, list) else ():
+        if name not in presets.PRESETS:
+            near = get_close_matches(name, presets.PRESETS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(presets.PRESETS)}"
+            yield f"preset: {name!r} is unknown: {hint}"
 
 
 def _documents(config: "Config") -> Iterator[str]:
@@ -234,6 +260,7 @@ def _reference(config: "Config") -> Iterator[str]:
 
 
 _RULES = (
+    _presets,
     _reference,
     _documents,
     _sampled_groups,

@@ -19,6 +19,7 @@ LOG_RATIO_EDGES = torch.cat([-_MAGNITUDES.flip(0), _MAGNITUDES])
 LOG_RATIO_PERCENTILES = (1, 5, 50, 95, 99)
 
 LEVELS = ("none", "basic", "full")  # each has the metrics of those before it
+MEASURED = LEVELS[1:]  # those that look at more than the loss
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,13 @@ def _staleness(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     return {"staleness": mean, **extremes("staleness", staleness[labels.has_label("model_version")])}
 
 
+def _zero_advantage(labels: Labels, step: StepFacts) -> dict[str, Metric]:
+    """Measure the share of documents in which no label has an advantage: they teach nothing."""
+    counted = labels.has["advantages"] & (labels.num_labels > 0)
+    nothing = labels.document_sums(labels.advantages.abs()) == 0
+    return {"zero_advantage_fraction": Mean((nothing & counted).sum(), counted.sum())}
+
+
 def _entropy(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     return {"entropy": document_mean(labels, labels.entropy)}
 
@@ -231,6 +239,7 @@ BUILT_IN: tuple[tuple[str, Measure], ...] = (
     ("basic", _weighed_away),
     ("full", _percentiles),
     ("basic", _advantages),
+    ("basic", _zero_advantage),
     ("basic", _rewards),
     ("basic", _truncated),
     ("basic", _staleness),

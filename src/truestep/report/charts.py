@@ -49,6 +49,13 @@ GROUPS: dict[str, tuple[Plan, ...]] = {
     "Policy and loss": (
         Plan("Loss", {"loss": "loss"}, least_range=1e-6),
         Plan("Entropy", {"entropy": "entropy"}, unit="nats", from_zero=True),
+        Plan(
+            "Groups",
+            {"zero_advantage_groups": "nothing to learn", "distinct_completions": "distinct completions"},
+            unit="share",
+            from_zero=True,
+        ),
+        Plan("Spread of rewards in a group", {"group_reward_spread": "spread"}, from_zero=True),
         Plan("Log-probability", {"new_logprobs": "new policy", "old_logprobs": "old policy"}, unit="nats"),
     ),
     "Optimizer": (
@@ -83,7 +90,7 @@ GROUPS: dict[str, tuple[Plan, ...]] = {
 # These are logged for other programs, or stand in a chart above as a part of another number.
 _NOT_DRAWN = re.compile(
     r"step|documents_seen|num_\w+|ratio_new_old_\w+|log_ratio_p\d+|policy_loss|entropy_bonus|z_loss"
-    r"|(?:max|min)_(?:reward|staleness|ratio_new_old)"
+    r"|zero_advantage_fraction|(?:max|min)_(?:reward|staleness|ratio_new_old)"
 )
 
 

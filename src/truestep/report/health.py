@@ -25,6 +25,10 @@ SPIKE_FACTOR = 10.0
 # Beyond this share of clipped tokens most of a batch no longer teaches anything.
 LARGEST_CLIPPED_FRACTION = 0.3
 COLLAPSED_ENTROPY = 0.1
+# Beyond this share of groups without an advantage, most of the sampling is for nothing.
+LARGEST_EMPTY_SHARE = 0.5
+# Below this share of distinct completions the members of a group repeat each other.
+LEAST_DISTINCT_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,18 @@ def health(run: Run) -> list[Note]:
     """Collect the notes on a run, the most serious first."""
     notes = [Note("warning", problem) for problem in run.problems]
     if len(run.metrics):
-        for check in (_ratio, _loss, _other_values, _gradients, _batch_sizes, _clipping, _reward, _entropy, _steps):
+        for check in (
+            _ratio,
+            _loss,
+            _other_values,
+            _gradients,
+            _batch_sizes,
+            _clipping,
+            _reward,
+            _entropy,
+            _groups,
+            _steps,
+        ):
             notes += check(run)
     for check in (_evaluation, _ledger, _rejected):
         notes += check(run)
@@ -149,6 +164,26 @@ def _entropy(run: Run) -> Iterator[Note]:
     if len(values) > 1 and values[0] > 0 and values[-1] < COLLAPSED_ENTROPY * values[0]:
         text = f"The entropy fell from {format_number(values[0], 3)} to {format_number(values[-1], 3)}: "
         yield Note("warning", text + "the policy has all but stopped exploring.")
+
+
+def _groups(run: Run) -> Iterator[Note]:
+    """Judge the last quarter of the steps: groups that do not differ teach nothing."""
+    empty, distinct = run.values("zero_advantage_groups"), run.values("distinct_completions")
+    share = _late_mean(empty)
+    if share is not None and share > LARGEST_EMPTY_SHARE:
+        text = f"In the last steps {format_percent(share)} of the groups have no advantage and teach nothing: "
+        yield Note(
+            "warning", text + "the prompts are too easy or too hard (data.zero_advantage: replace samples others)."
+        )
+    share = _late_mean(distinct)
+    if share is not None and share < LEAST_DISTINCT_SHARE:
+        text = f"In the last steps {format_percent(share)} of a group's completions are distinct: "
+        yield Note("warning", text + "the policy repeats itself.")
+
+
+def _late_mean(values: Sequence[float]) -> float | None:
+    late = [value for value in values[-max(1, len(values) // 4) :] if is_finite(value)]
+    return statistics.fmean(late) if late else None
 
 
 def _steps(run: Run) -> Iterator[Note]:

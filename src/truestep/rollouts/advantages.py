@@ -171,6 +171,12 @@ def _on_labels(rollout: Rollout, advantage: float) -> np.ndarray:
     return np.where(rollout.loss_mask, np.float32(advantage), np.float32(0))
 
 
+def zero(group: Sequence[Rollout]) -> list[float]:
+    """Give every document the advantage 0, as data.advantages: what is left to learn from is the divergence from a
+    reference in the reward."""
+    return [0.0] * len(group)
+
+
 def scale_over_step(documents: Sequence[Rollout], floor: float) -> list[Rollout]:
     """Divide the differences of a step's documents by their standard deviation over the whole step and the floor.
 

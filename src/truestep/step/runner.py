@@ -12,7 +12,7 @@ import torch
 
 from truestep.head import chunked
 from truestep.head.chunked import HeadRows, SharedDocuments
-from truestep.losses.measure import Measure, StepFacts, measure_labels
+from truestep.losses.measure import MEASURED, Measure, StepFacts, measure_labels
 from truestep.losses.objective import Objective
 from truestep.metrics.types import Metric, Sum, merge, on_host, values
 from truestep.policy.policy import Policy
@@ -22,6 +22,7 @@ from truestep.ranks.axes import WEIGHT_PARTS
 from truestep.ranks.group import Ranks
 from truestep.rollouts.packing import pack
 from truestep.rollouts.selection import has_advantage
+from truestep.step.groups import measure_groups
 from truestep.step.label_shares import LabelShare, MicroBatch
 from truestep.step.passes import Passes
 from truestep.types import Coefficients, DocumentScore, RowStatistics, StepPlan, StepTotals
@@ -86,6 +87,8 @@ class StepRunner:
         for passes in runs:
             passes.settle()
         metrics = _counts(plan)
+        if self.metrics_level in MEASURED:
+            metrics |= measure_groups(plan.documents)
         for part, _ in parts:
             metrics = merge(metrics, part)
         scores = {index: score for _, part in parts for index, score in part.items()}

@@ -1,5 +1,6 @@
 """The case that every layout of `verify` computes: the user's model and rollouts, reduced or whole, as files."""
 
+import copy
 import json
 import math
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from truestep.verify.oracle.records import Record
 from truestep.verify.reduced import record_of, redraw_logprobs, reduce_model, reduce_record, with_difference
 
 STEPS = 2
+HALF = "half_precision.jsonl"  # the rollouts of layouts in half precision
 _MOST_TOKENS = 40  # a reduced document has no more
 
 
@@ -42,6 +44,8 @@ class Case:
     records: list[Record]
     budget: int
     reference: Path | None = None  # the model that the policy is held near to, where the loss has one
+    # Those of layouts in half precision, whose rounding decides nothing either; None: the same as of the others.
+    half_records: list[Record] | None = None
 
     def steps(self, records: Sequence[Record]) -> list[list[Record]]:
         """Cut records into the batches of the steps; a batch comes once for each update on it."""
@@ -65,8 +69,14 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
     records = _invented(documents, seed, over_step) if config.data.path is None else _of_user(config, documents)
     if not full:
         records = [reduce_record(record, _MOST_TOKENS) for record in records]
+    half = None
     if not config.loss.supervised and not full:
-        redraw_logprobs(model, records, make_objective(config), seed, config.model.trust_remote_code)
+        objective, remote = make_objective(config), config.model.trust_remote_code
+        if config.model.dtype == "bfloat16":
+            half = copy.deepcopy(records)
+            redraw_logprobs(model, half, objective, seed, remote, half_precision=True)
+            write_json_lines(scratch / HALF, half)
+        redraw_logprobs(model, records, objective, seed, remote)
     reference, loss = _reference(config, model, scratch, full)
     longest = max(len(record["input_ids"]) for record in records)
     budget = config.data.tokens_per_microbatch if full else 3 * longest
@@ -93,7 +103,7 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
         "logging": {"console": False, "custom_metrics": config.logging.custom_metrics},
         "seed": seed,
     }
-    return Case(scratch, model, options, records, budget, reference)
+    return Case(scratch, model, options, records, budget, reference, half)
 
 
 def _reference(config: Config, model: Path, scratch: Path, full: bool) -> tuple[Path | None, dict[str, Any]]:

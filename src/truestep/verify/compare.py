@@ -79,10 +79,10 @@ class Comparer:
         for name in [*missing, *(() if self._custom_metrics else unknown)]:
             yield "metric", f"{name} ({'missing' if name in missing else 'the reference has none'})", math.inf
 
-    def total_gradient_error(self, output: Path) -> float:
-        """Compute the relative error of the first step's whole gradient."""
+    def total_gradient_error(self, output: Path, records: Sequence[Record]) -> float:
+        """Compute the relative error of the first step's whole gradient; the step is of these records."""
         weights, gradients = (load_file(output / "1" / f"{name}.safetensors") for name in ("weights", "gradients"))
-        oracle = self._reference(weights, self._case.steps(self._case.records)[0], 0)
+        oracle = self._reference(weights, records, 0)
         squares = sum(float((gradients[n].double() - g).square().sum()) for n, g in oracle.gradients.items())
         return math.sqrt(squares) / max(oracle.grad_norm, 1e-30)
 
@@ -96,7 +96,8 @@ class Comparer:
         """Compute a step of these weights. `before`: those of the first update on the same documents, if it was not
         this one."""
         recomputes = self._loss.get("old_logprobs") == "recompute"
-        digest = hashlib.sha256(f"{seen} {[record['id'] for record in records]}".encode())
+        named = [(record["id"], record.get("logprobs")) for record in records]  # half precision has other log-probs
+        digest = hashlib.sha256(f"{seen} {named}".encode())
         for tensors in (weights, *((before,) if before is not None and recomputes else ())):
             for name in sorted(tensors):
                 digest.update(tensors[name].numpy().tobytes())

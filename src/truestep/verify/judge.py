@@ -18,7 +18,7 @@ from truestep.config.schema import Config
 from truestep.ranks.axes import RankError
 from truestep.ranks.group import world_size
 from truestep.ranks.launch import run_ranks
-from truestep.verify.case import Case, VerifyError, in_parts, make_case, permits
+from truestep.verify.case import HALF, Case, VerifyError, in_parts, make_case, permits
 from truestep.verify.compare import Comparer, Difference
 from truestep.verify.custom import CustomOracle
 from truestep.verify.layouts import Layout, in_half_precision, layouts_for
@@ -144,6 +144,9 @@ class _Judge:
         options = _merge(case.options, layout.options)
         options["checkpoint"] = case.options["checkpoint"] | {"directory": str(folder / "run")}
         records = case.records
+        if layout.half and case.half_records is not None:
+            records = case.half_records
+            options["data"] = options["data"] | {"path": str(case.directory / HALF)}
         if layout.parts:
             records = in_parts(layout, case, folder)
             options["data"] = options["data"] | {"path": str(folder / "part-{rank}.jsonl")}
@@ -161,7 +164,7 @@ class _Judge:
             yield from self.comparer.differences(task.output, self.case.steps(records))
             return
         # In half precision a layout's error against float64 may be 1.5 times the one process's, which came first.
-        error = self.comparer.total_gradient_error(task.output)
+        error = self.comparer.total_gradient_error(task.output, self.case.steps(records)[0])
         if self.half_precision_error is None:
             self.half_precision_error = error
         ratio = error / max(self.half_precision_error, 1e-30)

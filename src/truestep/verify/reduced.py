@@ -6,6 +6,7 @@ their token ids are taken modulo the small vocabulary. A random model's log-prob
 one's, so the sampler's are made anew around them, with ratios on both sides of both clip bounds.
 """
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,6 +42,10 @@ _SIZES: dict[str, int] = {
 _SPREADS = (0.25, 0.5, 1.0, 2.0, 4.0)  # standard deviations of log-ratios: the first that reaches beyond every bound
 _ON_EACH_SIDE = 2  # labels, of each bound
 _ATTEMPTS = 10_000
+# A document's mean log-ratio is off by about a hundredth in bfloat16, which is far more than the width of some clips.
+# The first of these distances at which documents can be drawn is theirs from every bound on whole documents.
+_CLEARANCES = (0.2, 0.1, 0.05)
+_FEW_ATTEMPTS = 100
 
 
 def reduce_model(source: Path, directory: Path, seed: int, trust_remote_code: bool) -> Path:
@@ -124,17 +129,23 @@ def reduce_record(record: Record, most: int) -> Record:
 
 
 def redraw_logprobs(
-    model: Path, records: Sequence[Record], objective: Objective, seed: int, trust_remote_code: bool
+    model: Path,
+    records: Sequence[Record],
+    objective: Objective,
+    seed: int,
+    trust_remote_code: bool,
+    *,
+    half_precision: bool = False,
 ) -> None:
     """Draw the records' log-probs anew, in place: on both sides of every bound of the objective, and never so near one
-    that float32 would decide on which side."""
+    that float32 would decide on which side; with `half_precision`, nor that bfloat16 would for a whole document."""
     new = oracle_logprobs(Reference(model, None, trust_remote_code), list(records))
     documents = [read_document(record, 1.0) for record in records]
     for spread in _SPREADS:
         draw = random.Random(seed)
         sides: dict[int, list[int]] = {}  # of each bound of labels: how many of them are below and above
         for number, (document, values) in enumerate(zip(documents, new, strict=True)):
-            document.old_logprobs = _draw_old(document, values, objective, number, spread, draw)
+            document.old_logprobs = _draw_old(document, values, objective, number, spread, draw, half_precision)
             for place, (found, bound) in enumerate(_switches(objective, document, values)):
                 counts = sides.setdefault(place, [0, 0])
                 counts[0] += int((found < bound).sum())
@@ -147,7 +158,13 @@ def redraw_logprobs(
 
 
 def _draw_old(
-    document: Document, new: Sequence[float], objective: Objective, number: int, spread: float, draw: random.Random
+    document: Document,
+    new: Sequence[float],
+    objective: Objective,
+    number: int,
+    spread: float,
+    draw: random.Random,
+    half_precision: bool,
 ) -> list[float]:
     """Draw the sampler's log-probs of a document. Its mean log-ratio is moved to one side of a bound on the document;
     around that, every label has noise of its own."""
@@ -156,23 +173,38 @@ def _draw_old(
     at_rest, moved = (_switches(objective, replace(document, old_logprobs=[v - by for v in new]), new) for by in (0, 1))
     # A value of the document is the same at all of its labels, and follows the mean log-ratio.
     slopes = [(bound, float(after[0] - before[0])) for (before, bound), (after, _) in zip(at_rest, moved, strict=True)]
-    of_document = [
-        (bound, slope)
-        for (bound, slope), (values, _) in zip(slopes, _noisy(objective, document, new), strict=True)
-        if len(new) > 1 and bool((values == values[0]).all())
+    alone = half_precision and objective.whole_documents  # one label is a whole document too
+    whole = [
+        (len(new) > 1 or alone) and bool((values == values[0]).all()) for values, _ in _noisy(objective, document, new)
     ]
-    for _ in range(_ATTEMPTS):
+    of_document = [each for each, same in zip(slopes, whole, strict=True) if same]
+    clearances = [
+        *(
+            (clearance for clearance in _CLEARANCES for _ in range(_FEW_ATTEMPTS))
+            if half_precision and of_document
+            else ()
+        ),
+        *(0.0 for _ in range(_ATTEMPTS)),
+    ]
+    for clearance in clearances:
         target = 0.0
         if of_document:
             # Beyond each bound and within it by turns; two documents in a row are not on the same side.
             bound, slope = of_document[number // 2 % len(of_document)]
-            target = (0.4 if number % 2 else 1.8) * bound / slope
+            value = (0.4 if number % 2 else 1.8) * bound
+            if abs(value - bound) <= clearance:  # nothing is so far within a narrow clip: beyond it, on either side
+                value = bound + math.copysign(1.5 * clearance, bound)
+            target = value / slope
         size = spread if len(of_document) < len(slopes) or not slopes else 0.1
         noise = [draw.gauss(0.0, size) for _ in new]
         mean = sum(noise) / len(noise) if of_document else 0.0
         old = [min(value - target - shift + mean, 0.0) for value, shift in zip(new, noise, strict=True)]
         found = _switches(objective, replace(document, old_logprobs=old), new)
-        if all(bool(((values - bound).abs() > 1e-2 * abs(bound) + 1e-5).all()) for values, bound in found):
+        clear = [
+            bool(((values - bound).abs() > max(1e-2 * abs(bound) + 1e-5, clearance if same else 0.0)).all())
+            for (values, bound), same in zip(found, whole, strict=True)
+        ]
+        if all(clear):
             return old
     raise AssertionError(f"no log-probs of {document.id} are clear of every bound of the loss")
 

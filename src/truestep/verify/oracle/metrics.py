@@ -75,10 +75,40 @@ def step_metrics(
     known = [[float(document.truncated)] for document in documents if document.truncated is not None]
     metrics.update(document_mean("truncated_fraction", known))
 
+    empty = [[float(not any(values))] for values in advantages]
+    metrics.update(document_mean("zero_advantage_fraction", empty))
+    metrics.update(group_metrics(documents))
     metrics.update(ratio_metrics(ratios, loss_config))
     metrics.update(share_metrics(documents, values, loss_config))
     metrics.update(distance_metrics(documents, values, loss_config))
     return metrics
+
+
+def group_metrics(documents: list[Document]) -> dict[str, Metric]:
+    """Compute how far the members of a group differ. A group is what two or more documents of the step name."""
+    names = {document.group_id for document in documents if document.group_id is not None}
+    groups = [[document for document in documents if document.group_id == name] for name in sorted(names)]
+    without, distinct, spreads = [], [], []
+    for members in groups:
+        if len(members) < 2:
+            continue
+        given = [member.advantages for member in members if member.advantages is not None]
+        if given:
+            without.append([float(all(value == 0 for values in given for value in values))])
+        different: list[list[int]] = []
+        for member in members:
+            if member.input_ids not in different:
+                different.append(member.input_ids)
+        distinct.append([len(different) / len(members)])
+        rewards = [member.reward for member in members if member.reward is not None]
+        if len(rewards) > 1:
+            mean = sum(rewards) / len(rewards)
+            spreads.append([math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))])
+    return {
+        **document_mean("zero_advantage_groups", without),
+        **document_mean("distinct_completions", distinct),
+        **document_mean("group_reward_spread", spreads),
+    }
 
 
 def distance_metrics(

@@ -23,6 +23,7 @@ class Document:
     truncated: bool | None = None
     rewards: dict[str, float] = field(default_factory=dict)
     sampler_logprobs: list[float] | None = None  # where old_logprobs are the trainer's own
+    group_id: str | None = None
 
 
 def read_documents(records: list[Record], data_config: dict[str, Any]) -> list[Document]:
@@ -74,6 +75,7 @@ def read_document(record: Record, default_temperature: float) -> Document:
         reward=record.get("reward"),
         reference_logprobs=on_labels(record.get("reference_logprobs"), positions, len(input_ids)),
         truncated=record.get("truncated"),
+        group_id=record.get("group_id"),
         rewards={name: value for name, value in (record.get("rewards") or {}).items() if value is not None},
     )
 

@@ -1,0 +1,56 @@
+"""The loss and the advantages that docs/objectives.md shows, copied into an empty directory as they are."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from small_runs import merged, quiet_trainer, read_lines, sampled_config, sort_prompts, word_model, write_lines
+from truestep.config.schema import Config
+from truestep.losses.labels import Labels
+from truestep.verify.judge import verify
+from truestep.verify.report import complaints
+
+PAGE = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text(encoding="utf-8")
+SECTION = PAGE.split("## Your own loss, your own advantages")[1].split("\n## ")[0]
+
+
+def block(language: str) -> str:
+    (found,) = re.findall(rf"```{language}\n(.*?)```", SECTION, flags=re.DOTALL)
+    return found
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    (tmp_path / "my_objective.py").write_text(block("python"), encoding="utf-8")
+    prompts = write_lines(tmp_path / "prompts.jsonl", sort_prompts(8))
+    base = sampled_config(word_model(tmp_path / "model"), prompts, tmp_path / "run").model_dump()
+    yield Config.model_validate(merged(base | {"loss": {}}, yaml.safe_load(block("yaml"))))
+    sys.modules.pop("my_objective", None)
+
+
+def test_it_trains(config: Config) -> None:
+    trainer = quiet_trainer(config)
+    trainer.run()
+    lines = read_lines(Path(config.checkpoint.directory or "") / "metrics.jsonl")
+    assert len(lines) == 3 and any(line["grad_norm"] > 0 for line in lines)
+
+
+def test_it_passes_verify(config: Config) -> None:
+    names = ("one process", "head: 1 row a chunk", "FSDP 2")
+    verdicts = verify(config, Path("out"), most_ranks=2, only=lambda layout: layout.name in names)
+    assert len(verdicts) == 3 and all(v.passed for v in verdicts), [list(complaints(v)) for v in verdicts]
+
+
+def test_what_it_says_of_labels_is_there() -> None:
+    rows = [line.split("|")[1] for line in SECTION.splitlines() if line.startswith("| `")][1:]
+    names = {name for row in rows for name in re.findall(r"`(\w+)", row)}
+    fields = set(Labels.__dataclass_fields__) | set(dir(Labels))
+    assert len(names) > 12 and names <= fields, names - fields
