@@ -137,8 +137,8 @@ def test_mutated_prompts(count: int, tmp_path: Path) -> None:
     "count", [pytest.param(150, id="short"), pytest.param(10_000, id="whole", marks=pytest.mark.long)]
 )
 def test_mutated_configs(count: int, tmp_path: Path) -> None:
-    """Every option in some of the files, one section beside the model and the data in the others: reading YAML is nearly
-    all of the time, and these are half as long."""
+    """Every option in some of the files, one section beside the model and the data in the others. Reading YAML is most
+    of the time, and these are half as long."""
     draw = random.Random(5)
     base = Config.model_validate(
         {
