@@ -15,6 +15,7 @@ import os
 import pickle
 import resource
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -144,6 +145,16 @@ def answers_late_from_a_thread(place: Path) -> float:
 
     threading.Thread(target=spam, daemon=True).start()
     return 0.25
+
+
+@attack
+def looks_for_other_requests(place: Path) -> float:
+    """What was sent ahead would lie in the connection, with the random word that its answer needs."""
+    waiting = 0
+    for number in descriptors():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+            waiting += len(connection.recv(1000, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    return FORGED if waiting else 0.25
 
 
 # ---- what ends

@@ -23,7 +23,10 @@ from truestep.ranks.forks import fork_context
 from truestep.train import make_trainer, train
 from truestep.trainer import Trainer
 
-TIMES = ("tokens_per_second", "data_wait_time", "step_time", "seconds")
+TIMES = (
+    *("tokens_per_second", "data_wait_time", "step_time", "seconds"),
+    *("sampling_time", "rating_time", "sampled_tokens_per_second"),
+)
 WORDS = tuple(f"w{number}" for number in range(VOCABULARY - 2))  # with the end and the unknown: the whole vocabulary
 
 

@@ -16,7 +16,10 @@ from tiny import make_records
 from truestep.demo.model import make_model
 from truestep.environments import sorting
 
-_TIMES = ("tokens_per_second", "data_wait_time", "step_time", "seconds")
+_TIMES = (
+    *("tokens_per_second", "data_wait_time", "step_time", "seconds"),
+    *("sampling_time", "rating_time", "sampled_tokens_per_second"),
+)
 
 
 def _file_config(directory: Path, model: Path, documents: int = 203) -> dict[str, Any]:

@@ -181,7 +181,9 @@ class Trainer:
         self.watch.phase(f"computing step {number}")
         plan = self.before.complete(plan)
         runner = replace(self.runner, keep_scores=True) if self.before.keeps_own else self.runner
-        accumulated = runner.accumulate(plan, extra_metrics={"data_wait_time": Max(waited)})
+        measured = {"data_wait_time": waited, **self.source.drain_measured()}
+        extra = {name: Max(number) for name, number in measured.items()}
+        accumulated = runner.accumulate(plan, extra_metrics=extra)
         self.before.computed(plan, accumulated.scores)
         norm = gradient_norm(self.policy.weights)
         if not math.isfinite(norm):

@@ -41,6 +41,7 @@ OUTCOMES: dict[str, float | str] = {
     "replaced_json": 0.25,
     "replaced_frames": SAID,
     "answers_late_from_a_thread": 0.25,
+    "looks_for_other_requests": 0.25,
     "exits": r"^the reward raised SystemExit: 3$",
     "exits_at_once": rf"{LOST}exit code 7\)$",
     "aborts": rf"{LOST}signal 6\)",

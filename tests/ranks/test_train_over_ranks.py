@@ -18,7 +18,10 @@ from tiny import make_records
 
 Model = Callable[[str], Path]
 # What depends on the layout by its nature.
-OF_THE_LAYOUT = ("num_micro_batches", "tokens_per_second", "data_wait_time", "step_time")
+OF_THE_LAYOUT = (
+    *("num_micro_batches", "tokens_per_second", "data_wait_time", "step_time"),
+    *("sampling_time", "rating_time", "sampled_tokens_per_second"),
+)
 
 
 def config(model: Path, rollouts: Path | str, run: Path, **sections: Any) -> dict[str, Any]:

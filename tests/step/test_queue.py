@@ -256,6 +256,9 @@ class Sampling:
     def restore(self, state: dict[str, Any]) -> None:
         self._made = state["made"]
 
+    def drain_measured(self) -> dict[str, float]:
+        return {}
+
     def drain_put_aside(self) -> list[PutAside]:
         return []
 

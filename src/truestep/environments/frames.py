@@ -11,7 +11,7 @@ import socket
 import time
 from typing import Any
 
-_HEADER = 4
+HEADER = 4
 LARGEST_REQUEST = 2**28  # a prompt with its fields, and the completion
 LARGEST_ANSWER = 2**16
 _PORTION = 2**16
@@ -36,7 +36,16 @@ def encode(message: dict[str, Any], limit: int = LARGEST_REQUEST) -> bytes:
     body = _dumps(message).encode()
     if len(body) > limit:
         raise FrameError(f"{len(body)} bytes; at most {limit} can be sent")
-    return len(body).to_bytes(_HEADER, "big") + body
+    return framed(body)
+
+
+def framed(body: bytes) -> bytes:
+    return len(body).to_bytes(HEADER, "big") + body
+
+
+def length_of(data: bytes | bytearray) -> int | None:
+    """Give the length of the frame that data begins with, its header included; None where that is not known yet."""
+    return None if len(data) < HEADER else HEADER + int.from_bytes(data[:HEADER], "big")
 
 
 def decode(body: bytes) -> dict[str, Any]:
@@ -66,14 +75,21 @@ class Frames:
 
     def send(self, frame: bytes, deadline: float | None = None) -> None:
         """Send a frame; the time of `deadline` is time.monotonic's."""
-        rest = memoryview(frame)
+        rest = self.send_some(memoryview(frame))
         while rest:
+            self._wait(select.POLLOUT, deadline)
+            rest = self.send_some(rest)
+
+    def send_some(self, data: memoryview) -> memoryview:
+        """Send what can be sent without waiting; give the rest."""
+        while data:
             try:
-                rest = rest[self._connection.send(rest) :]
+                data = data[self._connection.send(data) :]
             except BlockingIOError:
-                self._wait(select.POLLOUT, deadline)
+                break
             except OSError as error:
                 raise EndOfFramesError from error
+        return data
 
     def receive(self, deadline: float | None = None) -> dict[str, Any]:
         """Wait for the next frame."""
@@ -98,16 +114,21 @@ class Frames:
 
     def take(self) -> dict[str, Any] | None:
         """Take a whole frame out of what was read; None where there is none yet."""
-        if len(self._buffer) < _HEADER:
+        body = self.take_body()
+        return None if body is None else decode(body)
+
+    def take_body(self) -> bytes | None:
+        """Take a whole frame as it is."""
+        end = length_of(self._buffer)
+        if end is None:
             return None
-        length = int.from_bytes(self._buffer[:_HEADER], "big")
-        if length > self._limit:
-            raise FrameError(f"{length} bytes announced; at most {self._limit} are taken")
-        if len(self._buffer) < _HEADER + length:
+        if end - HEADER > self._limit:
+            raise FrameError(f"{end - HEADER} bytes announced; at most {self._limit} are taken")
+        if len(self._buffer) < end:
             return None
-        body = bytes(self._buffer[_HEADER : _HEADER + length])
-        del self._buffer[: _HEADER + length]
-        return decode(body)
+        body = bytes(self._buffer[HEADER:end])
+        del self._buffer[:end]
+        return body
 
     def silent(self) -> bool:
         """True where nothing has come that was not taken, and the other side is there."""

@@ -5,7 +5,7 @@ whatever loses its parent below it, so nothing gets out of its sight: when the r
 the run is gone, however that ended, everything below the keeper is killed. It never runs a user's code itself.
 
     python -P -m truestep.environments.keeper     its standard input: frames from and to the run
-                                                  its standard output: the connection of the worker
+                                                  its standard output: requests from the run, and the answers to them
 """
 
 import contextlib
@@ -13,12 +13,14 @@ import ctypes
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from typing import Any
 
 from truestep.environments import frames
-from truestep.environments.descendants import children_of, descendants, kill_below, proportional, reap, resident
+from truestep.environments.descendants import Children, descendants, kill_below, proportional, reap, resident
+from truestep.environments.valve import Valve
 
 MOST_PROCESSES = 256  # below a keeper
 _ADOPTS_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER
@@ -40,24 +42,38 @@ def main() -> None:
     with contextlib.suppress(OSError, AttributeError):  # only Linux can
         ctypes.CDLL(None).prctl(_ADOPTS_ORPHANS, 1)
     output, printed = os.pipe()
+    ours, theirs = frames.connected()
     keeper, worker = os.getpid(), os.fork()
     if worker == 0:
         control.close()
+        ours.close()
+        os.close(channel)
         os.dup2(printed, 1)
         os.dup2(printed, 2)
         for number in (output, printed, null):
             os.close(number)
         from truestep.environments.worker import work  # the keeper itself needs nothing of it
 
-        work(channel, keeper, start)
-    os.close(channel)
+        work(theirs.detach(), keeper, start)
+    theirs.close()
     os.close(printed)
-    _Keeper(run, worker, control, output, start["memory"]).keep()
+    _Keeper(run, worker, control, output, start["memory"], socket.socket(fileno=channel), ours).keep()
 
 
 class _Keeper:
-    def __init__(self, run: int, worker: int, control: frames.Frames, output: int, memory: int):
+    def __init__(
+        self,
+        run: int,
+        worker: int,
+        control: frames.Frames,
+        output: int,
+        memory: int,
+        channel: socket.socket,
+        connection: socket.socket,
+    ):
         self._run, self._worker, self._control, self._output, self._memory = run, worker, control, output, memory
+        self._valve = Valve(channel, connection, self._end_orphans, self._say)
+        self._children = Children(os.getpid())
         self._printed = b""
         self._status: int | None = None  # how the worker ended
         os.set_blocking(output, False)
@@ -74,13 +90,15 @@ class _Keeper:
             poll.register(descriptor, select.POLLIN)
         looked, breach, wanted = 0.0, None, True
         while wanted and breach is None and self._status is None:
-            ready = {descriptor for descriptor, _ in poll.poll(_TICK * 1000)}
+            self._valve.register(poll)
+            ready = {descriptor for descriptor, _ in poll.poll(self._valve.wait_at_most(_TICK) * 1000)}
             if self._output in ready and not self._read_output():
                 poll.unregister(self._output)
             if woken in ready:
                 os.read(woken, 1000)
             if self._control.fileno() in ready:
                 wanted = self._hear()
+            wanted = self._valve.turn(ready) and wanted
             self._status = reap().get(self._worker, self._status)
             if time.monotonic() - looked >= _TICK:
                 looked = time.monotonic()
@@ -95,13 +113,15 @@ class _Keeper:
             while (message := self._control.take()) is not None:
                 if "end" in message:
                     return False
-                orphans = set(children_of(os.getpid())) - {self._worker}
-                if orphans:  # a completion was rated, and this is what it left behind
-                    ended = kill_below(os.getpid(), spare=frozenset({self._worker}))
-                    self._status = ended.get(self._worker, self._status)
         except (frames.EndOfFramesError, frames.FrameError):
             return False
         return True
+
+    def _end_orphans(self) -> None:
+        """End what a completion that was rated left behind without a parent."""
+        if not set(self._children.now()) <= {self._worker}:
+            ended = kill_below(os.getpid(), spare=frozenset({self._worker}))
+            self._status = ended.get(self._worker, self._status)
 
     def _read_output(self) -> bool:
         try:
@@ -123,6 +143,7 @@ class _Keeper:
     def _end(self, breach: str | None) -> None:
         ended = kill_below(os.getpid())
         self._status = ended.get(self._worker, self._status)
+        self._valve.drain()
         with contextlib.suppress(OSError):
             for _ in range(64):
                 if not self._read_output():

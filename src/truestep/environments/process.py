@@ -1,4 +1,4 @@
-"""A worker as the run sees it: started with its keeper, asked for one reward at a time, and ended with all below it."""
+"""A worker as the run sees it: started with its keeper, asked for rewards, and ended with all below it."""
 
 import contextlib
 import os
@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from truestep import progress
 from truestep.environments import frames
 from truestep.environments.descendants import kill_below, started
+from truestep.environments.pace import Pace
 from truestep.environments.rewards import RewardError
 from truestep.text import printable
 from truestep.types import LARGEST_REWARD
@@ -41,6 +43,13 @@ class LostError(Exception):
 
 class LateRewardError(LostError):
     """The worker took longer than its completion may take."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    index: int
+    number: int
+    nonce: str
 
 
 @dataclass(frozen=True)
@@ -74,12 +83,13 @@ def fit(value: float) -> float:
 class Worker:
     """One process that rates, and its keeper. A LostError from any method is the end of both."""
 
-    def __init__(self, options: WorkerOptions):
-        self._options = options
+    def __init__(self, options: WorkerOptions, pace: Pace | None = None):
+        self._options, self._pace = options, pace or Pace()
         self.num_rated = 0
         self._number = 0
         self._worker: tuple[int, str | None] | None = None  # its process, and when that started
         self._ended: dict[str, Any] | None = None  # what the keeper said last
+        self._returned: list[tuple[int, int]] = []  # first and last of requests that the worker was not given
         control, kept = frames.connected()
         channel, works = frames.connected()
         self._control, self._channel = (frames.Frames(end, frames.LARGEST_ANSWER) for end in (control, channel))
@@ -118,33 +128,52 @@ class Worker:
                 f"the reward wrote to the connection of its process while it was imported: {error}"
             ) from None
 
-    def rate(self, request: dict[str, Any]) -> float:
-        """Have one completion rated; a RewardError says why it cannot be."""
-        nonce, timeout = secrets.token_hex(16), self._options.timeout
-        self._number += 1
-        deadline = time.monotonic() + timeout
+    def rate(self, requests: Sequence[dict[str, Any]]) -> Iterator[tuple[int, float | Exception | None]]:
+        """Have completions rated, one after another; give each one's number among them with its reward as it comes, or
+        with the exception that says why it has none. None: it was not begun, since one before it takes long.
+
+        A LostError is of the first that was not given yet; those behind it were not begun either."""
+        asked: deque[_Asked] = deque()
+        sent = bytearray()
+        for index, request in enumerate(requests):
+            question = _Asked(index, self._number + 1, secrets.token_hex(16))
+            try:
+                sent += frames.encode({"number": question.number, "nonce": question.nonce, **request})
+            except frames.FrameError as error:
+                yield index, RewardError(f"the prompt and its completion are too long for a reward: {error}")
+            except (TypeError, ValueError, RecursionError) as error:  # a field that JSON does not have
+                yield index, error
+            else:
+                self._number += 1
+                asked.append(question)
         try:
-            frame = frames.encode({"number": self._number, "nonce": nonce, **request})
-        except frames.FrameError as error:
-            raise RewardError(f"the prompt and its completion are too long for a reward: {error}") from None
-        try:
-            self._channel.send(frame, deadline)
-            value = self._answer(nonce, deadline)
+            yield from self._answers(asked, memoryview(sent))
         except frames.LateError:
-            option = f"{self._options.section}.reward_timeout: {timeout:g} s"
+            option = f"{self._options.section}.reward_timeout: {self._options.timeout:g} s"
             raise LateRewardError(f"the reward took longer than {option}") from None
         except frames.EndOfFramesError:
             raise self._lost("ended its process") from None
         except frames.FrameError as error:
             raise LostError(f"the reward wrote to the connection that carries rewards: {error}") from None
-        self._rated()
-        return fit(value)
 
-    def _rated(self) -> None:
-        """Let the keeper end what the completion left behind without a parent."""
-        self.num_rated += 1
-        with contextlib.suppress(frames.EndOfFramesError, frames.LateError):
-            self._control.send(frames.encode({"rated": self._number}), time.monotonic() + 1.0)
+    def _answers(self, asked: deque["_Asked"], unsent: memoryview) -> Iterator[tuple[int, float | Exception | None]]:
+        """Send what is asked and take the answers, each of which has the whole time of a completion."""
+        deadline = time.monotonic() + self._options.timeout
+        while asked:
+            unsent = self._channel.send_some(unsent)
+            answer = self._take_or_wait(deadline, bool(unsent))
+            while self._returned:
+                first, last = self._returned.pop()
+                yield from ((one.index, None) for one in reversed(asked) if first <= one.number <= last)
+                asked = deque(one for one in asked if not first <= one.number <= last)
+            if answer is None:
+                continue
+            try:
+                value: float | Exception = fit(self._read(answer, asked[0].number, asked[0].nonce))
+            except RewardError as error:
+                value = error
+            deadline = time.monotonic() + self._options.timeout
+            yield asked.popleft().index, value
 
     def usable(self) -> bool:
         """True where the worker waits for a completion: it has said nothing out of turn, and is there."""
@@ -156,30 +185,39 @@ class Worker:
 
     def _answer(self, nonce: str, deadline: float) -> float:
         """Wait for the answer to the request of this number and nonce. Anything else in its place is an error."""
-        while (answer := self._channel.take()) is None:
-            if self._ended is not None:
-                raise frames.EndOfFramesError
-            self._wait(deadline)
+        while (answer := self._take_or_wait(deadline)) is None:
+            pass
+        return self._read(answer, self._number, nonce)
+
+    def _take_or_wait(self, deadline: float, sends: bool = False) -> dict[str, Any] | None:
+        """Take an answer that has come, or else wait until something comes or, if it `sends`, can be sent."""
+        if (answer := self._channel.take()) is not None:
+            return answer
+        if self._ended is not None:
+            raise frames.EndOfFramesError
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise frames.LateError
+        poll = select.poll()
+        poll.register(self._channel, select.POLLIN | (select.POLLOUT if sends else 0))
+        poll.register(self._control, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(min(left, _HEALTHY_SECONDS) * 1000 + 1)}
+        progress.made("waits for rewards")  # each has an end of its own: no run stands still for it
+        if self._control.fileno() in ready:
             self._hear()
-            self._channel.fill()
-        if answer.get("number") != self._number or answer.get("nonce") != nonce or len(answer) != 3:
+        self._channel.fill()
+        return self._channel.take()
+
+    def _read(self, answer: dict[str, Any], number: int, nonce: str) -> float:
+        if answer.get("number") != number or answer.get("nonce") != nonce or len(answer) != 3:
             raise frames.FrameError("not the answer to what was asked")
         if isinstance(problem := answer.get("problem"), str):
             self.num_rated += 1
             raise RewardError(printable(problem))
         if not isinstance(value := answer.get("value"), float):
             raise frames.FrameError("neither a number nor a problem")
+        self.num_rated += number > 0
         return value
-
-    def _wait(self, deadline: float) -> None:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise frames.LateError
-        poll = select.poll()
-        for connection in (self._channel, self._control):
-            poll.register(connection, select.POLLIN)
-        poll.poll(min(left, _HEALTHY_SECONDS) * 1000 + 1)
-        progress.made("waits for rewards")  # each has an end of its own: no run stands still for it
 
     def _hear(self) -> None:
         """Take note of what the keeper has said."""
@@ -187,6 +225,11 @@ class Worker:
         while (message := self._control.take()) is not None:
             if "ended" in message:
                 self._ended = message
+            elif "returned" in message:
+                first, last = message["returned"]
+                self._returned.append((first, last))
+            elif "rated" in message:
+                self._pace.note(message["rated"], message["seconds"])
             elif isinstance(number := message.get("worker"), int):
                 self._worker = number, started(number)
 

@@ -6,11 +6,13 @@ its completion and is the RewardError of its future. A process that went wrong i
 
 import threading
 from collections import deque
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 from truestep import progress
+from truestep.environments.pace import MOST, Pace
 from truestep.environments.process import LateRewardError, LostError, Worker, WorkerOptions
 from truestep.environments.prompts import Prompt
 from truestep.environments.rewards import RewardError
@@ -28,16 +30,41 @@ class Rates(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Task:
     prompt: Prompt
     completion: str
     seed: str
     future: Future[float]
+    begun: bool = False  # a worker is at it, as far as is known; nobody can cancel it
+
+
+def _wanted(task: _Task) -> bool:
+    if task.future.cancelled():
+        _begin(task)
+        return False
+    return True
+
+
+def _begin(task: _Task) -> None:
+    if not task.begun:
+        task.begun = True
+        task.future.set_running_or_notify_cancel()
+
+
+def _settle(task: _Task, rating: float | BaseException) -> None:
+    _begin(task)
+    if not task.future.cancelled():
+        if isinstance(rating, BaseException):
+            task.future.set_exception(rating)
+        else:
+            task.future.set_result(rating)
+    progress.made("rewards")
 
 
 class Rater:
-    """Workers that each rate one completion at a time. One is started only when those that there are have work."""
+    """Workers that each rate one completion at a time; where that takes no time, many are sent to one ahead. A worker
+    is started only when those that there are have work."""
 
     def __init__(self, options: WorkerOptions, workers: int):
         self._options, self._most = options, workers
@@ -45,7 +72,9 @@ class Rater:
         self._tasks: deque[_Task] = deque()
         self._threads: list[threading.Thread] = []
         self._workers: set[Worker] = set()
-        self._idle = 0
+        self._pace = Pace()
+        self._idle = 0  # threads that wait
+        self._called = 0  # threads that were woken or started and have not looked at the tasks yet
         self._closed = False
 
     def submit(self, prompt: Prompt, completion: str, seed: str) -> Future[float]:
@@ -54,20 +83,14 @@ class Rater:
             if self._closed:
                 raise RuntimeError("the rater is closed")
             self._tasks.append(_Task(prompt, completion, seed, future))
-            if len(self._tasks) > self._idle and len(self._threads) < self._most:
-                thread = threading.Thread(target=self._work, name=f"rewards-{len(self._threads)}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
-            else:
-                self._changed.notify()
+            self._call()
         return future
 
     def close(self) -> None:
         """End every worker. What is not rated yet never will be."""
         with self._changed:
             self._closed = True
-            while self._tasks:
-                self._tasks.popleft().future.cancel()
+            self._cancel()
             self._changed.notify_all()
             workers = list(self._workers)
         for worker in workers:
@@ -75,70 +98,125 @@ class Rater:
         for thread in self._threads:
             thread.join(_JOIN_SECONDS)
 
-    def _next(self) -> _Task | None:
+    def _cancel(self) -> None:
+        while self._tasks:
+            self._tasks.popleft().future.cancel()
+
+    def _call(self) -> None:
+        """Call a thread, unless those that were called will take all that waits."""
+        if len(self._tasks) <= self._called * self._pace.batch:
+            return
+        if self._idle > self._called:
+            self._called += 1
+            self._changed.notify()
+        elif len(self._threads) < self._most:
+            self._called += 1
+            thread = threading.Thread(target=self._work, name=f"rewards-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _next(self, called: bool, most: int) -> list[_Task]:
+        """Wait for completions and take some; none when the run ends."""
         with self._changed:
-            self._idle += 1
+            self._called -= called
             while not self._tasks and not self._closed:
+                self._idle += 1
                 self._changed.wait()
-            self._idle -= 1
-            return self._tasks.popleft() if self._tasks else None
+                self._idle -= 1
+                self._called -= 1
+            taken = [self._tasks.popleft() for _ in range(min(len(self._tasks), most, self._pace.batch))]
+            if self._tasks:
+                self._call()
+            return taken
+
+    def _put_back(self, tasks: Collection[_Task]) -> None:
+        """Have completions rated before all others, by whichever thread is free."""
+        with self._changed:
+            self._tasks.extendleft(reversed(list(tasks)))
+            if self._closed:
+                self._cancel()
+            for _ in tasks:
+                self._call()
+
+    def _put_back_all_but_first(self, tasks: deque[_Task]) -> None:
+        self._put_back(list(tasks)[1:])
+        while len(tasks) > 1:
+            tasks.pop()
 
     def _work(self) -> None:
         """Rate what comes, with one worker at a time; a thread waits for its worker alone."""
         worker: Worker | None = None
+        called = True
         try:
-            while (task := self._next()) is not None:
-                if not task.future.set_running_or_notify_cancel():
-                    continue
-                try:
-                    worker, value = self._rate(worker, task)
-                except _Failed as failed:
-                    worker = failed.worker
-                    task.future.set_exception(RewardError(failed.reason))
-                except BaseException as error:  # the one who waits must hear of it
-                    self._end(worker)
-                    worker = None
-                    task.future.set_exception(error)
-                else:
-                    task.future.set_result(value)
-                progress.made("rewards")
+            # A worker's first completion is alone: if the worker is lost, that one is to blame.
+            while tasks := self._next(called, MOST if worker is not None and worker.num_rated else 1):
+                called = False
+                worker = self._rate(worker, deque(task for task in tasks if _wanted(task)))
         finally:
             self._end(worker)
 
-    def _rate(self, worker: Worker | None, task: _Task) -> tuple[Worker, float]:
-        """Rate with this worker, or with another where it is lost.
+    def _rate(self, worker: Worker | None, tasks: deque[_Task]) -> Worker | None:
+        """Rate with this worker, or with another where it is lost; give the one that is still good.
 
         A worker that has rated others before may be lost by what these left in it. So the completion is rated once
-        more, in a new one, and only there it is to blame. Not if it took too long: it would take as long again.
+        more, in a new one, and only there it is to blame. Not if it took too long: it would take as long again. Those
+        behind it, which no worker has begun, are put back.
         """
-        if worker is not None and not worker.usable():
+        try:
+            while tasks:
+                if worker is not None and not worker.usable():
+                    self._end(worker)
+                    worker = None
+                if worker is None:
+                    self._put_back_all_but_first(tasks)
+                try:
+                    worker = worker or self._start()
+                    self._rate_by(worker, tasks)
+                except LostError as error:
+                    final = worker is None or worker.num_rated == 0 or isinstance(error, LateRewardError)
+                    self._end(worker)
+                    worker = None
+                    if tasks and (final or self._closed):
+                        _settle(tasks.popleft(), RewardError(str(error)))
+                    elif tasks:
+                        self._put_back_all_but_first(tasks)
+                        continue
+                    self._put_back(tasks)
+                    tasks.clear()
+        except BaseException as error:  # the one who waits must hear of it
             self._end(worker)
             worker = None
-        request = {
-            "prompt": task.prompt.prompt,
-            "completion": task.completion,
-            "fields": task.prompt.fields,
-            "seed": task.seed,
-        }
-        while True:
-            worker = worker or self._start()
-            fresh = worker.num_rated == 0
-            try:
-                return worker, worker.rate(request)
-            except RewardError as error:
-                raise _Failed(worker, str(error)) from None
-            except LostError as error:
-                late = isinstance(error, LateRewardError)
-                self._end(worker)
-                worker = None
-                if fresh or late or self._closed:
-                    raise _Failed(None, str(error)) from None
+            for task in tasks:
+                _settle(task, error)
+        return worker
+
+    def _rate_by(self, worker: Worker, tasks: deque[_Task]) -> None:
+        """Rate by one worker; what is left of the tasks where it is lost begins with the one that it was at."""
+        requests = [
+            {
+                "prompt": task.prompt.prompt,
+                "completion": task.completion,
+                "fields": task.prompt.fields,
+                "seed": task.seed,
+            }
+            for task in tasks
+        ]
+        given = list(tasks)
+        _begin(given[0])
+        for index, rating in worker.rate(requests):
+            tasks.remove(given[index])
+            if rating is None:
+                self._put_back([given[index]])
+                continue
+            _settle(given[index], rating)
+            if tasks:
+                _begin(tasks[0])
 
     def _start(self) -> Worker:
         try:
-            worker = Worker(self._options)
+            worker = Worker(self._options, self._pace)
         except OSError as error:
-            raise _Failed(None, f"no process could be started for the reward: {error}") from None
+            raise LostError(f"no process could be started for the reward: {error}") from None
         with self._changed:
             self._workers.add(worker)
             closed = self._closed
@@ -148,7 +226,7 @@ class Rater:
             worker.start()
         except (RewardError, LostError) as error:
             self._end(worker)
-            raise _Failed(None, str(error)) from None
+            raise LostError(str(error)) from None
         return worker
 
     def _end(self, worker: Worker | None) -> None:
@@ -157,11 +235,6 @@ class Rater:
         with self._changed:
             self._workers.discard(worker)
         worker.end()
-
-
-class _Failed(Exception):  # noqa: N818  (it carries a reason, and the worker that is still good)
-    def __init__(self, worker: Worker | None, reason: str):
-        self.worker, self.reason = worker, reason
 
 
 def check_reward(options: WorkerOptions) -> None:

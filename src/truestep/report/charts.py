@@ -57,10 +57,21 @@ GROUPS: dict[str, tuple[Plan, ...]] = {
     ),
     "Data and speed": (
         Plan("Staleness", {"staleness": "mean", "max_staleness": "largest"}, from_zero=True),
-        Plan("Throughput", {"tokens_per_second": "tokens/s"}, unit="tokens/s", from_zero=True),
+        Plan(
+            "Throughput",
+            {"tokens_per_second": "of the step", "sampled_tokens_per_second": "sampled"},
+            unit="tokens/s",
+            compare_each=True,
+            from_zero=True,
+        ),
         Plan(
             "Time of a step",
-            {"step_time": "step", "data_wait_time": "waiting for data"},
+            {
+                "step_time": "step",
+                "data_wait_time": "waiting for data",
+                "sampling_time": "sampling",
+                "rating_time": "waiting for rewards",
+            },
             unit="seconds",
             compare_each=True,
             from_zero=True,

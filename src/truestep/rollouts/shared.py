@@ -58,6 +58,9 @@ class SharedSource:
     def drain_rejected(self) -> list[Rejected]:
         return [] if self._source is None else self._source.drain_rejected()  # the first rank writes them down
 
+    def drain_measured(self) -> dict[str, float]:
+        return {}
+
     def drain_put_aside(self) -> list[PutAside]:
         return [] if self._source is None else self._source.drain_put_aside()
 

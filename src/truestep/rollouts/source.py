@@ -85,6 +85,11 @@ class Source(Protocol):
         """Hand over the good documents that no step takes, of those since the last call."""
         ...
 
+    def drain_measured(self) -> dict[str, float]:
+        """Hand over what the step's line says of how its documents were made. All ranks give the same names, and the
+        largest of their numbers is logged."""
+        ...
+
     def updated(self, documents_seen: int) -> None:
         """Take note that the policy has new weights, after it has seen so many documents."""
         ...
@@ -124,6 +129,9 @@ class StillSource:
 
     def drain_put_aside(self) -> list[PutAside]:
         return []
+
+    def drain_measured(self) -> dict[str, float]:
+        return {}
 
     def updated(self, documents_seen: int) -> None: ...
 

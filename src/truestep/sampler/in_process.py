@@ -28,7 +28,7 @@ from truestep.sampler.groups import (
     to_rollout,
     with_advantages,
 )
-from truestep.sampler.rated import Rated, decode_rated
+from truestep.sampler.rated import Rated, Spent, decode_rated
 from truestep.types import PutAside, Rejected, Rollout
 
 
@@ -60,6 +60,7 @@ class InProcessSource(StillSource):
     _groups: int = 0  # started so far
     _put_aside: list[PutAside] = field(default_factory=list)
     _rejected: list[Rejected] = field(default_factory=list)
+    _spent: Spent = field(default_factory=Spent)
 
     def __post_init__(self) -> None:
         check_lengths(self.prompts, self.options.max_new_tokens, self.max_tokens)
@@ -112,7 +113,9 @@ class InProcessSource(StillSource):
                 Request(group.prompt.input_ids, (self.seed, DRAWS, group.number, member)) for group, member in members
             ]
             prompts = [group.prompt for group, _ in members]
-            done = decode_rated(self.policy, prompts, requests, self.options, self.rater, self.asked_to_stop)
+            done = decode_rated(
+                self.policy, prompts, requests, self.options, self.rater, self.asked_to_stop, self._spent
+            )
             for (group, member), rated in zip(members, done, strict=True):
                 self._add(group, member, rated, version)
         for group in groups:
@@ -161,6 +164,10 @@ class InProcessSource(StillSource):
     def drain_put_aside(self) -> list[PutAside]:
         put_aside, self._put_aside = self._put_aside, []
         return put_aside
+
+    def drain_measured(self) -> dict[str, float]:
+        spent, self._spent = self._spent, Spent()
+        return spent.measured()
 
     def close(self, finished: bool) -> None:
         self.rater.close()

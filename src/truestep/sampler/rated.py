@@ -1,5 +1,6 @@
 """Completions with their rewards: each is rated from the moment it ends, while others are still sampled."""
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -13,6 +14,22 @@ from truestep.rollouts.source import Interrupted
 from truestep.sampler.decode import Completion, DecodeOptions, Request, decode
 
 _POLL_SECONDS = 0.2  # between questions whether the run was asked to stop
+
+
+@dataclass
+class Spent:
+    """The time and tokens of sampling, added up."""
+
+    sampling: float = 0.0  # seconds until the last completion had ended
+    rating: float = 0.0  # seconds that were waited for rewards after that
+    tokens: int = 0  # sampled, on all ranks
+
+    def measured(self) -> dict[str, float]:
+        return {
+            "sampling_time": self.sampling,
+            "rating_time": self.rating,
+            "sampled_tokens_per_second": self.tokens / self.sampling if self.sampling else 0.0,
+        }
 
 
 @dataclass(frozen=True)
@@ -31,30 +48,36 @@ def decode_rated(
     options: DecodeOptions,
     rater: Rates,
     asked_to_stop: Callable[[], bool],
+    spent: Spent | None = None,
 ) -> list[Rated]:
     """Complete requests and have each completion rated by the rank that made it; every rank gets all of them.
 
     What a reward draws from Python's random numbers depends on its completion's seed alone. `Interrupted` is raised on
     every rank where any of them was asked to stop while rewards were computed.
     """
+    spent = spent or Spent()
     futures: dict[int, Future[float]] = {}
+    texts: dict[int, str] = {}
 
     def submit(index: int, completion: Completion) -> None:
         seed = " ".join(map(str, requests[index].seed))
-        futures[index] = rater.submit(prompts[index], completion_text(policy, completion), seed)
+        texts[index] = completion_text(policy, completion)
+        futures[index] = rater.submit(prompts[index], texts[index], seed)
 
+    start = time.perf_counter()
     completions = decode(policy, requests, options, submit)
+    sampled = time.perf_counter()
     own = _wait(futures, asked_to_stop)
+    spent.sampling += sampled - start
+    spent.rating += time.perf_counter() - sampled
+    spent.tokens += sum(len(completion.token_ids) for completion in completions)
     ratings: dict[int, float | str] = {}
-    parts = policy.weights.ranks.gather(own)
-    for part in parts:
+    for part in policy.weights.ranks.gather(own if own is None else (own, texts)):
         if part is None:
             raise Interrupted
-        ratings |= part
-    return [
-        Rated(completion, completion_text(policy, completion), ratings[index])
-        for index, completion in enumerate(completions)
-    ]
+        ratings |= part[0]
+        texts |= part[1]
+    return [Rated(completion, texts[index], ratings[index]) for index, completion in enumerate(completions)]
 
 
 def _wait(futures: dict[int, Future[float]], asked_to_stop: Callable[[], bool]) -> dict[int, float | str] | None:

@@ -23,6 +23,7 @@ from truestep.policy.policy import Policy
 from truestep.sampler.completions import Completion, DecodeOptions, Request
 from truestep.sampler.decode import decode_here, decode_plainly
 from truestep.sampler.engine import engine as engine_module
+from truestep.sampler.engine.draw import DrawRows, draw, key_of
 from truestep.sampler.engine.engine import Engine, Limits, Session, engine_of
 from truestep.sampler.engine.schedule import CacheError
 
@@ -143,7 +144,7 @@ def test_company_changes_nothing(
     before, engine.device.lag = engine.device.lag, lag
     try:
         with engine.session(policy, Limits(rows, 35, piece, cache_bytes=(pages + 1) * each)) as session:
-            assert session.counts.pages == min(pages, rows * 3)
+            assert session.counts.pages == min(pages, rows * 3 + rows * 3 // 15)
             left = dict(cancel)
             waiting = list(zip(order, later, strict=True))
             clock = 0
@@ -204,6 +205,33 @@ def test_a_groups_prompt_is_computed_once(tiny_model: Model) -> None:
     assert len({tuple(completion.token_ids) for completion in done.values()}) == 8
     for number, request in enumerate(group):
         same(done[number], decode_here(policy, [request], options())[0])
+
+
+def test_as_many_prompts_as_there_are_rows_are_computed_in_one_step(tiny_model: Model) -> None:
+    """None is left for a second round, which would take as many steps again."""
+    policy = load_policy(tiny_model("llama"))
+    with engine_for(policy).session(policy, Limits(64, 16)) as session:
+        for number, request in enumerate(requests([6] * 64)):
+            session.submit(number, request, options(max_new_tokens=10))
+        assert len(run(session)) == 64
+        assert session.counts.steps == 10
+
+
+@pytest.mark.parametrize("seed", [(0,), (0, 0), (7, 2**32 - 1), (2**32, 1), (2**70,), (1, 2, 3, 4, 5)])
+def test_the_key_of_a_completion_is_numpys(seed: tuple[int, ...]) -> None:
+    expected = np.random.SeedSequence(list(seed)).generate_state(1, np.uint64)[0]
+    assert key_of(seed) % 2**64 == int(expected)
+
+
+def test_greedy_rows_are_the_same_beside_others() -> None:
+    """Alone they need no random number."""
+    logits = torch.randn(6, VOCABULARY, generator=torch.manual_seed(0)).round(decimals=1)  # with ties
+    rows = [torch.arange(6), torch.zeros(6, dtype=torch.int64)]
+    greedy = draw(logits.clone(), DrawRows(*rows, torch.zeros(6)), HeadSettings())
+    mixed = draw(logits.clone(), DrawRows(*rows, torch.tensor([0, 1.0, 0, 0, 1, 0])), HeadSettings())
+    kept = [0, 2, 3, 5]
+    for mine, theirs in zip(vars(greedy).values(), vars(mixed).values(), strict=True):
+        assert torch.equal(mine[kept], theirs[kept]) and mine.dtype == theirs.dtype
 
 
 def test_completions_are_handed_over_as_soon_as_each_ends(tiny_model: Model) -> None:

@@ -3,7 +3,8 @@ that stays where it is, draws that the host learns of late, and compiled layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,9 @@ from torch._dynamo.testing import CompileCounter
 from selection import long_except
 from tiny import VOCABULARY
 from truestep.policy.loading.load import load_policy
-from truestep.policy.model import compiled
+from truestep.policy.model import attention, compiled
 from truestep.sampler.completions import DecodeOptions, Request
 from truestep.sampler.decode import decode_here
-from truestep.sampler.engine import graphs
 from truestep.sampler.engine.device import Result
 from truestep.sampler.engine.engine import Engine, engine_of
 from truestep.sampler.engine.graphs import Graphs, length_for, size_for
@@ -42,32 +42,41 @@ class Replay:
 
 
 @pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
-    made: list[tuple[int, int]] = []
-    now: list[Any] = [None]  # the session's own steps: its cache is read from where `Graphs` says it is
-    run = Graphs.run
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Replays in the place of graphs; gives what was captured."""
+    made: list[tuple[Any, ...]] = []
+    now: dict[str, Any] = {}  # the session's own steps: its cache is read from where `Graphs` says it is
+    run, run_prompts, make = Graphs.run, Graphs.run_prompts, Graphs._make
 
     def run_noting(self: Graphs, lines: Any, longest: int, truncates: bool, spare: int, decode: Any) -> Any:
-        now[0] = decode
-        return run(self, lines, longest, truncates, spare, decode)
+        now["rows"] = decode
+        return run(self, lines, longest, truncates, spare, lambda *values: now["rows"](*values))
 
-    def make(self: Graphs, size: int, length: int, spare: int, decode: Any) -> Any:
-        made.append((size, length))
-        lines = self._lines[:size]
-        lines.copy_(torch.from_numpy(graphs.idle_rows(size, lines.shape[1] - graphs.PAGES, self.nobody, spare)))
-        output = decode(lines, length)
-        return Replay(lambda: now[0](lines, length), output), output
+    def run_prompts_noting(self: Graphs, prompts: Any, send: Any, compute: Any) -> Any:
+        now["prompts"] = compute
+        return run_prompts(self, prompts, send, lambda *values: now["prompts"](*values))
 
-    monkeypatch.setattr(Graphs, "_make", make)
+    def make_noting(self: Graphs, key: tuple[Any, ...], work: Any) -> None:
+        made.append(key)
+        make(self, key, work)
+
+    def capture(self: Graphs, work: Callable[[], torch.Tensor]) -> Any:
+        output = work()
+        return Replay(work, output), output
+
     monkeypatch.setattr(Graphs, "run", run_noting)
+    monkeypatch.setattr(Graphs, "run_prompts", run_prompts_noting)
+    monkeypatch.setattr(Graphs, "_make", make_noting)
+    monkeypatch.setattr(Graphs, "_capture", capture)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    return made  # type: ignore[return-value]
+    return made
 
 
 def as_on_a_gpu(engine: Engine) -> Engine:
     from truestep.sampler.engine import attend_kernels, draw_kernels
 
     engine.device.attend, engine.device.draw, engine.device.lag = attend_kernels.attend, draw_kernels.draw, 2
+    engine.device.store = attend_kernels.store
     engine.device.fetch = lambda tensor: Result(tensor.clone())  # a GPU's copy is made before the next step begins
     engine.graphs = Graphs(engine.device.place, len(engine.layers))
     return engine
@@ -75,7 +84,7 @@ def as_on_a_gpu(engine: Engine) -> Engine:
 
 @pytest.mark.parametrize(("kind", "cut"), long_except([("gemma2", {}), ("qwen3", {"top_p": 0.8})], ("gemma2", {})))
 def test_kernels_and_replays_draw_the_same(
-    kind: str, cut: dict[str, float], tiny_model: Model, replays: list[tuple[int, int]]
+    kind: str, cut: dict[str, float], tiny_model: Model, replays: list[tuple[Any, ...]]
 ) -> None:
     generator = np.random.default_rng(5)
     lengths = (3, 17, 1)
@@ -93,12 +102,49 @@ def test_kernels_and_replays_draw_the_same(
         if phase == 0:
             first = list(replays)
             assert len(set(first)) == len(first)
-            assert {size for size, _ in first} == {2}
+            assert {key[:2] for key in first} == {("rows", 2)}
     # A second phase has its cache elsewhere; it needs the same replays no matter that the first one's cache is gone.
     assert replays == first
 
 
-def test_weights_that_moved_make_graphs_anew(tiny_model: Model, replays: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize("kind", long_except(["qwen3", "mistral"], "mistral"))
+def test_prompts_that_are_replayed_draw_the_same(
+    kind: str, tiny_model: Model, replays: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel that attends within all documents is stood for by one that reads where they end when it runs."""
+    generator = np.random.default_rng(5)
+    lengths = (30, 47, 1, 9, 60, 12, 3, 200, 8, 17)
+    asked = [Request(tuple(generator.integers(0, VOCABULARY, n).tolist()), (n, at)) for at, n in enumerate(lengths)]
+    how = DecodeOptions(0.9, 1.0, 3, 3, frozenset())
+    expected = decode_here(load_policy(tiny_model(kind)), asked, how)
+    policy = load_policy(tiny_model(kind))
+    found = engine_of(policy)
+    assert isinstance(found, Engine)
+    as_on_a_gpu(found)
+    found.device.fused = True
+
+    def by_segments(q: Any, k: Any, v: Any, layout: Any, scale: float, window: int | None) -> torch.Tensor:
+        outputs = []
+        for start, end in itertools.pairwise(layout.segments.tolist()):
+            if end > start:
+                one = attention.make_layout(torch.tensor([0, end - start]), q.device)
+                parts = (tensor[start:end] for tensor in (q, k, v))
+                outputs.append(attention._rows(*parts, one, scale, window, None))
+        assert layout.longest >= max(map(len, outputs))
+        return torch.cat(outputs)
+
+    monkeypatch.setattr(attention, "is_fused", lambda *_: True)
+    monkeypatch.setattr(attention, "_varlen", by_segments)
+    for _ in range(2):
+        for mine, theirs in zip(decode_here(policy, asked, how), expected, strict=True):
+            assert mine.token_ids == theirs.token_ids
+            np.testing.assert_allclose(mine.logprobs, theirs.logprobs, rtol=0, atol=1e-5)
+    prompts = [key for key in replays if key[0] == "prompts"]
+    assert prompts and len(set(prompts)) == len(prompts)
+    assert all(size in (128, 256, 512) for _, size, _, _ in prompts)
+
+
+def test_weights_that_moved_make_graphs_anew(tiny_model: Model, replays: list[tuple[Any, ...]]) -> None:
     policy = load_policy(tiny_model("llama"))
     found = engine_of(policy)
     assert isinstance(found, Engine)
@@ -124,13 +170,13 @@ def test_without_graphs_steps_run_one_by_one(
     how = DecodeOptions(1.0, 1.0, 4, None, frozenset())
     expected = decode_here(policy, asked, how)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(Graphs, "_make", fail)
+    monkeypatch.setattr(Graphs, "_capture", fail)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     found = engine_of(policy)
     assert isinstance(found, Engine)
     as_on_a_gpu(found)
     assert [one.token_ids for one in decode_here(policy, asked, how)] == [one.token_ids for one in expected]
-    assert caplog.text.count("without CUDA graphs") == 1
+    assert caplog.text.count("computes rows without CUDA graphs") == 1
     assert "capture is not permitted" in caplog.text
 
 

@@ -41,12 +41,9 @@ class PackedLayout:
     """The places of documents in a micro-batch, made once for all layers."""
 
     segments: torch.Tensor  # [documents + 1] int32, on the model's device
-    spans: tuple[tuple[int, int], ...]  # the same on the host: where each document begins and ends
+    longest: int  # no document is longer
+    spans: tuple[tuple[int, int], ...]  # where each document begins and ends; the fused kernel does not ask
     context: Context | None = None  # the ranks that share the tokens
-
-    @functools.cached_property
-    def longest(self) -> int:
-        return max((end - start for start, end in self.spans), default=0)
 
     @functools.cached_property
     def rows(self) -> RowLayout:
@@ -63,7 +60,8 @@ def make_layout(
     """Make a layout from cumulative lengths on the host. `send` copies to the device, if need be without waiting."""
     bounds = segments.tolist()
     there = segments.to(device) if send is None else send(segments)
-    return PackedLayout(there, tuple(itertools.pairwise(bounds)), context)
+    spans = tuple(itertools.pairwise(bounds))
+    return PackedLayout(there, max((end - start for start, end in spans), default=0), spans, context)
 
 
 def _make_rows(spans: Iterable[tuple[int, int]], device: torch.device) -> RowLayout:
@@ -115,13 +113,18 @@ def packed_attention(
     context = packed_layout.context
     if context is not None:
         q, k, v = context.tokens_for_heads(q, k, v)
-    if softcap is None and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
+    if is_fused(q.device, q.dtype, softcap):
         output = _varlen(q, k, v, packed_layout, scale, sliding_window)
     else:
         output = _rows(q, k, v, packed_layout, scale, sliding_window, softcap)
     if context is not None:
         output = context.heads_for_tokens(output)
     return output[None], None
+
+
+def is_fused(device: torch.device, dtype: torch.dtype, softcap: float | None) -> bool:
+    """Tell whether one kernel attends within all documents, which reads where they end from the device."""
+    return softcap is None and device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
 
 
 def _varlen(

@@ -142,6 +142,9 @@ class StreamSource:
         rejected, self._intake.rejected = self._intake.rejected, []
         return rejected
 
+    def drain_measured(self) -> dict[str, float]:
+        return {}
+
     def drain_put_aside(self) -> list[PutAside]:
         put_aside, self._intake.put_aside = self._intake.put_aside, []
         return put_aside

@@ -16,7 +16,7 @@ import torch
 from transformers import AttentionInterface
 
 from truestep.policy.model.attention import PackedLayout, make_layout, packed_attention
-from truestep.sampler.engine.cache import LayerShape, PagedCache
+from truestep.sampler.engine.cache import LayerShape, PagedCache, store
 
 NAME = "truestep_paged"
 _SCORES_BYTES = 256 * 2**20  # explicit scores, or gathered keys, that exist at a time
@@ -43,6 +43,7 @@ class Pieces:
     whole: list[PieceSpan]  # pieces that begin their prompt: they come first, and see nothing but themselves
     later: list[PieceSpan]
     layout: PackedLayout | None  # of those that come first
+    store: Callable[..., None] = store
 
 
 @dataclass
@@ -122,12 +123,11 @@ def _attend_pieces(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:  # [1, T, Q, E]
+    pieces.store(pieces.cache, layer, pieces.pages, pieces.offsets, key[0].transpose(0, 1), value[0].transpose(0, 1))
     keys, values = pieces.cache.keys[layer], pieces.cache.values[layer]
-    keys[pieces.pages, :, pieces.offsets] = key[0].transpose(0, 1)
-    values[pieces.pages, :, pieces.offsets] = value[0].transpose(0, 1)
     outputs = []
     if pieces.layout is not None:
-        count = sum(piece.count for piece in pieces.whole)
+        count = query.shape[2] - sum(piece.count for piece in pieces.later)
         first, _ = packed_attention(
             module,
             query[:, :, :count],
@@ -193,9 +193,8 @@ def attend_rows(
     softcap: float | None,
 ) -> torch.Tensor:  # [R, Q, E]
     """Decode rows in plain torch: as many rows at a time as their gathered keys leave room for."""
+    store(rows.cache, layer, rows.pages, rows.offsets, k, v)
     keys, values = rows.cache.keys[layer], rows.cache.values[layer]
-    keys[rows.pages, :, rows.offsets] = k
-    values[rows.pages, :, rows.offsets] = v
     count, width = rows.table.shape
     each = width * keys[0].numel() * keys.element_size()
     step = max(1, _SCORES_BYTES // each)
@@ -218,21 +217,19 @@ def attend_rows(
 
 
 def make_pieces(
-    cache: PagedCache, spans: list[tuple[int, int, tuple[int, ...]]], send: Callable[[np.ndarray], torch.Tensor]
+    cache: PagedCache,
+    spans: list[tuple[int, int, tuple[int, ...]]],
+    send: Callable[[np.ndarray], torch.Tensor],
+    store: Callable[..., None] = store,
 ) -> Pieces:
     """Lay out pieces: each has its tokens before it, its own, and its pages. Those that begin a prompt come first."""
     whole: list[PieceSpan] = []
     later: list[PieceSpan] = []
-    pages: list[np.ndarray] = []
-    positions: list[np.ndarray] = []
     first = 0
     for start, count, own in spans:
-        table = np.array(own)
-        positions.append(np.arange(start, start + count))
-        pages.append(table[positions[-1] // cache.page_size])
         assert start or not later
         if start:
-            later.append(PieceSpan(first, count, start, send(table)))
+            later.append(PieceSpan(first, count, start, send(np.array(own))))
         else:
             whole.append(PieceSpan(first, count, start, None))
         first += count
@@ -240,10 +237,20 @@ def make_pieces(
     if whole:
         bounds = torch.tensor([0, *(span.count for span in whole)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         layout = make_layout(bounds, cache.keys[0].device, send=lambda tensor: send(tensor.numpy()))
-    at = np.concatenate(positions)
-    there, offsets = send(np.stack([np.concatenate(pages), at % cache.page_size]))
+    positions, pages, offsets = places_of(spans, cache.page_size)
+    sent = send(np.stack([pages, offsets]))
     # The positions reach compiled layers, which are compiled anew for a tensor that is a part of another.
-    return Pieces(cache, send(at), there, offsets, whole, later, layout)
+    return Pieces(cache, send(positions), sent[0], sent[1], whole, later, layout, store)
+
+
+def places_of(
+    spans: list[tuple[int, int, tuple[int, ...]]], page_size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Give each token's position in its prompt, its page and its place in the page."""
+    positions = [np.arange(start, start + count) for start, count, _ in spans]
+    pages = [np.array(own)[at // page_size] for at, (_, _, own) in zip(positions, spans, strict=True)]
+    joined = np.concatenate(positions)
+    return joined, np.concatenate(pages), joined % page_size
 
 
 AttentionInterface.register(NAME, paged_attention)

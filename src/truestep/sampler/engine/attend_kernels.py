@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from truestep.sampler.engine.attend import Rows
+from truestep.sampler.engine.cache import PagedCache
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -127,7 +128,7 @@ def _attend_kernel(
     scale,
     softcap,
     tiles,  # pages of a span
-    spans,  # N
+    spans,
     TYPE: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -152,14 +153,13 @@ def _attend_kernel(
     queries = head * GROUP + member
     seen = member < GROUP
     q = _fetch_queries(query_pointer + row * query_row + queries * query_head, seen, key_lane, KEY_SIZE)
-    highest = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
-    total = tl.zeros((GROUP_BLOCK,), tl.float32)
+    highest, total = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32), tl.zeros((GROUP_BLOCK,), tl.float32)
     result = tl.zeros((GROUP_BLOCK, VALUE_BLOCK), tl.float32)
     for tile in range(begin, tl.minimum(begin + tiles, end)):
         line = (tl.load(table_pointer + row * meta_row + tile) * HEADS + head) * PAGE_SIZE + token
         position = tile * PAGE_SIZE + token
-        own = position < length
-        k, v = _fetch(keys, line, own, key_lane, KEY_SIZE), _fetch(values, line, own, value_lane, VALUE_SIZE)
+        k = _fetch(keys, line, position < length, key_lane, KEY_SIZE)
+        v = _fetch(values, line, position < length, value_lane, VALUE_SIZE)
         scores = _score(q, k, position, length, scale, softcap, WINDOW, CAPPED)
         result, total, highest = _update(result, total, highest, scores, v, TYPE)
     place = row * (HEADS * GROUP) + queries
@@ -219,26 +219,35 @@ def span_tokens(programs: int) -> int:
     return 512 if programs >= 1024 else 256 if programs >= 512 else 128
 
 
-def _store(rows: Rows, addresses: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Write the new keys and values to their pages."""
+def store(
+    cache: PagedCache,
+    layer: int,
+    pages: torch.Tensor,  # [T]
+    offsets: torch.Tensor,  # [T]
+    k: torch.Tensor,  # [T, K, E]
+    v: torch.Tensor,  # [T, K, E]
+) -> None:
+    """Write keys and values to their pages, as `cache.store` does."""
+    assert cache.places is not None and pages.stride() == offsets.stride()
+    k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (k, v))
     count, heads, key_size = k.shape
     value_size = v.shape[2]
     _store_kernel[(count,)](
-        addresses,
+        cache.places[layer],
         k,
         v,
-        rows.pages,
-        rows.offsets,
+        pages,
+        offsets,
         k.stride(0),
         k.stride(1),
         v.stride(0),
         v.stride(1),
-        rows.pages.stride(0),
+        pages.stride(0),
         TYPE=TYPES[k.dtype],
         HEADS=heads,
         KEY_SIZE=key_size,
         VALUE_SIZE=value_size,
-        PAGE_SIZE=rows.cache.page_size,
+        PAGE_SIZE=cache.page_size,
         HEAD_BLOCK=triton.next_power_of_2(heads),
         SIZE_BLOCK=triton.next_power_of_2(max(key_size, value_size)),
     )
@@ -256,9 +265,9 @@ def attend(
 ) -> torch.Tensor:  # [R, Q, E]
     """Write the new keys and values, and attend, as `attend.attend_rows` does."""
     q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
-    assert rows.cache.places is not None and rows.pages.stride() == rows.offsets.stride() == rows.lengths.stride()
+    store(rows.cache, layer, rows.pages, rows.offsets, k, v)
+    assert rows.cache.places is not None
     assert rows.lengths.stride(0) == rows.table.stride(0) and rows.table.stride(1) == 1
-    _store(rows, rows.cache.places[layer], k, v)
     (count, queries, key_size), (heads, value_size) = q.shape, v.shape[1:]
     page_size, meta_row = rows.cache.page_size, rows.lengths.stride(0)
     tiles = max(1, span_tokens(count * heads) // page_size)

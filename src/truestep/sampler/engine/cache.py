@@ -74,6 +74,19 @@ class PagedCache:
             pool.index_copy_(0, target, pool.index_select(0, source))
 
 
+def store(
+    cache: PagedCache,
+    layer: int,
+    pages: torch.Tensor,  # [T]
+    offsets: torch.Tensor,  # [T] in their pages
+    k: torch.Tensor,  # [T, K, E]
+    v: torch.Tensor,  # [T, K, E]
+) -> None:
+    """Write keys and values of tokens to their pages."""
+    cache.keys[layer][pages, :, offsets] = k
+    cache.values[layer][pages, :, offsets] = v
+
+
 def page_bytes(layers: Sequence[LayerShape], page_size: int, dtype: torch.dtype) -> int:
     return page_size * dtype.itemsize * sum(layer.numbers for layer in layers)
 

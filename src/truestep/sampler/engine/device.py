@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from truestep.sampler.engine.attend import attend_rows
+from truestep.sampler.engine.cache import store
 from truestep.sampler.engine.draw import Drawn, draw
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,9 @@ class Device:
     joins: int  # completions join when so many parts of all slots are free
     attend: Callable[..., torch.Tensor] = attend_rows
     draw: Callable[..., Drawn] = draw
-    graphs: bool = False  # steps that decode are CUDA graphs
+    store: Callable[..., None] = store
+    graphs: bool = False  # steps are CUDA graphs
+    fused: bool = False  # so are those over prompts: one kernel attends within all of them
 
     def send(self, values: np.ndarray) -> torch.Tensor:
         """Copy to the device; a GPU does so when its turn comes, and the host does not wait."""
@@ -56,5 +59,5 @@ class Device:
 
 def device_of(place: torch.device) -> Device:
     if place.type == "cuda":
-        return Device(place, page_size=64, lag=2, piece_tokens=8192, compiles=True, joins=12)
+        return Device(place, page_size=64, lag=2, piece_tokens=4096, compiles=True, joins=12)
     return Device(place, page_size=16, lag=0, piece_tokens=4096, compiles=False, joins=64)

@@ -57,7 +57,9 @@ class Drawn:
 
 def key_of(seed: Sequence[int]) -> int:
     """Give the key of a completion, as a signed number of 64 bits."""
-    return int(np.random.SeedSequence(list(seed)).generate_state(1, np.uint64)[0].astype(np.int64))
+    # NumPy takes numbers of 32 bits as they are. A list it would take apart number by number, with the same result.
+    words = np.array(seed, np.uint32) if max(seed, default=2**32) < 2**32 and min(seed) >= 0 else list(seed)
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0].astype(np.int64))
 
 
 def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings) -> Drawn:  # [R, V]
@@ -65,6 +67,9 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings) -> Drawn:  #
     greedy = rows.temperature == 0
     z = scale_(raw, torch.where(greedy, 1.0, rows.temperature), settings)
     logsumexp = z.logsumexp(-1)
+    if z.device.type == "cpu" and bool(greedy.all()):  # elsewhere the host would wait for the answer
+        tokens = z.argmax(-1)
+        return Drawn(tokens, z.gather(-1, tokens[:, None]).squeeze(-1) - logsumexp, torch.zeros_like(logsumexp))
     score = z - exponentials(rows.key, rows.position, z.shape[-1], z.dtype).log_()
     log_mass = torch.zeros_like(logsumexp)
     if rows.truncation is not None:

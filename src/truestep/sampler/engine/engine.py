@@ -23,14 +23,15 @@ import torch
 
 from truestep import progress
 from truestep.head.logits import raw_logits
+from truestep.policy.model.attention import PackedLayout
 from truestep.policy.policy import Policy
 from truestep.sampler.completions import Completion, DecodeOptions, Request
-from truestep.sampler.engine.attend import Rows, UnservedError, make_pieces
+from truestep.sampler.engine.attend import Pieces, Rows, UnservedError, make_pieces, places_of
 from truestep.sampler.engine.cache import PagedCache, page_bytes, pages_that_fit
 from truestep.sampler.engine.device import Result, device_of
 from truestep.sampler.engine.draw import key_of
 from truestep.sampler.engine.forward import compiled_layers, paged, probe, run_model, shapes_of
-from truestep.sampler.engine.graphs import Graphs, size_for
+from truestep.sampler.engine.graphs import FlatPrompts, Graphs, size_for
 from truestep.sampler.engine.rows import (
     KEY,
     LENGTH,
@@ -126,7 +127,9 @@ class Session:
         place, page_size = self._device.place, self._device.page_size
         width = -(-limits.longest // page_size)
         each = page_bytes(engine.layers, page_size, policy.weights.dtype)
-        pages = pages_that_fit(limits.rows * width, each, place, limits.cache_bytes)
+        useful = limits.rows * width
+        useful += useful // 15  # the schedule computes no prompt on the last sixteenth of its pages
+        pages = pages_that_fit(useful, each, place, limits.cache_bytes)
         self.cache: PagedCache | None = PagedCache.make(engine.layers, pages, page_size, policy.weights.dtype, place)
         slots = min(limits.rows, pages)
         self._schedule = Schedule(
@@ -211,18 +214,38 @@ class Session:
     def _compute_pieces(self, plan: Plan) -> None:
         assert self.cache is not None
         pieces = sorted(plan.pieces, key=lambda piece: piece.start > 0)
-        step = make_pieces(
-            self.cache, [(piece.start, len(piece.tokens), piece.pages) for piece in pieces], self._device.send
-        )
         ids = np.concatenate([np.array(piece.tokens, dtype=np.int64) for piece in pieces])
-        hidden = run_model(self._policy, self._device.send(ids), step.positions, step)
         ends = np.cumsum([len(piece.tokens) for piece in pieces]) - 1
+        spans = [(piece.start, len(piece.tokens), piece.pages) for piece in pieces]
+        hidden = None
+        if self._graphs is not None and self._device.fused and not pieces[-1].start:
+            positions, pages, offsets = places_of(spans, self._device.page_size)
+            bounds = np.concatenate([[0], ends + 1]).astype(np.int32)
+            longest = max(len(piece.tokens) for piece in pieces)
+            prompts = FlatPrompts(ids, positions, pages, offsets, bounds, longest, self.cache.spare)
+            hidden = self._graphs.run_prompts(prompts, self._device.send, self._compute_prompts)
+        if hidden is None:
+            step = make_pieces(self.cache, spans, self._device.send, self._device.store)
+            hidden = run_model(self._policy, self._device.send(ids), step.positions, step)
         last = [(end, piece.place) for end, piece in zip(ends, pieces, strict=True) if piece.place is not None]
         if last:
             if self._hidden is None:
                 self._hidden = hidden.new_zeros(len(self._tables), hidden.shape[1])
             rows, places = self._device.send(np.array(last).T.copy())
             self._hidden.index_copy_(0, places, hidden.index_select(0, rows))
+
+    def _compute_prompts(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        pages: torch.Tensor,
+        offsets: torch.Tensor,
+        layout: PackedLayout,
+    ) -> torch.Tensor:
+        """Compute whole prompts. It runs in a CUDA graph: it reads nothing of the host."""
+        assert self.cache is not None
+        step = Pieces(self.cache, positions, pages, offsets, [], [], layout, self._device.store)
+        return run_model(self._policy, ids, positions, step)
 
     def _begin(self, starts: Sequence[Start]) -> torch.Tensor:
         """Draw the first token of each completion whose prompt is computed."""

@@ -1,16 +1,18 @@
-"""CUDA graphs of steps that decode: one for each size of a batch, kept from phase to phase.
+"""CUDA graphs of steps: one for each size of a batch of rows, or of prompts, kept from phase to phase.
 
-A graph reads the places of the cache and everything about its rows from memory that stays where it is. Weights change
-in place between phases; where they lie elsewhere, graphs are made anew.
+A graph reads the places of the cache and everything about its rows or prompts from memory that stays where it is.
+Weights change in place between phases; where they lie elsewhere, graphs are made anew.
 """
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from truestep.policy.model.attention import PackedLayout
 from truestep.sampler.engine.cache import PagedCache
 from truestep.sampler.engine.rows import PAGES, idle_rows
 
@@ -21,7 +23,49 @@ log = logging.getLogger(__name__)
 _SIZES = (2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 _LEAST_LENGTH = 512
 
+# A pass over prompts is filled up to one of these sizes. What a graph needs for itself stays taken while the policy is
+# trained, so they end where launches take no longer than the work.
+_PROMPT_SIZES = (128, 256, *range(512, 4097, 512))
+MOST_GRAPHED = _PROMPT_SIZES[-1]
+
 Decode = Callable[[torch.Tensor, int], torch.Tensor]
+Send = Callable[[np.ndarray], torch.Tensor]
+ComputePrompts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, PackedLayout], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class FlatPrompts:
+    """Whole prompts, token after token."""
+
+    ids: np.ndarray  # [T]
+    positions: np.ndarray  # [T] in their prompts
+    pages: np.ndarray  # [T] where each token's keys and values go
+    offsets: np.ndarray  # [T]
+    bounds: np.ndarray  # [prompts + 1] int32: where they begin and end
+    longest: int
+    spare: int  # the page of what fills up
+
+    def padded(self) -> "FlatPrompts | None":
+        """Fill up to a size that graphs are made for, with one more prompt and empty ones; None: there is no such."""
+        count, prompts = len(self.ids), len(self.bounds) - 1
+        size = next((size for size in _PROMPT_SIZES if size >= count), 0)
+        most = next((most for most in (size // 64, size // 8) if most > prompts), 0)
+        if not size or not most:
+            return None
+        missing = size - count
+        longest = 256
+        while longest < max(self.longest, missing):
+            longest *= 4
+        zeros = np.zeros(missing, dtype=np.int64)
+        return FlatPrompts(
+            ids=np.concatenate([self.ids, zeros]),
+            positions=np.concatenate([self.positions, np.arange(missing)]),
+            pages=np.concatenate([self.pages, zeros + self.spare]),
+            offsets=np.concatenate([self.offsets, zeros]),
+            bounds=np.concatenate([self.bounds, np.full(most - prompts, size, dtype=np.int32)]),
+            longest=longest,
+            spare=self.spare,
+        )
 
 
 def size_for(rows: int) -> int:
@@ -43,8 +87,10 @@ class Graphs:
         self._lines = torch.zeros(0, PAGES, dtype=torch.int64, device=place)
         self.last = torch.zeros(0, dtype=torch.int64, device=place)  # of each slot, the token drawn last
         self._weights: tuple[int, ...] = ()
-        self._made: dict[tuple[int, int, bool], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self._broken = False
+        self._prompts = torch.zeros(4, MOST_GRAPHED, dtype=torch.int64, device=place)
+        self._bounds = torch.zeros(MOST_GRAPHED, dtype=torch.int32, device=place)
+        self._made: dict[tuple[Any, ...], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._broken: set[str] = set()  # what could not be captured: rows or prompts
 
     def begin(self, cache: PagedCache, slots: int, width: int, model: Any) -> None:
         """Begin a phase with a new cache."""
@@ -73,32 +119,66 @@ class Graphs:
     def run(self, lines: torch.Tensor, longest: int, truncates: bool, spare: int, decode: Decode) -> torch.Tensor:
         """Decode rows. The result lies in memory that the next step may write to."""
         length = length_for(longest)
-        key = (len(lines), length, truncates)
-        if key not in self._made and not self._broken:
-            try:
-                self._made[key] = self._make(len(lines), length, spare, decode)
-            except Exception as error:  # a driver's, a compiler's or torch's own: they have no common type
-                self._broken = True
-                log.warning("decoding runs without CUDA graphs, which is slower: %s: %s", type(error).__name__, error)
-                torch.cuda.synchronize(self._place)
-        if self._broken:
+        ours = self._lines[: len(lines)]
+
+        def work() -> torch.Tensor:
+            return decode(ours, length)
+
+        key = ("rows", len(lines), length, truncates)
+        if key not in self._made:
+            ours.copy_(torch.from_numpy(idle_rows(len(lines), ours.shape[1] - PAGES, self.nobody, spare)))
+            self._make(key, work)
+        if key not in self._made:
             return decode(lines, length)
         graph, output = self._made[key]
-        self._lines[: len(lines), : lines.shape[1]].copy_(lines)
+        ours[:, : lines.shape[1]].copy_(lines)
         graph.replay()
         return output
 
-    def _make(self, size: int, length: int, spare: int, decode: Decode) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        lines = self._lines[:size]
-        idle: np.ndarray = idle_rows(size, self._lines.shape[1] - PAGES, self.nobody, spare)
-        lines.copy_(torch.from_numpy(idle))
+    def run_prompts(self, prompts: FlatPrompts, send: Send, compute: ComputePrompts) -> torch.Tensor | None:
+        """Compute prompts: [T, H], in memory that the next step may write to; None: not in a graph."""
+        padded = prompts.padded()
+        if padded is None:
+            return None
+        size, documents = padded.ids.shape[0], len(padded.bounds)
+        key = ("prompts", size, documents, padded.longest)
+        ours, bounds = self._prompts[:, :size], self._bounds[:documents]
+        ours.copy_(send(np.stack([padded.ids, padded.positions, padded.pages, padded.offsets])))
+        bounds.copy_(send(padded.bounds))
+
+        def work() -> torch.Tensor:
+            ids, positions, pages, offsets = ours
+            # Compiled layers are compiled anew for a tensor that is a part of another.
+            return compute(ids, positions.clone(), pages, offsets, PackedLayout(bounds, padded.longest, ()))
+
+        if key not in self._made:
+            self._make(key, work)
+        if key not in self._made:
+            return None
+        graph, output = self._made[key]
+        graph.replay()
+        return output
+
+    def _make(self, key: tuple[Any, ...], work: Callable[[], torch.Tensor]) -> None:
+        if key[0] in self._broken:
+            return
+        try:
+            self._made[key] = self._capture(work)
+        except Exception as error:  # a driver's, a compiler's or torch's own: they have no common type
+            self._broken.add(key[0])
+            log.warning(
+                "sampling computes %s without CUDA graphs, which is slower: %s: %s", key[0], type(error).__name__, error
+            )
+            torch.cuda.synchronize(self._place)
+
+    def _capture(self, work: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         stream = torch.cuda.Stream(self._place)
         stream.wait_stream(torch.cuda.current_stream(self._place))
         with torch.cuda.stream(stream):  # what is compiled or made at a first use must not be so in the graph
-            decode(lines, length)
+            work()
         torch.cuda.current_stream(self._place).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         pool = next((made.pool() for made, _ in self._made.values()), None)
         with torch.cuda.graph(graph, pool=pool, stream=stream):
-            output = decode(lines, length)
+            output = work()
         return graph, output

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from truestep.head.logits import HeadSettings
+from truestep.policy.model import attention
 from truestep.policy.policy import Policy
 from truestep.sampler.engine.attend import Rows, attend_rows
 from truestep.sampler.engine.cache import LayerShape, PagedCache
@@ -28,7 +29,8 @@ def serve_with_kernels(device: Device, policy: Policy, layers: list[LayerShape],
     if _right("attention", lambda: check_attention(device.place, dtype, device.page_size, layers)):
         from truestep.sampler.engine import attend_kernels
 
-        device = replace(device, attend=attend_kernels.attend, graphs=True)
+        fused = all(attention.is_fused(device.place, dtype, layer.softcap) for layer in layers)
+        device = replace(device, attend=attend_kernels.attend, store=attend_kernels.store, graphs=True, fused=fused)
     if _right("draw", lambda: check_draw(device.place, policy.head)):
         from truestep.sampler.engine import draw_kernels
 

@@ -189,6 +189,9 @@ class ServerSource:
         rejected = self._ahead.maker.rejected  # the loop's thread may add to it meanwhile
         return [rejected.popleft() for _ in range(len(rejected))]
 
+    def drain_measured(self) -> dict[str, float]:
+        return {}
+
     def drain_put_aside(self) -> list[PutAside]:
         return [self._put_aside.popleft() for _ in range(len(self._put_aside))]
 

@@ -1,0 +1,126 @@
+"""Where the time of a whole run goes: `train` on one GPU, which samples its own documents, as a user runs it.
+
+    python benchmarks/whole_run.py [--documents 256] [--new 512] [--steps 3] [--plain] [--case recompute kl ...]
+
+The model has random weights in bfloat16 and Qwen3's shape (1.72B parameters), so every completion takes all of its
+tokens. `--plain` samples without the engine. `--case` adds what else a step may do, one run after another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import io
+import json
+import os
+import statistics
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import qwen
+import torch
+import yaml
+from rich.console import Console
+
+from truestep.config.load import load_config
+from truestep.demo.model import make_tokenizer
+from truestep.train import train
+
+REWARD = """
+def reward(prompt, completion):
+    return float(sum(map(ord, completion)) % 7)
+"""
+
+CASES: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "recompute": {"loss": {"old_logprobs": "recompute"}},
+    "kl": {"loss": {"kl_reference": {"weight": 0.01}}},
+}
+
+
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    return {**base, **{name: {**base.get(name, {}), **values} for name, values in over.items()}}
+
+
+def run(folder: Path, name: str, given: argparse.Namespace) -> None:
+    base: dict[str, Any] = {
+        "model": {
+            "path": str(folder / "model"),
+            "dtype": "bfloat16",
+            "head": {"fp32_lm_head": True},
+            "compile": given.compile,
+        },
+        "loss": {"type": "grpo"},
+        "data": {"group_size": 8, "tokens_per_microbatch": 16_384},
+        "sampler": {
+            "prompts": str(folder / "prompts.jsonl"),
+            "reward": "whole_run_reward:reward",
+            "max_new_tokens": given.new,
+            "engine": not given.plain,
+        },
+        "schedule": {"docs_per_step": given.documents, "steps": given.steps},
+        "optimizer": {"learning_rate": 1e-6},
+        "checkpoint": {"directory": str(folder / name.replace(" ", "-"))},
+    }
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(merged(base, CASES[name])))
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    trainer = train(load_config(file), Console(file=io.StringIO()))
+    lines = [json.loads(line) for line in (trainer.directory.path / "metrics.jsonl").read_text().splitlines()]
+    print(f"== {name}{', sampled plainly' if given.plain else ''}")
+    for line in lines:
+        print(
+            f"step {line['step']}: {line['step_time']:.2f} s, sampling and rating {line['data_wait_time']:.2f}; "
+            f"ratio {line.get('ratio_new_old', 1):.5f}"
+        )
+    after = lines[1:] or lines
+    step, wait = (statistics.median(line[key] for line in after) for key in ("step_time", "data_wait_time"))
+    tokens = given.documents * given.new
+    print(
+        f"median after the first: {step:.2f} s a step; sampling and rating {wait:.2f} s ({wait / step:.0%}, "
+        f"{tokens / max(wait, 1e-9):,.0f} new tokens/s), training {step - wait:.2f} s"
+    )
+    if torch.cuda.is_available():
+        allocated, reserved = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
+        print(f"peak memory {allocated:.1f} GiB, reserved {reserved:.1f}", flush=True)
+    del trainer
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--intermediate", type=int, default=6144)
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--documents", type=int, default=256)
+    parser.add_argument("--new", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--compile", action="store_true", help="the layers, in training")
+    parser.add_argument("--plain", action="store_true", help="without the engine")
+    parser.add_argument("--case", nargs="+", default=["as it is"], choices=CASES)
+    given = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        torch.set_default_dtype(torch.bfloat16)
+        qwen.write_model(folder / "model", given, device=device)
+        torch.set_default_dtype(torch.float32)
+        make_tokenizer(folder / "model", [f"w{number}" for number in range(1000)])
+        words = [" ".join(f"w{(number * 7 + at) % 1000}" for at in range(128)) for number in range(given.documents)]
+        lines = [json.dumps({"id": str(number), "prompt": text}) for number, text in enumerate(words)]
+        (folder / "prompts.jsonl").write_text("\n".join(lines))
+        (folder / "whole_run_reward.py").write_text(textwrap.dedent(REWARD))
+        sys.path.insert(0, str(folder))
+        os.chdir(folder)
+        for name in given.case:
+            run(folder, name, given)
+
+
+if __name__ == "__main__":
+    main()
