@@ -141,22 +141,23 @@ def test_escapes_and_megabytes_of_a_reason_reach_no_file_and_no_console(kind: st
     assert found and all(reason.isprintable() and len(reason) < 500 for reason in found)
 
 
-# Words of a reason, as patterns. Some attacks are met by two guards, and which of them is first depends on how busy the
-# machine is.
+# Words of a reason, as patterns. All of memory is met by one of three guards, and which is first depends on how busy
+# the machine is. Reasons do not say whose they are, so the attacks that sleep meet this one's last pattern as well:
+# `test_rater` judges it by itself.
 LATE = "took longer than"
 MANY = {
     "exits_at_once": r"ended its process \(exit code 7\)",
     "garbage": "wrote to the connection",
     "guessed_frames": "wrote to the connection",
-    "closes_every_descriptor": r"ended its process \((exit code \d+|signal 9)\)",
-    "moves_the_connection": r"ended its process \((exit code \d+|signal 9)\)",
+    "closes_every_descriptor": r"ended its process \(exit code 0\)",
+    "moves_the_connection": r"ended its process \(exit code 0\)",
     "sleeps": LATE,
     "catches_everything": LATE,
     "loops": LATE,
     "takes_all_memory": rf"raised MemoryError|took more than .* of memory|{LATE}",
     "returns_an_evil_object": "which is not a number",
     "raises_what_cannot_be_shown": "cannot be shown",
-    "recurses": f"RecursionError|{LATE}",
+    "recurses": "RecursionError",
 }
 
 

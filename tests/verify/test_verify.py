@@ -92,7 +92,7 @@ def test_an_example_passes_under_every_layout_as_a_user_types_it(name: str, exam
 @pytest.mark.parametrize("name", ["gspo", "dppo", "cross_entropy"])
 def test_examples_of_each_kind_pass_under_every_layout(name: str, examples: Path, tmp_path: Path) -> None:
     """A loss of whole documents, one with corrections and a mask, and one without ratios. The other examples go over
-    eight ranks below, which meets the same code in a third of the time.
+    eight ranks alone, below, to save time: not through the layouts of one, two and four ranks, nor half precision.
 
     By the same command, in this process: its ranks are forked from a server that other tests have started.
     """
