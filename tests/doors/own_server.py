@@ -128,15 +128,20 @@ class Process:
         self._halted = False
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asked = json.loads(await reader.readline())
+        line = await reader.readline()
+        if not line:  # the client has hung up without asking
+            writer.close()
+            return
+        asked = json.loads(line)
         what = asked.pop("do")
         self.done.append(what)
         try:
             answer = {"gives": getattr(self, what)(**asked)}
         except Exception as error:
             answer = {"refused": repr(error)}
-        writer.write(json.dumps(answer).encode() + b"\n")
-        await writer.drain()
+        with contextlib.suppress(ConnectionError):  # the client has not waited for its answer
+            writer.write(json.dumps(answer).encode() + b"\n")
+            await writer.drain()
         writer.close()
 
 
@@ -147,11 +152,11 @@ def serve(process: Process) -> Iterator[str]:
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     start = asyncio.start_server(process.answer, "127.0.0.1", 0)
-    server = asyncio.run_coroutine_threadsafe(start, loop).result(10)
+    server = asyncio.run_coroutine_threadsafe(start, loop).result(120)
     try:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
         loop.call_soon_threadsafe(server.close)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(120)
         loop.close()

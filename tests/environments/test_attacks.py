@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -140,16 +141,20 @@ def test_escapes_and_megabytes_of_a_reason_reach_no_file_and_no_console(kind: st
     assert found and all(reason.isprintable() and len(reason) < 500 for reason in found)
 
 
+# Words of a reason, as patterns. All of memory is met by one of three guards, and which is first depends on how busy
+# the machine is. Reasons do not say whose they are, so the attacks that sleep meet this one's last pattern as well:
+# `test_rater` judges it by itself.
+LATE = "took longer than"
 MANY = {
-    "exits_at_once": "ended its process (exit code 7)",
+    "exits_at_once": r"ended its process \(exit code 7\)",
     "garbage": "wrote to the connection",
     "guessed_frames": "wrote to the connection",
-    "closes_every_descriptor": "ended its process (exit code 0)",
-    "moves_the_connection": "ended its process (exit code 0)",
-    "sleeps": "took longer than",
-    "catches_everything": "took longer than",
-    "loops": "took longer than",
-    "takes_all_memory": "raised MemoryError",
+    "closes_every_descriptor": r"ended its process \(exit code 0\)",
+    "moves_the_connection": r"ended its process \(exit code 0\)",
+    "sleeps": LATE,
+    "catches_everything": LATE,
+    "loops": LATE,
+    "takes_all_memory": rf"raised MemoryError|took more than .* of memory|{LATE}",
     "returns_an_evil_object": "which is not a number",
     "raises_what_cannot_be_shown": "cannot be shown",
     "recurses": "RecursionError",
@@ -161,7 +166,7 @@ MANY = {
 def test_many_attacks_in_one_run_are_named_and_the_run_goes_on(kind: str, model: Path, tmp_path: Path) -> None:
     """A completion that loses a worker which had rated others gets a second chance, so two of a group can make two
     attacks of an attack's kind unnamed, and not three."""
-    limits = {"sampler": {"reward_timeout": 3.0, "reward_memory": 1.0, "reward_workers": 4}}
+    limits = {"sampler": {"reward_timeout": 8.0, "reward_memory": 1.0, "reward_workers": 4}}
     with configured(kind, model, tmp_path, list(MANY), times=3, **limits) as config:
         assert quiet_trainer(config).run() == "all 1 steps are done"
     made = {attack: (tmp_path / "place" / attack).stat().st_size for attack in MANY}
@@ -172,7 +177,7 @@ def test_many_attacks_in_one_run_are_named_and_the_run_goes_on(kind: str, model:
         return
     found = reasons(tmp_path)
     for attack, words in MANY.items():
-        assert any(words in reason for reason in found), (attack, found)
+        assert any(re.search(words, reason) for reason in found), (attack, found)
 
 
 RUN = """
@@ -201,7 +206,7 @@ def test_a_run_whose_rewards_never_end_stops_when_it_is_asked_and_goes_on(
             assert run.poll() is None, run.stderr.read() if run.stderr else ""
             time.sleep(0.5)
             run.send_signal(signal.SIGTERM)
-            assert run.wait(60) == 0, run.stderr.read() if run.stderr else ""
+            assert run.wait(PATIENCE) == 0, run.stderr.read() if run.stderr else ""
         finally:
             run.kill()
             run.wait()

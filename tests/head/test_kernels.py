@@ -17,7 +17,7 @@ from head.head_cases import expected, largest_difference, make_coefficients, mak
 from oracles.step import oracle_step
 from scoring import check_against_oracle, run_score, write_records
 from selection import long_except
-from step.test_score_oracle import LOSSES, OPTIONS, config_for, records_for
+from step.test_score_oracle import OPTIONS, config_for, records_for
 from truestep.head import passes
 from truestep.head.chunked import HeadRows, forward_backward
 from truestep.head.logits import HeadSettings
@@ -104,12 +104,15 @@ def test_half_precision_logits_and_weights(fp32: bool) -> None:
 @pytest.mark.parametrize(
     ("kind", "loss"),
     long_except(
-        [*(("gemma2", loss) for loss in LOSSES), ("qwen3_tied", "grpo")], ("gemma2", "gspo"), ("qwen3_tied", "grpo")
+        [("gemma2", "gspo"), ("gemma2", "cross_entropy"), ("gemma2", "dppo"), ("qwen3_tied", "grpo")],
+        ("gemma2", "gspo"),
+        ("qwen3_tied", "grpo"),
     ),
 )
 def test_score_with_kernels_equals_the_oracle(
     kind: str, loss: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
+    """Losses of each kind of coefficients: kernels see these and no more. `test_score_oracle` has every loss."""
     model = tiny_model(kind)
     records = records_for(model, loss)
     file = write_records(tmp_path / "rollouts.jsonl", records)

@@ -73,10 +73,17 @@ def losses_for(kind: str) -> tuple[str, ...]:
     return tuple(LOSS_TYPES) if kind in ("llama", "qwen3_tied") else ("grpo", "gspo")
 
 
-def check_losses(size: int, kind: str, layouts: Sequence[Layout], tiny_model: Model, directory: Path) -> None:
-    """Every loss that the kind of model is to go through, under each of these layouts of so many ranks."""
+def check_losses(
+    size: int,
+    kind: str,
+    layouts: Sequence[Layout],
+    tiny_model: Model,
+    directory: Path,
+    losses: Sequence[str] | None = None,
+) -> None:
+    """These losses, or every one that the kind of model is to go through, under each layout of so many ranks."""
     runs, cases = [], []
-    for name in losses_for(kind):
+    for name in losses or losses_for(kind):
         loss = loss_of(name)
         model, rollouts, records = make_case(kind, loss, tiny_model, directory)
         oracle = oracle_step(model, records, options(model, rollouts, loss, ({}, 1, 64)))

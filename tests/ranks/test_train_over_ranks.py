@@ -139,11 +139,11 @@ def test_a_part_that_goes_on_after_a_restart(tiny_model: Model, tmp_path: Path) 
 
 @pytest.mark.long
 def test_many_runs_of_random_shape(tiny_model: Model, tmp_path: Path) -> None:
-    """Fifty of them, over 2, 3 and 4 ranks: whole files or parts, either overshoot, targets that divide nothing."""
+    """Thirty of them, over 2, 3 and 4 ranks: whole files or parts, either overshoot, targets that divide nothing."""
     draw = random.Random(8)
     expected: dict[Path, list[str]] = {}
     runs: dict[int, list[dict[str, Any]]] = {2: [], 3: [], 4: []}
-    for number in range(51):
+    for number in range(30):
         size = (2, 3, 4)[number % 3]
         parted = draw.random() < 0.5
         names = []
