@@ -142,15 +142,14 @@ def test_escapes_and_megabytes_of_a_reason_reach_no_file_and_no_console(kind: st
 
 
 # Words of a reason, as patterns. All of memory is met by one of three guards, and which is first depends on how busy
-# the machine is. Reasons do not say whose they are, so the attacks that sleep meet this one's last pattern as well:
-# `test_rater` judges it by itself.
+# the machine is.
 LATE = "took longer than"
 MANY = {
     "exits_at_once": r"ended its process \(exit code 7\)",
     "garbage": "wrote to the connection",
     "guessed_frames": "wrote to the connection",
-    "closes_every_descriptor": r"ended its process \(exit code 0\)",
-    "moves_the_connection": r"ended its process \(exit code 0\)",
+    "closes_every_descriptor": "ended its process",
+    "moves_the_connection": "ended its process",
     "sleeps": LATE,
     "catches_everything": LATE,
     "loops": LATE,
@@ -175,8 +174,9 @@ def test_many_attacks_in_one_run_are_named_and_the_run_goes_on(kind: str, model:
         (first, *_) = read_lines(tmp_path / "run" / "evaluation.jsonl")
         assert 0 < first["num_unrated"] <= 2 * len(MANY)
         return
-    found = reasons(tmp_path)
-    for attack, words in MANY.items():
+    rejected = read_lines(tmp_path / "run" / "rejected.jsonl")
+    for number, (attack, words) in enumerate(MANY.items()):
+        found = [line["reason"] for line in rejected if line["file"] == f"prompt-{number}"]
         assert any(re.search(words, reason) for reason in found), (attack, found)
 
 

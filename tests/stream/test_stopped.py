@@ -105,7 +105,10 @@ def parts_config(model: Path, rollouts: Path, run: Path, sections: dict[str, Any
     return merged(base, sections)
 
 
-def test_stopped_with_parts_of_their_own(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names", [list(PART_CASES)[:3], pytest.param(list(PART_CASES)[3:], marks=pytest.mark.long)], ids=["some", "others"]
+)
+def test_stopped_with_parts_of_their_own(names: list[str], tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     """Files of which each rank reads a part: a stopped run and the one behind it write what an unbroken one does."""
     for rank, number in enumerate((3, 5)):
         # Groups that a part leaves open are closed at its end.
@@ -113,13 +116,15 @@ def test_stopped_with_parts_of_their_own(tiny_model: Callable[[str], Path], tmp_
         write_lines(tmp_path / f"part-{rank}.jsonl", [record | {"id": f"{rank}:{record['id']}"} for record in sent])
     model, parts = tiny_model("llama"), tmp_path / "part-{rank}.jsonl"
     runs, whole = [], []
-    for number, (instant, sections) in enumerate(PART_CASES.values()):
+    for number, name in enumerate(names):
+        instant, sections = PART_CASES[name]
         runs.append((parts_config(model, parts, tmp_path / f"run-{number}", sections), instant))
         whole.append(parts_config(model, parts, tmp_path / f"whole-{number}", sections))
     (tmp_path / "processes").mkdir()
     on_ranks(2, stop_all, runs, str(tmp_path / "processes"))
     on_ranks(2, train_all, [*[config for config, _ in runs], *whole])
-    for number, (name, (_, sections)) in enumerate(PART_CASES.items()):
+    for number, name in enumerate(names):
+        sections = PART_CASES[name][1]
         for file in ("ledger.jsonl", "rejected.jsonl"):
             found, expected = (read_lines(tmp_path / f"{kind}-{number}" / file) for kind in ("run", "whole"))
             assert found == expected, (name, file)
