@@ -49,7 +49,7 @@ BASIC = {
     *("old_logprobs", "ratio_new_old", "ratio_new_old_sum", "ratio_new_old_squared_sum", "kl_new_old"),
     *("clipped_ratio_fraction", "clipped_ratio_fraction_low", "clipped_ratio_fraction_high"),
     *("clipped_fraction", "clamped_ratios"),
-    *("advantage", "max_advantage", "min_advantage", "reward", "max_reward", "min_reward"),
+    *("advantage", "max_advantage", "min_advantage", "zero_advantage_fraction", "reward", "max_reward", "min_reward"),
     *("staleness", "max_staleness", "min_staleness", "effective_sample_size"),
 }
 FULL = {"entropy", *(f"log_ratio_p{percentile}" for percentile in (1, 5, 50, 95, 99))}
