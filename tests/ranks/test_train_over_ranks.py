@@ -69,6 +69,22 @@ def test_seven_documents_a_step_on_1_2_and_4_ranks(kind: str, tiny_model: Model,
         check_same_run(tmp_path / f"on{size}", tmp_path / "on1")
 
 
+@pytest.mark.long
+def test_ranks_share_one_table_of_a_large_file(tiny_model: Model, tmp_path: Path) -> None:
+    """A field that nobody reads makes the file large; both ranks go on from a checkpoint, too."""
+    records = write_rollouts(tmp_path / "small.jsonl", 31)
+    write_lines(tmp_path / "large.jsonl", [record | {"unread": "x" * 600_000} for record in records])
+    model, tables = tiny_model("llama"), tmp_path / "tables"
+    data = {"cache_directory": str(tables), "shuffle": True}
+    for steps in (2, None):
+        given = config(model, tmp_path / "large.jsonl", tmp_path / "on2", data=data, schedule={"steps": steps})
+        on_ranks(2, train_all, [given])
+    given = config(model, tmp_path / "small.jsonl", tmp_path / "on1", data={"shuffle": True})
+    on_ranks(1, train_all, [given])
+    check_same_run(tmp_path / "on2", tmp_path / "on1")
+    assert len(list(tables.glob("*/table.json"))) == 1
+
+
 def test_a_checkpoint_moves_between_layouts(tiny_model: Model, tmp_path: Path) -> None:
     """Four steps on two ranks, two more on four replicas of two shards, the rest on one."""
     write_rollouts(tmp_path / "rollouts.jsonl", 60)
