@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,12 +19,11 @@ if not list(Path("/dev").glob("nvidia[0-9]*")) or os.environ.get("CUDA_VISIBLE_D
 import pytest
 import torch
 
-from interpreter import environment
 from tiny import make_model
 
-# The server that ranks are forked from is a Python of its own, and imports truestep before it is told of pytest's
-# import paths: ranks would run another copy that is installed, such as that of another working tree.
-os.environ["PYTHONPATH"] = environment()["PYTHONPATH"]
+# A Python that a test starts, and the server that ranks are forked from, must find what the test itself imports: pytest
+# adds `src` and `tests` to the import paths of its own process alone.
+os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
 
 torch.set_num_threads(1)
 

@@ -17,7 +17,6 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from interpreter import environment
 from small_runs import read_lines, sort_prompts, word_model, write_lines, write_rollouts
 from tiny import label_positions
 from truestep import __version__
@@ -107,14 +106,10 @@ def test_every_command_has_help(command: str) -> None:
 
 
 def test_python_dash_m_and_the_version() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "truestep", "--version"], capture_output=True, text=True, env=environment()
-    )
+    done = subprocess.run([sys.executable, "-m", "truestep", "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip().endswith(__version__)
-    wrong = subprocess.run(
-        [sys.executable, "-m", "truestep", "train", "no.yaml"], capture_output=True, text=True, env=environment()
-    )
+    wrong = subprocess.run([sys.executable, "-m", "truestep", "train", "no.yaml"], capture_output=True, text=True)
     assert wrong.returncode == 1
     assert wrong.stderr.startswith("error: no.yaml")
     assert "Traceback" not in wrong.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from interpreter import environment
 from truestep.config.load import load_config
 from truestep.errors import TruestepError
 from truestep.files import read_json_lines
@@ -23,7 +23,7 @@ def run(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", *words],
         cwd=directory,
-        env=environment(OMP_NUM_THREADS="1"),
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,

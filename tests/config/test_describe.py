@@ -10,7 +10,6 @@ import pytest
 from pydantic import BaseModel
 from rich.console import Console
 
-from interpreter import environment
 from truestep.config import losses, schema
 from truestep.config import sections as section_models
 from truestep.config.describe import (
@@ -279,4 +278,4 @@ def test_an_override_of_the_type_leaves_no_option_of_the_old_type_behind(tmp_pat
 def test_importing_the_configuration_does_not_import_torch() -> None:
     modules = "truestep.config.load, truestep.config.describe, truestep.config.schema, truestep.config.sections"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env=environment()).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

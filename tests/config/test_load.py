@@ -14,6 +14,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from config.loading import load, message
 from truestep.config.describe import list_options
 from truestep.config.load import ConfigError, dump_config, load_config
 from truestep.config.losses import GspoLoss, ReinforceLoss
@@ -46,17 +47,6 @@ logging: {jsonl: true, wandb: null, tensorboard: null}
 @pytest.fixture(autouse=True)
 def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # so that messages begin with `run.yaml`, whatever the machine
-
-
-def load(text: str, *overrides: str) -> Config:
-    Path("run.yaml").write_text(text, encoding="utf-8")
-    return load_config(Path("run.yaml"), overrides)
-
-
-def message(text: str, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load(text, *overrides)
-    return str(caught.value)
 
 
 # What loads

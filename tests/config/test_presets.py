@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from config.loading import load, message
 from truestep.cli import main
 from truestep.config.describe import options, section_models
 from truestep.config.explain import explain
-from truestep.config.load import ConfigError, dump_config, load_config
+from truestep.config.load import dump_config
 from truestep.config.losses import GrpoLoss
 from truestep.config.presets import PRESETS, fill, overridden
 from truestep.config.schema import Config
@@ -28,17 +29,6 @@ GIVEN = {"dr_grpo": "loss: {max_labels: 512}\n", "on_policy_distillation": "loss
 @pytest.fixture(autouse=True)
 def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def load(text: str, *overrides: str) -> Config:
-    Path("run.yaml").write_text(text, encoding="utf-8")
-    return load_config(Path("run.yaml"), overrides)
-
-
-def message(text: str, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load(text, *overrides)
-    return str(caught.value)
 
 
 def value_of(config: Config, dotted: str) -> Any:

@@ -18,7 +18,6 @@ import yaml
 
 import hostile_reward
 from doors.own_server import Process, serve
-from interpreter import environment
 from selection import long_except
 from small_runs import merged, quiet_trainer, read_lines, sampled_config, sort_prompts, word_model, write_lines
 
@@ -200,7 +199,7 @@ def test_a_run_whose_rewards_never_end_stops_when_it_is_asked_and_goes_on(
         file = tmp_path / "run.yaml"
         file.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
         command = [sys.executable, "-c", RUN, str(file)]
-        run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
+        run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         try:
             until(lambda: (tmp_path / "place" / "catches_everything").exists() or run.poll() is not None)
             assert run.poll() is None, run.stderr.read() if run.stderr else ""

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 import hostile_reward
-from interpreter import environment
 from truestep.environments import frames
 from truestep.environments.descendants import descendants, started
 from truestep.environments.process import WorkerOptions
@@ -252,7 +251,7 @@ time.sleep(600)
 def test_a_run_that_is_killed_takes_its_rewards_with_it(tmp_path: Path) -> None:
     """So for what a reward had started in a session of its own."""
     command = [sys.executable, "-c", RUN, "leaves_a_child_and_sleeps", str(tmp_path)]
-    run = subprocess.Popen(command, env=environment())
+    run = subprocess.Popen(command)
     child = tmp_path / "child"
     try:
         until(lambda: run.poll() is not None or (child.exists() and child.read_text() != ""))
@@ -311,4 +310,4 @@ def test_a_worker_starts_without_torch_and_without_numpy() -> None:
         "import sys, truestep.environments.keeper, truestep.environments.worker; "
         "sys.exit(bool({'torch', 'numpy', 'jinja2'} & set(sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False, env=environment()).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

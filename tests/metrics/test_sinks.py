@@ -6,6 +6,7 @@ import builtins
 import io
 import json
 import math
+import os
 import random
 import struct
 import subprocess
@@ -18,7 +19,6 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import interpreter
 from truestep.files import read_json_lines
 from truestep.metrics.sinks import ConsoleSink, JsonLines, SinkError, TensorBoardSink, WandbSink, live_line
 
@@ -151,7 +151,7 @@ def test_a_password_given_on_the_command_line_is_in_no_file_of_wandb(tmp_path: P
     subprocess.run(
         [sys.executable, "train.py", "train", "c.yaml", "--data.source.url", url],
         cwd=tmp_path,
-        env=interpreter.environment(WANDB_SILENT="true", **folders),
+        env=os.environ | {"WANDB_SILENT": "true"} | folders,
         check=True,
         timeout=300,
     )

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interpreter import environment
 from rollouts.rollout_records import NEEDS, NOTHING, assert_same, record, write
 from truestep.assemble.sources import read_documents
 from truestep.config.schema import Config
@@ -195,7 +194,7 @@ print(len(calls), len(documents.rollouts))
 
 def opening(path: Path, folder: Path) -> subprocess.Popen:
     command = [sys.executable, "-c", OPENS, str(path), str(folder)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def test_processes_share_one_conversion(tmp_path: Path) -> None:
@@ -265,4 +264,4 @@ def test_the_option_names_the_place_of_tables(tmp_path: Path, monkeypatch: pytes
 
 def test_a_worker_needs_no_torch() -> None:
     code = "import sys, truestep.rollouts.table.convert; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env=environment(), timeout=300).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
