@@ -6,9 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import transformers
 from torch.distributed.fsdp import FSDPModule
 
-from truestep.policy.cuts.layers import layers_of
+from truestep.policy.cuts.layers import active_weights, layers_of
+from truestep.policy.policy import ATTENTION_SLOWNESS, ModelFacts
 from truestep.policy.weights.sharded import ShardedWeights
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import join, leave
@@ -66,3 +68,23 @@ def _check_sharded() -> None:
     assert apart == {"base_model", "base_model.embedding", "lm_head", *layers}
     assert len(weights.master) == len(weights.pieces) == 2 + 2 * 2 * 64
     leave()
+
+
+def test_a_document_costs_by_the_experts_that_a_token_meets() -> None:
+    """Qwen3-30B-A3B's shape, of which a token meets 3.3 billion weights: attention is not cheap beside those."""
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+        moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, vocab_size=151936, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    attention = 2048 * 128 * (32 + 4 + 4) + 32 * 128 * 2048
+    experts = 8 * 3 * 2048 * 768 + 128 * 2048  # those chosen, and the router
+    norms = 2 * 2048 + 2 * 128
+    layers, ends = 48 * (attention + experts + norms), 151936 * 2048
+    assert active_weights(model, model) == layers + 2 * ends + 2048
+    assert 3.2e9 < layers + 2 * ends < 3.4e9
+    facts = ModelFacts.of(model, torch.device("cpu"))
+    assert facts.even_length == (layers + ends + 2048) / (48 * 32 * 128)  # the input embedding multiplies nothing
+    beside = ModelFacts.of(model, torch.device("cuda"))
+    assert beside.even_length == facts.even_length / ATTENTION_SLOWNESS

@@ -13,6 +13,7 @@ import torch
 
 from truestep.head.logits import HeadSettings
 from truestep.head.vocab_parallel import VocabularyShard
+from truestep.policy.cuts.layers import active_weights
 from truestep.policy.cuts.pieces import slice_of
 from truestep.policy.cuts.stages import Stages
 from truestep.policy.model import attention
@@ -21,6 +22,10 @@ from truestep.policy.weights.protocol import Weights
 from truestep.ranks.exchange import gather_same
 from truestep.ranks.pipeline import Pipeline
 from truestep.types import PackedTokens
+
+# Attention's operations take this many times as long as those of products (H200, long documents: 300 against 744
+# TFLOP/s). It decides how evenly work is spread and no result.
+ATTENTION_SLOWNESS = 2.5
 
 
 @dataclass(frozen=True)
@@ -37,11 +42,12 @@ class ModelFacts:
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         config = model.config.get_text_config()
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        weights = sum(parameter.numel() for parameter in model.parameters())
+        weights = active_weights(model, model)
         if head is not embedding:
             weights -= embedding.numel()  # a tied matrix multiplies, once, as the head
         # Causal, forward: 2 · L · heads · E a token and layer against 2 a weight.
-        even_length = weights / (config.num_hidden_layers * config.num_attention_heads * head_size)
+        attention = config.num_hidden_layers * config.num_attention_heads * head_size
+        even_length = weights / (attention * (ATTENTION_SLOWNESS if device.type == "cuda" else 1.0))
         return ModelFacts(head.shape[0], head is embedding, even_length, device)
 
 

@@ -1,8 +1,10 @@
-"""The one rule that finds a model's decoder layers."""
+"""The one rule that finds a model's decoder layers, and the one that counts the weights a token meets."""
 
 from typing import Any
 
 import torch
+
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # their names in configurations
 
 
 def layers_of(model: Any) -> tuple[str, list[torch.nn.Module]]:
@@ -15,3 +17,14 @@ def layers_of(model: Any) -> tuple[str, list[torch.nn.Module]]:
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
             return name, list(module)
     return "", []
+
+
+def active_weights(model: Any, part: torch.nn.Module) -> float:
+    """Count the weights of a part that a token meets; of experts, as many as are chosen for it."""
+    config = model.config.get_text_config()
+    experts = next((count for name in EXPERT_COUNTS if (count := getattr(config, name, None))), None)
+    share = (getattr(config, "num_experts_per_tok", None) or 1) / experts if experts else 1.0
+    return sum(
+        parameter.numel() * (share if "experts." in name and "shared" not in name else 1.0)
+        for name, parameter in part.named_parameters()
+    )

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from truestep.policy.cuts.layers import layers_of
+from truestep.policy.cuts.layers import active_weights, layers_of
 from truestep.policy.cuts.pieces import Piece
 from truestep.policy.errors import ModelError
 from truestep.ranks.pipeline import Pipeline
@@ -154,7 +154,7 @@ def stages_of(model: Any, pipeline: Pipeline, run: Callable[[], object]) -> Stag
     check_layers(len(layers), pipeline)
     behind = _behind_the_layers(model, layers, run)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    cut = cut_by_cost([_cost(model, layer) for layer in layers], head.weight.numel(), pipeline.stages)
+    cut = cut_by_cost([active_weights(model, layer) for layer in layers], head.weight.numel(), pipeline.stages)
     staged = _Layers(layers)
     _put(model, name, staged)
     return Stages(pipeline, cut, staged, behind, embedding.weight.shape[1])
@@ -208,17 +208,6 @@ def _behind_the_layers(model: Any, layers: Sequence[torch.nn.Module], run: Calla
             "into stages"
         )
     return tuple(others[module] for module in behind if module in others)
-
-
-def _cost(model: Any, layer: torch.nn.Module) -> float:
-    """Count the weights that a token meets; of experts, as many as are chosen for it."""
-    config = model.config.get_text_config()
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    share = (getattr(config, "num_experts_per_tok", None) or 1) / experts if experts else 1.0
-    return sum(
-        parameter.numel() * (share if "experts." in name and "shared" not in name else 1.0)
-        for name, parameter in layer.named_parameters()
-    )
 
 
 def _put(model: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
