@@ -70,7 +70,7 @@ def test_parity_asks_it_too(model: Path) -> None:
 @pytest.mark.parametrize(
     ("protocol", "said"),
     [
-        ("sglang", "sampler.protocol 'sglang': write it as package.module:function"),
+        ("triton", "sampler.protocol 'triton': write it as package.module:function"),
         ("doors.own_server:Missing", "doors.own_server has no function Missing"),
         ("doors.own_server:serve", "sampler.protocol.url: serve has no such option"),
     ],

@@ -241,13 +241,14 @@ def server_maker(sampler: ServerSampler) -> Callable[[], list[InferenceServer]]:
 
 
 def _server_class(protocol: str) -> Callable[..., InferenceServer]:
-    if protocol != "vllm":
+    if protocol not in ("vllm", "sglang"):
         return load_custom("sampler.protocol", protocol)
-    try:
-        from truestep.sampler.server.vllm import Vllm  # its HTTP client is an extra
+    try:  # their HTTP client is an extra
+        from truestep.sampler.server.sglang import Sglang
+        from truestep.sampler.server.vllm import Vllm
     except ImportError as error:
         raise SourceError("sampler.type: server needs `pip install 'truestep[server]'`") from error
-    return Vllm
+    return Vllm if protocol == "vllm" else Sglang
 
 
 def _api_key(variable: str | None) -> str | None:

@@ -182,7 +182,7 @@ class ServerSampler(SamplerBase):
     type: Literal["server"]
     """Inference servers sample. After each update they are given the new weights."""
     protocol: str = "vllm"
-    """The kind of server: vllm, or package.module:Class, a class of yours that implements
+    """The kind of server: vllm, sglang, or package.module:Class, a class of yours that implements
     truestep.sampler.server.protocol.InferenceServer."""
     urls: Annotated[list[str], Field(min_length=1)]
     """The servers, such as http://host:8000. A request goes to the server that has least to do."""

@@ -1,22 +1,14 @@
 """A vLLM server: all that the trainer knows of vLLM's paths, bodies, status codes and oddities."""
 
-import asyncio
-import contextlib
-import json
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
-
-import httpx
+from typing import Any, ClassVar
 
 from truestep.sampler.server.errors import BadAnswerError, ServerError, UnreachableError
-from truestep.sampler.server.protocol import Advice, Choice, CompletionRequest, Description, InferenceServer
+from truestep.sampler.server.over_http import HttpServer
+from truestep.sampler.server.protocol import Advice, Choice, CompletionRequest
 from truestep.text import printable
-
-_CONNECT_SECONDS = 10.0
-_QUICK_SECONDS = 30.0  # for an answer that takes no computing
-_BUSY = (408, 425, 429)  # statuses below 500 that a later request may not meet again
 
 # The distribution as it is, whatever defaults a server takes from the model.
 _PLAIN_SAMPLING: dict[str, Any] = {
@@ -30,7 +22,11 @@ _PLAIN_SAMPLING: dict[str, Any] = {
 }
 
 
-class Vllm(InferenceServer):
+class Vllm(HttpServer):
+    hints: ClassVar[Mapping[int, str]] = {
+        **HttpServer.hints,
+        404: "; is sampler.model the served name, and was the server started with VLLM_SERVER_DEV_MODE=1?",
+    }
     advice = Advice(
         kind="a vLLM server",
         longer_texts="start it with --max-model-len {tokens} or more",
@@ -38,30 +34,6 @@ class Vllm(InferenceServer):
         emptied_cache="although /reset_prefix_cache was called",
         loaded="although reload_weights was called",
     )
-
-    def __init__(self, url: str, model: str, api_key: str | None, timeout: float):
-        self.url, self.model, self._timeout = url.rstrip("/").removesuffix("/v1"), model, timeout
-        self._http = httpx.AsyncClient(
-            base_url=self.url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            timeout=httpx.Timeout(timeout, connect=min(_CONNECT_SECONDS, timeout)),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        )
-
-    async def close(self) -> None:
-        await self._http.aclose()
-
-    async def describe(self) -> Description:
-        await self._get("/health", _QUICK_SECONDS)
-        models = await self._get("/v1/models", _QUICK_SECONDS)
-        listed = models.get("data") if isinstance(models, dict) else None
-        entries = listed if isinstance(listed, list) else ()
-        named = {str(entry.get("id")): entry for entry in entries if isinstance(entry, dict)}
-        return Description(tuple(named), named.get(self.model, {}).get("max_model_len"))
-
-    async def tokenize(self, text: str) -> list[int] | None:
-        answer = await self._post("/tokenize", {"model": self.model, "prompt": text}, _QUICK_SECONDS)
-        return answer.get("tokens") if isinstance(answer, dict) else None
 
     async def complete(self, request: CompletionRequest) -> list[Choice]:
         return read_choices(await self._post("/v1/completions", self._body(request)), request)
@@ -135,11 +107,7 @@ class Vllm(InferenceServer):
 
     async def _blame(self, weights: Path, error: UnreachableError) -> None:
         """Raise `error`, or a ServerError where the server lives on: it would refuse the same weights again."""
-        try:
-            await self._get("/health", timeout=5)
-        except (UnreachableError, ServerError):
-            raise error from None
-        if "answered 500" not in str(error):
+        if not await self._lives() or "answered 500" not in str(error):
             raise error
         raise ServerError(
             f"sampler.urls: {self.url} could not load the weights in {weights}: {error}. Is that directory on a disk "
@@ -148,71 +116,6 @@ class Vllm(InferenceServer):
 
     async def resume(self) -> None:
         await self._post("/resume")
-
-    async def _get(self, path: str, timeout: float) -> Any:
-        return await self._json("GET", path, None, timeout)
-
-    async def _post(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
-        return await self._json("POST", path, body, timeout or self._timeout)
-
-    async def _json(self, method: str, path: str, body: Any, timeout: float) -> Any:
-        async with _reaching(path, timeout):
-            response = await self._http.request(method, path, json=body)
-        self._check_status(path, response.status_code, response.text)
-        try:
-            return response.json() if response.content else None
-        except (ValueError, RecursionError) as error:  # RecursionError: nested without end
-            raise BadAnswerError(f"{path} answered what is not JSON") from error
-
-    async def _events(self, path: str, body: Any, read: Callable[[dict[str, Any]], None]) -> None:
-        """Read server-sent events up to the one that says it is the last: a stream that only ends was cut short."""
-        async with _reaching(path, self._timeout), self._http.stream("POST", path, json=body) as response:
-            if response.status_code != 200:
-                self._check_status(path, response.status_code, (await response.aread()).decode(errors="replace"))
-            async for line in response.aiter_lines():
-                if line == "data: [DONE]":
-                    return
-                if line.startswith("data: "):
-                    event = _event(line.removeprefix("data: "))
-                    try:
-                        read(event)
-                    except (AttributeError, TypeError) as error:
-                        raise BadAnswerError("an event of the stream has another form than vLLM's") from error
-        raise UnreachableError(f"{path}: the stream ended before its end")
-
-    def _check_status(self, path: str, status: int, text: str) -> None:
-        if status < 400:
-            return
-        problem = f"{path} answered {status}: {printable(text)}"
-        if status >= 500 or status in _BUSY:
-            raise UnreachableError(problem)
-        hint = {
-            401: "; set sampler.api_key_env to the variable that holds its key",
-            404: "; is sampler.model the served name, and was the server started with VLLM_SERVER_DEV_MODE=1?",
-        }.get(status, "")
-        raise ServerError(f"sampler.urls: {self.url}{problem}{hint}")
-
-
-@contextlib.asynccontextmanager
-async def _reaching(path: str, timeout: float) -> AsyncIterator[None]:
-    """Give the whole answer `timeout` seconds, not each of its bytes, and name what goes wrong on its way."""
-    try:
-        async with asyncio.timeout(timeout):
-            yield
-    except (TimeoutError, httpx.TimeoutException) as error:
-        raise UnreachableError(f"{path} gave no whole answer within {timeout:g} s") from error
-    except (httpx.TransportError, httpx.DecodingError) as error:
-        raise UnreachableError(f"{path}: {printable(repr(error))}") from error
-
-
-def _event(text: str) -> dict[str, Any]:
-    try:
-        event = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadAnswerError("an event of the stream is not JSON") from error
-    if not isinstance(event, dict) or "error" in event:
-        raise BadAnswerError(f"the stream says {printable(text)}")
-    return event
 
 
 def read_choices(answer: Any, request: CompletionRequest) -> list[Choice]:
