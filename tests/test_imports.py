@@ -22,7 +22,7 @@ FLOORS = (
     ("checkpoint",),
     ("run_directory",),
     ("sampler",),
-    ("step",),
+    ("step", "plan"),
     ("policy", "environments"),
     ("head", "losses"),
     ("metrics", "rollouts", "report"),

@@ -111,6 +111,20 @@ def train(config: "Config", explain: bool) -> None:
 
 
 @_config_command
+@click.option("--ranks", type=click.IntRange(1), help="Plan for this many ranks. Without it: those of torchrun, or 1.")
+@click.option("--memory", type=click.FloatRange(0, min_open=True), help="GiB of each GPU; exit code 1 if too few.")
+@click.option("--output", type=click.Path(path_type=Path), help="Also write plan.json there.")
+def plan(config: "Config", ranks: int | None, memory: float | None, output: Path | None) -> None:
+    """Print the memory that CONFIG needs on each rank, without a GPU and without reading a weight."""
+    from truestep.plan.report import make_plan_report
+
+    text, fits = make_plan_report(config, ranks or int(os.environ.get("WORLD_SIZE", "1")), memory, output)
+    _print(text)
+    if not fits:
+        sys.exit(1)
+
+
+@_config_command
 @_output
 @click.option("--gradients", is_flag=True, help="Also the backward pass: gradients.safetensors and grad_norm.")
 def score(config: "Config", output: Path, gradients: bool) -> None:

@@ -1,6 +1,7 @@
 """Makes a trainer of a configuration, puts it where its last checkpoint left it, and starts its loop."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,6 +28,8 @@ from truestep.config.load import dump_config
 from truestep.config.schema import Config
 from truestep.files import write_whole
 from truestep.metrics.sinks import Sink
+from truestep.plan.beside import planned_beside
+from truestep.plan.exhausted import exhaustion_explained
 from truestep.policy.errors import ModelError
 from truestep.policy.policy import Policy
 from truestep.randomness import seed_random
@@ -52,17 +55,22 @@ def train(config: Config, console: Console, title: str = "training") -> Trainer:
     """Train to the end, and return the trainer that did it."""
     ranks = join_ranks(config)
     watch = Watch(ranks, config.schedule.stall_timeout)
-    with watch.watching():
+    with watch.watching(), exhaustion_explained(config, ranks.size, lambda: watch.doing):
         trainer = make_trainer(config, console, title, ranks, watch)
+        if config.logging.console and ranks.first and trainer.policy.device.type == "cuda":
+            trainer.sinks = [*trainer.sinks, planned_beside(config, ranks.size, partial(_say, console))]
         try:
             ended = trainer.run()
         finally:
             for sink in trainer.sinks:
                 sink.close()
     if config.logging.console and ranks.first:
-        text = f"{ended}; the run is in {trainer.directory.path}"
-        console.print(shown(text), highlight=False, markup=False, soft_wrap=True)
+        _say(console, f"{ended}; the run is in {trainer.directory.path}")
     return trainer
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(shown(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def make_trainer(
@@ -100,7 +108,7 @@ def make_trainer(
         directory.lock()
         notes += _lay_out(directory, config, rejected, step, sizes)
         for note in notes if config.logging.console else ():
-            console.print(shown(note), highlight=False, markup=False, soft_wrap=True)
+            _say(console, note)
     if latest is not None:  # a kill may have come after its completion, and before the source was told
         source.checkpointed(latest, step, queue.documents_seen)
     return Trainer(

@@ -140,6 +140,11 @@ class Watch:
         self._store: dist.Store | None = None  # of several ranks
         self._thread = threading.Thread(target=self._watch, daemon=True, name="watch")
 
+    @property
+    def doing(self) -> str:
+        """The phase that this rank is in."""
+        return self._phase
+
     def phase(self, name: str) -> None:
         """Name what this rank does from now on: every rank names the same phases in the same order."""
         self._number, self._phase, self._since = self._number + 1, name, time.monotonic()

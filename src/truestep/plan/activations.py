@@ -1,0 +1,118 @@
+"""Measures what a layer keeps of a token for its backward pass: the model's own code runs without values, and every
+tensor that autograd saves is counted.
+"""
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+_NAME = "truestep_plan"
+_TOKENS = 32
+# The share that is left where layers are compiled: norms and activations are computed again from their inputs.
+_COMPILED = 0.68
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of a token."""
+
+    layer: float  # that a layer keeps
+    boundary: float  # its input, which is all that it keeps where it is recomputed
+
+
+class _Attention(torch.autograd.Function):
+    """An attention that computes nothing and saves what a fused one does: its inputs, its output, a sum a head."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        output = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
+        sums = q.new_empty(q.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, output, sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise NotImplementedError
+
+
+def _attend(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **_: Any
+) -> tuple[torch.Tensor, None]:
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:  # the kernel has no grouped heads: keys and values are repeated for it
+        key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
+    return _Attention.apply(query, key, value), None
+
+
+AttentionInterface.register(_NAME, _attend)
+
+
+def measure_activations(config: Any, dtype: torch.dtype, *, compiled: bool) -> Activations:
+    """Count what a layer keeps, as the difference between models of two layers and of one."""
+    kind: Any = type(config)
+    layer, boundary = _measure(kind, config.to_json_string(use_diff=False), dtype)
+    return Activations(layer * (_COMPILED if compiled else 1.0), boundary)
+
+
+@functools.lru_cache(maxsize=8)  # a plan asks for many layouts of one model
+def _measure(kind: Any, written: str, dtype: torch.dtype) -> tuple[float, float]:
+    config = kind.from_dict(json.loads(written))
+    text = config.get_text_config()
+    size = torch.empty((), dtype=dtype).element_size()
+    try:
+        one, two = (_saved_bytes(config, layers, dtype) for layers in (1, 2))
+    except Exception:  # a model whose code looks at values, such as experts
+        return _by_formula(text, size), text.hidden_size * size
+    return (two - one) / _TOKENS, text.hidden_size * size
+
+
+def _by_formula(text: Any, size: int) -> float:
+    """Estimate a layer whose code cannot run without values: each matrix's input, and as much again of elementwise
+    work in float32."""
+    heads = text.num_attention_heads
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    inner = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 4 * text.hidden_size)
+    chosen = getattr(text, "num_experts_per_tok", None) or 1
+    numbers = 4 * text.hidden_size + 4 * heads * head_size + 3 * inner * chosen
+    return numbers * (size + 4)
+
+
+def _saved_bytes(config: Any, layers: int, dtype: torch.dtype) -> int:
+    from transformers import AutoModelForCausalLM
+
+    small = _with_layers(config, layers)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(small, dtype=dtype, attn_implementation=_NAME)
+    model.train()
+    known = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    seen: dict[int, tuple[int, Any]] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            seen[storage._cdata] = (storage.nbytes(), storage)  # kept, or another one might take its address
+        return tensor
+
+    ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
+    with _hooks(pack):
+        model.base_model(input_ids=ids, position_ids=ids, use_cache=False, attention_mask=None)
+    return sum(count for count, _ in seen.values())
+
+
+def _hooks(pack: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+def _with_layers(config: Any, layers: int) -> Any:
+    small = type(config).from_dict(config.to_dict())
+    text = small.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    if kinds:
+        text.layer_types = (list(kinds) * layers)[:layers]
+    text.num_hidden_layers = layers
+    return small

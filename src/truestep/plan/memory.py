@@ -1,0 +1,110 @@
+"""The memory of each rank, by what it is for. Everything is arithmetic on the model's shape and the options."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from truestep.config.schema import Config
+from truestep.config.sections import AdamWConfig
+from truestep.plan.activations import Activations, measure_activations
+from truestep.plan.shape import ModelShape, Part
+from truestep.ranks.axes import RankLayout
+
+GIB = 2**30
+_FLOAT32 = 4
+# Rows of logits take at most so many bytes for each word of the vocabulary: see `head.logits`.
+_MOST_ROW_BYTES, _BYTES_PER_LOGIT = 32768, 2
+LABELS = 0.5  # the share of a micro-batch's tokens that the plan takes for labels
+
+WEIGHTS, MASTERS, GRADIENTS = "weights as they compute", "float32 weights", "gradients"
+UNREDUCED, STATES, REFERENCE = "gradients until they are reduced", "optimizer's state", "reference model"
+ACTIVATIONS, AT_ONCE = "activations that are kept", "head's logits, or one layer's recomputation"
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What the ranks of one pipeline stage need, in bytes, by what it is for."""
+
+    stage: int
+    kinds: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.kinds.values())
+
+
+def plan_memory(config: Config, shape: ModelShape, layout: RankLayout) -> list[RankMemory]:
+    """Compute the memory of a rank of each stage, at the peak of a step."""
+    dtype = getattr(torch, config.model.dtype)
+    activations = measure_activations(shape.config, dtype, compiled=config.model.compile)
+    stages = range(layout.by_name["pipeline"])
+    return [RankMemory(stage, _kinds(config, shape, layout, stage, activations)) for stage in stages]
+
+
+def _kinds(
+    config: Config, shape: ModelShape, layout: RankLayout, stage: int, activations: Activations
+) -> dict[str, float]:
+    """Compute each kind's bytes on a rank of a stage."""
+    sizes = layout.by_name
+    size = torch.empty((), dtype=getattr(torch, config.model.dtype)).element_size()
+    shards = sizes["data_shard"] * sizes["context"]
+    part = shape.part(stage, sizes["pipeline"], config.parallel.stages_per_rank, sizes["tensor"])
+    tokens = config.data.tokens_per_microbatch / (sizes["context"] * sizes["tensor"])
+    own = part.all / shards
+    largest = max(part.layers, default=0)
+    computed = _computed(config, part, shards, size, largest)
+    kinds = {
+        MASTERS: _FLOAT32 * own,
+        WEIGHTS: computed,
+        GRADIENTS: _FLOAT32 * own,
+        STATES: _state_bytes(config) * own,
+    }
+    if shards > 1:
+        whole = part.all if _several(config) and not config.parallel.reduce_each_micro_batch else largest
+        kinds[UNREDUCED] = _FLOAT32 * whole
+    if _has_reference(config):
+        kinds[REFERENCE] = size * own if shards == 1 else _FLOAT32 * own
+    last = stage == sizes["pipeline"] - 1
+    # One forward, one backward: a stage keeps the activations of as many micro-batches as stages come behind it.
+    under_way = sizes["pipeline"] - stage
+    each = activations.boundary if config.model.activation_checkpointing else activations.layer
+    embedded = size * shape.hidden * tokens
+    kinds[ACTIVATIONS] = under_way * (each * len(part.layers) * tokens + embedded)
+    recomputed = activations.layer * tokens if config.model.activation_checkpointing else 0.0
+    kinds[AT_ONCE] = max(_logits(config, shape, layout) if last else 0.0, recomputed)
+    return kinds
+
+
+def _computed(config: Config, part: Part, shards: int, size: int, largest: int) -> float:
+    if shards == 1:  # rounded copies of all weights; float32 computes with the masters themselves
+        return size * part.all if size < _FLOAT32 else 0.0
+    ends = max(part.embedding, part.head)
+    gathered = 2 * largest if config.parallel.reshard_after_forward else sum(part.layers)
+    return size * (gathered + ends)
+
+
+def _several(config: Config) -> bool:
+    """Tell whether a step may have several micro-batches a rank: it has unless it is one of a fixed number."""
+    schedule = config.schedule
+    return bool(schedule.docs_per_step) or schedule.depth_first_micro_batches * schedule.breadth_first_micro_batches > 1
+
+
+def _state_bytes(config: Config) -> float:
+    """Count the bytes of the optimizer's state of a weight: AdamW's two moments; another's is not known."""
+    return 2.0 * _FLOAT32 if isinstance(config.optimizer, AdamWConfig) else float(_FLOAT32)
+
+
+def _has_reference(config: Config) -> bool:
+    reference = getattr(config.loss, "kl_reference", None)
+    return reference is not None and reference.path != "records"
+
+
+def _logits(config: Config, shape: ModelShape, layout: RankLayout) -> float:
+    """Compute the memory of a chunk of logits, and of the hidden states and their gradients behind the labels."""
+    sizes = layout.by_name
+    labels = LABELS * config.data.tokens_per_microbatch / sizes["context"]
+    wanted = config.model.head.logits_chunk_size
+    most = _MOST_ROW_BYTES // _BYTES_PER_LOGIT
+    rows, each = (min(labels, most), _BYTES_PER_LOGIT) if wanted == "auto" else (min(labels, wanted), 6)
+    return rows * each * shape.vocabulary / sizes["tensor"] + labels * shape.hidden * (2 + _FLOAT32)

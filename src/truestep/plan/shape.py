@@ -1,0 +1,119 @@
+"""The sizes of a model's weights, from its configuration alone."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from truestep.config.schema import Config
+from truestep.policy.cuts.layers import active_weights, layers_of
+from truestep.policy.cuts.stages import cut_by_cost
+from truestep.policy.cuts.tensor import tensor_plan
+from truestep.policy.errors import ModelError
+from truestep.text import printable
+
+
+@dataclass(frozen=True)
+class Part:
+    """The weights of one rank: numbers, by what they belong to."""
+
+    layers: tuple[int, ...]  # of each layer that is here
+    embedding: int
+    head: int  # 0 where it is the embedding, or elsewhere
+    others: int  # final norms and the like
+
+    @property
+    def all(self) -> int:
+        return sum(self.layers) + self.embedding + self.head + self.others
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    config: Any  # transformers' configuration
+    weights: Mapping[str, tuple[int, ...]]
+    layer_names: tuple[str, ...]
+    layer_costs: tuple[float, ...]
+    embedding: str
+    head: str  # the embedding's name where it is tied
+    norm_names: frozenset[str]
+
+    @property
+    def vocabulary(self) -> int:
+        return self.weights[self.embedding][0]
+
+    @property
+    def hidden(self) -> int:
+        return self.weights[self.embedding][1]
+
+    @property
+    def total(self) -> int:
+        return sum(map(math.prod, self.weights.values()))
+
+    def part(self, stage: int, stages: int, per_rank: int, tensor: int) -> Part:
+        """Find the weights of a rank: those of its stages, cut over tensor ranks; not yet sharded."""
+        cut = cut_by_cost(self.layer_costs, math.prod(self.weights[self.head]), stages * per_rank)
+        mine = [index for number, layers in enumerate(cut) if number % stages == stage for index in layers]
+        pattern = _cut_names(self.config, tensor)
+        sizes = [self._size(self.layer_names[index], pattern, tensor) for index in mine]
+        first, last = stage == 0, stage == stages - 1
+        ends = -(-self.vocabulary // tensor) * self.hidden
+        tied = self.head == self.embedding
+        layered = tuple(f"{name}." for name in self.layer_names)
+        others = sum(
+            math.prod(shape)
+            for name, shape in self.weights.items()
+            if not name.startswith(layered) and name not in (self.embedding, self.head)
+        )
+        embeds = ends if first or (tied and last) else 0
+        return Part(tuple(sizes), embeds, 0 if tied or not last else ends, others if last else 0)
+
+    def _size(self, layer: str, pattern: re.Pattern[str] | None, tensor: int) -> int:
+        inside = [(name, math.prod(shape)) for name, shape in self.weights.items() if name.startswith(f"{layer}.")]
+        return sum(size // tensor if pattern and pattern.search(name) else size for name, size in inside)
+
+
+def _cut_names(config: Any, tensor: int) -> re.Pattern[str] | None:
+    if tensor == 1:
+        return None
+    plan = tensor_plan(config, tensor)
+    names = [re.escape(name).replace(r"\*", r"\d+") for name in (*plan.columns, *plan.rows)]
+    return re.compile(f"({'|'.join(names)})\\.")
+
+
+def read_shape(config: Config) -> ModelShape:
+    """Make the model without values: config.json alone is read."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    directory, trust = Path(config.model.path), config.model.trust_remote_code
+    if not (directory / "config.json").is_file():
+        raise ModelError(f"model.path: {directory} is not a Hugging Face model directory: it has no config.json")
+    try:
+        settings = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(settings, trust_remote_code=trust)
+    except Exception as error:  # transformers raises whatever an odd config.json leads to
+        raise ModelError(
+            f"model.path: {directory} could not be made: {type(error).__name__}: {printable(error, 2000)}"
+        ) from error
+    return shape_of(model)
+
+
+def shape_of(model: Any) -> ModelShape:
+    name, layers = layers_of(model)
+    if not layers:
+        raise ModelError(f"{type(model).__name__} has no list of its layers: its memory cannot be planned")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    embedding = names[id(model.get_input_embeddings().weight)]
+    return ModelShape(
+        config=model.config,
+        weights={name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
+        layer_names=tuple(f"{name}.{index}" for index in range(len(layers))),
+        layer_costs=tuple(active_weights(model, layer) for layer in layers),
+        embedding=embedding,
+        head=names[id(model.get_output_embeddings().weight)],
+        norm_names=frozenset(name for name, parameter in model.named_parameters() if parameter.dim() < 2),
+    )

@@ -1,0 +1,187 @@
+"""The plan's arithmetic, held against peaks that were measured on GPUs and against a run's own tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from ranks.cases import on_ranks, train_and_keep
+from small_runs import merged, quiet_trainer, write_rollouts
+from tiny import make_model
+from truestep.config.schema import Config
+from truestep.plan.advice import layout_of, layouts_that_fit, savings
+from truestep.plan.memory import (
+    ACTIVATIONS,
+    AT_ONCE,
+    GIB,
+    GRADIENTS,
+    MASTERS,
+    REFERENCE,
+    STATES,
+    UNREDUCED,
+    WEIGHTS,
+    plan_memory,
+)
+from truestep.plan.shape import ModelShape, read_shape, shape_of
+
+
+def qwen3(hidden: int, intermediate: int, layers: int = 28, heads: int = 16, tied: bool = True) -> ModelShape:
+    config = transformers.Qwen3Config(
+        vocab_size=151936, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=8, head_dim=128, tie_word_embeddings=tied,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return shape_of(transformers.AutoModelForCausalLM.from_config(config))
+
+
+SMALL, MIDDLE = qwen3(1024, 3072), qwen3(2048, 6144)
+
+
+def config_of(tokens: int, *, several: bool = True, chunk: int | str = "auto", **options: Any) -> Config:
+    model = {name: options.pop(name) for name in ("compile", "activation_checkpointing") if name in options}
+    one = {"docs_per_step": 0, "depth_first_micro_batches": 1}
+    base = {
+        "model": {"path": "none", "dtype": "bfloat16", "head": {"fp32_lm_head": True, "logits_chunk_size": chunk}},
+        "data": {"path": "none", "advantages": "none", "tokens_per_microbatch": tokens},
+        "schedule": {"docs_per_step": 64} if several else one,
+        "checkpoint": {"directory": "none"},
+    }
+    return Config.model_validate(merged(base, {"model": model, "parallel": options}))
+
+
+# What benchmarks/RESULTS.md has: the model, the options, the ranks, and the measured peak of each stage in GiB.
+RECOMPUTED = {"activation_checkpointing": True, "chunk": 2048}
+MEASURED: list[tuple[ModelShape, dict[str, Any], int, list[float]]] = [
+    (SMALL, {"tokens": 16384}, 1, [45.8]),
+    (SMALL, {"tokens": 16384, "compile": True}, 1, [34.7]),
+    (SMALL, {"tokens": 16384, "compile": True, "activation_checkpointing": True}, 1, [14.8]),
+    (MIDDLE, {"tokens": 14900, "compile": True}, 1, [63.3]),  # 256 documents of 640 tokens, dealt out evenly
+    (MIDDLE, {"tokens": 12288}, 1, [69.1]),  # 128 of 384
+    (MIDDLE, {"tokens": 16384, **RECOMPUTED}, 2, [22.18]),
+    (MIDDLE, {"tokens": 16384, **RECOMPUTED}, 4, [17.36]),
+    (MIDDLE, {"tokens": 17384, "several": False, **RECOMPUTED}, 4, [11.3]),
+    (MIDDLE, {"tokens": 17384, "context": 4, **RECOMPUTED}, 4, [15.2]),
+    (MIDDLE, {"tokens": 17384, "tensor": 4, **RECOMPUTED}, 4, [8.9]),
+    (MIDDLE, {"tokens": 17384, "pipeline": 4, **RECOMPUTED}, 4, [16.9, 12.1, 11.4, 9.7]),
+    (MIDDLE, {"tokens": 35000, "context": 2, **RECOMPUTED}, 2, [22.5]),
+    (MIDDLE, {"tokens": 35000, "tensor": 2, **RECOMPUTED}, 2, [19.1]),
+    (MIDDLE, {"tokens": 32768, "several": False, "chunk": 2048}, 2, [113.5]),
+    (MIDDLE, {"tokens": 32768, "several": False, "chunk": 2048, "context": 2}, 2, [71.4]),
+    (MIDDLE, {"tokens": 65536, "several": False, "chunk": 2048, "context": 2}, 2, [123.4]),
+]
+
+
+@pytest.mark.parametrize(("shape", "options", "ranks", "measured"), MEASURED)
+def test_planned_peaks_are_within_a_tenth_of_measured_ones(
+    shape: ModelShape, options: dict[str, Any], ranks: int, measured: list[float]
+) -> None:
+    config = config_of(**options)
+    planned = plan_memory(config, shape, layout_of(config, ranks))
+    assert [rank.total / GIB for rank in planned] == [pytest.approx(peak, rel=0.105) for peak in measured]
+
+
+def test_what_a_weight_takes_by_hand() -> None:
+    """1,720,574,976 weights on one rank: 4 + 4 + 8 bytes in float32, and 2 as they compute."""
+    (rank,) = plan_memory(config_of(16384), MIDDLE, layout_of(config_of(16384), 1))
+    assert MIDDLE.total == 1_720_574_976
+    assert {kind: rank.kinds[kind] / MIDDLE.total for kind in (MASTERS, WEIGHTS, GRADIENTS, STATES)} == {
+        MASTERS: 4, WEIGHTS: 2, GRADIENTS: 4, STATES: 8,
+    }  # fmt: skip
+    assert UNREDUCED not in rank.kinds and REFERENCE not in rank.kinds
+    # 8,192 rows of logits of 2 bytes, and their hidden states (bfloat16) and gradients (float32).
+    assert rank.kinds[AT_ONCE] == 8192 * 151936 * 2 + 8192 * 2048 * 6
+    halved = plan_memory(config_of(8192), MIDDLE, layout_of(config_of(8192), 1))[0]
+    assert halved.kinds[ACTIVATIONS] == rank.kinds[ACTIVATIONS] / 2
+
+
+LAYOUTS: list[tuple[int, dict[str, int]]] = [
+    (2, {}),
+    (2, {"tensor": 2}),
+    (2, {"pipeline": 2}),
+    (2, {"context": 2}),
+    (4, {"tensor": 2, "data_shard": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    ("size", "parallel"), [(1, {}), *(pytest.param(*layout, marks=pytest.mark.long) for layout in LAYOUTS)]
+)
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
+def test_weights_gradients_and_their_ranks_are_those_of_a_run(
+    size: int, parallel: dict[str, int], kind: str, tmp_path: Path
+) -> None:
+    model = make_model(tmp_path / "model", kind)
+    write_rollouts(tmp_path / "rollouts.jsonl", 8)
+    given = {
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"path": str(tmp_path / "rollouts.jsonl"), "advantages": "none", "tokens_per_microbatch": 64},
+        "schedule": {"docs_per_step": 8, "steps": 1, "stall_timeout": 30},
+        "parallel": parallel,
+        "checkpoint": {"directory": str(tmp_path / "run"), "every": 0},
+        "logging": {"console": False},
+    }
+    config = Config.model_validate(given)
+    if size == 1:
+        trainer = quiet_trainer(config)
+        trainer.run()
+        masters = [sum(part.nbytes for part in trainer.policy.weights.master.values())]
+        states = sum(part.nbytes for state in trainer.optimizer.state.values() for part in state.values() if part.dim())
+    else:
+        on_ranks(size, train_and_keep, given, str(tmp_path))
+        kept = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(size)]
+        masters = [sum(part.nbytes for part in one["master"].values()) for one in kept]
+        states = None
+    layout = layout_of(config, size)
+    planned = plan_memory(config, read_shape(config), layout)
+    for rank, found in enumerate(masters):
+        stage = planned[layout.places(rank)["pipeline"]]
+        # A matrix whose rows ranks do not divide gives one of them a row more.
+        assert found == pytest.approx(stage.kinds[MASTERS], rel=0.02 if size == 1 else 0.1)
+    if states is not None:
+        assert states == planned[0].kinds[STATES] and masters[0] == planned[0].kinds[MASTERS]
+
+
+def test_options_that_help_say_what_they_save() -> None:
+    config = config_of(16384)
+    layout = layout_of(config, 1)
+    found = {saving.option: saving.saved for saving in savings(config, MIDDLE, layout)}
+    assert next(iter(found)) == "--model.activation_checkpointing true"
+    before = plan_memory(config, MIDDLE, layout)[0].total
+    after = plan_memory(config_of(16384, activation_checkpointing=True), MIDDLE, layout)[0].total
+    assert found["--model.activation_checkpointing true"] == before - after
+    assert "--parallel.reduce_each_micro_batch true" not in found, "one rank reduces nothing"
+
+
+def test_layouts_that_fit_are_ordered_by_what_they_exchange() -> None:
+    config = config_of(16384, activation_checkpointing=True)
+    room = 20 * GIB
+    found = layouts_that_fit(config, MIDDLE, 4, room)
+    assert found and all(most <= room for _, most in found)
+    assert found[0][0].by_name["tensor"] == 1
+    assert not layouts_that_fit(config, MIDDLE, 1, room)
+    assert any(layout.by_name["tensor"] == 4 for layout, _ in found)
+    sampled = Config.model_validate(
+        config.model_dump(exclude_unset=True)
+        | {
+            "data": {"group_size": 8, "tokens_per_microbatch": 16384},
+            "sampler": {"prompts": "none", "reward": "none:none"},
+            "loss": {"type": "grpo"},
+            "schedule": {"docs_per_step": 64, "steps": 1},
+        }
+    )
+    assert all(layout.by_name["tensor"] == 1 for layout, _ in layouts_that_fit(sampled, MIDDLE, 4, room))
+
+
+def test_a_mixture_of_experts_is_planned_too() -> None:
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=512, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    with torch.device("meta"):
+        shape = shape_of(transformers.AutoModelForCausalLM.from_config(config))
+    (rank,) = plan_memory(config_of(1024), shape, layout_of(config_of(1024), 1))
+    assert rank.kinds[MASTERS] == 4 * shape.total and rank.kinds[ACTIVATIONS] > 0
