@@ -159,8 +159,8 @@ CASES = [
     ),
     (
         sampled() + "parallel: {tensor: 2}\n",
-        "5, run.yaml:4: parallel.tensor: 2 leaves no rank a whole model to sample with or to give to "
-        "servers: remove sampler (and train on data.path or data.source), or set parallel.tensor: 1",
+        "5, run.yaml:4: parallel.tensor: 2 leaves no rank a whole model to sample with: set sampler.type: server, "
+        "remove sampler (and train on data.path or data.source), or set parallel.tensor: 1",
     ),
     (
         MODEL + "evaluation: {prompts: p, reward: r}\nparallel: {pipeline: 4}\n",

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,29 @@ class FakeSglang:
         self._running = 0
         self.asked: list[tuple[str, Any]] = []  # paths and bodies
         self.incremental = False  # events have new tokens only
-        self.deaf = False  # it says that it loads weights, and does not
+        self.takes = "all"  # of the weights that it says it has loaded; or nothing, half, or another layer's
+        self._started_with = model
+        self.on_load: Callable[[], None] | None = None  # before it loads
 
     def _load(self, directory: Path) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+    def _take(self, directory: Path) -> None:
+        before = {name: value.clone() for name, value in self._model.state_dict().items()}
+        if self.takes == "nothing":
+            return
+        self._load(directory)
+        state = self._model.state_dict()
+        with torch.no_grad():
+            if self.takes == "half":
+                for name in list(state)[: len(state) // 2]:
+                    state[name].copy_(before[name])
+            elif self.takes == "another layer's":
+                state["model.layers.0.mlp.up_proj.weight"].copy_(state["model.layers.1.mlp.up_proj.weight"])
+
+    def restart(self) -> None:
+        """Become another process: with the weights that it was started with."""
+        self._load(self._started_with)
 
     @property
     def paths(self) -> list[str]:
@@ -122,8 +141,9 @@ class FakeSglang:
                 await asyncio.sleep(0.001)
             if not os.path.isdir(body["model_path"]):
                 raise RefusedError(json.dumps({"success": False, "message": f"no {body['model_path']}"}))
-            if not self.deaf:
-                self._load(Path(body["model_path"]))
+            if self.on_load is not None:
+                self.on_load()
+            self._take(Path(body["model_path"]))
             return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
         raise FileNotFoundError(path)
 

@@ -58,7 +58,7 @@ def test_a_run_trains_on_what_it_samples(pause: str, staleness: int, model: Path
 
 def test_weights_that_were_not_loaded_are_found(model: Path, tmp_path: Path) -> None:
     fake = FakeSglang(model, NAME)
-    fake.deaf = True
+    fake.takes = "nothing"
     with serving(fake) as url, pytest.raises(ServerError, match="was given the weights of version 0"):
         quiet_trainer(server_config(tmp_path, [url], sampler={"protocol": "sglang"})).run()
 

@@ -22,7 +22,7 @@ from truestep.rollouts.chat import ChatTemplate
 from truestep.rollouts.files import DataError, Documents, expand_paths
 from truestep.rollouts.parts import PartedSource
 from truestep.rollouts.record import Checks, Needs
-from truestep.rollouts.shared import SharedPeekableSource, SharedSource
+from truestep.rollouts.shared import SharedPeekableSource
 from truestep.rollouts.source import FileSource, Source, SourceError
 from truestep.rollouts.stream.directory import DirectoryTransport
 from truestep.rollouts.stream.ids import SeenIds
@@ -35,6 +35,7 @@ from truestep.sampler.in_process import InProcessSource, stop_ids
 from truestep.sampler.server.ahead import Pace
 from truestep.sampler.server.making import SamplingOptions
 from truestep.sampler.server.protocol import InferenceServer
+from truestep.sampler.server.shared import SharedServerSource
 from truestep.sampler.server.source import AwaitedRewards, ServerSource
 from truestep.sampler.server.sync import WeightsDirectory
 from truestep.text import keep_secret
@@ -52,11 +53,6 @@ def check_inputs(config: Config, ranks: Ranks) -> None:
         raise SourceError(
             "documents come from data.path (rollout files), from data.source (sent while the run goes on) or from a "
             "sampler: give one of them"
-        )
-    if isinstance(sampler, ServerSampler) and ranks.shards > 1:
-        raise SourceError(
-            f"sampler.type: server needs a rank that has all weights: set parallel.data_shard: 1 and "
-            f"parallel.data_replicate: {ranks.size} (this version syncs no sharded weights to servers)"
         )
     if data.path is not None:
         data_paths(config, ranks.data_rank)
@@ -79,11 +75,13 @@ def make_source(config: Config, policy: Policy, ranks: Ranks, raters: Raters) ->
         return _make_file_source(config, policy, ranks)
     if isinstance(config.sampler, InProcessSampler):
         return _make_in_process_source(config, config.sampler, policy, raters)
+    weights = _weights_directory(config, config.sampler)
     if ranks.size == 1:
-        return _make_server_source(config, config.sampler, policy, raters)
-    # Every rank has all of the weights, so the first can write and score them alone.
-    source = _make_server_source(config, config.sampler, policy, raters) if ranks.first else None
-    return SharedSource(source, ranks)
+        return _make_server_source(config, config.sampler, policy, raters, weights)
+    sampler, made = config.sampler, list[ServerSource]()
+    # Only the first rank makes one; what that raises, all raise.
+    ranks.share(lambda: made.append(_make_server_source(config, sampler, policy, raters, weights)))
+    return SharedServerSource(made[0] if made else None, policy, weights, getattr(torch, config.model.dtype))
 
 
 def _make_file_source(config: Config, policy: Policy, ranks: Ranks) -> Source:
@@ -261,10 +259,17 @@ def _api_key(variable: str | None) -> str | None:
     return key
 
 
-def _make_server_source(config: Config, sampler: ServerSampler, policy: Policy, raters: Raters) -> Source:
+def _weights_directory(config: Config, sampler: ServerSampler) -> WeightsDirectory:
+    assert config.checkpoint.directory is not None
+    return WeightsDirectory(Path(sampler.weights_directory or Path(config.checkpoint.directory) / "weights"))
+
+
+def _make_server_source(
+    config: Config, sampler: ServerSampler, policy: Policy, raters: Raters, weights: WeightsDirectory
+) -> ServerSource:
     data, schedule = config.data, config.schedule
     rewards = sampler_rewards(config, policy.weights.ranks)
-    assert data.group_size is not None and config.checkpoint.directory is not None and rewards is not None
+    assert data.group_size is not None and rewards is not None
     prompts = read_prompts(sampler, policy)
     check_lengths(prompts, sampler.max_new_tokens, data.tokens_per_microbatch)
     return ServerSource(
@@ -288,11 +293,12 @@ def _make_server_source(config: Config, sampler: ServerSampler, policy: Policy, 
             concurrency=sampler.concurrency,
             stall_timeout=schedule.stall_timeout,
         ),
-        weights=WeightsDirectory(Path(sampler.weights_directory or Path(config.checkpoint.directory) / "weights")),
+        weights=weights,
         weights_dtype=getattr(torch, config.model.dtype),
         advantage_rule=advantage_rule(config),
         truncated=data.truncated,
         replace_limit=_replace_limit(config),
         pause=sampler.pause,
         tolerance=sampler.tolerance or _TOLERANCE[config.model.dtype],
+        publishes=policy.weights.ranks.size == 1,
     )

@@ -231,13 +231,13 @@ def _learning_rate(config: "Config") -> Iterator[str]:
 
 
 def _ranks(config: "Config") -> Iterator[str]:
-    """Sampling and evaluation decode with whole layers; servers are given weights by a rank that has all of them."""
+    """Sampling in process and evaluation decode with whole layers."""
     parallel = config.parallel
     for name, ranks in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline)):
-        if ranks > 1 and config.sampler is not None:
+        if ranks > 1 and config.sampler is not None and config.sampler.type == "in_process":
             yield (
-                f"parallel.{name}: {ranks} leaves no rank a whole model to sample with or to give to servers: remove "
-                f"sampler (and train on data.path or data.source), or set parallel.{name}: 1"
+                f"parallel.{name}: {ranks} leaves no rank a whole model to sample with: set sampler.type: server, "
+                f"remove sampler (and train on data.path or data.source), or set parallel.{name}: 1"
             )
         if ranks > 1 and config.evaluation is not None and config.evaluation.prompts is not None:
             yield (

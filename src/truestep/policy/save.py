@@ -1,17 +1,22 @@
 """Saving a policy as a Hugging Face directory: the files that came in, with the trained weights."""
 
 import json
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from truestep.policy.cuts.layers import layers_of
 from truestep.policy.policy import Policy
-from truestep.policy.tensor_files import transformers_write_tensors
+from truestep.policy.tensor_files import tensor_sizes, transformers_write_tensors, write_tensors
 
 # What belongs to a model besides its weights: tokenizer, templates, code, licences.
 _COMPANIONS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py", ".md")
 # Written anew with the weights, or of the weights that came in.
+_SCRATCH = ".group"  # transformers writes a group there
+_METADATA = {"format": "pt"}
 _REPLACED = ("config.json", "generation_config.json")
 
 
@@ -33,6 +38,68 @@ def saved_buffers(model: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in model.state_dict().items() if name not in named}
 
 
+def stream_policy(policy: Policy, directory: Path, dtype: torch.dtype) -> None:
+    """Write a new directory as `save_policy` does, but a layer at a time: no rank holds more of other ranks' weights
+    than the largest layer or embedding. Every rank calls this; what the first one raises, all raise."""
+    groups = weight_groups(policy)
+    for number, names in enumerate(groups):
+        parts = {**policy.weights.frozen, **policy.weights.master}
+        tensors = policy.weights.on_first({name: parts.get(name) for name in names}, dtype)
+        policy.weights.ranks.share(partial(_write_group, policy, directory, dtype, tensors, number, len(groups)))
+    policy.weights.ranks.share(lambda: _complete(policy, directory, dtype))
+
+
+def weight_groups(policy: Policy) -> list[list[str]]:
+    """Divide the names of all weights into those of each layer, and each other one alone; the same on every rank."""
+    layers = layers_of(policy.model)[0]
+    groups: dict[str, list[str]] = {}
+    for name in policy.weights.pieces:
+        inside = name.removeprefix(f"{layers}.") if layers and name.startswith(f"{layers}.") else ""
+        groups.setdefault(f"{layers}.{inside.partition('.')[0]}" if inside else name, []).append(name)
+    return list(groups.values())
+
+
+def _write_group(
+    policy: Policy, directory: Path, dtype: torch.dtype, tensors: dict[str, torch.Tensor], number: int, of: int
+) -> None:
+    """Write one group's files, and note where each tensor is."""
+    if number == 0:
+        directory.mkdir(parents=True)
+    if number == of - 1:
+        tensors |= {**policy.buffers, **saved_buffers(policy.model)}
+    if policy.facts.tied and (embedding := _embedding_name(policy)) in tensors:
+        # A tied tensor is saved once, under its input's name. vLLM on a CPU keeps a copy of the head, packed for its
+        # products, and packs it anew only where the head has an entry of its own.
+        write_tensors({"lm_head.weight": tensors[embedding]}, directory / "model-lm-head.safetensors", _METADATA)
+    scratch = directory / _SCRATCH
+    with transformers_write_tensors():
+        policy.model.save_pretrained(scratch, state_dict=tensors)
+    for place, file in enumerate(sorted(scratch.glob("*.safetensors"))):
+        file.rename(directory / f"model-{number:05d}-{place:02d}.safetensors")
+
+
+def _complete(policy: Policy, directory: Path, dtype: torch.dtype) -> None:
+    """Write the index of all files, and what belongs to a model besides its weights."""
+    files = sorted(directory.glob("*.safetensors"))
+    sizes: dict[str, int] = {}
+    weight_map: dict[str, str] = {}
+    for file in files:
+        for name, size in tensor_sizes(file).items():
+            weight_map[name], sizes[name] = file.name, size
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+    for file in (directory / _SCRATCH).iterdir():
+        if not file.name.endswith(".index.json"):
+            file.rename(directory / file.name)
+    shutil.rmtree(directory / _SCRATCH)
+    _write_companions(policy, directory, dtype)
+
+
+def _embedding_name(policy: Policy) -> str:
+    embedding = policy.model.get_input_embeddings()
+    return next(f"{name}.weight" for name, module in policy.model.named_modules() if module is embedding)
+
+
 def save_policy(policy: Policy, directory: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write a new directory on the first rank; every rank calls this. The float32 weights are rounded once."""
     tensors = policy.weights.collect(dtype)
@@ -42,6 +109,10 @@ def save_policy(policy: Policy, directory: Path, dtype: torch.dtype = torch.floa
     # transformers knows the names and groupings that this architecture's files use; tied tensors are written once.
     with transformers_write_tensors():
         policy.model.save_pretrained(directory, state_dict=tensors)
+    _write_companions(policy, directory, dtype)
+
+
+def _write_companions(policy: Policy, directory: Path, dtype: torch.dtype) -> None:
     for name, content in policy.companions.items():
         (directory / name).write_bytes(content)
     config_file = directory / "config.json"

@@ -112,6 +112,14 @@ def read_tensors(file: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     return found
 
 
+def tensor_sizes(file: str | os.PathLike[str]) -> dict[str, int]:
+    """Read the names of a safetensors file's tensors, and the bytes of each, from its header alone."""
+    with open(file, "rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    entries = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    return {name: end - start for name, (start, end) in entries.items()}
+
+
 @contextmanager
 def transformers_write_tensors() -> Iterator[None]:
     """Have transformers write its files by `write_tensors`. It is assumed to call `safe_save_file`; if it wrote in

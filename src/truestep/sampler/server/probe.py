@@ -12,15 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from truestep.environments.prompts import Prompt
-from truestep.head.logits import scaled_logits
 from truestep.policy.policy import Policy
-from truestep.rollouts.packing import pack
 from truestep.sampler.server.errors import BadAnswerError
 from truestep.sampler.server.protocol import InferenceServer
-from truestep.types import Rollout
+from truestep.step.next_tokens import next_token_logprobs
 
 TEMPERATURE = 0.7  # at 1 a server that ignores it could not be told from one that does not
 _LENGTHS = (136, 200, 300)  # tokens; vLLM's blocks have 16 tokens on a GPU and 128 on a CPU
@@ -54,25 +51,10 @@ def make_probes(prompts: Sequence[Prompt], seed: int, longest: int) -> tuple[tup
     return tuple(tuple(generator.choice(tokens, max(1, min(length, longest))).tolist()) for length in _LENGTHS)
 
 
-@torch.no_grad()
 def expect(policy: Policy, prompts: tuple[tuple[int, ...], ...], version: int) -> Expected:
-    """Score the probes by the forward pass that training uses."""
-    documents = [_document(number, prompt) for number, prompt in enumerate(prompts)]
-    batch = pack(documents).to(policy.device)
-    hidden = policy.hidden(batch.tokens).index_select(0, batch.labels.rows)
-
-    def logprobs(temperature: float) -> np.ndarray:
-        temperatures = torch.full_like(batch.labels.temperature, temperature)
-        z = scaled_logits(hidden, policy.head_weight, temperatures, policy.head)
-        return (z - z.logsumexp(-1, keepdim=True)).float().cpu().numpy()
-
-    return Expected(version, prompts, logprobs(TEMPERATURE), logprobs(1.0))
-
-
-def _document(number: int, prompt: tuple[int, ...]) -> Rollout:
-    """Put one label, whichever, behind the prompt: its row is that of the next token."""
-    ids = np.array([*prompt, prompt[-1]], dtype=np.int64)
-    return Rollout(id=str(number), input_ids=ids, loss_mask=np.arange(len(ids)) == len(prompt))
+    """Score the probes by the forward pass that training uses. Every rank calls this."""
+    logprobs, raw = next_token_logprobs(policy, prompts, (TEMPERATURE, 1.0))
+    return Expected(version, prompts, logprobs, raw)
 
 
 async def measure(server: InferenceServer, expected: Expected, *, past_the_cache: bool = False) -> Gap:

@@ -88,6 +88,7 @@ class ServerSource:
         tolerance: float,
         truncated: str = "keep",  # or mask
         replace_limit: int = 0,  # groups without a difference that a step replaces at most
+        publishes: bool = True,  # False: whoever shares this source gives it weights to send
         loop: LoopThread | None = None,  # tests give one with a clock of its own
     ):
         self._policy, self._prompts, self._rewards = policy, prompts, rewards
@@ -96,12 +97,12 @@ class ServerSource:
         self._put_aside: deque[PutAside] = deque()
         self._loop = loop or LoopThread()
         self._publishing: Future[None] | None = None  # None: nobody has asked for documents yet
-        self._closed = False
+        self._publishes, self._closed = publishes, False
         self.asked_to_stop: Callable[[], bool] = never
         self.put_rejected: Callable[[Sequence[Rejected]], None] | None = None
         try:
             servers, longest = self._loop.run(self._connect(make_servers))
-            self._probes = make_probes(prompts, sampling.seed, longest - 1)
+            self.probes = make_probes(prompts, sampling.seed, longest - 1)
             make_fleet = partial(Fleet, servers, pause=pause, tolerance=tolerance)
             read = partial(policy.tokenizer.decode, skip_special_tokens=True)
             self._ahead = LookAhead(make_fleet, prompts, sampling, pace, rewards.rate, read)
@@ -129,7 +130,7 @@ class ServerSource:
     def take(self, count: int, documents_seen: int) -> list[Rollout]:
         """Take exactly `count` documents, in whole groups."""
         groups_wanted = num_groups(count, self._sampling.group_size)
-        if self._publishing is None:
+        if self._publishing is None and self._publishes:
             self._publish(documents_seen)
         with progress.waiting_for("completions from the inference servers"):
             groups = self._wait_for(self._loop.submit(self._ahead.collect(groups_wanted, documents_seen)))
@@ -158,16 +159,22 @@ class ServerSource:
                 raise Interrupted
 
     def updated(self, documents_seen: int) -> None:
-        if self._publishing is not None:
+        if self._publishing is not None and self._publishes:
             self._publish(documents_seen)
 
     def _publish(self, version: int) -> None:
-        """Send new weights to every server, beside whatever the trainer does next."""
+        self.wait_until_sent()
+        path = self._weights.write(self._policy, version, self._weights_dtype)
+        self.send(Published(path, expect(self._policy, self.probes, version)))
+
+    def wait_until_sent(self) -> None:
+        """Wait until every server has the weights that were sent last."""
         if self._publishing is not None:
             with progress.waiting_for("the inference servers to load weights"):
                 self._publishing.result()
-        path = self._weights.write(self._policy, version, self._weights_dtype)
-        published = Published(path, expect(self._policy, self._probes, version))
+
+    def send(self, published: Published) -> None:
+        """Send new weights to every server, beside whatever the trainer does next."""
         self._publishing = self._loop.submit(self._ahead.publish(published))
 
     def state(self) -> dict[str, Any]:
