@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ranks.cases import on_ranks, train_all
+from server.conftest import Servers
 from server.models import make_model as make_served_model
 from server.runs import server_config
 from server.sglang_server import FakeSglang, serving
@@ -171,6 +172,21 @@ def test_a_run_trains_on_policy_under_every_layout(
         assert torch.equal(value, final.state_dict()[name]), f"{name}: the server has the weights of the last step"
 
 
+@pytest.mark.vllm
+@pytest.mark.timeout(600)  # the first test waits for the servers to start
+@pytest.mark.parametrize("parallel", [{}, {"tensor": 2}, {"pipeline": 2}])
+def test_a_real_server_gets_weights_from_every_layout(
+    parallel: dict[str, int], servers: Servers, tmp_path: Path
+) -> None:
+    sampler = {"protocol": "vllm", "max_staleness": 16}
+    config = run_config(tmp_path, servers.first.url, parallel=parallel, sampler=sampler)
+    on_ranks(2, train_all, [config])
+    metrics = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert len(metrics) == 4 and metrics[0]["max_staleness"] == 0
+    assert abs(metrics[0]["ratio_new_old"] - 1) < 1e-4
+    assert max(line["max_staleness"] for line in metrics) == 16, "sampling went on beside training"
+
+
 @pytest.mark.parametrize(
     ("takes", "said"),
     [
@@ -204,7 +220,7 @@ def test_a_server_that_was_restarted_is_found_before_its_documents_are_used(serv
 
     async def last(body: dict[str, Any]) -> dict[str, Any]:
         generated[0] += 1
-        if generated[0] == 25:  # in the middle of the second step's documents
+        if generated[0] == 38:  # in the middle of the second step's documents, behind the probes of its weights
             fake.restart()
         return await honest(body)
 
