@@ -97,7 +97,7 @@ def make_trainer(
     source = make_source(config, policy, ranks, raters)
     queue = make_queue(config, policy, source)
     optimizer = make_optimizer(config, policy.weights)
-    evaluator = make_evaluator(config, policy, raters)
+    evaluator = make_evaluator(config, policy, raters, source)
     seed_random(config.seed)
     step, sizes = (0, (0, None)) if latest is None else _restore(latest, queue, optimizer, policy)
     rejected = source.drain_rejected()

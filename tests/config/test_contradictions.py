@@ -164,8 +164,12 @@ CASES = [
     ),
     (
         MODEL + "evaluation: {prompts: p, reward: r}\nparallel: {pipeline: 4}\n",
-        "3, run.yaml:2: parallel.pipeline: 4 leaves no rank a whole model to generate with: remove evaluation, or set "
-        "parallel.pipeline: 1",
+        "3, run.yaml:2: parallel.pipeline: 4 leaves no rank a whole model to generate with: remove evaluation, set "
+        "evaluation.servers: true with servers that sample, or set parallel.pipeline: 1",
+    ),
+    (
+        sampled() + "evaluation: {prompts: p, servers: true}\n",
+        "4, run.yaml:5: evaluation.servers needs sampler.type: server: there are no servers to ask",
     ),
     (
         MODEL + "data: {advantages: group_normalized, advantage_scale: step}\n",

@@ -15,7 +15,7 @@ from truestep.environments.prompts import load_prompts
 from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
 from truestep.sampler.decode import DecodeOptions, Request, decode
-from truestep.sampler.evaluate import Evaluator
+from truestep.sampler.evaluate import AnsweredHere, Evaluator
 from truestep.sampler.in_process import stop_ids
 from truestep.sampler.rated import completion_text
 
@@ -33,7 +33,7 @@ def make_evaluator(policy: Policy, directory: Path, count: int = 5, **changes: A
         "samples_per_prompt": 3,
         "seed": 0,
     }
-    return Evaluator(policy=policy, **(usual | changes))
+    return Evaluator(answers=AnsweredHere(policy), **(usual | changes))
 
 
 def test_a_line_is_the_mean_reward_of_greedy_and_of_sampled_answers(policy: Policy, tmp_path: Path) -> None:

@@ -66,7 +66,8 @@ class FakeSglang:
         vocabulary = self._model.config.vocab_size
         if max(ids) >= vocabulary:
             raise RefusedError(f"The input_ids {ids[:4]} contains values greater than the vocab size {vocabulary}.")
-        return (self._model(torch.tensor([ids])).logits[0, -1].float() / temperature).log_softmax(-1)
+        # Greedy, SGLang gives the log-probs before any temperature.
+        return (self._model(torch.tensor([ids])).logits[0, -1].float() / (temperature or 1.0)).log_softmax(-1)
 
     async def _generate(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Give the state of one completion behind each of its tokens."""
@@ -88,6 +89,7 @@ class FakeSglang:
                     await asyncio.sleep(0.001)
                 row = self._scores([*body["input_ids"], *(token for _, token, _ in scored)], options["temperature"])
                 token = int(torch.multinomial(row.exp(), 1, generator=self._generator))
+                token = token if options["temperature"] else int(row.argmax())
                 scored.append([min(float(row[token]), 0.0), token, None])
                 if wanted := body.get("top_logprobs_num"):
                     values, tokens = row.topk(wanted)

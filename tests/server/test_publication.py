@@ -172,6 +172,33 @@ def test_a_run_trains_on_policy_under_every_layout(
         assert torch.equal(value, final.state_dict()[name]), f"{name}: the server has the weights of the last step"
 
 
+def evaluated(
+    directory: Path, size: int, parallel: dict[str, int], served: Path, servers: bool
+) -> list[dict[str, Any]]:
+    directory.mkdir()
+    with serving(FakeSglang(served, NAME)) as url:
+        evaluation = {"prompts": str(directory / "prompts.jsonl"), "every": 2, "max_prompts": 12, "servers": servers}
+        config = run_config(directory, url, parallel=parallel, evaluation=evaluation, optimizer={"learning_rate": 0.0})
+        on_ranks(size, train_all, [config])
+    return read_lines(directory / "run" / "evaluation.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("size", "parallel"),
+    [(1, {}), pytest.param(2, {"pipeline": 2}, marks=pytest.mark.long), pytest.param(2, {}, marks=pytest.mark.long)],
+)
+def test_servers_answer_held_out_prompts_as_the_policy_does(
+    size: int, parallel: dict[str, int], served: Path, tmp_path: Path
+) -> None:
+    """The weights stand still, so greedy answers do; they are another model's than the server was started with."""
+    here = evaluated(tmp_path / "here", 1, {}, served, servers=False)
+    there = evaluated(tmp_path / "there", size, parallel, served, servers=True)
+    assert [line["step"] for line in there] == [0, 2, 4] and all(line["num_unrated"] == 0 for line in there)
+    assert [line["greedy_reward"] for line in there] == [line["greedy_reward"] for line in here]
+    assert [line["examples"] for line in there] == [line["examples"] for line in here]
+    assert all(0 <= line["sampled_reward"] <= 1 and line["num_prompts"] == 12 for line in there)
+
+
 @pytest.mark.vllm
 @pytest.mark.timeout(600)  # the first test waits for the servers to start
 @pytest.mark.parametrize("parallel", [{}, {"tensor": 2}, {"pipeline": 2}])

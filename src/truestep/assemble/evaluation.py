@@ -10,13 +10,16 @@ from truestep.environments.prompts import load_prompts
 from truestep.losses.objective import Denominator, Objective
 from truestep.policy.policy import Policy
 from truestep.rollouts.files import DataError
+from truestep.rollouts.source import Source
 from truestep.sampler.decode import DecodeOptions
-from truestep.sampler.evaluate import Evaluator
+from truestep.sampler.evaluate import AnsweredHere, Answers, Evaluator
 from truestep.sampler.in_process import stop_ids
+from truestep.sampler.server.shared import SharedServerSource
+from truestep.sampler.server.source import ServerSource
 from truestep.step.held_out import HeldOutLoss
 
 
-def make_evaluator(config: Config, policy: Policy, raters: Raters) -> Evaluator | HeldOutLoss | None:
+def make_evaluator(config: Config, policy: Policy, raters: Raters, source: Source) -> Evaluator | HeldOutLoss | None:
     evaluation, sampler = config.evaluation, config.sampler
     if evaluation is not None and evaluation.prompts is None:
         return _make_held_out_loss(config, policy)
@@ -26,8 +29,12 @@ def make_evaluator(config: Config, policy: Policy, raters: Raters) -> Evaluator 
     assert evaluation.prompts is not None
     max_new_tokens = evaluation.max_new_tokens or (sampler.max_new_tokens if sampler else 512)
     held_out = load_prompts(evaluation.prompts, policy.tokenizer, policy.vocabulary_size)
+    answers: Answers = AnsweredHere(policy)
+    if evaluation.servers:
+        assert isinstance(source, ServerSource | SharedServerSource)
+        answers = source.answer
     return Evaluator(
-        policy=policy,
+        answers=answers,
         prompts=held_out[: evaluation.max_prompts],
         rater=raters.of(rewards),
         options=DecodeOptions(

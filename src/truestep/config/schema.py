@@ -214,6 +214,12 @@ def _evaluation(config: "Config") -> Iterator[str]:
         yield f"evaluation.path is for supervised losses, and loss.type: {config.loss.type} is none"
     if evaluation.prompts is not None and evaluation.reward is None and config.sampler is None:
         yield "evaluation needs evaluation.reward: there is no sampler.reward to take"
+    if evaluation.servers:
+        if config.sampler is None or config.sampler.type != "server":
+            yield "evaluation.servers needs sampler.type: server: there are no servers to ask"
+        for name in ("top_p", "top_k", "min_p", "stop"):
+            if name in evaluation.model_fields_set:
+                yield f"evaluation.{name} is not for evaluation.servers: servers draw from the whole distribution"
     if evaluation.path is not None and evaluation.reward is not None:
         yield "evaluation.reward is for answers that are sampled: it does nothing with evaluation.path"
 
@@ -239,10 +245,11 @@ def _ranks(config: "Config") -> Iterator[str]:
                 f"parallel.{name}: {ranks} leaves no rank a whole model to sample with: set sampler.type: server, "
                 f"remove sampler (and train on data.path or data.source), or set parallel.{name}: 1"
             )
-        if ranks > 1 and config.evaluation is not None and config.evaluation.prompts is not None:
+        evaluation = config.evaluation
+        if ranks > 1 and evaluation is not None and evaluation.prompts is not None and not evaluation.servers:
             yield (
-                f"parallel.{name}: {ranks} leaves no rank a whole model to generate with: remove evaluation, or set "
-                f"parallel.{name}: 1"
+                f"parallel.{name}: {ranks} leaves no rank a whole model to generate with: remove evaluation, set "
+                f"evaluation.servers: true with servers that sample, or set parallel.{name}: 1"
             )
     if parallel.stages_per_rank > 1 and parallel.pipeline == 1:
         yield "parallel.stages_per_rank is for pipelines: it needs parallel.pipeline > 1"

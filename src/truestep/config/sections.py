@@ -256,6 +256,8 @@ class EvaluationConfig(Section):
     batch_size: Count | None = None
     """At most this many completions are decoded at a time. null: as many as the free memory holds, at most 1,024 on a
     GPU and 256 on a CPU."""
+    servers: bool = False
+    """The inference servers of the sampler answer, with the weights of the step. false: the policy answers itself."""
 
 
 class ScheduleConfig(Section):

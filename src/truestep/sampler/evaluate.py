@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from truestep.environments.prompts import Prompt
 from truestep.environments.rater import Rates
@@ -16,9 +16,41 @@ from truestep.sampler.rated import Rated, decode_rated
 _EVALUATION_DRAWS = 2  # a stream of randomness of its own: training draws the same with and without evaluation
 
 
+class Answers(Protocol):
+    def __call__(
+        self,
+        prompts: Sequence[Prompt],
+        requests: Sequence[Request],
+        options: DecodeOptions,
+        rater: Rates,
+        asked_to_stop: Callable[[], bool],
+        documents_seen: int,
+    ) -> list[Rated]:
+        """Complete one request for each prompt, and rate the completions; every rank calls this and gets all."""
+        ...
+
+
+@dataclass(frozen=True)
+class AnsweredHere:
+    """The policy itself answers."""
+
+    policy: Policy
+
+    def __call__(
+        self,
+        prompts: Sequence[Prompt],
+        requests: Sequence[Request],
+        options: DecodeOptions,
+        rater: Rates,
+        asked_to_stop: Callable[[], bool],
+        documents_seen: int,
+    ) -> list[Rated]:
+        return decode_rated(self.policy, prompts, requests, options, rater, asked_to_stop)
+
+
 @dataclass(frozen=True)
 class Evaluator:
-    policy: Policy
+    answers: Answers
     prompts: Sequence[Prompt]
     rater: Rates
     options: DecodeOptions  # of the sampled completions
@@ -29,8 +61,10 @@ class Evaluator:
     def run(self, step: int, documents_seen: int, asked_to_stop: Callable[[], bool] = never) -> dict[str, Any]:
         """Evaluate the policy and give one line of evaluation.jsonl; `Interrupted` where the run was asked to stop."""
         start = time.perf_counter()
-        greedy = self._answer(dataclasses.replace(self.options, temperature=0.0), 1, step, asked_to_stop)
-        sampled = self._answer(self.options, self.samples_per_prompt, step, asked_to_stop)
+        greedy = self._answer(
+            dataclasses.replace(self.options, temperature=0.0), 1, step, documents_seen, asked_to_stop
+        )
+        sampled = self._answer(self.options, self.samples_per_prompt, step, documents_seen, asked_to_stop)
         problems = [answer["problem"] for answer in (*greedy, *sampled) if "problem" in answer]
         return {
             "step": step,
@@ -48,14 +82,19 @@ class Evaluator:
         self.rater.close()
 
     def _answer(
-        self, options: DecodeOptions, samples: int, step: int, asked_to_stop: Callable[[], bool]
+        self,
+        options: DecodeOptions,
+        samples: int,
+        step: int,
+        documents_seen: int,
+        asked_to_stop: Callable[[], bool],
     ) -> list[dict[str, Any]]:
         prompts = [prompt for prompt in self.prompts for _ in range(samples)]
         requests = [
             Request(prompt.input_ids, (self.seed, _EVALUATION_DRAWS, step, number))
             for number, prompt in enumerate(prompts)
         ]
-        done = decode_rated(self.policy, prompts, requests, options, self.rater, asked_to_stop)
+        done = self.answers(prompts, requests, options, self.rater, asked_to_stop, documents_seen)
         return [_answered(prompt, rated) for prompt, rated in zip(prompts, done, strict=True)]
 
 

@@ -1,11 +1,15 @@
 """Rollouts from inference servers over several ranks: the first talks to servers, and all give it the weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from truestep.environments.prompts import Prompt
+from truestep.environments.rater import Rates
 from truestep.policy.policy import Policy
 from truestep.rollouts.shared import SharedSource
+from truestep.sampler.completions import DecodeOptions, Request
+from truestep.sampler.rated import Rated
 from truestep.sampler.server.fleet import Published
 from truestep.sampler.server.probe import expect
 from truestep.sampler.server.source import ServerSource
@@ -41,6 +45,21 @@ class SharedServerSource(SharedSource):
         super().updated(documents_seen)
         if self._published:
             self._publish(documents_seen)
+
+    def answer(
+        self,
+        prompts: Sequence[Prompt],
+        requests: Sequence[Request],
+        options: DecodeOptions,
+        rater: Rates,
+        asked_to_stop: Callable[[], bool],
+        documents_seen: int,
+    ) -> list[Rated]:
+        """Have the servers complete prompts with the current weights; every rank gets all completions."""
+        if not self._published:
+            self._publish(documents_seen)
+        asked = (prompts, requests, options, rater, asked_to_stop, documents_seen)
+        return self._ranks.share(lambda: self._of_first_rank.answer(*asked))
 
     def _publish(self, version: int) -> None:
         self._published = True

@@ -19,8 +19,11 @@ from truestep.policy.policy import Policy
 from truestep.rollouts.advantages import AdvantageRule
 from truestep.rollouts.selection import choose_truncated, has_advantage, put_group_aside
 from truestep.rollouts.source import Interrupted, never
+from truestep.sampler.completions import DecodeOptions, Request
 from truestep.sampler.groups import fingerprint, num_groups, refuse_other_groups, with_advantages
+from truestep.sampler.rated import Rated
 from truestep.sampler.server.ahead import LookAhead, Pace
+from truestep.sampler.server.answers import Answering
 from truestep.sampler.server.check import check_server
 from truestep.sampler.server.fleet import Fleet, Published
 from truestep.sampler.server.making import Group, SamplingOptions
@@ -104,8 +107,9 @@ class ServerSource:
             servers, longest = self._loop.run(self._connect(make_servers))
             self.probes = make_probes(prompts, sampling.seed, longest - 1)
             make_fleet = partial(Fleet, servers, pause=pause, tolerance=tolerance)
-            read = partial(policy.tokenizer.decode, skip_special_tokens=True)
-            self._ahead = LookAhead(make_fleet, prompts, sampling, pace, rewards.rate, read)
+            self._read = partial(policy.tokenizer.decode, skip_special_tokens=True)
+            self._at_once = pace.concurrency
+            self._ahead = LookAhead(make_fleet, prompts, sampling, pace, rewards.rate, self._read)
             self._ahead.replace(self._sorted_out, replace_limit)
         except BaseException:
             self._loop.close()
@@ -157,6 +161,27 @@ class ServerSource:
                     return collected.result()
             if self.asked_to_stop() and collected.cancel():
                 raise Interrupted
+
+    def answer(
+        self,
+        prompts: Sequence[Prompt],
+        requests: Sequence[Request],
+        options: DecodeOptions,
+        rater: Rates,
+        asked_to_stop: Callable[[], bool],
+        documents_seen: int,
+    ) -> list[Rated]:
+        """Have the servers complete prompts with the current weights, one completion for each request."""
+        if self._publishing is None and self._publishes:
+            self._publish(documents_seen)
+        self.wait_until_sent()
+
+        async def work() -> list[Rated]:
+            fleet, size = self._ahead.fleet, self._sampling.vocabulary_size
+            return await Answering(fleet, options, size, rater, self._read, self._at_once).run(prompts, requests)
+
+        with progress.waiting_for("answers of the inference servers"):
+            return self._wait_for(self._loop.submit(work()))
 
     def updated(self, documents_seen: int) -> None:
         if self._publishing is not None and self._publishes:
