@@ -169,7 +169,7 @@ CASES = [
     ),
     (
         sampled() + "evaluation: {prompts: p, servers: true}\n",
-        "4, run.yaml:5: evaluation.servers needs sampler.type: server: there are no servers to ask",
+        "5: evaluation.servers needs sampler.type: server: there are no servers to ask",
     ),
     (
         MODEL + "data: {advantages: group_normalized, advantage_scale: step}\n",
