@@ -172,6 +172,13 @@ CASES = [
         "5: evaluation.servers needs sampler.type: server: there are no servers to ask",
     ),
     (
+        MODEL
+        + "".join(SAMPLED.values())
+        + "sampler: {type: server, prompts: p, reward: r, model: m, urls: [http://a]}\n"
+        + "evaluation: {prompts: p, servers: true, top_k: 5}\n",
+        "5: evaluation.top_k is not for evaluation.servers: servers draw from the whole distribution",
+    ),
+    (
         MODEL + "data: {advantages: group_normalized, advantage_scale: step}\n",
         "2: data.advantages: group_normalized has the scale group, and data.advantage_scale is step: write "
         "data.advantages: group_mean, or leave out the scale",
