@@ -29,9 +29,10 @@ from truestep.losses.objective import Denominator, Objective
 from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
 from truestep.ranks.group import Layout, Ranks, join
+from truestep.step.clipping import clip_gradients, gradient_norm
 from truestep.step.optimizer import make_adamw, update
 from truestep.step.plan import StepRule, plan_exactly
-from truestep.step.runner import StepRunner, clip_gradients, gradient_norm
+from truestep.step.runner import StepRunner
 from truestep.types import Rollout
 
 GIB = 2**30

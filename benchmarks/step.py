@@ -24,9 +24,10 @@ from truestep.head.logits import HeadSettings
 from truestep.losses.label_losses import Grpo
 from truestep.losses.objective import Denominator, Objective
 from truestep.policy.loading.load import load_policy
+from truestep.step.clipping import clip_gradients, gradient_norm
 from truestep.step.optimizer import make_adamw, update
 from truestep.step.plan import StepRule, plan_exactly
-from truestep.step.runner import StepRunner, clip_gradients, gradient_norm
+from truestep.step.runner import StepRunner
 from truestep.types import Rollout
 
 

@@ -10,8 +10,8 @@ from truestep.policy.weights.whole import WholeWeights
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks, join, leave
 from truestep.ranks.launch import run_ranks
+from truestep.step.clipping import gradient_norm
 from truestep.step.optimizer import make_adamw, optimizer_tensors, restore_optimizer, update
-from truestep.step.runner import gradient_norm
 
 SHAPES = {"embedding": (7, 3), "columns": (2, 8), "norm": (5,), "late": (4,)}
 
