@@ -7,9 +7,16 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import click
+import yaml
+from click.testing import CliRunner
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+
+from truestep.cli import ConfigCommand, main
+from truestep.config.load import ConfigError, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -104,3 +111,62 @@ def truestep_arguments(command: list[str]) -> list[str] | None:
         ):
             return command[place + 1 :]
     return None
+
+
+def refused(arguments: list[str], inline: bool = False) -> str | None:
+    """Parse a command as it would be, up to the function that it calls; give what is wrong with it."""
+    arguments = [word for word in arguments if word not in ("--help", "-h", "--version")]
+    with CliRunner().isolated_filesystem():
+        for word in arguments[1:]:  # directories that must exist do
+            if re.fullmatch(r"[\w./*-]+", word) and not word.startswith(("-", "/")):
+                Path(word).mkdir(parents=True, exist_ok=True)
+        try:
+            group = main.make_context("truestep", arguments or ["demo"])
+            while isinstance(group.command, click.Group):
+                name, command, rest = group.command.resolve_command(group, [*group.protected_args, *group.args])
+                assert command is not None
+                group = command.make_context(name, rest, parent=group)
+        except click.UsageError as error:
+            missing = inline and isinstance(error, click.MissingParameter)  # `truestep verify` alone names the command
+            return None if missing else error.format_message()
+        if isinstance(group.command, ConfigCommand):
+            return wrong_options({}, group.params["overrides"])
+    return None
+
+
+# What a part of a configuration needs around it to be a whole one: the first that makes it one is enough.
+SAMPLED = {"data": {"group_size": 4}, "schedule": {"docs_per_step": 256, "steps": 10}}
+PROMPTS = {"prompts": "p.jsonl", "reward": "m:f"}
+SERVERS = {"type": "server", "urls": ["http://127.0.0.1:8000"], "model": "policy"}
+AROUND: tuple[dict[str, Any], ...] = (
+    {"data": {"path": "r.jsonl"}},
+    {},
+    SAMPLED | {"sampler": PROMPTS},
+    SAMPLED | {"sampler": PROMPTS | SERVERS},
+    SAMPLED | {"sampler": PROMPTS, "loss": {"max_labels": 100}},
+    {"data": {"path": "r.jsonl"}, "loss": {"type": "cross_entropy"}},
+    {"data": {"source": {"type": "stream", "stream": "s"}, "group_size": 4}, "schedule": {"docs_per_step": 8}},
+)
+
+
+def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    both = dict(below)
+    for name, value in above.items():
+        old = both.get(name)
+        both[name] = merged(old, value) if isinstance(value, dict) and isinstance(old, dict) else value
+    return both
+
+
+def wrong_options(options: dict[str, Any], overrides: tuple[str, ...] = ()) -> str | None:
+    """Load options through the schema, alone or with what they need around them; give what is wrong in every case."""
+    problems: list[str] = []
+    file = Path("page.yaml")
+    for around in (None, *AROUND):
+        whole = options if around is None else merged({"model": {"path": "m"}} | around, options)
+        file.write_text(yaml.safe_dump(whole), encoding="utf-8")
+        try:
+            load_config(file, overrides)
+            return None
+        except ConfigError as error:
+            problems.append(str(error))
+    return min(problems, key=len)
