@@ -53,7 +53,7 @@ def read_page(text: str, path: Path) -> Page:
         line = token.map[0] + 1 if token.map else line
         heading = token.type == "heading_open" or (heading and token.type != "heading_close")
         if token.type == "fence":
-            page.blocks.append(Block(token.info.strip(), token.content, line))
+            page.blocks.append(Block(token.info.split(" ")[0].strip(), token.content, line))
         for child in token.children or []:
             if child.type == "link_open":
                 page.links.append((str(child.attrs["href"]), line))
@@ -142,6 +142,7 @@ AROUND: tuple[dict[str, Any], ...] = (
     {"data": {"path": "r.jsonl"}},
     {},
     SAMPLED | {"sampler": PROMPTS},
+    SAMPLED | {"sampler": PROMPTS, "evaluation": {"prompts": "h.jsonl"}},
     SAMPLED | {"sampler": PROMPTS | SERVERS},
     SAMPLED | {"sampler": PROMPTS, "loss": {"max_labels": 100}},
     {"data": {"path": "r.jsonl"}, "loss": {"type": "cross_entropy"}},
