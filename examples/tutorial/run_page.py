@@ -2,7 +2,7 @@
 
     python run_page.py docs/tutorial.md
 
-A block of `bash` is typed line by line. A block whose first line has `title="NAME"` is written to the file of that name,
+A block of `bash` is typed line by line. A block whose first line has `title="NAME"` is written to that file,
 in the directory that the shell is in by then. The shell stops at the first command that fails.
 """
 
