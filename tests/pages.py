@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
+import tempfile
 from collections.abc import Iterator
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
 import yaml
-from click.testing import CliRunner
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
@@ -113,10 +114,17 @@ def truestep_arguments(command: list[str]) -> list[str] | None:
     return None
 
 
+@contextmanager
+def elsewhere() -> Iterator[None]:
+    """Work in a directory that is gone afterwards."""
+    with tempfile.TemporaryDirectory() as directory, chdir(directory):
+        yield
+
+
 def refused(arguments: list[str], inline: bool = False) -> str | None:
     """Parse a command as it would be, up to the function that it calls; give what is wrong with it."""
     arguments = [word for word in arguments if word not in ("--help", "-h", "--version")]
-    with CliRunner().isolated_filesystem():
+    with elsewhere():
         for word in arguments[1:]:  # directories that must exist do
             if re.fullmatch(r"[\w./*-]+", word) and not word.startswith(("-", "/")):
                 Path(word).mkdir(parents=True, exist_ok=True)

@@ -14,10 +14,20 @@ from pathlib import Path
 
 import pytest
 import yaml
-from click.testing import CliRunner
 
 import truestep
-from pages import ROOT, Block, Page, all_pages, read_page, refused, shell_commands, truestep_arguments, wrong_options
+from pages import (
+    ROOT,
+    Block,
+    Page,
+    all_pages,
+    elsewhere,
+    read_page,
+    refused,
+    shell_commands,
+    truestep_arguments,
+    wrong_options,
+)
 from truestep.config import describe
 from truestep.ranks.watch import RankState, verdict
 
@@ -114,7 +124,7 @@ def wrong_yaml(page: Page) -> Iterator[str]:
         for code, line in page.code
         if re.match(rf"({'|'.join(SECTIONS)}): {{", code)
     ]
-    with CliRunner().isolated_filesystem():
+    with elsewhere():
         write_own_code(page)
         for block in [*page.of("yaml"), *inline]:
             try:

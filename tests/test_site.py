@@ -36,7 +36,7 @@ def test_what_a_page_links_to_becomes_a_page(tmp_path: Path, monkeypatch: pytest
     root = tmp_path / "repository"
     for name, text in (
         ("README.md", "# r\n[a](docs/a.md#x) [b](src) [c](https://example.org) [d](#r)\n```\n[no](link.md)\n```\n"),
-        ("docs/a.md", "# A `b`\n[up](../README.md) [code](../src/x.py)\n"),
+        ("docs/a.md", "# A `b`\n[up](../README.md) [code](../src/x.py)\n| `a \\| b` \\| |\n"),
         ("src/x.py", '"""It | does."""\n# ```\n'),
     ):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,9 @@ def test_what_a_page_links_to_becomes_a_page(tmp_path: Path, monkeypatch: pytest
     assert index.startswith(
         "# r\n[a](docs/a.md#x) [b](src/index.md) [c](https://example.org) [d](#r)\n```\n[no](link.md)"
     )
-    assert (pages / "docs/a.md").read_text(encoding="utf-8") == "# A `b`\n[up](../index.md) [code](../src/x.py.md)\n"
+    assert (pages / "docs/a.md").read_text(encoding="utf-8") == (
+        "# A `b`\n[up](../index.md) [code](../src/x.py.md)\n| `a | b` \\| |\n"
+    )
     assert "| `x.py` | It \\| does. |" in (pages / "src/index.md").read_text(encoding="utf-8")
     assert (pages / "src/x.py.md").read_text(encoding="utf-8").count("````") == 2
     navigation = tomllib.loads((tmp_path / "out" / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]

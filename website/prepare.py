@@ -63,7 +63,7 @@ class Site:
         fenced = False
         for line in (ROOT / page).read_text(encoding="utf-8").splitlines():
             fenced ^= line.lstrip().startswith("```")
-            kept.append(line if fenced else LINK.sub(lambda link: self.target(page, place, link), line))
+            kept.append(line if fenced else unescaped(LINK.sub(lambda link: self.target(page, place, link), line)))
         self.write(on_site(page), "\n".join(kept) + "\n")
 
     def target(self, page: str, place: PurePosixPath, link: re.Match[str]) -> str:
@@ -89,6 +89,11 @@ class Site:
             text, language = source.read_text(encoding="utf-8"), LANGUAGES.get(source.suffix, "text")
             fence = "`" * (max((len(run) for run in re.findall("`{3,}", text)), default=2) + 1)
             self.write(on_site(name), f"# {name}\n\n{fence}{language}\n{text.rstrip()}\n{fence}\n")
+
+
+def unescaped(line: str) -> str:
+    """Write `a | b` in a table for the site's Markdown, which shows the backslash that GitHub's needs."""
+    return re.sub(r"`[^`]+`", lambda code: code[0].replace("\\|", "|"), line) if line.startswith("|") else line
 
 
 def on_site(name: str) -> str:
