@@ -237,6 +237,9 @@ class EvaluationConfig(Section):
     """Use only this many prompts, the first ones. null: all."""
     samples_per_prompt: Count = 1
     """The number of sampled completions of each prompt, beside the greedy one."""
+    pass_reward: float | None = None
+    """An answer with this reward or more passes: pass@1, pass@2, pass@4 and so on are logged, up to samples_per_prompt.
+    null: none are."""
     temperature: Positive = 1.0
     """The temperature of the sampled completions."""
     max_new_tokens: Count | None = None

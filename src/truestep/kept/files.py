@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from truestep.files import sync_directory
+from truestep.text import printable
 
 FOLDER = "rollouts"
 _NAME = re.compile(r"steps-(\d{8,})-(\d{8,})\.parquet")
@@ -92,29 +93,36 @@ def sync(folder: Path, files: Sequence[Path]) -> None:
 
 
 def roll_back(folder: Path, step: int) -> list[str]:
-    """Remove what was kept of later steps. Give a sentence for each file that had to go whole."""
+    """Remove what was kept of later steps. Give a sentence for each file that is not as it should be after that."""
     faults = []
     for file in folder.glob(".*.partial") if folder.is_dir() else ():
-        file.unlink(missing_ok=True)  # a kill left it
+        faults += _removed(file)  # a kill left it
     for file in list_files(folder):
         first, last = steps_of(file) or (0, 0)
-        if first > step:
-            file.unlink()
-        elif last > step:  # an older checkpoint is gone on from, and it stands inside
-            rows = _rows_until(file, step)
-            if rows is None:
-                faults.append(f"{file} cannot be read; it is removed, as it holds steps after {step}")
-            elif rows:
-                write_rows(folder, rows)
-            file.unlink()
+        if first <= step < last:  # an older checkpoint is gone on from, which stands inside
+            faults += _cut(file, step)
+        if last > step:
+            faults += _removed(file)
     return faults
 
 
-def _rows_until(file: Path, step: int) -> list[dict[str, Any]] | None:
+def _removed(file: Path) -> list[str]:
     try:
-        return [row for row in read_rows(file) if row["step"] <= step]
-    except (OSError, ValueError, KeyError, TypeError):  # pyarrow's own errors are kinds of these
-        return None
+        file.unlink()
+    except OSError as error:
+        return [f"{file} holds steps that were rolled back, and cannot be removed: {printable(error)}"]
+    return []
+
+
+def _cut(file: Path, step: int) -> list[str]:
+    """Write the part of a file up to a step as a file of its own."""
+    try:
+        rows = [row for row in read_rows(file) if row["step"] <= step]
+        if rows:
+            write_rows(file.parent, rows)
+    except Exception as error:  # pyarrow raises errors of many kinds for a damaged file
+        return [f"{file} cannot be cut off behind step {step}, so all of it is removed: {printable(error)}"]
+    return []
 
 
 def read_rows(file: Path, names: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:

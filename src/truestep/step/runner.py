@@ -23,7 +23,7 @@ from truestep.ranks.axes import WEIGHT_PARTS
 from truestep.ranks.group import Ranks
 from truestep.rollouts.packing import pack
 from truestep.rollouts.selection import has_advantage
-from truestep.step.groups import measure_groups
+from truestep.step.groups import measure_answers, measure_groups
 from truestep.step.label_shares import LabelShare, MicroBatch
 from truestep.step.passes import Passes
 from truestep.types import Coefficients, DocumentScore, RowStatistics, StepPlan, StepTotals
@@ -91,7 +91,7 @@ class StepRunner:
             passes.settle()
         metrics = _counts(plan)
         if self.metrics_level in MEASURED:
-            metrics |= measure_groups(plan.documents)
+            metrics |= measure_groups(plan.documents) | measure_answers(plan.documents)
         for part, _ in parts:
             metrics = merge(metrics, part)
         scores = {index: score for _, part in parts for index, score in part.items()}
