@@ -26,6 +26,7 @@ FLOORS = (
     ("policy", "environments"),
     ("head", "losses"),
     ("metrics", "rollouts", "report"),
+    ("kept",),
     ("types", "config", "files", "randomness", "ranks"),
     ("custom", "progress", "text"),
     ("errors",),

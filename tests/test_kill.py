@@ -15,11 +15,8 @@ from kill_driver import Driver, Kill
 from tiny import make_records
 from truestep.demo.model import make_model
 from truestep.environments import sorting
-
-_TIMES = (
-    *("tokens_per_second", "data_wait_time", "step_time", "seconds"),
-    *("sampling_time", "rating_time", "sampled_tokens_per_second"),
-)
+from truestep.kept.files import list_files, read_rows
+from truestep.metrics.spent import of_the_machine
 
 
 def _file_config(directory: Path, model: Path, documents: int = 203) -> dict[str, Any]:
@@ -71,7 +68,7 @@ def _result(run: Path) -> dict[str, Any]:
     last = sorted((run / "checkpoints").iterdir())[-1]
     lines = {
         name: [
-            {key: value for key, value in json.loads(line).items() if key not in _TIMES}
+            {key: value for key, value in json.loads(line).items() if not of_the_machine(key)}
             for line in (run / name).read_text(encoding="utf-8").splitlines()
         ]
         for name in ("metrics.jsonl", "evaluation.jsonl", "rejected.jsonl")
@@ -82,6 +79,7 @@ def _result(run: Path) -> dict[str, Any]:
         "optimizer": (last / "truestep" / "optimizer.safetensors").read_bytes(),
         "ledger": (run / "ledger.jsonl").read_bytes(),
         "checkpoints": sorted(path.name for path in (run / "checkpoints").iterdir()),
+        "rollouts": [row for file in list_files(run / "rollouts") for row in read_rows(file)],
         **lines,
     }
 

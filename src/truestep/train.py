@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from truestep.assemble.evaluation import make_evaluator
 from truestep.assemble.policy import join_ranks, make_policy
 from truestep.assemble.rewards import Raters
-from truestep.assemble.sinks import make_sinks
+from truestep.assemble.sinks import make_keeper, make_sinks
 from truestep.assemble.sources import check_inputs, make_source
 from truestep.assemble.step import (
     check_custom_code,
@@ -131,6 +131,7 @@ def make_trainer(
         evaluate_every=config.evaluation.every if config.evaluation else 0,
         state=RunState(step, queue.documents_seen, ranks.share(directory.last_evaluated)),
         put_aside=directory.not_in_ledger(source.drain_put_aside()),
+        keeper=make_keeper(config, directory, policy, partial(_say, console)),
     )
 
 

@@ -3,7 +3,7 @@
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -12,7 +12,9 @@ import torch
 
 from truestep.checkpoint.store import CheckpointStore, Progress
 from truestep.errors import TruestepError
-from truestep.metrics.sinks import Sink
+from truestep.kept.keeper import Keeper
+from truestep.metrics.sinks import ShowsRollouts, Sink
+from truestep.metrics.spent import StepTimes
 from truestep.metrics.types import Max
 from truestep.policy.policy import Policy
 from truestep.ranks.group import Ranks
@@ -22,6 +24,7 @@ from truestep.run_directory import RunDirectory
 from truestep.step.ahead import Planned, PlansAhead
 from truestep.step.blame import find_not_finite
 from truestep.step.clipping import clip_gradients, gradient_norm
+from truestep.step.machine import gpu_metrics
 from truestep.step.optimizer import LearningRate, optimizer_tensors, update
 from truestep.step.runner import Accumulated, StepRunner
 from truestep.step.scoring import BeforeUpdates
@@ -85,6 +88,8 @@ class Trainer:
     hooks: Hooks = Hooks()
     put_aside: list[PutAside] = field(default_factory=list)  # since the last step's line of the ledger
     before: BeforeUpdates = field(default_factory=BeforeUpdates)
+    keeper: Keeper | None = None
+    times: StepTimes = field(default_factory=StepTimes)
     _num_rejected: int = 0  # records, since the last step
 
     @property
@@ -106,6 +111,8 @@ class Trainer:
             ended, finished = self._run()
             return ended
         finally:
+            if self.keeper is not None:
+                self.keeper.close()
             self.directory.unlock()
             if self.ranks.size == 1 or finished:  # ranks that end apart must not wait for one another
                 self.plans.close()
@@ -162,6 +169,8 @@ class Trainer:
     def _put_rejected(self, rejected: Sequence[Rejected]) -> None:
         self.directory.record_rejected(rejected)
         self._num_rejected += len(rejected)
+        if self.keeper is not None:
+            self.keeper.rejected(rejected)
 
     def _asked_to_stop(self) -> bool:
         """Agree with all ranks, so that they end after the same step, whichever of them was asked. A signal that comes
@@ -180,28 +189,29 @@ class Trainer:
     def _train(self, plan: StepPlan, start: float, waited: float, num_rejected: int) -> None:
         number = self.step + 1
         self.watch.phase(f"computing step {number}")
-        plan = self.before.complete(plan)
-        runner = replace(self.runner, keep_scores=True) if self.before.keeps_own else self.runner
+        plan = self._complete(plan)
         measured = {"data_wait_time": waited, **self.source.drain_measured()}
-        extra = {name: Max(number) for name, number in measured.items()}
-        accumulated = runner.accumulate(plan, extra_metrics=extra)
-        self.before.computed(plan, accumulated.scores)
+        accumulated = self._accumulate(plan, measured)
         norm = gradient_norm(self.policy.weights)
         if not math.isfinite(norm):
             raise self._not_finite(number, plan, accumulated, norm)
         if self.hooks.on_gradient is not None:
             self.hooks.on_gradient(plan, accumulated, norm)
-        clip_gradients(self.policy.weights.gradients, norm, self.gradient_clip)
         rate = self.learning_rate.at(number)
-        update(self.optimizer, self.policy.weights, rate)
+        with self.runner.stopwatch.measure("optimizer"):
+            clip_gradients(self.policy.weights.gradients, norm, self.gradient_clip)
+            update(self.optimizer, self.policy.weights, rate)
         self.state.step = number
         self.state.documents_seen = plan.documents_seen_after
         self.watch.phase(f"ending step {number}")
-        self.source.updated(self.state.documents_seen)
+        with self.times.measure("sync"):
+            self.source.updated(self.state.documents_seen)
         self.directory.record_step(number, plan, self.put_aside)
         num_put_aside, self.put_aside = len(self.put_aside), []
+        kept = [] if self.keeper is None else self.keeper.step(number, plan, accumulated.scores)
         metrics = accumulated.line()
         elapsed = time.perf_counter() - start
+        spent = self.times.line(elapsed, measured, self.runner.stopwatch.drain())
         line = {
             "step": number,
             **metrics,
@@ -212,9 +222,31 @@ class Trainer:
             "learning_rate": rate,
             "tokens_per_second": plan.totals.num_tokens / elapsed,
             "step_time": elapsed,
+            **spent,
+            **gpu_metrics(self.policy, plan, spent),
         }
         for sink in self.sinks:
             sink.step(line)
+            if kept and isinstance(sink, ShowsRollouts):
+                sink.rollouts(line, kept)
+
+    def _complete(self, plan: StepPlan) -> StepPlan:
+        """Give the plan's documents what is known of them before the first update on them."""
+        if not self.before.has_reference:
+            return self.before.complete(plan)
+        with self.times.measure("reference"):
+            return self.before.complete(plan)
+
+    def _accumulate(self, plan: StepPlan, measured: Mapping[str, float]) -> Accumulated:
+        """Compute the step's metrics and gradient, and keep the scores that are wanted later."""
+        wanted = () if self.keeper is None else self.keeper.wanted(plan)
+        runner = self.runner
+        if self.before.keeps_own or (wanted and runner.keep_scores is not True):
+            runner = replace(runner, keep_scores=self.before.keeps_own or wanted)
+        extra = {name: Max(number) for name, number in measured.items()}
+        accumulated = runner.accumulate(plan, extra_metrics=extra)
+        self.before.computed(plan, accumulated.scores)
+        return accumulated
 
     def _not_finite(self, number: int, plan: StepPlan, accumulated: Accumulated, norm: float) -> TrainingError:
         self.watch.phase(f"looking for the documents that make the gradient of step {number} {norm}")
@@ -234,7 +266,8 @@ class Trainer:
             return
         self.watch.phase(f"evaluating after step {self.step}")
         try:
-            line = self.evaluator.run(self.step, self.state.documents_seen, self.source.asked_to_stop)
+            with self.times.measure("evaluation"):
+                line = self.evaluator.run(self.step, self.state.documents_seen, self.source.asked_to_stop)
         except Interrupted:  # the run that goes on from here makes this evaluation first
             return
         self.state.last_evaluated = self.step
@@ -246,6 +279,12 @@ class Trainer:
         if not self.hooks.saves:
             return
         self.watch.phase(f"saving after step {self.step}")
+        with self.times.measure("save"):
+            self._save_now()
+
+    def _save_now(self) -> None:
+        if self.keeper is not None:
+            self.keeper.sync()
         self.directory.sync()
         planned = self.state.planned or self.plans.snapshot()
         progress = Progress(

@@ -153,6 +153,10 @@ CASES = [
         "2: evaluation.reward is for answers that are sampled: it does nothing with evaluation.path",
     ),
     (
+        MODEL + "evaluation: {path: p, pass_reward: 1}\nloss: {type: cross_entropy}\n",
+        "2: evaluation.pass_reward is for answers that are sampled: it needs evaluation.prompts",
+    ),
+    (
         MODEL + "data: {tokens_per_microbatch: 100, pad_to_multiple: 64}\n",
         "2: data.tokens_per_microbatch: 100 is not a multiple of data.pad_to_multiple: 64, so padding could exceed the "
         "budget",

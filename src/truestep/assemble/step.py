@@ -13,6 +13,7 @@ from truestep.losses.label_losses import make_label_loss
 from truestep.losses.measure import Measure
 from truestep.losses.objective import Denominator, Objective
 from truestep.losses.reference import KlReference
+from truestep.metrics.spent import Stopwatch
 from truestep.policy.errors import ModelError
 from truestep.policy.policy import Policy
 from truestep.policy.weights.protocol import Weights
@@ -98,7 +99,8 @@ def make_before_updates(
             f"loss.kl_reference.path: {policy.path} has a vocabulary of {policy.vocabulary_size} tokens, and the "
             f"policy one of {runner.policy.vocabulary_size}: their log-probs cannot be compared"
         )
-    return BeforeUpdates(lambda: replace(runner, policy=policy), keeps_own=keeps_own)
+    reference = replace(runner, policy=policy, stopwatch=Stopwatch(policy.device))  # no part of the step's own passes
+    return BeforeUpdates(lambda: reference, keeps_own=keeps_own)
 
 
 def make_runner(config: Config, policy: Policy) -> StepRunner:
@@ -110,6 +112,7 @@ def make_runner(config: Config, policy: Policy) -> StepRunner:
         config.schedule.breadth_first_micro_batches,
         custom_metrics=load_metrics(config),
         skip_zero_advantage=config.data.zero_advantage == "skip",
+        stopwatch=Stopwatch(policy.device),
     )
 
 

@@ -220,6 +220,8 @@ def _evaluation(config: "Config") -> Iterator[str]:
         for name in ("top_p", "top_k", "min_p", "stop"):
             if name in evaluation.model_fields_set:
                 yield f"evaluation.{name} is not for evaluation.servers: servers draw from the whole distribution"
+    if evaluation.pass_reward is not None and evaluation.prompts is None:
+        yield "evaluation.pass_reward is for answers that are sampled: it needs evaluation.prompts"
     if evaluation.path is not None and evaluation.reward is not None:
         yield "evaluation.reward is for answers that are sampled: it does nothing with evaluation.path"
 

@@ -237,6 +237,9 @@ class EvaluationConfig(Section):
     """Use only this many prompts, the first ones. null: all."""
     samples_per_prompt: Count = 1
     """The number of sampled completions of each prompt, beside the greedy one."""
+    pass_reward: float | None = None
+    """An answer with this reward or more passes: pass@1, pass@2, pass@4 and so on are logged, up to samples_per_prompt.
+    null: none are."""
     temperature: Positive = 1.0
     """The temperature of the sampled completions."""
     max_new_tokens: Count | None = None
@@ -402,6 +405,20 @@ class WandbConfig(Section):
     """The run's name. null: wandb chooses."""
     mode: Literal["online", "offline"] = "online"
     """offline writes to the run's directory only."""
+    samples_every: Annotated[int, Field(ge=0)] = 10
+    """After the first step and every this many steps, the rollouts that are kept are logged as a table. 0: never."""
+
+
+class RolloutsConfig(Section):
+    documents: Count = 16
+    """At most this many documents of each step, in whole groups from all over the step; and as many completions that
+    were rejected."""
+    with_tokens: Annotated[int, Field(ge=0)] = 4
+    """So many of them also have the text, the log-prob and the log-ratio of each token."""
+    longest_text: Count = 20_000
+    """A prompt or a completion that has more characters than this is cut off."""
+    gigabytes: Positive = 1.0
+    """Where the files grow beyond this, every second one is removed: fewer steps stay, from all over the run."""
 
 
 class LoggingConfig(Section):
@@ -413,6 +430,8 @@ class LoggingConfig(Section):
     """Weights & Biases (extra: wandb)."""
     tensorboard: str | None = None
     """A directory for TensorBoard's event files (extra: tensorboard)."""
+    rollouts: RolloutsConfig | None = RolloutsConfig()
+    """Rollouts are kept in the run's directory, to be read in the report. null: none are."""
     custom_metrics: list[str] | None = None
     """Metrics of your own, each as package.module:function. The function gets the labels of a micro-batch and facts of
     the step, and gives metrics by name; the type of each says how it is reduced."""

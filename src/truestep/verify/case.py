@@ -99,7 +99,7 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
         },
         "optimizer": _optimizer(config),
         "checkpoint": {"every": 0, "keep": 1},
-        "logging": {"console": False, "custom_metrics": config.logging.custom_metrics},
+        "logging": {"console": False, "rollouts": None, "custom_metrics": config.logging.custom_metrics},
         "seed": seed,
     }
     return Case(scratch, model, options, records, budget, reference, half)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from truestep.metrics.spent import of_the_machine
 from truestep.step.optimizer import grouped, load_optimizer
 from truestep.verify.case import Case
 from truestep.verify.oracle.records import Record
@@ -23,8 +24,8 @@ from truestep.verify.oracle.step import OracleResult, oracle_logprobs, oracle_st
 from truestep.verify.oracle.updates import Bounds, UpdateOracle
 from truestep.verify.reference import Reference
 
-# These depend on the layout by their nature, or are counted elsewhere.
-_NOT_COMPARED = ("num_micro_batches", "data_wait_time")
+# These depend on the layout by their nature; so does all that `of_the_machine` names.
+_NOT_COMPARED = ("num_micro_batches",)
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,11 @@ def _unknown_metrics(metrics: dict[str, Any], oracle: OracleResult) -> list[str]
     """List the metrics that measured something and that the oracle does not know."""
     passed_over = {*_NOT_COMPARED, "policy_loss", "entropy_bonus", "z_loss", "kl_reference", *oracle.metrics}
     # Percentiles of a histogram are passed over: they are no sums of terms.
-    return [n for n, v in metrics.items() if v and n not in passed_over and not n.startswith("log_ratio_p")]
+    return [
+        name
+        for name, value in metrics.items()
+        if value and name not in passed_over and not name.startswith("log_ratio_p") and not of_the_machine(name)
+    ]
 
 
 def _of_step(
