@@ -96,8 +96,7 @@ def make_trainer(
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     latest = ranks.share(lambda: _latest(directory, store))
     watch.phase("loading the model")
-    if latest is not None:
-        _check_damage(latest, ranks)
+    _check_damage(latest, ranks)
     policy = _policy_of(config, ranks, latest)
     runner = make_runner(config, policy)
     before = _before_updates(config, runner, directory, latest)
@@ -186,8 +185,10 @@ def _policy_of(config: Config, ranks: Ranks, checkpoint: Path | None) -> Policy:
         raise error if checkpoint is None else _damaged(checkpoint, error) from error
 
 
-def _check_damage(checkpoint: Path, ranks: Ranks) -> None:
+def _check_damage(checkpoint: Path | None, ranks: Ranks) -> None:
     """Compare the checkpoint with its checksums, each rank a part of it; all ranks raise what one of them finds."""
+    if checkpoint is None:
+        return
     found = [damage for damage in ranks.gather(find_damage(checkpoint, ranks.rank, ranks.size)) if damage is not None]
     if found:
         raise _damaged(checkpoint, found[0])
