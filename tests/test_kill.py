@@ -99,6 +99,15 @@ def test_kills_between_changes_to_the_runs_files_change_nothing(
     _compare(whole, _start(tmp_path, "killed", config, [("event", 11), ("event", 26), ("event", 43)]))
 
 
+def test_kills_change_nothing_where_states_have_eight_bits_and_lie_on_the_host(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    optimizer = {"type": "adamw_8bit", "offload": "states", "learning_rate": 1e-3}
+    config = _file_config(tmp_path, tiny_model("qwen3_tied"), documents=23) | {"optimizer": optimizer}
+    whole = _start(tmp_path, "whole", config, [])
+    _compare(whole, _start(tmp_path, "killed", config, [("event", 16), ("event", 25)]))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["files", "sampled"])
 def test_a_killed_run_ends_bitwise_like_one_that_was_not(

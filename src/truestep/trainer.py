@@ -23,9 +23,10 @@ from truestep.rollouts.source import Interrupted, Source
 from truestep.run_directory import RunDirectory
 from truestep.step.ahead import Planned, PlansAhead
 from truestep.step.blame import find_not_finite
+from truestep.step.clipping import clip_gradients, gradient_norm
 from truestep.step.machine import gpu_metrics
 from truestep.step.optimizer import LearningRate, optimizer_tensors, update
-from truestep.step.runner import Accumulated, StepRunner, clip_gradients, gradient_norm
+from truestep.step.runner import Accumulated, StepRunner
 from truestep.step.scoring import BeforeUpdates
 from truestep.text import printable
 from truestep.types import PutAside, Rejected, StepPlan

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from truestep.config.schema import Config
-from truestep.config.sections import CustomOptimizer
+from truestep.config.sections import AdamW8BitConfig, CustomOptimizer, MuonConfig
 from truestep.custom import load_custom
 from truestep.losses.corrections import Correction, OffPolicyMask
 from truestep.losses.label_losses import make_label_loss
@@ -18,7 +18,16 @@ from truestep.policy.errors import ModelError
 from truestep.policy.policy import Policy
 from truestep.policy.weights.protocol import Weights
 from truestep.rollouts.source import Source
-from truestep.step.optimizer import LearningRate, load_optimizer, make_adamw, make_custom_optimizer
+from truestep.step.optimizer import (
+    LearningRate,
+    load_optimizer,
+    make_adamw,
+    make_adamw_8bit,
+    make_custom_optimizer,
+    make_muon,
+)
+from truestep.step.optimizers.adamw import AdamWOptions
+from truestep.step.optimizers.muon import MuonOptions
 from truestep.step.plan import StepRule
 from truestep.step.queue import PlanQueue
 from truestep.step.runner import StepRunner
@@ -159,9 +168,18 @@ def make_optimizer(config: Config, weights: Weights) -> torch.optim.Optimizer:
     optimizer = config.optimizer
     if isinstance(optimizer, CustomOptimizer):
         return make_custom_optimizer(load_optimizer(optimizer.function, optimizer.options), weights)
-    return make_adamw(
-        weights,
-        betas=(optimizer.beta1, optimizer.beta2),
-        epsilon=optimizer.epsilon,
-        weight_decay=optimizer.weight_decay,
-    )
+    adamw = AdamWOptions((optimizer.beta1, optimizer.beta2), optimizer.epsilon, optimizer.weight_decay)
+    home = "device" if optimizer.offload == "none" else "host"
+    if isinstance(optimizer, MuonConfig):
+        muon = MuonOptions(
+            optimizer.momentum,
+            optimizer.nesterov,
+            optimizer.ns_steps,
+            optimizer.adjust,
+            optimizer.weight_decay,
+            getattr(torch, optimizer.ns_dtype),
+        )
+        return make_muon(weights, muon, adamw, home)
+    if isinstance(optimizer, AdamW8BitConfig):
+        return make_adamw_8bit(weights, adamw, home)
+    return make_adamw(weights, adamw, home)

@@ -327,9 +327,7 @@ class OptimizerBase(Section):
     """A gradient with a larger norm than this is scaled down to it. null: never."""
 
 
-class AdamWConfig(OptimizerBase):
-    type: Literal["adamw"] = "adamw"
-    """Adam with decoupled weight decay. Norms and biases are never decayed."""
+class BuiltInOptimizer(OptimizerBase):
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """The decay of the gradient's running mean."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
@@ -338,6 +336,36 @@ class AdamWConfig(OptimizerBase):
     """This is added to the denominator of the update."""
     weight_decay: NotNegative = 0.0
     """The weight decay of matrices. Nothing else is decayed."""
+    offload: Literal["none", "states"] = "none"
+    """What lies in host memory between updates. states: the optimizer's state. It is copied to the device for the
+    update, a few weights at a time, and back. Numbers do not change."""
+
+
+class AdamWConfig(BuiltInOptimizer):
+    type: Literal["adamw"] = "adamw"
+    """Adam with decoupled weight decay. Norms and biases are never decayed."""
+
+
+class AdamW8BitConfig(BuiltInOptimizer):
+    type: Literal["adamw_8bit"]
+    """AdamW that keeps the two moments of matrices in 8 bits, with a float32 scale for each block of at most 256."""
+
+
+class MuonConfig(BuiltInOptimizer):
+    type: Literal["muon"]
+    """Momentum that is orthogonalised, for the matrices between the embedding and the head. The embedding, the head,
+    norms and biases are updated by AdamW, with beta1, beta2 and epsilon."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """The decay of the running mean of a matrix's gradient."""
+    nesterov: bool = True
+    """Look ahead: mix the running mean with the gradient once more before it is orthogonalised."""
+    ns_steps: Annotated[int, Field(ge=1, le=99)] = 5
+    """The number of Newton-Schulz iterations."""
+    ns_dtype: Literal["float32", "bfloat16"] = "float32"
+    """The type of their matrix products. bfloat16 is several times faster on a GPU, and less exact."""
+    adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """How a matrix's shape scales its update. match_rms_adamw: by 0.2 x sqrt(the larger side), to the size of AdamW's
+    updates, so that one learning rate is right for both. original: by sqrt(rows / columns), where rows are more."""
 
 
 class CustomOptimizer(OptimizerBase):
@@ -351,7 +379,11 @@ class CustomOptimizer(OptimizerBase):
 
 
 OptimizerConfig = Annotated[
-    Annotated[AdamWConfig, Tag("adamw")] | Annotated[CustomOptimizer, Tag("custom")], by_type("adamw")
+    Annotated[AdamWConfig, Tag("adamw")]
+    | Annotated[AdamW8BitConfig, Tag("adamw_8bit")]
+    | Annotated[MuonConfig, Tag("muon")]
+    | Annotated[CustomOptimizer, Tag("custom")],
+    by_type("adamw"),
 ]
 
 

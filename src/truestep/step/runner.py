@@ -17,9 +17,7 @@ from truestep.losses.objective import Objective
 from truestep.metrics.spent import Stopwatch
 from truestep.metrics.types import Metric, Sum, merge, on_host, values
 from truestep.policy.policy import Policy
-from truestep.policy.weights.protocol import Weights
 from truestep.ranks import marks
-from truestep.ranks.axes import WEIGHT_PARTS
 from truestep.ranks.group import Ranks
 from truestep.rollouts.packing import pack
 from truestep.rollouts.selection import has_advantage
@@ -217,26 +215,3 @@ def _no_advantage(plan: StepPlan, number: int) -> bool:
 
 def _any_label(plan: StepPlan, micro_batches: Sequence[Sequence[int]]) -> bool:
     return any(plan.documents[index].num_labels for members in micro_batches for index in members)
-
-
-@torch.no_grad()
-def gradient_norm(weights: Weights) -> float:
-    """Compute the norm over all gradients, every weight once, after `gradient_divisor` and before clipping."""
-    ranks = weights.ranks
-    # In float64: a float32 sum of the squares of a large tensor, one after another as a CPU adds, is off by percents.
-    norms = [
-        torch.linalg.vector_norm(gradient, dtype=torch.float64)
-        for name, gradient in weights.gradients.items()
-        if weights.pieces[name].counted_on(ranks)
-    ]
-    total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=weights.device)
-    for group in WEIGHT_PARTS:
-        ranks.sum_over(group, total)
-    return float(total.sqrt())
-
-
-@torch.no_grad()
-def clip_gradients(gradients: dict[str, torch.Tensor], norm: float, threshold: float | None) -> None:
-    if threshold is not None and norm > threshold:
-        for gradient in gradients.values():
-            gradient.mul_(threshold / norm)
