@@ -104,7 +104,7 @@ def test_damaged_files_are_named_and_the_others_are_shown(tmp_path: Path) -> Non
     assert f"{second.name} cannot be read." in page and f"{third.name} cannot be read." in page
     first.unlink()
     page = page_of(run)
-    assert "data-part" not in page and f"{second.name} cannot be read." in page
+    assert 'type="text/plain"' not in page and f"{second.name} cannot be read." in page
 
 
 def test_runs_are_told_apart(tmp_path: Path) -> None:
