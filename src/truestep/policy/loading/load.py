@@ -64,7 +64,8 @@ def load_policy(
     masters_on_host: bool = False,
 ) -> Policy:
     """Load, probe and cut a model. Lengths at which it changes its ways are probed up to `longest_document`. A `frozen`
-    one has no gradients, and no float32 weights beside those that it computes with."""
+    one has no gradients, and no float32 weights beside those that it computes with. `masters_on_host`: float32 weights
+    lie on the host, and the device has what the model computes with."""
     directory = Path(path)
     pipeline = Pipeline(ranks.pipeline, stages_per_rank)
     model, tokenizer = _read(directory, trust_remote_code, ranks, pipeline)
@@ -92,16 +93,8 @@ def load_policy(
     pieces = _cut(model, probe, stages, place, ranks)
     weights: Weights
     if ranks.shards > 1:
-        weights = ShardedWeights(
-            model,
-            compute,
-            ranks,
-            pieces,
-            device=place,
-            reshard=reshard_after_forward,
-            reduce_each=reduce_each,
-            masters_on_host=masters_on_host,
-        )
+        options = {"reshard": reshard_after_forward, "reduce_each": reduce_each, "masters_on_host": masters_on_host}
+        weights = ShardedWeights(model, compute, ranks, pieces, device=place, **options)
     else:
         read_parameters(model, place)
         weights = WholeWeights(model, compute, ranks, pieces, masters_on_host=masters_on_host)
