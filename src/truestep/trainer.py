@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from truestep.callbacks import Callbacks, Run
 from truestep.checkpoint.store import CheckpointStore, Progress
 from truestep.errors import TruestepError
 from truestep.kept.keeper import Keeper
@@ -86,10 +88,13 @@ class Trainer:
     evaluate_every: int = 0
     state: RunState = field(default_factory=RunState)
     hooks: Hooks = Hooks()
+    callbacks: Callbacks = field(default_factory=lambda: Callbacks(Run(Path())))
     put_aside: list[PutAside] = field(default_factory=list)  # since the last step's line of the ledger
     before: BeforeUpdates = field(default_factory=BeforeUpdates)
     keeper: Keeper | None = None
     times: StepTimes = field(default_factory=StepTimes)
+    ended: str = "not run yet"  # how the run ended, as a sentence
+    finished: bool = False  # it was not stopped
     _num_rejected: int = 0  # records, since the last step
 
     @property
@@ -106,23 +111,23 @@ class Trainer:
 
     def run(self) -> str:
         """Train until the steps or the data end, or a signal asks to stop; say how it ended."""
-        finished = False
         try:
-            ended, finished = self._run()
-            return ended
+            self.ended, self.finished = self._run()
+            return self.ended
         finally:
             if self.keeper is not None:
                 self.keeper.close()
             self.directory.unlock()
-            if self.ranks.size == 1 or finished:  # ranks that end apart must not wait for one another
+            if self.ranks.size == 1 or self.finished:  # ranks that end apart must not wait for one another
                 self.plans.close()
-            self.source.close(finished)
+            self.source.close(self.finished)
             if self.evaluator is not None:
                 self.evaluator.close()
 
     def _run(self) -> tuple[str, bool]:
         self.source.asked_to_stop = lambda: self.stopped_by is not None
         self.source.put_rejected = self._put_rejected
+        self.callbacks.start()
         with self._stop_between_steps():
             if self.state.last_evaluated is None or self._evaluation_due():  # due: it was interrupted
                 self._evaluate()
@@ -132,8 +137,14 @@ class Trainer:
         self._save()
         if ended is not None:
             self.state.stopped_by = None  # it came too late to stop anything
-        stopped = f"stopped by a signal after step {self.step}; the same command goes on from here"
-        return ended or stopped, ended is not None
+        ended_by = ended or self._stopped()
+        self.callbacks.end(ended_by)
+        return ended_by, ended is not None
+
+    def _stopped(self) -> str:
+        reason = self.callbacks.run.stop_reason
+        by = "stopped by a signal" if self.stopped_by is not None else f"stopped by a callback ({printable(reason)})"
+        return f"{by} after step {self.step}; the same command goes on from here"
 
     def _steps(self) -> str | None:
         """Make the steps and say how they ended; None where a signal asked to stop before that."""
@@ -158,6 +169,7 @@ class Trainer:
                 return self._end_of_data(planned.dropped)
             change = self.hooks.change_plan
             plan = planned.plan if change is None else change(planned.plan)
+            self.callbacks.rollouts(plan.documents)
             num_rejected, self._num_rejected = self._num_rejected, 0
             self._train(plan, start, waited, num_rejected)
             if self._evaluation_due():
@@ -173,13 +185,14 @@ class Trainer:
             self.keeper.rejected(rejected)
 
     def _asked_to_stop(self) -> bool:
-        """Agree with all ranks, so that they end after the same step, whichever of them was asked. A signal that comes
-        while they tell each other is for the next step."""
-        asked = self.stopped_by
-        agreed = next((number for number in self.ranks.gather(asked) if number is not None), None)
+        """Agree with all ranks, so that they end after the same step, whichever of them was asked, and go on with the
+        same learning rate. A signal that comes while they tell each other is for the next step."""
+        told = self.ranks.gather((self.stopped_by, self.callbacks.asked))
+        agreed = next((number for number, _ in told if number is not None), None)
         if agreed is not None and self.stopped_by is None:
             self.ask_to_stop(agreed)
-        return agreed is not None
+        self.callbacks.agree(told[0][1])
+        return agreed is not None or self.callbacks.run.stop_reason is not None
 
     def _end_of_data(self, dropped: int) -> str:
         total = f" of {self.steps}" if self.steps else ""
@@ -197,7 +210,7 @@ class Trainer:
             raise self._not_finite(number, plan, accumulated, norm)
         if self.hooks.on_gradient is not None:
             self.hooks.on_gradient(plan, accumulated, norm)
-        rate = self.learning_rate.at(number)
+        rate = self.learning_rate.at(number) * self.callbacks.applied_factor
         with self.runner.stopwatch.measure("optimizer"):
             clip_gradients(self.policy.weights.gradients, norm, self.gradient_clip)
             update(self.optimizer, self.policy.weights, rate)
@@ -229,6 +242,7 @@ class Trainer:
             sink.step(line)
             if kept and isinstance(sink, ShowsRollouts):
                 sink.rollouts(line, kept)
+        self.callbacks.step(line)
 
     def _complete(self, plan: StepPlan) -> StepPlan:
         """Give the plan's documents what is known of them before the first update on them."""
@@ -274,6 +288,7 @@ class Trainer:
         self.directory.record_evaluation(line)
         for sink in self.sinks:
             sink.evaluation(line)
+        self.callbacks.evaluation(line)
 
     def _save(self) -> None:
         if not self.hooks.saves:
@@ -294,8 +309,10 @@ class Trainer:
             rejected_bytes=self.directory.rejected_bytes(),
             ledger_bytes=self.directory.ledger_bytes(),
             optimizer=optimizer_tensors(self.optimizer, self.policy.weights),
+            callbacks=self.callbacks.state(),
         )
         checkpoint = self.checkpoints.save(self.policy, progress)
+        self.callbacks.checkpoint(checkpoint)
         self.source.checkpointed(checkpoint, self.step, self.state.documents_seen)
 
     @contextmanager

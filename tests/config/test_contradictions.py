@@ -280,9 +280,12 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 SOURCE_CASES = [
-    ("{stream: s}", "2: data.source.type must be stream or files, not null"),
+    ("{stream: s}", "2: data.source.type must be stream, files or custom, not null"),
     ("{type: stream}", "2: data.source.stream is required"),
-    ("{type: strem, stream: s}", "2: data.source.type must be stream or files, not 'strem'; did you mean stream?"),
+    (
+        "{type: strem, stream: s}",
+        "2: data.source.type must be stream, files or custom, not 'strem'; did you mean stream?",
+    ),
     (
         "{type: files, directory: d, group: g}",
         "2: data.source.group is not an option of data.source.type: files (set at run.yaml:2); stream has it",

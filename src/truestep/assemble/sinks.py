@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 
 from truestep.config.schema import Config
+from truestep.custom import load_custom
 from truestep.kept.keeper import Keeper
 from truestep.metrics.sinks import ConsoleSink, JsonLines, Sink, TensorBoardSink, WandbSink
 from truestep.policy.policy import Policy
@@ -24,6 +25,10 @@ def make_sinks(config: Config, directory: RunDirectory, console: Console, title:
         sinks.append(
             WandbSink(directory.path, redacted_options(config.model_dump(mode="json")), **logging.wandb.model_dump())
         )
+    for name in logging.custom_sinks or ():
+        directory.path.mkdir(parents=True, exist_ok=True)
+        maker = load_custom("logging.custom_sinks", name)
+        sinks.append(maker(directory.path, redacted_options(config.model_dump(mode="json")), done))
     if logging.console:
         sinks.append(ConsoleSink(console, steps=config.schedule.steps, done=done, title=title))
     return sinks

@@ -120,6 +120,8 @@ def check_custom_code(config: Config) -> None:
     """Import the user's own code before the model is loaded, which can take minutes."""
     make_objective(config)
     load_metrics(config)
+    for name in config.logging.custom_sinks or ():
+        load_custom("logging.custom_sinks", name)
     if isinstance(config.optimizer, CustomOptimizer):
         load_optimizer(config.optimizer.function, config.optimizer.options)
 

@@ -43,7 +43,7 @@ class ModelConfig(Section):
 
 class RedisSource(Section):
     type: Literal["stream"]
-    """stream: a Redis stream. files: the files that appear in a directory."""
+    """stream: a Redis stream. files: the files that appear in a directory. custom: a source of your own."""
     url: str = "redis://127.0.0.1:6379/0"
     """The server. A password may be in the environment variable REDISCLI_AUTH, so that no file has it."""
     stream: str
@@ -58,13 +58,28 @@ class RedisSource(Section):
 
 class DirectorySource(Section):
     type: Literal["files"]
-    """stream: a Redis stream. files: the files that appear in a directory."""
+    """stream: a Redis stream. files: the files that appear in a directory. custom: a source of your own."""
     directory: str
     """The directory in which files NAME.jsonl appear, each renamed into place when it is whole. A file END ends the
     data. Events go to events.jsonl in it."""
 
 
-SourceConfig = Annotated[Annotated[RedisSource, Tag("stream")] | Annotated[DirectorySource, Tag("files")], by_type()]
+class CustomSource(Section):
+    type: Literal["custom"]
+    """stream: a Redis stream. files: the files that appear in a directory. custom: a source of your own."""
+    function: str
+    """package.module:function, called as function(start, **options): it gives an iterator over records, each a mapping
+    with the fields of a rollout, from number `start` on. A run that goes on asks for the records from where it was."""
+    options: dict[str, Any] | None = None
+    """The function's keyword-only parameters, checked against its signature."""
+
+
+SourceConfig = Annotated[
+    Annotated[RedisSource, Tag("stream")]
+    | Annotated[DirectorySource, Tag("files")]
+    | Annotated[CustomSource, Tag("custom")],
+    by_type(),
+]
 
 
 # Made by a call: `from` is an option's name, and a word that a Python class cannot have as an attribute.
@@ -436,3 +451,7 @@ class LoggingConfig(Section):
     custom_metrics: list[str] | None = None
     """Metrics of your own, each as package.module:function. The function gets the labels of a micro-batch and facts of
     the step, and gives metrics by name; the type of each says how it is reduced."""
+    custom_sinks: list[str] | None = None
+    """Places of your own that metrics are written to, each as package.module:Class, made as Class(directory, options,
+    done): the run's directory, its options without secrets, and how many steps it had made. Its methods are
+    step(line), evaluation(line) and close()."""

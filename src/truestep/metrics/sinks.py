@@ -40,6 +40,8 @@ class SinkError(TruestepError):
 
 
 class Sink(Protocol):
+    """A place that a run's numbers go to: each step's line, each evaluation's, and the end."""
+
     def step(self, line: Mapping[str, Any]) -> None: ...
 
     def evaluation(self, line: Mapping[str, Any]) -> None: ...
