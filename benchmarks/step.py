@@ -46,7 +46,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--activation-checkpointing", action="store_true")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--optimizer", choices=["adamw", "adamw_8bit", "muon"], default="adamw")
-    parser.add_argument("--offload", choices=["none", "states"], default="none", help="optimizer.offload")
+    parser.add_argument("--offload", choices=["none", "states", "all"], default="none", help="optimizer.offload")
     parser.add_argument("--ns-dtype", choices=["float32", "bfloat16"], default="float32", help="of muon")
     return parser.parse_args()
 
@@ -120,6 +120,7 @@ def main() -> None:
             head=HeadSettings(fp32=True),
             activation_checkpointing=given.activation_checkpointing,
             compiled=given.compile,
+            masters_on_host=given.offload == "all",
         )
     parameters = sum(parameter.numel() for parameter in policy.model.parameters())
     documents = make_documents(given)
@@ -153,7 +154,7 @@ def main() -> None:
     print(f"forward+backward {forward_backward:8.3f} s   {forward_backward / bound:.2f} x bound")
     print(f"update           {updates:8.3f} s   {given.optimizer}, offload: {given.offload}")
     states = sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.is_cuda)
-    lasting = (parameters * (4 + 4 + 2) + states) / 2**30
+    lasting = (parameters * ((0 if given.offload == "all" else 4) + 4 + 2) + states) / 2**30
     print(
         f"peak memory      {peak / 2**30:8.1f} GiB, {peak / parameters:.2f} bytes a weight; of it weights, gradients, "
         f"optimizer and compute copy {lasting:.1f}"

@@ -160,6 +160,19 @@ def test_each_optimizers_state_is_that_of_a_run(kind: str, tmp_path: Path) -> No
     assert plan_memory(offloaded, read_shape(config), layout_of(config, 1))[0].kinds[STATES] == 0
 
 
+def test_what_lies_on_the_host_is_off_the_device_by_hand() -> None:
+    """18 bytes a weight become 10 and 6; of two ranks each has half of the model's own copy besides what it gathers."""
+    given = config_of(16384).model_dump(exclude_unset=True)
+    kinds = (MASTERS, WEIGHTS, GRADIENTS, STATES)
+    for offload, wanted in (("none", 18), ("states", 10), ("all", 6)):
+        config = Config.model_validate(given | {"optimizer": {"offload": offload}})
+        (rank,) = plan_memory(config, MIDDLE, layout_of(config, 1))
+        assert sum(rank.kinds[kind] for kind in kinds) == wanted * MIDDLE.total
+    both = [Config.model_validate(given | {"optimizer": {"offload": offload}}) for offload in ("states", "all")]
+    states, everything = (plan_memory(config, MIDDLE, layout_of(config, 2))[0].kinds for config in both)
+    assert everything[MASTERS] == 0 and everything[WEIGHTS] - states[WEIGHTS] == 2 * MIDDLE.total / 2
+
+
 def test_bytes_of_a_weight_by_hand() -> None:
     """In 8 bits a number takes two bytes and two scales for each block: of 128 in rows of 2,048, of 192 in 6,144."""
     shape, layout = MIDDLE, layout_of(config_of(1024), 1)

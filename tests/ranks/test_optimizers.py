@@ -114,20 +114,32 @@ def test_twenty_steps_over_two_layouts(
         assert kept == {torch.int8, torch.uint8, torch.float32}
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon", "adamw_8bit"])
-def test_offloaded_states_are_the_same_numbers_bit_for_bit(
-    kind: str, tiny_model: Callable[[str], Path], tmp_path: Path
+OFFLOADED = [
+    *((kind, "all", "tensor 2 x shards 2 to pipeline 2") for kind in ("adamw_8bit", "muon")),
+    *((kind, "states", "1 to 1") for kind in ("adamw", "adamw_8bit")),
+]
+MORE_OFFLOADED = [
+    (kind, offload, move)
+    for kind in ("adamw", "muon", "adamw_8bit")
+    for offload in ("states", "all")
+    for move in MOVES
+    if (kind, offload, move) not in OFFLOADED
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "offload", "move"), [*OFFLOADED, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE_OFFLOADED)]
+)
+def test_what_lies_on_the_host_is_the_same_numbers_bit_for_bit(
+    kind: str, offload: str, move: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model = tiny_model("qwen3_tied")
-    moves = ["1 to 1", "tensor 2 x shards 2 to pipeline 2"] if kind == "muon" else ["1 to 1"]
-    for move in moves:
-        plain, offloaded = (
-            moved(model, tmp_path / f"{move} {place}", {"type": kind, "offload": place}, move)
-            for place in ("none", "states")
-        )
-        for part in ("weights", "state"):
-            assert plain[part].keys() == offloaded[part].keys()
-            assert all(torch.equal(plain[part][name], value) for name, value in offloaded[part].items())
+    plain, offloaded = (
+        moved(model, tmp_path / place, {"type": kind, "offload": place}, move) for place in ("none", offload)
+    )
+    for part in ("weights", "state"):
+        assert plain[part].keys() == offloaded[part].keys()
+        assert all(torch.equal(plain[part][name], value) for name, value in offloaded[part].items())
 
 
 def test_another_optimizers_state_is_refused(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ def options_of(model: Path, optimizer: dict[str, Any], **sections: Any) -> dict[
 
 
 def set_gradients(weights: Weights, step: int) -> None:
-    if not all(master.grad is not None for master in weights.master.values()):
-        weights.reduce()
+    weights.zero_gradients()
+    weights.reduce()
     for name, gradient in weights.gradients.items():
         gradient.copy_(weights.part_of(name, gradient_of(name, weights.pieces[name].shape, step)))
 
@@ -49,9 +49,10 @@ def update_all(runs: list[tuple[dict[str, Any], dict[str, int], int, int, str]])
     for given, parallel, first, last, folder in runs:
         config = Config.model_validate(given)
         ranks = join(RankLayout(**parallel), device="cpu", stall_timeout=60)
+        on_host = getattr(config.optimizer, "offload", "none") == "all"
         policy = load_policy(
-            config.model.path, dtype=config.model.dtype, device="cpu", ranks=ranks,
-        )  # fmt: skip
+            config.model.path, dtype=config.model.dtype, device="cpu", ranks=ranks, masters_on_host=on_host
+        )
         weights = policy.weights
         optimizer = make_optimizer(config, weights)
         if first:
@@ -59,6 +60,7 @@ def update_all(runs: list[tuple[dict[str, Any], dict[str, int], int, int, str]])
             with torch.no_grad():
                 for name, master in weights.master.items():
                     master.copy_(weights.part_of(name, kept["weights"][name]))
+            weights.publish()
             restore_optimizer(optimizer, weights, kept["state"])
         for step in range(first, last):
             set_gradients(weights, step)

@@ -41,20 +41,22 @@ def judge(
     [
         ("muon", "none"),
         ("adamw_8bit", "states"),
+        ("adamw", "all"),
         *(
             pytest.param(kind, offload, marks=pytest.mark.long)
             for kind, offload in [
                 ("adamw", "none"),
                 ("adamw", "states"),
                 ("adamw_8bit", "none"),
-                ("muon", "states"),
+                ("muon", "all"),
+                ("adamw_8bit", "all"),
                 ("muon_original", "none"),
             ]
         ),
     ],
 )
 def test_each_passes(kind: str, offload: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    names = NAMES if (kind, offload) in [("adamw", "none"), ("adamw_8bit", "none")] else SOME
+    names = NAMES if (kind, offload) in [("adamw_8bit", "none"), ("muon", "all")] else SOME
     verdicts = judge(tiny_model("qwen3_tied"), tmp_path, OPTIMIZERS[kind] | {"offload": offload}, names)
     assert {verdict.layout.name for verdict in verdicts} == names
     assert all(verdict.passed for verdict in verdicts), [complaints(verdict) for verdict in verdicts]

@@ -351,9 +351,10 @@ class BuiltInOptimizer(OptimizerBase):
     """This is added to the denominator of the update."""
     weight_decay: NotNegative = 0.0
     """The weight decay of matrices. Nothing else is decayed."""
-    offload: Literal["none", "states"] = "none"
-    """What lies in host memory between updates. states: the optimizer's state. It is copied to the device for the
-    update, a few weights at a time, and back. Numbers do not change."""
+    offload: Literal["none", "states", "all"] = "none"
+    """What lies in host memory between updates. states: the optimizer's state. all: the float32 weights too, of which
+    the device keeps a copy in model.dtype. For an update it is copied to the device, a few weights at a time, and back.
+    Numbers do not change."""
 
 
 class AdamWConfig(BuiltInOptimizer):

@@ -53,6 +53,8 @@ def _proposals(config: Config, layout: RankLayout) -> Iterator[tuple[str, Any]]:
         yield "model.compile", True
     if getattr(config.optimizer, "offload", "") == "none":
         yield "optimizer.offload", "states"
+    if getattr(config.optimizer, "offload", "all") != "all":
+        yield "optimizer.offload", "all"
     if config.optimizer.type == "adamw":
         yield "optimizer.type", "adamw_8bit"
     if config.data.tokens_per_microbatch >= 2 * _FEWEST_TOKENS:

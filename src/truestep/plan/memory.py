@@ -57,7 +57,7 @@ def _kinds(
     largest = max(part.layers, default=0)
     computed = _computed(config, part, shards, size, largest)
     kinds = {
-        MASTERS: _FLOAT32 * own,
+        MASTERS: 0.0 if masters_offloaded(config) else _FLOAT32 * own,
         WEIGHTS: computed,
         GRADIENTS: _FLOAT32 * own,
         STATES: 0.0 if offloaded(config) else state_bytes(config, shape, part) / shards,
@@ -79,11 +79,12 @@ def _kinds(
 
 
 def _computed(config: Config, part: Part, shards: int, size: int, largest: int) -> float:
+    apart = masters_offloaded(config)  # then what the model computes with is here, and beside it what is gathered
     if shards == 1:  # rounded copies of all weights; float32 computes with the masters themselves
-        return size * part.all if size < _FLOAT32 else 0.0
+        return size * part.all if size < _FLOAT32 or apart else 0.0
     ends = max(part.embedding, part.head)
     gathered = 2 * largest if config.parallel.reshard_after_forward else sum(part.layers)
-    return size * (gathered + ends)
+    return size * (gathered + ends + (part.all / shards if apart else 0.0))
 
 
 def _several(config: Config) -> bool:
@@ -95,6 +96,11 @@ def _several(config: Config) -> bool:
 def offloaded(config: Config) -> bool:
     """Tell whether the optimizer's state lies in host memory."""
     return getattr(config.optimizer, "offload", "none") != "none"
+
+
+def masters_offloaded(config: Config) -> bool:
+    """Tell whether the float32 weights lie in host memory."""
+    return getattr(config.optimizer, "offload", "none") == "all"
 
 
 def state_bytes(config: Config, shape: ModelShape, part: Part) -> float:

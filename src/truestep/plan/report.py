@@ -8,7 +8,7 @@ from typing import Any
 from truestep.config.schema import Config
 from truestep.files import write_whole
 from truestep.plan.advice import layout_of, layouts_that_fit, savings
-from truestep.plan.memory import GIB, LABELS, RankMemory, offloaded, plan_memory, state_bytes
+from truestep.plan.memory import GIB, LABELS, RankMemory, masters_offloaded, offloaded, plan_memory, state_bytes
 from truestep.plan.shape import ModelShape, read_shape
 from truestep.ranks.axes import RankLayout
 
@@ -59,10 +59,9 @@ def _remarks(config: Config, shape: ModelShape, layout: RankLayout) -> list[str]
         f"While a checkpoint is written, rank 0 needs {saved / GIB:.1f} GiB of host memory.",
     ]
     if offloaded(config):
-        states = state_bytes(config, shape, whole) / GIB
-        lines.append(
-            f"The optimizer's state lies in host memory: {states:.1f} GiB, shared among the ranks as weights are."
-        )
+        held = saved if masters_offloaded(config) else saved - _FLOAT32 * shape.total
+        what = "the optimizer's state" + (" and float32 weights" if masters_offloaded(config) else "")
+        lines.append(f"Host memory holds {what}: {held / GIB:.1f} GiB, shared among ranks as weights are.")
     if config.sampler is not None and config.sampler.type == "in_process":
         lines.append("The sampler's cache takes what is free while it samples, and gives it back.")
     return lines

@@ -125,7 +125,8 @@ def update(optimizer: torch.optim.Optimizer, weights: Weights, learning_rate: fl
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()
-    weights.publish()
+    if not weights.masters_on_host:  # those are published while they are on the device
+        weights.publish()
     marks.mark("updates", weights.device)
 
 
@@ -173,8 +174,6 @@ def _fits(optimizer: torch.optim.Optimizer, value: torch.Tensor, master: torch.T
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, torch.Tensor]:
     """Gather the optimizer's whole state on the first rank, as `NAME.KIND`, for a checkpoint. Every rank calls this."""
-    if isinstance(optimizer, ByWeight):
-        optimizer.settle()
     everywhere: dict[str, State] = {}
     for described in reversed(weights.ranks.gather(_describe_state(optimizer, weights))):
         for name, state in described.items():

@@ -61,9 +61,11 @@ def load_policy(
     reduce_each: bool = False,
     stages_per_rank: int = 1,
     frozen: bool = False,
+    masters_on_host: bool = False,
 ) -> Policy:
     """Load, probe and cut a model. Lengths at which it changes its ways are probed up to `longest_document`. A `frozen`
-    one has no gradients, and no float32 weights beside those that it computes with."""
+    one has no gradients, and no float32 weights beside those that it computes with. `masters_on_host`: float32 weights
+    lie on the host, and the device has what the model computes with."""
     directory = Path(path)
     pipeline = Pipeline(ranks.pipeline, stages_per_rank)
     model, tokenizer = _read(directory, trust_remote_code, ranks, pipeline)
@@ -91,12 +93,11 @@ def load_policy(
     pieces = _cut(model, probe, stages, place, ranks)
     weights: Weights
     if ranks.shards > 1:
-        weights = ShardedWeights(
-            model, compute, ranks, pieces, device=place, reshard=reshard_after_forward, reduce_each=reduce_each
-        )
+        options = {"reshard": reshard_after_forward, "reduce_each": reduce_each, "masters_on_host": masters_on_host}
+        weights = ShardedWeights(model, compute, ranks, pieces, device=place, **options)
     else:
         read_parameters(model, place)
-        weights = WholeWeights(model, compute, ranks, pieces)
+        weights = WholeWeights(model, compute, ranks, pieces, masters_on_host=masters_on_host)
     _check_numbers(directory, weights)
     if frozen and ranks.shards == 1:
         weights.frozen = {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -14,6 +14,7 @@
 | cuts/tensor.py | forward, register_forward_pre_hook, setattr | slices; plain nn.Linear and the model's plan |
 | cuts/tensor.py | weight, in_features, out_features, num_embeddings | the sizes of those slices |
 | weights/sharded.py | register_parameter, _apply | a tied head reads the embedding; FSDP2's modules and `_apply` |
+| weights/sharded.py | fsdp_pre_all_gather, fsdp_post_all_gather | another tensor is gathered; FSDP2's extensions |
 | tensor_files.py | safe_save_file | written piece by piece; transformers.modeling_utils writes files by that name |
 | weights/unread.py | safe_open, setattr | tensors unread; that transformers.modeling_utils opens files by that name |
 | sampler/engine/attend.py | AttentionInterface.register | attention over a paged cache; a public door of transformers |

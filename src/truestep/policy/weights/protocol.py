@@ -34,6 +34,12 @@ class StagePass:
         return self.last or self.number % self.group == self.group - 1
 
 
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to the host, into memory that its GPU can read by itself."""
+    pinned = tensor.device.type == "cuda"
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor)
+
+
 class Weights(Protocol):
     """Float32 weights and gradients, of which each rank has a part, whatever type the model computes in.
 
@@ -46,6 +52,8 @@ class Weights(Protocol):
     pieces: dict[str, Piece]  # of all weights of the uncut model, by name, in its order
     master: dict[str, torch.nn.Parameter]  # this rank's part of each trained weight; what an optimizer updates
     frozen: dict[str, torch.Tensor]  # this rank's part of each weight that is not trained, as it came
+    # Masters lie on the host, and what the model computes with is beside them on the device. Then they have no `grad`.
+    masters_on_host: bool = False
 
     def zero_gradients(self) -> None: ...
 
@@ -59,6 +67,9 @@ class Weights(Protocol):
 
     def publish(self) -> None:
         """Have the model compute with the masters as they are now, after an update or a load."""
+
+    def publish_rows(self, name: str, rows: slice, values: torch.Tensor) -> None:
+        """Have the model compute with new values, on the device, of some rows of a master that lies on the host."""
 
     def before_forward(self, coming: StagePass) -> None:
         """Make weights ready for a forward pass."""

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from truestep.policy.cuts.layers import layers_of
 from truestep.policy.cuts.pieces import Piece, pieces_of, sum_parts
 from truestep.policy.errors import ModelError
-from truestep.policy.weights.protocol import StagePass, Weights
+from truestep.policy.weights.protocol import StagePass, Weights, to_host
 from truestep.policy.weights.unread import read_all, replace_parameters
 from truestep.ranks.exchange import all_gather, reduce_scatter
 from truestep.ranks.group import Ranks
@@ -34,9 +34,12 @@ class ShardedWeights(Weights):
         device: torch.device,
         reshard: bool = True,
         reduce_each: bool = False,
+        masters_on_host: bool = False,
     ):
         assert ranks.mesh is not None
-        self.ranks, self.dtype = ranks, dtype
+        self.ranks, self.dtype, self.masters_on_host = ranks, dtype, masters_on_host
+        self._place = device
+        self._gradients: dict[str, torch.Tensor] = {}
         self.pieces = pieces or pieces_of(model)
         self._reshard, self._reduce_each = reshard, reduce_each
         self._group = ranks.mesh.get_group("shard")
@@ -94,10 +97,48 @@ class ShardedWeights(Weights):
         self.frozen = {n: p.to_local().detach() for n, p in self._sharded.items() if not p.requires_grad}
         # Views of the shards' own memory: what the optimizer writes is what the next gather reads.
         trained = {name: parameter for name, parameter in self._sharded.items() if parameter.requires_grad}
-        self.master = {name: torch.nn.Parameter(part.to_local().detach()) for name, part in trained.items()}
+        self._computed: dict[str, torch.Tensor] = {}
+        if self.masters_on_host:
+            self.master = {n: torch.nn.Parameter(to_host(part.to_local().detach())) for n, part in trained.items()}
+            self._free_masters(trained)
+        else:
+            self.master = {name: torch.nn.Parameter(part.to_local().detach()) for name, part in trained.items()}
+
+    def _free_masters(self, trained: Mapping[str, Any]) -> None:
+        """Keep, in the place of each float32 shard, its copy in the type of the model, and have FSDP gather that."""
+        for name, part in trained.items():
+            local = part.to_local().detach()
+            padded = local.new_zeros((self._rows(name), *local.shape[1:]), dtype=self.dtype)
+            self._computed[name] = padded[: len(local)]
+            self._computed[name].copy_(local)
+            gather_from(part, padded)
+        for module in self._modules:
+            module.unshard()  # at its first gathering FSDP looks at what its shards can do
+            module.reshard()
+        for part in trained.values():
+            part.to_local().untyped_storage().resize_(0)
+
+    @property
+    def device(self) -> torch.device:
+        return self._place
+
+    @property
+    def gradients(self) -> dict[str, torch.Tensor]:
+        assert len(self._gradients) == len(self.master), "every master has a gradient from its first step on"
+        return dict(self._gradients)
+
+    def _keep_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        """Take a gradient, or add it to what is there."""
+        if name in self._gradients:
+            self._gradients[name].add_(gradient)
+            return
+        self._gradients[name] = gradient
+        if not self.masters_on_host:
+            self.master[name].grad = gradient
 
     def zero_gradients(self) -> None:
         self._head_gradient = None
+        self._gradients.clear()
         for name, master in self.master.items():
             self._sharded[name].grad = None
             master.grad = None
@@ -148,11 +189,8 @@ class ShardedWeights(Weights):
         part = gradient.new_empty(gradient.shape[0] // self.ranks.shards, gradient.shape[1])
         reduce_scatter(part, gradient, group=self._group)
         assert self._head_name is not None
-        master = self.master[self._head_name]
-        reduced = self.ranks.sum_over("replicate", part)[: master.shape[0]]
-        if master.grad is None:
-            master.grad = torch.zeros_like(master)
-        master.grad.add_(reduced)
+        reduced = self.ranks.sum_over("replicate", part)[: self.master[self._head_name].shape[0]]
+        self._keep_gradient(self._head_name, reduced)
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -160,11 +198,10 @@ class ShardedWeights(Weights):
         for name, master in self.master.items():
             reduced = self._sharded[name].grad
             if reduced is not None:
-                local = reduced.to_local()
-                master.grad = local if master.grad is None else master.grad.add_(local)
+                self._keep_gradient(name, reduced.to_local())
                 self._sharded[name].grad = None
-            elif master.grad is None:
-                master.grad = torch.zeros_like(master)
+            elif name not in self._gradients:
+                self._keep_gradient(name, torch.zeros_like(master, device=self.device))
         sum_parts(self.ranks, self.pieces, self.gradients)
 
     def _rows(self, name: str) -> int:
@@ -204,8 +241,31 @@ class ShardedWeights(Weights):
                 kept = self._tied and module is self._head_module
                 module.set_reshard_after_forward(self._reshard and not kept, recurse=False)
 
+    @torch.no_grad()
     def publish(self) -> None:
-        """Do nothing: the next gather reads the masters' memory."""
+        """Do nothing, unless masters lie on the host: the next gather reads the masters' memory."""
+        for name, copy in self._computed.items():
+            copy.copy_(self.master[name])
+
+    @torch.no_grad()
+    def publish_rows(self, name: str, rows: slice, values: torch.Tensor) -> None:
+        self._computed[name][rows].copy_(values)
+
+
+def gather_from(sharded: Any, padded: torch.Tensor) -> None:
+    """Have FSDP gather a parameter from another tensor than its shard, before it has gathered anything.
+
+    FSDP asks a shard that has these two functions for what is to be gathered, and for the parameter that it becomes.
+    """
+
+    def before(mesh: Any) -> tuple[tuple[torch.Tensor], None]:
+        return (padded,), None
+
+    def after(gathered: tuple[torch.Tensor], metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+        return None if out is not None else (gathered[0], ())
+
+    local = sharded._local_tensor
+    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before, after
 
 
 def _without_values(parameter: torch.nn.Parameter) -> torch.nn.Parameter:

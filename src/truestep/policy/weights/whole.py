@@ -2,6 +2,7 @@
 
 The weights of a float32 model are its own parameters. Those of a bfloat16 model are float32 masters beside it: each
 micro-batch's gradient is added to a float32 buffer at once, and an update rounds the masters into the model once.
+Masters on the host are always beside the model, whose own weights and gradients are on the device.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from truestep.policy.cuts.pieces import Piece, pieces_of, sum_parts
-from truestep.policy.weights.protocol import Weights
+from truestep.policy.weights.protocol import Weights, to_host
 from truestep.ranks.group import ALONE, Ranks
 
 
@@ -20,30 +21,53 @@ class WholeWeights(Weights):
     """Takes a model with float32 weights and makes it compute in `dtype`."""
 
     def __init__(
-        self, model: torch.nn.Module, dtype: torch.dtype, ranks: Ranks = ALONE, pieces: dict[str, Piece] | None = None
+        self,
+        model: torch.nn.Module,
+        dtype: torch.dtype,
+        ranks: Ranks = ALONE,
+        pieces: dict[str, Piece] | None = None,
+        *,
+        masters_on_host: bool = False,
     ):
         """Take over a model. If it is cut, `pieces` has all weights of the uncut one, by name, in its order."""
-        self.ranks, self.dtype = ranks, dtype
+        self.ranks, self.dtype, self.masters_on_host = ranks, dtype, masters_on_host
         self.pieces = pieces or pieces_of(model)
         self.master, self.frozen = {}, {}
         self._computed: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # masters by the model's parameters
+        self._buffers: dict[torch.nn.Parameter, torch.Tensor] = {}  # gradients by the model's parameters
+        self._by_name: dict[str, torch.nn.Parameter] = {}  # the model's parameters of the masters
         # `named_parameters` gives a tied tensor once, under the name it is first registered by: its input embedding's.
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 self.frozen[name] = parameter.detach()
             else:
-                master = parameter if parameter.dtype == dtype else torch.nn.Parameter(parameter.detach())
-                master.grad = torch.zeros_like(master)  # cleared later, never dropped
+                master = self._master_of(parameter)
+                gradient = torch.zeros_like(parameter)  # cleared later, never dropped
+                if not masters_on_host:
+                    master.grad = gradient
+                self._buffers[parameter], self._by_name[name] = gradient, parameter
                 self.master[name] = self._computed[parameter] = master
                 if master is not parameter:
-                    parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master.grad))
+                    parameter.register_post_accumulate_grad_hook(partial(_move_gradient, gradient))
             # The parameters alone: buffers such as rotary frequencies stay float32, as transformers keeps them.
             parameter.data = parameter.data.to(dtype)
 
+    def _master_of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        if self.masters_on_host:
+            return torch.nn.Parameter(to_host(parameter.detach()))
+        return parameter if parameter.dtype == self.dtype else torch.nn.Parameter(parameter.detach())
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter([*self._by_name.values(), *self.frozen.values()])).device
+
+    @property
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {name: self._buffers[parameter] for name, parameter in self._by_name.items()}
+
     def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """Give the float32 buffer behind one of the model's parameters; None if it is frozen."""
-        master = self._computed.get(parameter)
-        return None if master is None else master.grad
+        return self._buffers.get(parameter)
 
     def zero_gradients(self) -> None:
         for gradient in self.gradients.values():
@@ -65,6 +89,11 @@ class WholeWeights(Weights):
         for parameter, master in self._computed.items():
             if parameter is not master:
                 parameter.copy_(master)
+
+    @torch.no_grad()
+    def publish_rows(self, name: str, rows: slice, values: torch.Tensor) -> None:
+        own = self._by_name[name]
+        (own[rows] if own.ndim else own).copy_(values)
 
 
 def _move_gradient(buffer: torch.Tensor, parameter: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ State = dict[str, torch.Tensor]  # of a weight: tensors with its dimensions, of 
 # the state, and what is on its way between host and device.
 _NUMBERS = 2**24
 STEP = "step"  # the name of the number of a weight's updates, in its state
+_MASTER = "master"  # the name of a master among what lies on the host
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Rule(Protocol):
         ...
 
     def begin(self, name: str, part: torch.Tensor) -> State:
-        """Make the state of a rank's part before its first update, on the device of that part."""
+        """Describe the state of a rank's part before its first update, which is zeros: by tensors like them."""
         ...
 
     def update(self, slots: Sequence[Slot], rate: float) -> None:
@@ -64,15 +65,22 @@ class ByWeight(torch.optim.Optimizer):
 
     def begin(self, rule: Rule, master: torch.nn.Parameter) -> dict[str, Any]:
         """Make the first state of a weight, where it is to lie."""
-        state = rule.begin(self._names[id(master)], master.detach())
-        state = {kind: self.place(value) for kind, value in state.items()}
+        place = torch.device("cpu") if self._home == "host" else self._weights.device
+        pinned = place.type == "cpu" and self._weights.device.type == "cuda"
+        like = rule.begin(self._names[id(master)], torch.empty_like(master, device="meta"))
+        state = {
+            kind: torch.zeros(value.shape, dtype=value.dtype, device=place, pin_memory=pinned)
+            for kind, value in like.items()
+        }
         return {STEP: torch.zeros((), dtype=torch.float32), **state}
 
     def place(self, value: torch.Tensor) -> torch.Tensor:
-        """Put a tensor of a state where states lie."""
+        """Put a tensor of a state, which lies on the host, where states lie."""
         if not value.ndim:
-            return value.cpu()
-        return self._conveyor.to_host(value) if self._home == "host" else value.to(self._weights.device)
+            return value
+        if self._home != "host":
+            return value.to(self._weights.device)
+        return value.pin_memory() if self._weights.device.type == "cuda" else value
 
     def kinds(self, master: torch.nn.Parameter) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """Give the types and shapes of the state of a weight."""
@@ -96,10 +104,6 @@ class ByWeight(torch.optim.Optimizer):
             for batch in self._batches(group)
         )
 
-    def settle(self) -> None:
-        """Wait until states on the host are those after the last update."""
-        self._conveyor.settle()
-
     def _batches(self, group: dict[str, Any]) -> Iterator[list[tuple[torch.nn.Parameter, slice]]]:
         """Divide a group's weights into what is updated at once: weights, and the rows of each."""
         masters, together = group["params"], group["rule"].together
@@ -115,9 +119,13 @@ class ByWeight(torch.optim.Optimizer):
 
     def _moving(self, batch: Sequence[tuple[torch.nn.Parameter, slice]]) -> list[State]:
         """Give the tensors of a batch that lie on the host."""
-        if self._home != "host":
-            return [{} for _ in batch]
-        return [_of_rows(self.state[master], rows) for master, rows in batch]
+        moving: list[State] = [{} for _ in batch]
+        for found, (master, rows) in zip(moving, batch, strict=True):
+            if self._home == "host":
+                found |= _of_rows(self.state[master], rows)
+            if self._weights.masters_on_host:
+                found[_MASTER] = _some(master.detach(), rows)
+        return moving
 
     def _update(
         self,
@@ -130,9 +138,12 @@ class ByWeight(torch.optim.Optimizer):
         for (master, rows), moved in zip(batch, here, strict=True):
             name, state = self._names[id(master)], self.state[master]
             own = {**_of_rows(state, rows), **moved}
-            weight, gradient = _some(master.detach(), rows), _some(gradients[name], rows)
+            weight, gradient = own.pop(_MASTER, _some(master.detach(), rows)), _some(gradients[name], rows)
             slots.append(Slot(name, rows.start, int(state[STEP]), weight, gradient, own))
         group["rule"].update(slots, group["lr"])
+        if self._weights.masters_on_host:
+            for slot in slots:
+                self._weights.publish_rows(slot.name, slice(slot.start, slot.start + _rows(slot.weight)), slot.weight)
         progress.made("numbers updated", sum(slot.weight.numel() for slot in slots))
 
 

@@ -22,13 +22,8 @@ class Conveyor:
         self._coming: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._going: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor to the host, into memory that a GPU can read by itself."""
-        pinned = self._device.type == "cuda"
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor)
-
     def run(self, loads: Iterable[Load]) -> None:
-        """Do the work of each load, in order, on copies on the device, and put them back."""
+        """Do the work of each load, in order, on copies on the device, and put them back. Then all of it is there."""
         if self._coming is not None:
             # What others did to the tensors on the device comes before what is done here.
             self._coming.wait_stream(torch.cuda.current_stream(self._device))
@@ -42,11 +37,9 @@ class Conveyor:
             waiting = load, *fetched
         if waiting is not None:
             gone.append(self._work(*waiting))
+        moved = any(tensors for _, copies in gone for tensors in copies)
         self._forget(gone, 0)
-
-    def settle(self) -> None:
-        """Wait until everything is back on the host."""
-        if self._going is not None:
+        if self._going is not None and moved:
             self._going.synchronize()
 
     def _fetch(self, load: Sequence[Tensors]) -> tuple[list[Tensors], Any]:
