@@ -37,4 +37,5 @@ def make_policy(config: Config, ranks: Ranks, path: str | None = None, *, frozen
         reduce_each=config.parallel.reduce_each_micro_batch,
         stages_per_rank=config.parallel.stages_per_rank,
         frozen=frozen,
+        freeze=() if frozen else (model.freeze or ()),
     )

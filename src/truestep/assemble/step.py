@@ -154,6 +154,8 @@ def make_learning_rate(config: Config) -> LearningRate:
 
 def make_optimizer(config: Config, weights: Weights) -> torch.optim.Optimizer:
     optimizer = config.optimizer
+    if not weights.master:  # everything that this rank of a pipeline has is frozen
+        return torch.optim.SGD([{"params": []}], lr=0.0)
     if isinstance(optimizer, CustomOptimizer):
         return make_custom_optimizer(load_optimizer(optimizer.function, optimizer.options), weights)
     return make_adamw(

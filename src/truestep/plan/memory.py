@@ -51,20 +51,20 @@ def _kinds(
     shards = sizes["data_shard"] * sizes["context"]
     part = shape.part(stage, sizes["pipeline"], config.parallel.stages_per_rank, sizes["tensor"])
     tokens = config.data.tokens_per_microbatch / (sizes["context"] * sizes["tensor"])
-    own = part.all / shards
     largest = max(part.layers, default=0)
-    computed = _computed(config, part, shards, size, largest)
+    trained = shape.part(stage, sizes["pipeline"], config.parallel.stages_per_rank, sizes["tensor"], trained=True)
+    own = trained.all / shards
     kinds = {
         MASTERS: _FLOAT32 * own,
-        WEIGHTS: computed,
+        WEIGHTS: _computed(config, part, trained.all, shards, size, largest),
         GRADIENTS: _FLOAT32 * own,
         STATES: _state_bytes(config) * own,
     }
     if shards > 1:
-        whole = part.all if _several(config) and not config.parallel.reduce_each_micro_batch else largest
-        kinds[UNREDUCED] = _FLOAT32 * whole
+        several = _several(config) and not config.parallel.reduce_each_micro_batch
+        kinds[UNREDUCED] = _FLOAT32 * (trained.all if several else max(trained.layers, default=0))
     if _has_reference(config):
-        kinds[REFERENCE] = size * own if shards == 1 else _FLOAT32 * own
+        kinds[REFERENCE] = size * part.all / shards
     last = stage == sizes["pipeline"] - 1
     # One forward, one backward: a stage keeps the activations of as many micro-batches as stages come behind it.
     under_way = sizes["pipeline"] - stage
@@ -76,12 +76,13 @@ def _kinds(
     return kinds
 
 
-def _computed(config: Config, part: Part, shards: int, size: int, largest: int) -> float:
+def _computed(config: Config, part: Part, trained: int, shards: int, size: int, largest: int) -> float:
+    frozen = part.all - trained
     if shards == 1:  # rounded copies of all weights; float32 computes with the masters themselves
-        return size * part.all if size < _FLOAT32 else 0.0
+        return size * (part.all if size < _FLOAT32 else frozen)
     ends = max(part.embedding, part.head)
     gathered = 2 * largest if config.parallel.reshard_after_forward else sum(part.layers)
-    return size * (gathered + ends)
+    return size * (gathered + ends + frozen / shards)
 
 
 def _several(config: Config) -> bool:

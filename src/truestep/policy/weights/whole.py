@@ -29,9 +29,7 @@ class WholeWeights(Weights):
         self._computed: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # masters by the model's parameters
         # `named_parameters` gives a tied tensor once, under the name it is first registered by: its input embedding's.
         for name, parameter in model.named_parameters():
-            if not parameter.requires_grad:
-                self.frozen[name] = parameter.detach()
-            else:
+            if parameter.requires_grad:
                 master = parameter if parameter.dtype == dtype else torch.nn.Parameter(parameter.detach())
                 master.grad = torch.zeros_like(master)  # cleared later, never dropped
                 self.master[name] = self._computed[parameter] = master
@@ -39,6 +37,8 @@ class WholeWeights(Weights):
                     parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master.grad))
             # The parameters alone: buffers such as rotary frequencies stay float32, as transformers keeps them.
             parameter.data = parameter.data.to(dtype)
+            if not parameter.requires_grad:
+                self.frozen[name] = parameter.detach()
 
     def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """Give the float32 buffer behind one of the model's parameters; None if it is frozen."""
