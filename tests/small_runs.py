@@ -19,14 +19,11 @@ from truestep.cli import main
 from truestep.config.schema import Config
 from truestep.demo import model as demo_model
 from truestep.environments import sorting
+from truestep.metrics.spent import of_the_machine
 from truestep.ranks.forks import fork_context
 from truestep.train import make_trainer, train
 from truestep.trainer import Trainer
 
-TIMES = (
-    *("tokens_per_second", "data_wait_time", "step_time", "seconds"),
-    *("sampling_time", "rating_time", "sampled_tokens_per_second"),
-)
 WORDS = tuple(f"w{number}" for number in range(VOCABULARY - 2))  # with the end and the unknown: the whole vocabulary
 
 
@@ -124,7 +121,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def without_times(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
+    return [{name: value for name, value in line.items() if not of_the_machine(name)} for line in lines]
 
 
 def file_hashes(directory: Path) -> dict[str, str]:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from documents import same_bits
 from small_runs import word_model
-from truestep import export as export_module
 from truestep.checkpoint.store import CheckpointStore, Progress
 from truestep.export import ExportError, export
 from truestep.policy.loading.load import load_policy
 from truestep.run_directory import RunDirectory
+
+export_module = import_module("truestep.export")  # the package has the function of this name
 
 Made = Callable[[str], Path]
 

@@ -15,7 +15,7 @@ ROOT = Path(truestep.__file__).parent
 FLOORS = (
     ("__main__",),
     ("cli",),
-    ("init",),
+    ("init", "api"),
     ("demo", "verify", "parity"),
     ("train", "score", "export"),
     ("trainer", "assemble", "run_notes"),
@@ -25,7 +25,8 @@ FLOORS = (
     ("step", "plan"),
     ("policy", "environments"),
     ("head", "losses"),
-    ("metrics", "rollouts", "report"),
+    ("metrics", "rollouts", "report", "callbacks"),
+    ("kept",),
     ("types", "config", "files", "randomness", "ranks"),
     ("custom", "progress", "text"),
     ("errors",),

@@ -15,11 +15,8 @@ from kill_driver import Driver, Kill
 from tiny import make_records
 from truestep.demo.model import make_model
 from truestep.environments import sorting
-
-_TIMES = (
-    *("tokens_per_second", "data_wait_time", "step_time", "seconds"),
-    *("sampling_time", "rating_time", "sampled_tokens_per_second"),
-)
+from truestep.kept.files import list_files, read_rows
+from truestep.metrics.spent import of_the_machine
 
 
 def _file_config(directory: Path, model: Path, documents: int = 203) -> dict[str, Any]:
@@ -71,7 +68,7 @@ def _result(run: Path) -> dict[str, Any]:
     last = sorted((run / "checkpoints").iterdir())[-1]
     lines = {
         name: [
-            {key: value for key, value in json.loads(line).items() if key not in _TIMES}
+            {key: value for key, value in json.loads(line).items() if not of_the_machine(key)}
             for line in (run / name).read_text(encoding="utf-8").splitlines()
         ]
         for name in ("metrics.jsonl", "evaluation.jsonl", "rejected.jsonl")
@@ -82,6 +79,7 @@ def _result(run: Path) -> dict[str, Any]:
         "optimizer": (last / "truestep" / "optimizer.safetensors").read_bytes(),
         "ledger": (run / "ledger.jsonl").read_bytes(),
         "checkpoints": sorted(path.name for path in (run / "checkpoints").iterdir()),
+        "rollouts": [row for file in list_files(run / "rollouts") for row in read_rows(file)],
         **lines,
     }
 
@@ -99,6 +97,15 @@ def test_kills_between_changes_to_the_runs_files_change_nothing(
     config = _file_config(tmp_path, tiny_model("qwen3_tied"), documents=43)
     whole = _start(tmp_path, "whole", config, [])
     _compare(whole, _start(tmp_path, "killed", config, [("event", 11), ("event", 26), ("event", 43)]))
+
+
+def test_kills_change_nothing_where_states_have_eight_bits_and_lie_on_the_host(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    optimizer = {"type": "adamw_8bit", "offload": "states", "learning_rate": 1e-3}
+    config = _file_config(tmp_path, tiny_model("qwen3_tied"), documents=23) | {"optimizer": optimizer}
+    whole = _start(tmp_path, "whole", config, [])
+    _compare(whole, _start(tmp_path, "killed", config, [("event", 16), ("event", 25)]))
 
 
 @pytest.mark.long

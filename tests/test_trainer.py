@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from small_runs import (
-    TIMES,
     file_config,
     file_hashes,
     quiet_trainer,
@@ -35,6 +34,7 @@ from small_runs import (
 from tiny import label_positions
 from truestep.config.schema import Config
 from truestep.metrics.sinks import Sink
+from truestep.metrics.spent import of_the_machine
 from truestep.train import train
 from truestep.trainer import Hooks, Trainer, TrainingError
 from truestep.types import StepPlan
@@ -44,15 +44,18 @@ ALWAYS = {
     "num_rejected",
     *("loss", "new_logprobs", "grad_norm", "learning_rate", "num_documents", "documents_seen", "num_tokens"),
     *("num_labels", "num_micro_batches", "tokens_per_second", "data_wait_time", "step_time"),
+    *(f"time/{part}" for part in ("waiting", "forward", "head", "backward", "reduce", "optimizer", "sync", "other")),
 }
 BASIC = {
     *("old_logprobs", "ratio_new_old", "ratio_new_old_sum", "ratio_new_old_squared_sum", "kl_new_old"),
     *("clipped_ratio_fraction", "clipped_ratio_fraction_low", "clipped_ratio_fraction_high"),
     *("clipped_fraction", "clamped_ratios"),
     *("advantage", "max_advantage", "min_advantage", "zero_advantage_fraction", "reward", "max_reward", "min_reward"),
-    *("staleness", "max_staleness", "min_staleness", "effective_sample_size"),
+    *("staleness", "max_staleness", "min_staleness", "effective_sample_size", "effective_sample_share", "entropy"),
+    *("response_length", "max_response_length", "min_response_length", "reward_std"),
+    *("response_length_rewarded", "response_length_unrewarded"),
 }
-FULL = {"entropy", *(f"log_ratio_p{percentile}" for percentile in (1, 5, 50, 95, 99))}
+FULL = {f"log_ratio_p{percentile}" for percentile in (1, 5, 50, 95, 99)}
 
 Model = Callable[[str], Path]
 
@@ -113,6 +116,12 @@ def test_metrics_and_ledger_say_what_is_in_the_files(tiny_model: Model, tmp_path
         assert line["num_micro_batches"] >= math.ceil(tokens / 40)
         assert line["step_time"] >= line["data_wait_time"] >= 0
         assert line["tokens_per_second"] == pytest.approx(tokens / line["step_time"])
+        assert sum(value for name, value in line.items() if name.startswith("time/")) == pytest.approx(
+            line["step_time"]
+        )
+        assert min(line[f"time/{name}"] for name in ("forward", "head", "backward", "optimizer")) > 0
+        lengths = [len(label_positions(one)) for one in documents]
+        assert (line["response_length"], line["max_response_length"]) == (sum(lengths) / len(lengths), max(lengths))
         assert line["learning_rate"] == 1e-2
         rewards = [one["reward"] for one in documents if "reward" in one]
         assert line["max_reward"] == pytest.approx(max(rewards))
@@ -415,7 +424,7 @@ def test_times_are_all_that_two_runs_differ_in(words: Path, prompts: Path, tmp_p
         run(sampled_config(words, prompts, tmp_path / name))
         lines.append(read_lines(tmp_path / name / "metrics.jsonl"))
     assert without_times(lines[0]) == without_times(lines[1])
-    assert set(TIMES) & set(lines[0][0])
+    assert any(map(of_the_machine, lines[0][0]))
 
 
 def test_trainer_is_made_of_what_the_config_says(tiny_model: Model, tmp_path: Path) -> None:

@@ -1,3 +1,67 @@
-"""truestep: RL fine-tuning of language models in which every step is exactly the step you asked for."""
+"""truestep: RL fine-tuning of language models in which every step is exactly the step you asked for.
+
+The names below are what Python programs use (docs/python.md). Each is imported when it is first asked for, so that
+`import truestep` takes no time.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any
 
 __version__ = "0.1.0"
+
+_HOME = {  # of each public name
+    "Config": "truestep.config.load",
+    "ConfigError": "truestep.config.load",
+    "load_config": "truestep.config.load",
+    "dump_config": "truestep.config.load",
+    "TruestepError": "truestep.errors",
+    "train": "truestep.api.running",
+    "TrainingResult": "truestep.api.running",
+    "score": "truestep.api.looking",
+    "verify": "truestep.api.looking",
+    "parity": "truestep.api.looking",
+    "plan": "truestep.api.looking",
+    "export": "truestep.api.looking",
+    "Verification": "truestep.api.looking",
+    "MemoryPlan": "truestep.api.looking",
+    "Score": "truestep.score",
+    "Parity": "truestep.parity.gap",
+    "init": "truestep.init.make",
+    "write_report": "truestep.report",
+    "check_files": "truestep.rollouts.check",
+    "DataSummary": "truestep.rollouts.check",
+    "Callback": "truestep.callbacks",
+    "CallbackError": "truestep.callbacks",
+    "Run": "truestep.callbacks",
+    "Rollout": "truestep.types",
+    "Sink": "truestep.metrics.sinks",
+    "LabelLoss": "truestep.losses.label_losses",
+    "LabelTerm": "truestep.losses.label_losses",
+    "Labels": "truestep.losses.labels",
+    "InferenceServer": "truestep.sampler.server.protocol",
+}
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'truestep' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Keeps the public names of functions that modules have too: importing `truestep.train` sets no `train` here."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,5 +1,6 @@
 """The loader of users' own code, named in the configuration by import path, and the check of its options."""
 
+import ast
 import importlib
 import inspect
 import os
@@ -46,6 +47,71 @@ def load_custom(option: str, name: str) -> Any:
     for directory in getattr(package, "__path__", ()):
         _own_directories.add(str(Path(directory)) + os.sep)
     return found
+
+
+def import_path(option: str, given: Any) -> str:
+    """Name a function or a class as package.module:function, by which every process of a run finds it again.
+
+    Refused is what no import finds: a lambda, a function inside a function, a method, an instance, what was typed into
+    an interpreter or a notebook, and what stands in a script that would run when it is imported.
+    """
+    name, module = getattr(given, "__qualname__", None), getattr(given, "__module__", None)
+    what = f"{option}: {name or type(given).__name__}"
+    advice = (
+        "Other processes import it by its name, so write it at the top level of a module, or give its import path as "
+        "text: package.module:function"
+    )
+    if name is None or module is None:
+        raise CustomError(f"{what} is an instance, and has no name to import it by. {advice}")
+    if name == "<lambda>" or not name.isidentifier():
+        kind = "a lambda" if "<lambda>" in name else "not at the top level of its module"
+        raise CustomError(f"{what} is {kind}. {advice}")
+    if getattr(sys.modules.get(module), name, None) is not given:
+        raise CustomError(f"{what} is not what {module} has under this name. {advice}")
+    return f"{_name_of_main(what) if module == '__main__' else module}:{name}"
+
+
+def _name_of_main(what: str) -> str:
+    """Find the name that the program itself can be imported by."""
+    main = sys.modules["__main__"]
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if spec is not None and not spec.name.endswith("__main__"):
+        return str(spec.name)
+    if file is None or not file.endswith(".py"):
+        raise CustomError(
+            f"{what} was typed into an interpreter or a notebook, where no other process finds it. Write it to a file "
+            "(in a notebook with %%writefile my_task.py) and import it from there"
+        )
+    if not _is_guarded(Path(file)):
+        raise CustomError(
+            f"{what} is in {Path(file).name}, which other processes would run as a whole when they import it. "
+            'Put what the script does below `if __name__ == "__main__":`, or write the function to another module'
+        )
+    directory = str(Path(file).resolve().parent)
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
+    return Path(file).stem
+
+
+def _is_guarded(script: Path) -> bool:
+    """True if importing the script calls nothing: beside imports and definitions it has only its guarded part."""
+    for node in ast.parse(script.read_text(encoding="utf-8")).body:
+        guards = isinstance(node, ast.If) and "__name__" in ast.dump(node.test)
+        if not guards and isinstance(node, ast.Expr | ast.For | ast.While | ast.With | ast.Try | ast.If):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                continue  # a docstring
+            if any(isinstance(inner, ast.Call) for inner in ast.walk(node)):
+                return False
+        if isinstance(node, ast.Assign | ast.AnnAssign) and _calls_the_trainer(node):
+            return False
+    return True
+
+
+def _calls_the_trainer(node: ast.AST) -> bool:
+    """Tell whether a statement such as `result = train(config)` starts a run."""
+    called = [inner.func for inner in ast.walk(node) if isinstance(inner, ast.Call)]
+    names = {getattr(function, "id", getattr(function, "attr", "")) for function in called}
+    return bool(names & {"train", "score", "verify", "parity"})
 
 
 def check_options(option: str, maker: Any, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from truestep.errors import TruestepError
 from truestep.files import Line, append_json_line, cut_file, lines_from_the_end, write_json
+from truestep.kept import files as kept_files
 from truestep.rollouts.rejects import write_rejected
 from truestep.text import printable
 from truestep.types import PutAside, Rejected, StepPlan
@@ -41,6 +42,7 @@ class RunDirectory:
         self.evaluations = path / "evaluation.jsonl"
         self.rejected = path / "rejected.jsonl"
         self.config = path / "config.yaml"
+        self.rollouts = path / kept_files.FOLDER
         self.checkpoints = path / "checkpoints"
         self._first_weights = path / "first_weights.json"
         self._lock: TextIO | None = None
@@ -103,7 +105,7 @@ class RunDirectory:
                     )
         if self.rejected.is_file() and self.rejected.stat().st_size > rejected_bytes:
             cut_file(self.rejected, rejected_bytes)
-        return faults
+        return faults + kept_files.roll_back(self.rollouts, step)
 
     def _append(self, file: Path, line: dict[str, Any]) -> None:
         if self.writes:

@@ -23,8 +23,9 @@ from truestep.ranks.watch import Watch
 from truestep.rollouts.parts import PartedSource
 from truestep.rollouts.rejects import write_rejected
 from truestep.rollouts.source import FileSource
+from truestep.step.clipping import gradient_norm
 from truestep.step.plan import plan_exactly
-from truestep.step.runner import Accumulated, gradient_norm
+from truestep.step.runner import Accumulated
 from truestep.types import DocumentScore, Rejected, Rollout, StepPlan
 
 

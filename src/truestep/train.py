@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from truestep.assemble.evaluation import make_evaluator
 from truestep.assemble.policy import join_ranks, make_policy
 from truestep.assemble.rewards import Raters
-from truestep.assemble.sinks import make_sinks
+from truestep.assemble.sinks import make_keeper, make_sinks
 from truestep.assemble.sources import check_inputs, make_source
 from truestep.assemble.step import (
     check_custom_code,
@@ -22,6 +22,7 @@ from truestep.assemble.step import (
     make_runner,
     starts_from_first_weights,
 )
+from truestep.callbacks import Callback, Callbacks, Run
 from truestep.checkpoint.checksums import find_damage
 from truestep.checkpoint.store import CheckpointStore, read_progress
 from truestep.config.load import dump_config
@@ -51,21 +52,30 @@ from truestep.types import Rejected
 _ODD_CONTENT = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
 
-def train(config: Config, console: Console, title: str = "training") -> Trainer:
-    """Train to the end, and return the trainer that did it."""
+def train(
+    config: Config,
+    console: Console,
+    title: str = "training",
+    callbacks: Sequence[Callback] = (),
+    sinks: Sequence[Sink] = (),
+) -> Trainer:
+    """Train to the end, and return the trainer that did it. Callbacks are called, and sinks written, by the first rank
+    alone."""
     ranks = join_ranks(config)
     watch = Watch(ranks, config.schedule.stall_timeout)
     with watch.watching(), exhaustion_explained(config, ranks.size, lambda: watch.doing):
-        trainer = make_trainer(config, console, title, ranks, watch)
+        trainer = make_trainer(config, console, title, ranks, watch, callbacks)
+        if ranks.first:
+            trainer.sinks = [*trainer.sinks, *sinks]
         if config.logging.console and ranks.first and trainer.policy.device.type == "cuda":
             trainer.sinks = [*trainer.sinks, planned_beside(config, ranks.size, partial(_say, console))]
         try:
-            ended = trainer.run()
+            trainer.run()
         finally:
             for sink in trainer.sinks:
                 sink.close()
     if config.logging.console and ranks.first:
-        _say(console, f"{ended}; the run is in {trainer.directory.path}")
+        _say(console, f"{trainer.ended}; the run is in {trainer.directory.path}")
     return trainer
 
 
@@ -74,21 +84,19 @@ def _say(console: Console, text: str) -> None:
 
 
 def make_trainer(
-    config: Config, console: Console, title: str = "training", ranks: Ranks = ALONE, watch: Watch | None = None
+    config: Config,
+    console: Console,
+    title: str = "training",
+    ranks: Ranks = ALONE,
+    watch: Watch | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Trainer:
     watch = watch or Watch(ranks, config.schedule.stall_timeout)
-    keep_secrets_of(config.model_dump())
-    if config.deterministic:
-        torch.use_deterministic_algorithms(True)
-    check_inputs(config, ranks)
-    check_custom_code(config)
-    assert config.checkpoint.directory is not None
-    directory = RunDirectory(Path(config.checkpoint.directory), writes=ranks.first, locks=config.checkpoint.lock)
+    directory = _check(config, ranks)
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     latest = ranks.share(lambda: _latest(directory, store))
     watch.phase("loading the model")
-    if latest is not None:
-        _check_damage(latest, ranks)
+    _check_damage(latest, ranks)
     policy = _policy_of(config, ranks, latest)
     runner = make_runner(config, policy)
     before = _before_updates(config, runner, directory, latest)
@@ -99,7 +107,8 @@ def make_trainer(
     optimizer = make_optimizer(config, policy.weights)
     evaluator = make_evaluator(config, policy, raters, source)
     seed_random(config.seed)
-    step, sizes = (0, (0, None)) if latest is None else _restore(latest, queue, optimizer, policy)
+    told = Callbacks(Run(directory.path), callbacks if ranks.first else ())
+    step, sizes = (0, (0, None)) if latest is None else _restore(latest, queue, optimizer, policy, told)
     rejected = source.drain_rejected()
     sinks: list[Sink] = []
     if ranks.first:
@@ -131,7 +140,20 @@ def make_trainer(
         evaluate_every=config.evaluation.every if config.evaluation else 0,
         state=RunState(step, queue.documents_seen, ranks.share(directory.last_evaluated)),
         put_aside=directory.not_in_ledger(source.drain_put_aside()),
+        keeper=make_keeper(config, directory, policy, partial(_say, console)),
+        callbacks=told,
     )
+
+
+def _check(config: Config, ranks: Ranks) -> RunDirectory:
+    """Find what is wrong before the model is loaded, which can take minutes; name the run's directory."""
+    keep_secrets_of(config.model_dump())
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+    check_inputs(config, ranks)
+    check_custom_code(config)
+    assert config.checkpoint.directory is not None
+    return RunDirectory(Path(config.checkpoint.directory), writes=ranks.first, locks=config.checkpoint.lock)
 
 
 def _before_updates(
@@ -163,15 +185,17 @@ def _policy_of(config: Config, ranks: Ranks, checkpoint: Path | None) -> Policy:
         raise error if checkpoint is None else _damaged(checkpoint, error) from error
 
 
-def _check_damage(checkpoint: Path, ranks: Ranks) -> None:
+def _check_damage(checkpoint: Path | None, ranks: Ranks) -> None:
     """Compare the checkpoint with its checksums, each rank a part of it; all ranks raise what one of them finds."""
+    if checkpoint is None:
+        return
     found = [damage for damage in ranks.gather(find_damage(checkpoint, ranks.rank, ranks.size)) if damage is not None]
     if found:
         raise _damaged(checkpoint, found[0])
 
 
 def _restore(
-    checkpoint: Path, queue: PlanQueue, optimizer: torch.optim.Optimizer, policy: Policy
+    checkpoint: Path, queue: PlanQueue, optimizer: torch.optim.Optimizer, policy: Policy, callbacks: Callbacks
 ) -> tuple[int, tuple[int, int | None]]:
     """Put the run back to where the checkpoint left it; return its step, and the sizes of rejected.jsonl and
     ledger.jsonl by then."""
@@ -181,6 +205,7 @@ def _restore(
         restore_optimizer(optimizer, policy.weights, progress.optimizer)
     except _ODD_CONTENT as error:
         raise _damaged(checkpoint, f"{type(error).__name__}: {error}") from error
+    callbacks.restore(progress.callbacks, progress.step, queue.documents_seen)
     return progress.step, (progress.rejected_bytes, progress.ledger_bytes)
 
 

@@ -3,16 +3,20 @@
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from truestep.callbacks import Callbacks, Run
 from truestep.checkpoint.store import CheckpointStore, Progress
 from truestep.errors import TruestepError
-from truestep.metrics.sinks import Sink
+from truestep.kept.keeper import Keeper
+from truestep.metrics.sinks import ShowsRollouts, Sink
+from truestep.metrics.spent import StepTimes
 from truestep.metrics.types import Max
 from truestep.policy.policy import Policy
 from truestep.ranks.group import Ranks
@@ -21,8 +25,10 @@ from truestep.rollouts.source import Interrupted, Source
 from truestep.run_directory import RunDirectory
 from truestep.step.ahead import Planned, PlansAhead
 from truestep.step.blame import find_not_finite
+from truestep.step.clipping import clip_gradients, gradient_norm
+from truestep.step.machine import gpu_metrics
 from truestep.step.optimizer import LearningRate, optimizer_tensors, update
-from truestep.step.runner import Accumulated, StepRunner, clip_gradients, gradient_norm
+from truestep.step.runner import Accumulated, StepRunner
 from truestep.step.scoring import BeforeUpdates
 from truestep.text import printable
 from truestep.types import PutAside, Rejected, StepPlan
@@ -82,8 +88,13 @@ class Trainer:
     evaluate_every: int = 0
     state: RunState = field(default_factory=RunState)
     hooks: Hooks = Hooks()
+    callbacks: Callbacks = field(default_factory=lambda: Callbacks(Run(Path())))
     put_aside: list[PutAside] = field(default_factory=list)  # since the last step's line of the ledger
     before: BeforeUpdates = field(default_factory=BeforeUpdates)
+    keeper: Keeper | None = None
+    times: StepTimes = field(default_factory=StepTimes)
+    ended: str = "not run yet"  # how the run ended, as a sentence
+    finished: bool = False  # it was not stopped
     _num_rejected: int = 0  # records, since the last step
 
     @property
@@ -100,21 +111,23 @@ class Trainer:
 
     def run(self) -> str:
         """Train until the steps or the data end, or a signal asks to stop; say how it ended."""
-        finished = False
         try:
-            ended, finished = self._run()
-            return ended
+            self.ended, self.finished = self._run()
+            return self.ended
         finally:
+            if self.keeper is not None:
+                self.keeper.close()
             self.directory.unlock()
-            if self.ranks.size == 1 or finished:  # ranks that end apart must not wait for one another
+            if self.ranks.size == 1 or self.finished:  # ranks that end apart must not wait for one another
                 self.plans.close()
-            self.source.close(finished)
+            self.source.close(self.finished)
             if self.evaluator is not None:
                 self.evaluator.close()
 
     def _run(self) -> tuple[str, bool]:
         self.source.asked_to_stop = lambda: self.stopped_by is not None
         self.source.put_rejected = self._put_rejected
+        self.callbacks.start()
         with self._stop_between_steps():
             if self.state.last_evaluated is None or self._evaluation_due():  # due: it was interrupted
                 self._evaluate()
@@ -124,8 +137,14 @@ class Trainer:
         self._save()
         if ended is not None:
             self.state.stopped_by = None  # it came too late to stop anything
-        stopped = f"stopped by a signal after step {self.step}; the same command goes on from here"
-        return ended or stopped, ended is not None
+        ended_by = ended or self._stopped()
+        self.callbacks.end(ended_by)
+        return ended_by, ended is not None
+
+    def _stopped(self) -> str:
+        reason = self.callbacks.run.stop_reason
+        by = "stopped by a signal" if self.stopped_by is not None else f"stopped by a callback ({printable(reason)})"
+        return f"{by} after step {self.step}; the same command goes on from here"
 
     def _steps(self) -> str | None:
         """Make the steps and say how they ended; None where a signal asked to stop before that."""
@@ -150,6 +169,7 @@ class Trainer:
                 return self._end_of_data(planned.dropped)
             change = self.hooks.change_plan
             plan = planned.plan if change is None else change(planned.plan)
+            self.callbacks.rollouts(plan.documents)
             num_rejected, self._num_rejected = self._num_rejected, 0
             self._train(plan, start, waited, num_rejected)
             if self._evaluation_due():
@@ -161,15 +181,18 @@ class Trainer:
     def _put_rejected(self, rejected: Sequence[Rejected]) -> None:
         self.directory.record_rejected(rejected)
         self._num_rejected += len(rejected)
+        if self.keeper is not None:
+            self.keeper.rejected(rejected)
 
     def _asked_to_stop(self) -> bool:
-        """Agree with all ranks, so that they end after the same step, whichever of them was asked. A signal that comes
-        while they tell each other is for the next step."""
-        asked = self.stopped_by
-        agreed = next((number for number in self.ranks.gather(asked) if number is not None), None)
+        """Agree with all ranks, so that they end after the same step, whichever of them was asked, and go on with the
+        same learning rate. A signal that comes while they tell each other is for the next step."""
+        told = self.ranks.gather((self.stopped_by, self.callbacks.asked))
+        agreed = next((number for number, _ in told if number is not None), None)
         if agreed is not None and self.stopped_by is None:
             self.ask_to_stop(agreed)
-        return agreed is not None
+        self.callbacks.agree(told[0][1])
+        return agreed is not None or self.callbacks.run.stop_reason is not None
 
     def _end_of_data(self, dropped: int) -> str:
         total = f" of {self.steps}" if self.steps else ""
@@ -179,28 +202,29 @@ class Trainer:
     def _train(self, plan: StepPlan, start: float, waited: float, num_rejected: int) -> None:
         number = self.step + 1
         self.watch.phase(f"computing step {number}")
-        plan = self.before.complete(plan)
-        runner = replace(self.runner, keep_scores=True) if self.before.keeps_own else self.runner
+        plan = self._complete(plan)
         measured = {"data_wait_time": waited, **self.source.drain_measured()}
-        extra = {name: Max(number) for name, number in measured.items()}
-        accumulated = runner.accumulate(plan, extra_metrics=extra)
-        self.before.computed(plan, accumulated.scores)
+        accumulated = self._accumulate(plan, measured)
         norm = gradient_norm(self.policy.weights)
         if not math.isfinite(norm):
             raise self._not_finite(number, plan, accumulated, norm)
         if self.hooks.on_gradient is not None:
             self.hooks.on_gradient(plan, accumulated, norm)
-        clip_gradients(self.policy.weights.gradients, norm, self.gradient_clip)
-        rate = self.learning_rate.at(number)
-        update(self.optimizer, self.policy.weights, rate)
+        rate = self.learning_rate.at(number) * self.callbacks.applied_factor
+        with self.runner.stopwatch.measure("optimizer"):
+            clip_gradients(self.policy.weights.gradients, norm, self.gradient_clip)
+            update(self.optimizer, self.policy.weights, rate)
         self.state.step = number
         self.state.documents_seen = plan.documents_seen_after
         self.watch.phase(f"ending step {number}")
-        self.source.updated(self.state.documents_seen)
+        with self.times.measure("sync"):
+            self.source.updated(self.state.documents_seen)
         self.directory.record_step(number, plan, self.put_aside)
         num_put_aside, self.put_aside = len(self.put_aside), []
+        kept = [] if self.keeper is None else self.keeper.step(number, plan, accumulated.scores)
         metrics = accumulated.line()
         elapsed = time.perf_counter() - start
+        spent = self.times.line(elapsed, measured, self.runner.stopwatch.drain())
         line = {
             "step": number,
             **metrics,
@@ -211,9 +235,32 @@ class Trainer:
             "learning_rate": rate,
             "tokens_per_second": plan.totals.num_tokens / elapsed,
             "step_time": elapsed,
+            **spent,
+            **gpu_metrics(self.policy, plan, spent),
         }
         for sink in self.sinks:
             sink.step(line)
+            if kept and isinstance(sink, ShowsRollouts):
+                sink.rollouts(line, kept)
+        self.callbacks.step(line)
+
+    def _complete(self, plan: StepPlan) -> StepPlan:
+        """Give the plan's documents what is known of them before the first update on them."""
+        if not self.before.has_reference:
+            return self.before.complete(plan)
+        with self.times.measure("reference"):
+            return self.before.complete(plan)
+
+    def _accumulate(self, plan: StepPlan, measured: Mapping[str, float]) -> Accumulated:
+        """Compute the step's metrics and gradient, and keep the scores that are wanted later."""
+        wanted = () if self.keeper is None else self.keeper.wanted(plan)
+        runner = self.runner
+        if self.before.keeps_own or (wanted and runner.keep_scores is not True):
+            runner = replace(runner, keep_scores=self.before.keeps_own or wanted)
+        extra = {name: Max(number) for name, number in measured.items()}
+        accumulated = runner.accumulate(plan, extra_metrics=extra)
+        self.before.computed(plan, accumulated.scores)
+        return accumulated
 
     def _not_finite(self, number: int, plan: StepPlan, accumulated: Accumulated, norm: float) -> TrainingError:
         self.watch.phase(f"looking for the documents that make the gradient of step {number} {norm}")
@@ -233,18 +280,26 @@ class Trainer:
             return
         self.watch.phase(f"evaluating after step {self.step}")
         try:
-            line = self.evaluator.run(self.step, self.state.documents_seen, self.source.asked_to_stop)
+            with self.times.measure("evaluation"):
+                line = self.evaluator.run(self.step, self.state.documents_seen, self.source.asked_to_stop)
         except Interrupted:  # the run that goes on from here makes this evaluation first
             return
         self.state.last_evaluated = self.step
         self.directory.record_evaluation(line)
         for sink in self.sinks:
             sink.evaluation(line)
+        self.callbacks.evaluation(line)
 
     def _save(self) -> None:
         if not self.hooks.saves:
             return
         self.watch.phase(f"saving after step {self.step}")
+        with self.times.measure("save"):
+            self._save_now()
+
+    def _save_now(self) -> None:
+        if self.keeper is not None:
+            self.keeper.sync()
         self.directory.sync()
         planned = self.state.planned or self.plans.snapshot()
         progress = Progress(
@@ -254,8 +309,10 @@ class Trainer:
             rejected_bytes=self.directory.rejected_bytes(),
             ledger_bytes=self.directory.ledger_bytes(),
             optimizer=optimizer_tensors(self.optimizer, self.policy.weights),
+            callbacks=self.callbacks.state(),
         )
         checkpoint = self.checkpoints.save(self.policy, progress)
+        self.callbacks.checkpoint(checkpoint)
         self.source.checkpointed(checkpoint, self.step, self.state.documents_seen)
 
     @contextmanager

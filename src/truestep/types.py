@@ -74,6 +74,8 @@ class Rejected:
     reason: str
     id: str | None = None
     group_id: str | None = None  # where it could be read: it still counts towards its group being complete
+    prompt: str | None = None  # of a completion: what was asked
+    completion: str | None = None  # and what was answered
 
     def __post_init__(self) -> None:
         # A reason may quote what others wrote: an exception of a reward, an answer of a server.

@@ -153,6 +153,10 @@ CASES = [
         "2: evaluation.reward is for answers that are sampled: it does nothing with evaluation.path",
     ),
     (
+        MODEL + "evaluation: {path: p, pass_reward: 1}\nloss: {type: cross_entropy}\n",
+        "2: evaluation.pass_reward is for answers that are sampled: it needs evaluation.prompts",
+    ),
+    (
         MODEL + "data: {tokens_per_microbatch: 100, pad_to_multiple: 64}\n",
         "2: data.tokens_per_microbatch: 100 is not a multiple of data.pad_to_multiple: 64, so padding could exceed the "
         "budget",
@@ -276,9 +280,12 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 SOURCE_CASES = [
-    ("{stream: s}", "2: data.source.type must be stream or files, not null"),
+    ("{stream: s}", "2: data.source.type must be stream, files or custom, not null"),
     ("{type: stream}", "2: data.source.stream is required"),
-    ("{type: strem, stream: s}", "2: data.source.type must be stream or files, not 'strem'; did you mean stream?"),
+    (
+        "{type: strem, stream: s}",
+        "2: data.source.type must be stream, files or custom, not 'strem'; did you mean stream?",
+    ),
     (
         "{type: files, directory: d, group: g}",
         "2: data.source.group is not an option of data.source.type: files (set at run.yaml:2); stream has it",

@@ -203,6 +203,11 @@ OPTION_ERRORS = [
     ("loss: {type: reinforce, ratio_capp: 1}", "2: loss.ratio_capp is unknown: did you mean loss.ratio_cap?"),
     ("loss: {type: grpo, ratio_capp: 1}", "2: loss.ratio_capp is unknown: did you mean loss.ratio_cap?"),
     # options of another variant
+    (
+        "optimizer: {type: custom, function: m:f, offload: states}",
+        "2: optimizer.offload is not an option of optimizer.type: custom (set at run.yaml:2); adamw, adamw_8bit and "
+        "muon have it",
+    ),
     ("loss: {ratio_cap: 2}", "2: loss.ratio_cap is not an option of loss.type: grpo (the default); reinforce has it"),
     (
         "loss:\n  type: reinforce\n  epsilon_low: 1",

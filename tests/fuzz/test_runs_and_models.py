@@ -21,6 +21,7 @@ from truestep.checkpoint.store import read_progress
 from truestep.config.load import load_config
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
+from truestep.kept.files import list_files, roll_back
 from truestep.policy.loading.load import load_policy
 from truestep.randomness import random_state, random_tensors, restore_random
 from truestep.report import write_plot, write_report
@@ -105,7 +106,7 @@ def test_damaged_run_directories(
     files = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file() and path.name != ".lock"}
     of_lines = [path for path in files if path.name in LINES]
     others = [path for path in files if path not in of_lines]
-    assert len(of_lines) == 4 and len(others) > 5
+    assert len(of_lines) == 4 and len(others) > 5 and any(path.parent.name == "rollouts" for path in others)
     held = 0.0
     for index in range(count):
         path = draw.choice(of_lines if index % 2 else others)
@@ -116,6 +117,11 @@ def test_damaged_run_directories(
                 if path.name == "config.yaml":
                     load_config(path)
                 use_lines(run, draw)
+            elif path.parent.name == "rollouts":
+                for fault in roll_back(path.parent, draw.choice((0, 1, 2, 3))):
+                    check_text(fault)
+                for file in set(list_files(path.parent)) - {path}:
+                    file.unlink()  # what was cut off of it
             else:
                 use_checkpoint(run, str(path), content != files[path])
         except TruestepError as error:

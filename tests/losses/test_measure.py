@@ -31,7 +31,11 @@ from truestep.metrics.types import Metric, merge, values
 
 INPUTS = ("old_logprobs", "advantages", "versions", "reward")
 EVERY_COMBINATION = tuple(itertools.product((False, True), repeat=4))
-COUNTED_BY_THE_STEP = ("num_documents", "num_labels", "num_tokens")
+COUNTED_BY_THE_STEP = (
+    *("num_documents", "num_labels", "num_tokens", "reward_std"),
+    *("response_length", "max_response_length", "min_response_length"),
+    *("response_length_rewarded", "response_length_unrewarded"),
+)
 SEEN = 1000  # documents, before the step
 Flags = tuple[bool, ...]
 
@@ -160,9 +164,10 @@ def test_the_levels() -> None:
         "clipped_fraction", "clamped_ratios",
         "advantage",
         "max_advantage", "min_advantage", "reward", "max_reward", "min_reward", "staleness", "max_staleness",
-        "min_staleness", "effective_sample_size", "truncated_fraction", "zero_advantage_fraction",
+        "min_staleness", "effective_sample_size", "effective_sample_share", "entropy",
+        "truncated_fraction", "zero_advantage_fraction",
     }  # fmt: skip
-    assert full - basic == {"entropy", *(f"log_ratio_p{percentile}" for percentile in LOG_RATIO_PERCENTILES)}
+    assert full - basic == {f"log_ratio_p{percentile}" for percentile in LOG_RATIO_PERCENTILES}
 
 
 @pytest.mark.parametrize("kind", ["grpo", "gspo"])

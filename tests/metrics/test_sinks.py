@@ -98,9 +98,10 @@ def test_wandb_offline_writes_below_the_run(tmp_path: Path, monkeypatch: pytest.
     for name in ("CACHE", "CONFIG", "DATA"):
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name.lower()))
     run = tmp_path / "run"
-    sink = WandbSink(run, project="tests", name="mine", mode="offline", config={"seed": 0})
+    sink = WandbSink(run, project="tests", name="mine", mode="offline", samples_every=10, config={"seed": 0})
     for step in (1, 2):
         sink.step(step_line(step))
+        sink.rollouts(step_line(step), [{"step": step, "completion": f"<b>answer {step}", "reward": 1.0}])
     sink.evaluation(EVALUATION)
     summary = dict(sink._run.summary)
     sink.close()
@@ -114,6 +115,9 @@ def test_wandb_offline_writes_below_the_run(tmp_path: Path, monkeypatch: pytest.
     assert b"evaluation/greedy_reward" in content
     assert summary["loss"] == -0.25
     assert summary["documents_seen"] == 16
+    (table,) = (directory / "files" / "media" / "table").glob("rollouts_*.table.json")  # of step 1: then every tenth
+    written = json.loads(table.read_text(encoding="utf-8"))
+    assert dict(zip(written["columns"], written["data"][0], strict=True))["completion"] == "<b>answer 1"
     assert summary["evaluation/greedy_reward"] == 0.5
 
 

@@ -218,6 +218,7 @@ def test_absent_inputs_are_absent_metrics() -> None:
     metrics = step_metrics([document], [labels], terms, config, 0)
     assert set(metrics) == {
         "loss", "policy_loss", "num_documents", "num_labels", "num_tokens", "new_logprobs", "entropy",
+        "response_length", "max_response_length", "min_response_length",
     }  # fmt: skip
     assert metrics["loss"] == (2.0, 2.0)
 

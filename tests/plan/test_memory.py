@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from ranks.cases import on_ranks, train_and_keep
-from small_runs import merged, quiet_trainer, write_rollouts
+from small_runs import file_config, merged, quiet_trainer, write_rollouts
 from tiny import make_model
 from truestep.config.schema import Config
 from truestep.plan.advice import layout_of, layouts_that_fit, savings
@@ -143,6 +143,35 @@ def test_weights_gradients_and_their_ranks_are_those_of_a_run(
         assert found == pytest.approx(stage.kinds[MASTERS], rel=0.02 if size == 1 else 0.1)
     if states is not None:
         assert states == planned[0].kinds[STATES] and masters[0] == planned[0].kinds[MASTERS]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "muon"])
+def test_each_optimizers_state_is_that_of_a_run(kind: str, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen3", intermediate_size=5120)
+    write_rollouts(tmp_path / "rollouts.jsonl", 8)
+    optimizer = {"optimizer": {"type": kind}, "schedule": {"docs_per_step": 8, "steps": 1}}
+    config = file_config(model, tmp_path / "rollouts.jsonl", tmp_path / "run", **optimizer)
+    trainer = quiet_trainer(config)
+    trainer.run()
+    states = sum(part.nbytes for state in trainer.optimizer.state.values() for part in state.values() if part.dim())
+    (planned,) = plan_memory(config, read_shape(config), layout_of(config, 1))
+    assert planned.kinds[STATES] == pytest.approx(states, rel=1e-12)
+    offloaded = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"offload": "states"})})
+    assert plan_memory(offloaded, read_shape(config), layout_of(config, 1))[0].kinds[STATES] == 0
+
+
+def test_bytes_of_a_weight_by_hand() -> None:
+    """In 8 bits a number takes two bytes and two scales for each block: of 128 in rows of 2,048, of 192 in 6,144."""
+    shape, layout = MIDDLE, layout_of(config_of(1024), 1)
+    given = config_of(1024).model_dump(exclude_unset=True)
+    found = {}
+    for kind in ("adamw", "adamw_8bit", "muon"):
+        config = Config.model_validate(given | {"optimizer": {"type": kind}})
+        found[kind] = plan_memory(config, shape, layout)[0].kinds[STATES] / shape.total
+    assert found["adamw"] == 8
+    assert 2.03 < found["adamw_8bit"] < 2.07
+    ends = 151936 * 2048
+    assert found["muon"] == pytest.approx(4 + 4 * ends / shape.total, rel=1e-3)
 
 
 def test_options_that_help_say_what_they_save() -> None:

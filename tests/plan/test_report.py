@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from truestep.plan.exhausted import MemoryExhaustedError
 from truestep.plan.memory import GIB
 from truestep.step.runner import StepRunner
 from truestep.train import train
+from truestep.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -95,13 +97,10 @@ def test_memory_that_runs_out_is_explained(
 
     target: tuple[Any, str] = {
         "computing": (StepRunner, "accumulate"),
-        "loading": ("truestep.train", "make_policy"),
-        "evaluating": ("truestep.trainer.Trainer", "_evaluate"),
+        "loading": (import_module("truestep.train"), "make_policy"),  # the package has a function of this name
+        "evaluating": (Trainer, "_evaluate"),
     }[place]
-    if isinstance(target[0], str):
-        monkeypatch.setattr(".".join(target), full)
-    else:
-        monkeypatch.setattr(*target, full)
+    monkeypatch.setattr(*target, full)
     if place == "evaluating":
         from truestep.ranks.watch import Watch
 

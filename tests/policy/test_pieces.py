@@ -10,8 +10,9 @@ from truestep.policy.weights.whole import WholeWeights
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks, join, leave
 from truestep.ranks.launch import run_ranks
+from truestep.step.clipping import gradient_norm
 from truestep.step.optimizer import make_adamw, optimizer_tensors, restore_optimizer, update
-from truestep.step.runner import gradient_norm
+from truestep.step.optimizers.adamw import AdamWOptions
 
 SHAPES = {"embedding": (7, 3), "columns": (2, 8), "norm": (5,), "late": (4,)}
 
@@ -67,7 +68,7 @@ def _check_pieces() -> None:
     gradients = weights.collect_gradients()
     squares = sum(float(value.square().sum()) for value in whole.values())
     assert gradient_norm(weights) == pytest.approx(squares**0.5, rel=1e-12)
-    optimizer = make_adamw(weights, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
+    optimizer = make_adamw(weights, AdamWOptions((0.9, 0.999), 1e-8, 0.0))
     assert optimizer_tensors(optimizer, weights) == {}
     update(optimizer, weights, 0.5)
     moments = optimizer_tensors(optimizer, weights)

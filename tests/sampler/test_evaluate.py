@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from truestep.environments.prompts import load_prompts
 from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
 from truestep.sampler.decode import DecodeOptions, Request, decode
-from truestep.sampler.evaluate import AnsweredHere, Evaluator
+from truestep.sampler.evaluate import AnsweredHere, Evaluator, pass_at
 from truestep.sampler.in_process import stop_ids
 from truestep.sampler.rated import completion_text
 
@@ -50,6 +51,37 @@ def test_a_line_is_the_mean_reward_of_greedy_and_of_sampled_answers(policy: Poli
     assert line["sampled_reward"] == pytest.approx(sum(given[5:]) / 15)
     assert (line["step"], line["documents_seen"], line["num_prompts"]) == (4, 32, 5)
     assert json.loads(json.dumps(line)) == line
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_pass_at_k_is_the_share_of_all_choices_of_k_answers(k: int) -> None:
+    """By listing every choice of k answers of each prompt; prompts with fewer answers are in no mean."""
+    counts = [(4, 0), (5, 1), (6, 3), (4, 4), (3, 2), (0, 0)]
+    shares = []
+    for answers, passed in counts:
+        chosen = list(combinations([True] * passed + [False] * (answers - passed), k))
+        if chosen:
+            shares.append(sum(map(any, chosen)) / len(chosen))
+    assert len(shares) == (5 if k < 4 else 4)
+    assert pass_at(k, counts) == pytest.approx(sum(shares) / len(shares), abs=1e-15)
+    assert pass_at(7, counts) is None
+
+
+def test_a_line_has_pass_at_k_and_lengths(policy: Policy, tmp_path: Path) -> None:
+    given: list[float] = []
+
+    def reward(prompt: Any, completion: str, **fields: Any) -> float:
+        given.append(digit_reward(prompt, completion))
+        return given[-1]
+
+    evaluator = make_evaluator(policy, tmp_path, rater=DirectRater(reward), samples_per_prompt=5, pass_reward=2.0)
+    line = evaluator.run(0, 0)
+    passed = [sum(value >= 2.0 for value in given[5 + 5 * prompt : 10 + 5 * prompt]) for prompt in range(5)]
+    assert 0 < sum(passed) < 25
+    assert [name for name in line if name.startswith("pass@")] == ["pass@1", "pass@2", "pass@4"]
+    assert line["pass@1"] == pytest.approx(sum(passed) / 25)
+    assert line["pass@2"] == pytest.approx(sum(1 - (5 - c) * (4 - c) / 20 for c in passed) / 5)
+    assert 0 < line["response_length"] <= 6 and 0 <= line["truncated_fraction"] <= 1
 
 
 def test_examples_are_the_greedy_answers(policy: Policy, tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from small_runs import file_config, quiet_trainer, read_lines, write_lines
 from tiny import make_records
 from truestep.metrics.types import values
-from truestep.step.groups import measure_groups
+from truestep.step.groups import measure_answers, measure_groups
 from truestep.types import Rollout
-from truestep.verify.oracle.metrics import group_metrics
+from truestep.verify.oracle.metrics import answer_metrics, group_metrics
 from truestep.verify.oracle.records import read_document
 
 NAMES = {"zero_advantage_groups", "distinct_completions", "group_reward_spread"}
@@ -54,6 +54,9 @@ def test_it_is_the_oracle_s(members: list[tuple[str | None, list[int], float | N
     expected = {name: value for name, (value, _) in group_metrics([read_document(r, 1.0) for r in records]).items()}
     found = values(measure_groups([rollout(one) for one in records]))
     assert found == pytest.approx(expected, rel=1e-12)
+    documents = [read_document(r, 1.0) for r in records]
+    answers = {name: value for name, (value, _) in answer_metrics(documents).items()}
+    assert values(measure_answers([rollout(one) for one in records])) == pytest.approx(answers, rel=1e-12, abs=1e-15)
 
 
 def test_what_it_says_of_two_groups() -> None:
@@ -66,6 +69,21 @@ def test_what_it_says_of_two_groups() -> None:
         "distinct_completions": (0.25 + 1.0) / 2,
         "group_reward_spread": pytest.approx(0.5**0.5 / 2),
     }
+
+
+def test_what_it_says_of_answers() -> None:
+    rewards = [(3, 1.0), (1, 0.0), (2, 0.0), (4, 0.5), (6, None)]
+    found = values(
+        measure_answers([rollout(record(n, None, [1] * size, None, r)) for n, (size, r) in enumerate(rewards)])
+    )
+    assert found == {
+        "response_length": 16 / 5, "max_response_length": 6, "min_response_length": 1,
+        "reward_std": pytest.approx((0.6875 / 3) ** 0.5),  # around a mean of 3/8
+        "response_length_rewarded": 3.5, "response_length_unrewarded": 1.5,
+    }  # fmt: skip
+    alike = [rollout(record(number, None, [1], None, 0.1)) for number in range(3)]
+    assert "response_length_rewarded" not in values(measure_answers(alike)), "none is above a mean that they all have"
+    assert values(measure_answers([])) == {}
 
 
 def test_a_run_logs_them_with_groups_and_not_without(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:

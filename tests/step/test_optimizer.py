@@ -10,7 +10,7 @@ import torch
 from truestep.policy.weights.protocol import Weights
 from truestep.policy.weights.whole import WholeWeights
 from truestep.step.optimizer import LearningRate, make_adamw, optimizer_tensors, restore_optimizer, update
-from truestep.step.runner import gradient_norm
+from truestep.step.optimizers.adamw import AdamWOptions
 
 
 class Small(torch.nn.Module):
@@ -70,7 +70,7 @@ def adamw_by_loops(
 def test_adamw_equals_a_plain_loop(dtype: torch.dtype, tolerance: float) -> None:
     weights = make_weights(dtype)
     start = {name: master.detach().double().clone() for name, master in weights.master.items()}
-    optimizer = make_adamw(weights, **OPTIONS)
+    optimizer = make_adamw(weights, AdamWOptions(**OPTIONS))
     rates, gradients = [1e-3, 5e-3, 0.0, 2e-2, 1e-2, 1e-3], []
     for step, rate in enumerate(rates):
         gradients.append(set_gradients(weights, step))
@@ -83,7 +83,7 @@ def test_norms_and_biases_are_never_decayed() -> None:
     weights = make_weights(torch.float32)
     before = {name: master.detach().clone() for name, master in weights.master.items()}
     weights.zero_gradients()
-    update(make_adamw(weights, **OPTIONS), weights, 0.5)
+    update(make_adamw(weights, AdamWOptions(**OPTIONS)), weights, 0.5)
     for name, master in weights.master.items():
         wanted = before[name] if name in VECTORS else before[name] * (1 - 0.5 * OPTIONS["weight_decay"])
         torch.testing.assert_close(master.detach(), wanted, rtol=1e-6, atol=0)
@@ -98,7 +98,7 @@ def test_frozen_weights_are_left_alone_and_only_vectors_may_train() -> None:
     weights = WholeWeights(model, torch.float32)
     assert set(weights.master) == VECTORS
     set_gradients(weights, 0)
-    update(make_adamw(weights, **OPTIONS), weights, 0.1)
+    update(make_adamw(weights, AdamWOptions(**OPTIONS)), weights, 0.1)
     assert torch.equal(model.embedding.weight, frozen)
 
 
@@ -107,7 +107,7 @@ def test_updates_far_below_bfloat16s_rounding_add_up() -> None:
     model = torch.nn.Linear(2, 2, bias=False)
     torch.nn.init.ones_(model.weight)
     weights = WholeWeights(model, torch.bfloat16)
-    optimizer = make_adamw(weights, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.0)
+    optimizer = make_adamw(weights, AdamWOptions((0.9, 0.95), 1e-8, 0.0))
     for _ in range(100):
         weights.gradients["weight"].fill_(1.0)
         update(optimizer, weights, 1e-5)
@@ -131,7 +131,7 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(dtype: torch.dtype, before: in
             update(optimizer, weights, 1e-2 / (step + 1))
 
     uninterrupted = make_weights(dtype)
-    optimizer = make_adamw(uninterrupted, **OPTIONS)
+    optimizer = make_adamw(uninterrupted, AdamWOptions(**OPTIONS))
     train(uninterrupted, optimizer, range(before))
     saved = {name: tensor.clone() for name, tensor in optimizer_tensors(optimizer, uninterrupted).items()}
     masters = {name: master.detach().clone() for name, master in uninterrupted.master.items()}
@@ -141,7 +141,7 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(dtype: torch.dtype, before: in
     with torch.no_grad():
         for name, master in resumed.master.items():
             master.copy_(masters[name])
-    other = make_adamw(resumed, **OPTIONS)
+    other = make_adamw(resumed, AdamWOptions(**OPTIONS))
     restore_optimizer(other, resumed, saved)
     kept = {name: tensor.clone() for name, tensor in saved.items()}
     train(resumed, other, range(before, before + 4))
@@ -185,15 +185,3 @@ def test_the_rate_rises_to_the_end_of_warm_up_and_never_again(schedule: str) -> 
     assert max(rates) == rates[4] == rates[5] == 1.0
     assert rates[-1] > 0.1, "no update is for nothing"
     assert LearningRate(1.0, schedule, 5, 0.1, 30).at(31) == pytest.approx(0.1)
-
-
-def test_the_norm_of_a_large_gradient_is_exact() -> None:
-    """A float32 sum of 3e7 squares, one after another as a CPU adds, is off by more than a thousandth."""
-
-    def norm_of(gradient: torch.Tensor) -> float:
-        weights = WholeWeights(torch.nn.ParameterDict({"weight": torch.zeros_like(gradient)}), torch.float32)
-        weights.gradients["weight"].copy_(gradient)
-        return gradient_norm(weights)
-
-    assert norm_of(torch.full((30_000, 1_000), 0.37)) == pytest.approx(0.37 * 3e7**0.5, rel=1e-7)
-    assert norm_of(torch.full((4,), 1e30)) == pytest.approx(2e30, rel=1e-6)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from importlib import import_module
 from typing import Any
 
 import torch
 
-from truestep import train
 from truestep.head import logits, passes
 from truestep.losses import label_losses
 from truestep.losses.corrections import Correction
@@ -29,6 +29,8 @@ from truestep.step.runner import StepRunner
 from truestep.step.schedule import Pass
 from truestep.step.scoring import BeforeUpdates
 from truestep.types import PackedBatch, StepPlan, StepTotals
+
+train = import_module("truestep.train")  # the module: the package has the function of this name
 
 _LOCAL_LABELS = [0]
 

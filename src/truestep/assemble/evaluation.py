@@ -50,6 +50,7 @@ def make_evaluator(config: Config, policy: Policy, raters: Raters, source: Sourc
         ),
         samples_per_prompt=evaluation.samples_per_prompt,
         seed=config.seed,
+        pass_reward=evaluation.pass_reward,
     )
 
 

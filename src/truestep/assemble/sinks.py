@@ -1,9 +1,14 @@
-"""Makes the sinks that a run's numbers go to."""
+"""Makes the sinks that a run's numbers go to, and what keeps its rollouts."""
+
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
 from truestep.config.schema import Config
+from truestep.custom import load_custom
+from truestep.kept.keeper import Keeper
 from truestep.metrics.sinks import ConsoleSink, JsonLines, Sink, TensorBoardSink, WandbSink
+from truestep.policy.policy import Policy
 from truestep.run_directory import RunDirectory
 from truestep.text import redacted_options
 
@@ -20,6 +25,32 @@ def make_sinks(config: Config, directory: RunDirectory, console: Console, title:
         sinks.append(
             WandbSink(directory.path, redacted_options(config.model_dump(mode="json")), **logging.wandb.model_dump())
         )
+    for name in logging.custom_sinks or ():
+        directory.path.mkdir(parents=True, exist_ok=True)
+        maker = load_custom("logging.custom_sinks", name)
+        sinks.append(maker(directory.path, redacted_options(config.model_dump(mode="json")), done))
     if logging.console:
         sinks.append(ConsoleSink(console, steps=config.schedule.steps, done=done, title=title))
     return sinks
+
+
+def make_keeper(config: Config, directory: RunDirectory, policy: Policy, say: Callable[[str], None]) -> Keeper | None:
+    """Make what keeps rollouts; a model without a tokenizer has them without text."""
+    options, tokenizer = config.logging.rollouts, policy.tokenizer
+    if options is None:
+        return None
+
+    def decode(ids: Sequence[int], plain: bool) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=plain))
+
+    return Keeper(
+        directory.path,
+        **options.model_dump(),
+        decode=None if tokenizer is None else decode,
+        say=say if config.logging.console else _nowhere,
+        writes=directory.writes,
+    )
+
+
+def _nowhere(text: str) -> None:
+    """Say nothing, as the run was asked to."""

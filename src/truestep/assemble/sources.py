@@ -11,7 +11,14 @@ import torch
 from truestep.assemble.rewards import Raters, check_rewards, sampler_rewards
 from truestep.assemble.step import needs_logprobs, takes_reference_of_records
 from truestep.config.schema import Config
-from truestep.config.sections import DirectorySource, InProcessSampler, RedisSource, SamplerConfig, ServerSampler
+from truestep.config.sections import (
+    CustomSource,
+    DirectorySource,
+    InProcessSampler,
+    RedisSource,
+    SamplerConfig,
+    ServerSampler,
+)
 from truestep.custom import check_options, load_custom
 from truestep.environments.prompts import Prompt, find_prompts, load_prompts
 from truestep.policy.loading.load import load_tokenizer
@@ -25,6 +32,7 @@ from truestep.rollouts.record import Checks, Needs
 from truestep.rollouts.shared import SharedPeekableSource
 from truestep.rollouts.source import FileSource, Source, SourceError
 from truestep.rollouts.stream.directory import DirectoryTransport
+from truestep.rollouts.stream.given import GivenTransport
 from truestep.rollouts.stream.ids import SeenIds
 from truestep.rollouts.stream.source import StreamSource
 from truestep.rollouts.stream.transport import Transport
@@ -164,8 +172,12 @@ def held_out_documents(config: Config, vocabulary_size: int, tokenizer: Callable
     return open_documents(expand_paths(path if isinstance(path, str) else list(path)), checks, _cache_directory(config))
 
 
-def make_transport(source: RedisSource | DirectorySource) -> Transport:
-    """Connect to the Redis server or the directory; an error where it cannot be reached."""
+def make_transport(source: RedisSource | DirectorySource | CustomSource) -> Transport:
+    """Connect to the Redis server, the directory or the user's own source; an error where it cannot be reached."""
+    if isinstance(source, CustomSource):
+        function = load_custom("data.source.function", source.function)
+        options = check_options("data.source.options", function, source.options or {})
+        return GivenTransport(source.function, lambda start: function(start, **options))
     if isinstance(source, DirectorySource):
         return DirectoryTransport(Path(source.directory))
     from truestep.rollouts.stream.redis import RedisTransport  # an extra

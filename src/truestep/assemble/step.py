@@ -6,18 +6,28 @@ from dataclasses import replace
 import torch
 
 from truestep.config.schema import Config
-from truestep.config.sections import CustomOptimizer
+from truestep.config.sections import AdamW8BitConfig, CustomOptimizer, MuonConfig
 from truestep.custom import load_custom
 from truestep.losses.corrections import Correction, OffPolicyMask
 from truestep.losses.label_losses import make_label_loss
 from truestep.losses.measure import Measure
 from truestep.losses.objective import Denominator, Objective
 from truestep.losses.reference import KlReference
+from truestep.metrics.spent import Stopwatch
 from truestep.policy.errors import ModelError
 from truestep.policy.policy import Policy
 from truestep.policy.weights.protocol import Weights
 from truestep.rollouts.source import Source
-from truestep.step.optimizer import LearningRate, load_optimizer, make_adamw, make_custom_optimizer
+from truestep.step.optimizer import (
+    LearningRate,
+    load_optimizer,
+    make_adamw,
+    make_adamw_8bit,
+    make_custom_optimizer,
+    make_muon,
+)
+from truestep.step.optimizers.adamw import AdamWOptions
+from truestep.step.optimizers.muon import MuonOptions
 from truestep.step.plan import StepRule
 from truestep.step.queue import PlanQueue
 from truestep.step.runner import StepRunner
@@ -89,7 +99,8 @@ def make_before_updates(
             f"loss.kl_reference.path: {policy.path} has a vocabulary of {policy.vocabulary_size} tokens, and the "
             f"policy one of {runner.policy.vocabulary_size}: their log-probs cannot be compared"
         )
-    return BeforeUpdates(lambda: replace(runner, policy=policy), keeps_own=keeps_own)
+    reference = replace(runner, policy=policy, stopwatch=Stopwatch(policy.device))  # no part of the step's own passes
+    return BeforeUpdates(lambda: reference, keeps_own=keeps_own)
 
 
 def make_runner(config: Config, policy: Policy) -> StepRunner:
@@ -101,6 +112,7 @@ def make_runner(config: Config, policy: Policy) -> StepRunner:
         config.schedule.breadth_first_micro_batches,
         custom_metrics=load_metrics(config),
         skip_zero_advantage=config.data.zero_advantage == "skip",
+        stopwatch=Stopwatch(policy.device),
     )
 
 
@@ -108,6 +120,8 @@ def check_custom_code(config: Config) -> None:
     """Import the user's own code before the model is loaded, which can take minutes."""
     make_objective(config)
     load_metrics(config)
+    for name in config.logging.custom_sinks or ():
+        load_custom("logging.custom_sinks", name)
     if isinstance(config.optimizer, CustomOptimizer):
         load_optimizer(config.optimizer.function, config.optimizer.options)
 
@@ -158,9 +172,18 @@ def make_optimizer(config: Config, weights: Weights) -> torch.optim.Optimizer:
         return torch.optim.SGD([{"params": []}], lr=0.0)
     if isinstance(optimizer, CustomOptimizer):
         return make_custom_optimizer(load_optimizer(optimizer.function, optimizer.options), weights)
-    return make_adamw(
-        weights,
-        betas=(optimizer.beta1, optimizer.beta2),
-        epsilon=optimizer.epsilon,
-        weight_decay=optimizer.weight_decay,
-    )
+    adamw = AdamWOptions((optimizer.beta1, optimizer.beta2), optimizer.epsilon, optimizer.weight_decay)
+    home = "device" if optimizer.offload == "none" else "host"
+    if isinstance(optimizer, MuonConfig):
+        muon = MuonOptions(
+            optimizer.momentum,
+            optimizer.nesterov,
+            optimizer.ns_steps,
+            optimizer.adjust,
+            optimizer.weight_decay,
+            getattr(torch, optimizer.ns_dtype),
+        )
+        return make_muon(weights, muon, adamw, home)
+    if isinstance(optimizer, AdamW8BitConfig):
+        return make_adamw_8bit(weights, adamw, home)
+    return make_adamw(weights, adamw, home)

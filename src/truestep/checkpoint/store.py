@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class Progress:
     rejected_bytes: int  # the size of rejected.jsonl
     optimizer: dict[str, torch.Tensor]
     ledger_bytes: int | None = None  # the size of ledger.jsonl; None in a checkpoint of an older version
+    callbacks: dict[str, Any] = field(default_factory=dict)  # what they have to remember
 
 
 class CheckpointStore:
@@ -107,6 +108,8 @@ def _write_progress(folder: Path, progress: Progress) -> None:
         "ledger_bytes": progress.ledger_bytes,
         "random": random_state(),
     }
+    if progress.callbacks:
+        state["callbacks"] = progress.callbacks
     (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
 
@@ -122,4 +125,5 @@ def read_progress(checkpoint: Path) -> Progress:
         rejected_bytes=state["rejected_bytes"],
         ledger_bytes=state.get("ledger_bytes"),
         optimizer=read_tensors(folder / "optimizer.safetensors"),
+        callbacks=state.get("callbacks", {}),
     )

@@ -99,6 +99,10 @@ _VERL_ADVANTAGES = {
 }
 
 
+def _states(value: Any) -> str:
+    return "states" if value else "none"
+
+
 def _scale(value: Any) -> str:
     return _SCALES[{True: "group", False: "none"}.get(value, value)]
 
@@ -376,10 +380,9 @@ FOREIGN: dict[str, Foreign] = {
         "weights, gradients and optimizer are sharded together, as in stage 3",
         lambda value: -1 if value else 1,
     ),
-    "offload": Foreign((SLIME,), None, _MEMORY),
     "param_offload": Foreign((VERL,), None, _MEMORY),
-    "optimizer_offload": Foreign((VERL,), None, _MEMORY),
-    "adam_offload": Foreign((OPENRLHF,), None, _MEMORY),
+    "optimizer_offload": Foreign((VERL,), "optimizer.offload", "", _states),
+    "adam_offload": Foreign((OPENRLHF,), "optimizer.offload", "", _states),
     # Runs
     "output_dir": Foreign((TRL, TRANSFORMERS, PRIME), "checkpoint.directory"),
     "default_local_dir": Foreign((VERL,), "checkpoint.directory"),

@@ -4,39 +4,88 @@ YAML is read as nodes, not as values, so that the line of every option is known.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from truestep.config import describe, foreign, presets, yaml_tree
 from truestep.config.schema import Config
 from truestep.config.yaml_tree import ConfigError, Name, TreeReader, dotted
+from truestep.custom import CustomError, import_path
 from truestep.text import HIDDEN, hidden_options, redacted_options
 
 COMMAND_LINE = "command line"
+# The options that name a user's own code. In Python they take the function or the class itself as well.
+TAKES_OBJECTS = frozenset(
+    {
+        *("sampler.reward", "sampler.protocol", "evaluation.reward", "data.advantages", "data.source.function"),
+        *("loss.function", "optimizer.function", "logging.custom_metrics", "logging.custom_sinks"),
+    }
+)
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read the file, apply overrides such as `--loss.type gspo`, and check everything.
 
     Raises ConfigError with all that is wrong. A null checkpoint.directory becomes runs/NAME-OF-THE-CONFIG-FILE.
     """
     source = _read_file(Path(path))
     _apply_overrides(source, list(overrides))
-    _fill_in_presets(source)
-    try:
-        config = Config.model_validate(source.data, strict=True)
-    except ValidationError as error:
-        problems = dict.fromkeys(problem for detail in error.errors() for problem in _problems(detail, source))
-        raise ConfigError("\n".join(problems)) from None
+    config = _check(source)
     if config.checkpoint.directory is not None:
         return config
     checkpoint = config.checkpoint.model_copy(update={"directory": f"runs/{Path(path).stem}"})
     return config.model_copy(update={"checkpoint": checkpoint})
+
+
+def _check(source: "_Source") -> Config:
+    _fill_in_presets(source)
+    try:
+        return Config.model_validate(source.data, strict=True)
+    except ValidationError as error:
+        problems = dict.fromkeys(problem for detail in error.errors() for problem in _problems(detail, source))
+        raise ConfigError("\n".join(problems)) from None
+
+
+def config_of(options: Mapping[str, Any]) -> Config:
+    """Check options that are given in Python, as `Config(model={...})`, and make a configuration of them.
+
+    A path may be a pathlib.Path, a list a tuple, and an option that takes package.module:function the function itself.
+    """
+    plain = {name: _plain(value, (name,)) for name, value in options.items()}
+    return _check(_Source("Config", plain, dict.fromkeys(_names(plain, ()), "Config")))
+
+
+type(Config).check = staticmethod(config_of)
+
+
+def _names(options: Mapping[str, Any], inside: Name) -> Iterator[Name]:
+    for name, value in options.items():
+        yield (*inside, name)
+        if isinstance(value, Mapping):
+            yield from _names(value, (*inside, name))
+
+
+def _plain(value: Any, name: Name) -> Any:
+    """Turn what Python has more of than YAML into what YAML has."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(exclude_unset=True)
+    if isinstance(value, Mapping):
+        return {str(inner): _plain(item, (*name, str(inner))) for inner, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, name) for item in value]
+    if isinstance(value, PurePath):
+        return str(value)
+    if dotted(name) in TAKES_OBJECTS and value is not None and not isinstance(value, str):
+        try:
+            return import_path(dotted(name), value)
+        except CustomError as error:
+            raise ConfigError(str(error)) from None
+    return value
 
 
 def dump_config(config: Config, *, without_secrets: bool = False) -> str:

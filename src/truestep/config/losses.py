@@ -48,7 +48,7 @@ class LossBase(Section):
     """The weight of the term logsumexp squared, which has the same denominator as the loss."""
     metrics: Literal["none", "basic", "full"] = "basic"
     """The metrics that are logged. none: only those that every run has. basic: ratios, advantages, rewards and
-    staleness too. full: entropy and percentiles of the log-ratio too."""
+    staleness too. full: percentiles of the log-ratio too."""
 
     def formulas(self) -> Iterator[Line]:
         """Write out the loss l of a label, with every bound that is on."""

@@ -1,9 +1,9 @@
 """The whole configuration, and the rules that refuse options which are valid alone and contradict each other."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -11,8 +11,45 @@ from truestep.config import presets, sections
 from truestep.config.losses import LossConfig, default_loss
 from truestep.config.section import Section
 
+Given = Mapping[str, Any] | Section  # a section's options by name
 
-class Config(Section):
+
+class _MadeInPython(type(Section)):  # type: ignore[misc]
+    """Has options that are given as `Config(model={...})` checked as those of a file are, with the same messages."""
+
+    check: Callable[[dict[str, Any]], "Config"] | None = None  # `load` sets it: it knows the messages
+
+    def __call__(cls, /, **options: Any) -> "Config":
+        return super().__call__(**options) if cls.check is None else cls.check(options)
+
+
+class Config(Section, metaclass=_MadeInPython):
+    """All options of a run.
+
+    Make one with `load_config(FILE)`, or as `Config(model={"path": ...}, loss={"type": ...}, ...)`: each section is a
+    mapping of its options. Options that are unknown, wrong or contradictory raise a ConfigError.
+    """
+
+    if TYPE_CHECKING:  # of Config(...), whose sections are given as mappings
+
+        def __init__(
+            self,
+            *,
+            model: Given,
+            preset: str | Sequence[str] | None = None,
+            loss: Given = ...,
+            data: Given = ...,
+            sampler: Given | None = None,
+            evaluation: Given | None = None,
+            schedule: Given = ...,
+            parallel: Given = ...,
+            optimizer: Given = ...,
+            checkpoint: Given = ...,
+            logging: Given = ...,
+            seed: int = 0,
+            deterministic: bool = False,
+        ) -> None: ...
+
     preset: presets.PresetName | list[str] | None = None
     """A published recipe, or several: names for options, which it fills in where they are not given. docs/objectives.md
     has the options of each."""
@@ -40,6 +77,18 @@ class Config(Section):
     """The seed of sampling, of shuffling and of the order of prompts."""
     deterministic: bool = False
     """Refuse operations whose result differs from run to run; a resumed run is then bitwise the uninterrupted one."""
+
+    def changed(self, options: Mapping[str, Any]) -> "Config":
+        """Make another configuration, with options given by their whole names: `{"optimizer.learning_rate": 1e-5}`."""
+        given = self.model_dump(exclude_unset=True)
+        for name, value in options.items():
+            section = given
+            for part in name.split(".")[:-1]:
+                if not isinstance(section.get(part), dict):
+                    section[part] = {}
+                section = section[part]
+            section[name.rpartition(".")[2]] = value
+        return Config(**given)
 
     @model_validator(mode="before")
     @classmethod
@@ -220,6 +269,8 @@ def _evaluation(config: "Config") -> Iterator[str]:
         for name in ("top_p", "top_k", "min_p", "stop"):
             if name in evaluation.model_fields_set:
                 yield f"evaluation.{name} is not for evaluation.servers: servers draw from the whole distribution"
+    if evaluation.pass_reward is not None and evaluation.prompts is None:
+        yield "evaluation.pass_reward is for answers that are sampled: it needs evaluation.prompts"
     if evaluation.path is not None and evaluation.reward is not None:
         yield "evaluation.reward is for answers that are sampled: it does nothing with evaluation.path"
 

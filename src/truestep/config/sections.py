@@ -46,7 +46,7 @@ class ModelConfig(Section):
 
 class RedisSource(Section):
     type: Literal["stream"]
-    """stream: a Redis stream. files: the files that appear in a directory."""
+    """stream: a Redis stream. files: the files that appear in a directory. custom: a source of your own."""
     url: str = "redis://127.0.0.1:6379/0"
     """The server. A password may be in the environment variable REDISCLI_AUTH, so that no file has it."""
     stream: str
@@ -61,13 +61,28 @@ class RedisSource(Section):
 
 class DirectorySource(Section):
     type: Literal["files"]
-    """stream: a Redis stream. files: the files that appear in a directory."""
+    """stream: a Redis stream. files: the files that appear in a directory. custom: a source of your own."""
     directory: str
     """The directory in which files NAME.jsonl appear, each renamed into place when it is whole. A file END ends the
     data. Events go to events.jsonl in it."""
 
 
-SourceConfig = Annotated[Annotated[RedisSource, Tag("stream")] | Annotated[DirectorySource, Tag("files")], by_type()]
+class CustomSource(Section):
+    type: Literal["custom"]
+    """stream: a Redis stream. files: the files that appear in a directory. custom: a source of your own."""
+    function: str
+    """package.module:function, called as function(start, **options): it gives an iterator over records, each a mapping
+    with the fields of a rollout, from number `start` on. A run that goes on asks for the records from where it was."""
+    options: dict[str, Any] | None = None
+    """The function's keyword-only parameters, checked against its signature."""
+
+
+SourceConfig = Annotated[
+    Annotated[RedisSource, Tag("stream")]
+    | Annotated[DirectorySource, Tag("files")]
+    | Annotated[CustomSource, Tag("custom")],
+    by_type(),
+]
 
 
 # Made by a call: `from` is an option's name, and a word that a Python class cannot have as an attribute.
@@ -240,6 +255,9 @@ class EvaluationConfig(Section):
     """Use only this many prompts, the first ones. null: all."""
     samples_per_prompt: Count = 1
     """The number of sampled completions of each prompt, beside the greedy one."""
+    pass_reward: float | None = None
+    """An answer with this reward or more passes: pass@1, pass@2, pass@4 and so on are logged, up to samples_per_prompt.
+    null: none are."""
     temperature: Positive = 1.0
     """The temperature of the sampled completions."""
     max_new_tokens: Count | None = None
@@ -327,9 +345,7 @@ class OptimizerBase(Section):
     """A gradient with a larger norm than this is scaled down to it. null: never."""
 
 
-class AdamWConfig(OptimizerBase):
-    type: Literal["adamw"] = "adamw"
-    """Adam with decoupled weight decay. Norms and biases are never decayed."""
+class BuiltInOptimizer(OptimizerBase):
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """The decay of the gradient's running mean."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
@@ -338,6 +354,36 @@ class AdamWConfig(OptimizerBase):
     """This is added to the denominator of the update."""
     weight_decay: NotNegative = 0.0
     """The weight decay of matrices. Nothing else is decayed."""
+    offload: Literal["none", "states"] = "none"
+    """What lies in host memory between updates. states: the optimizer's state. It is copied to the device for the
+    update, a few weights at a time, and back. Numbers do not change."""
+
+
+class AdamWConfig(BuiltInOptimizer):
+    type: Literal["adamw"] = "adamw"
+    """Adam with decoupled weight decay. Norms and biases are never decayed."""
+
+
+class AdamW8BitConfig(BuiltInOptimizer):
+    type: Literal["adamw_8bit"]
+    """AdamW that keeps the two moments of matrices in 8 bits, with a float32 scale for each block of at most 256."""
+
+
+class MuonConfig(BuiltInOptimizer):
+    type: Literal["muon"]
+    """Momentum that is orthogonalised, for the matrices between the embedding and the head. The embedding, the head,
+    norms and biases are updated by AdamW, with beta1, beta2 and epsilon."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """The decay of the running mean of a matrix's gradient."""
+    nesterov: bool = True
+    """Look ahead: mix the running mean with the gradient once more before it is orthogonalised."""
+    ns_steps: Annotated[int, Field(ge=1, le=99)] = 5
+    """The number of Newton-Schulz iterations."""
+    ns_dtype: Literal["float32", "bfloat16"] = "float32"
+    """The type of their matrix products. bfloat16 is several times faster on a GPU, and less exact."""
+    adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """How a matrix's shape scales its update. match_rms_adamw: by 0.2 x sqrt(the larger side), to the size of AdamW's
+    updates, so that one learning rate is right for both. original: by sqrt(rows / columns), where rows are more."""
 
 
 class CustomOptimizer(OptimizerBase):
@@ -351,7 +397,11 @@ class CustomOptimizer(OptimizerBase):
 
 
 OptimizerConfig = Annotated[
-    Annotated[AdamWConfig, Tag("adamw")] | Annotated[CustomOptimizer, Tag("custom")], by_type("adamw")
+    Annotated[AdamWConfig, Tag("adamw")]
+    | Annotated[AdamW8BitConfig, Tag("adamw_8bit")]
+    | Annotated[MuonConfig, Tag("muon")]
+    | Annotated[CustomOptimizer, Tag("custom")],
+    by_type("adamw"),
 ]
 
 
@@ -373,6 +423,20 @@ class WandbConfig(Section):
     """The run's name. null: wandb chooses."""
     mode: Literal["online", "offline"] = "online"
     """offline writes to the run's directory only."""
+    samples_every: Annotated[int, Field(ge=0)] = 10
+    """After the first step and every this many steps, the rollouts that are kept are logged as a table. 0: never."""
+
+
+class RolloutsConfig(Section):
+    documents: Count = 16
+    """At most this many documents of each step, in whole groups from all over the step; and as many completions that
+    were rejected."""
+    with_tokens: Annotated[int, Field(ge=0)] = 4
+    """So many of them also have the text, the log-prob and the log-ratio of each token."""
+    longest_text: Count = 20_000
+    """A prompt or a completion that has more characters than this is cut off."""
+    gigabytes: Positive = 1.0
+    """Where the files grow beyond this, every second one is removed: fewer steps stay, from all over the run."""
 
 
 class LoggingConfig(Section):
@@ -384,6 +448,12 @@ class LoggingConfig(Section):
     """Weights & Biases (extra: wandb)."""
     tensorboard: str | None = None
     """A directory for TensorBoard's event files (extra: tensorboard)."""
+    rollouts: RolloutsConfig | None = RolloutsConfig()
+    """Rollouts are kept in the run's directory, to be read in the report. null: none are."""
     custom_metrics: list[str] | None = None
     """Metrics of your own, each as package.module:function. The function gets the labels of a micro-batch and facts of
     the step, and gives metrics by name; the type of each says how it is reduced."""
+    custom_sinks: list[str] | None = None
+    """Places of your own that metrics are written to, each as package.module:Class, made as Class(directory, options,
+    done): the run's directory, its options without secrets, and how many steps it had made. Its methods are
+    step(line), evaluation(line) and close()."""

@@ -32,7 +32,8 @@ REAL = Sizes(docs_per_step=128, steps=40, max_new_tokens=32, learning_rate="5.0e
 
 
 def init(directory: Path, model: Path | None, seed: int = 0) -> list[Path]:
-    """Write the task into `directory`, which must be new or empty; return the files that were written."""
+    """Write a task into `directory`, which must be new or empty, and return the files that were written: prompts, a
+    reward with its test, a configuration, and a tiny model where none is named."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise TruestepError(f"{directory} is there already and is not empty: name a directory that is new or empty")
     if model is not None and not (model / "config.json").is_file():

@@ -70,6 +70,10 @@ def effective_sample_size(total: float, squares: float) -> float | None:
     return total * total / squares if squares else None
 
 
+def effective_sample_share(total: float, squares: float, count: float) -> float | None:
+    return total * total / squares / count if squares and count else None
+
+
 def _loss(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     terms = step.objective.terms(labels)
     metrics: dict[str, Metric] = {"new_logprobs": document_mean(labels, labels.logprobs)}
@@ -107,6 +111,8 @@ def _ratio(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     if bool(label_present.any()):
         metrics |= {"ratio_new_old_sum": total, "ratio_new_old_squared_sum": squares}
         metrics["effective_sample_size"] = Derived((total, squares), effective_sample_size)
+        count = Sum(torch.where(label_present, counted, 0).sum())
+        metrics["effective_sample_share"] = Derived((total, squares, count), effective_sample_share)
     return metrics
 
 
@@ -243,5 +249,5 @@ BUILT_IN: tuple[tuple[str, Measure], ...] = (
     ("basic", _rewards),
     ("basic", _truncated),
     ("basic", _staleness),
-    ("full", _entropy),
+    ("basic", _entropy),
 )

@@ -3,10 +3,10 @@
 import re
 import sys
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -28,6 +28,11 @@ _LIVE = {
 }
 
 _RATIO_TOLERANCE = 1e-3
+# The columns of a tracker's table of rollouts.
+SAMPLE_COLUMNS = (
+    *("step", "group_id", "prompt", "completion", "reward", "advantage", "length", "truncated", "log_ratio"),
+    "rejected",
+)
 
 
 class SinkError(TruestepError):
@@ -35,11 +40,22 @@ class SinkError(TruestepError):
 
 
 class Sink(Protocol):
+    """A place that a run's numbers go to: each step's line, each evaluation's, and the end."""
+
     def step(self, line: Mapping[str, Any]) -> None: ...
 
     def evaluation(self, line: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class ShowsRollouts(Protocol):
+    """A sink that shows kept rollouts too."""
+
+    def rollouts(self, line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show rollouts of the step whose line is given."""
+        ...
 
 
 class JsonLines:
@@ -151,10 +167,10 @@ class TensorBoardSink:
 class WandbSink:
     """A run at Weights & Biases, with documents_seen as its x-axis: two runs share that one.
 
-    `options` are `project`, `name` and `mode` of wandb.init.
+    `options` are `project`, `name` and `mode` of wandb.init. Every `samples_every` steps it gets a table of rollouts.
     """
 
-    def __init__(self, directory: Path, config: Mapping[str, Any], **options: Any):
+    def __init__(self, directory: Path, config: Mapping[str, Any], samples_every: int = 0, **options: Any):
         try:
             import wandb
         except ImportError as error:
@@ -169,6 +185,7 @@ class WandbSink:
             raise SinkError(f"logging.wandb: {printable(error)}") from error
         write_whole(id_file, run_id.encode())
         self._run.define_metric("*", step_metric="documents_seen")
+        self._samples_every, self._table = samples_every, wandb.Table
 
     def step(self, line: Mapping[str, Any]) -> None:
         self._run.log(_numbers(line))
@@ -176,6 +193,13 @@ class WandbSink:
     def evaluation(self, line: Mapping[str, Any]) -> None:
         renamed = {f"evaluation/{name}": value for name, value in _numbers(line).items() if name != "documents_seen"}
         self._run.log(renamed | {"documents_seen": line["documents_seen"]})
+
+    def rollouts(self, line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+        every = self._samples_every
+        if rows and every and (line["step"] == 1 or line["step"] % every == 0):
+            data = [[row.get(name) for name in SAMPLE_COLUMNS] for row in rows]
+            table = self._table(columns=list(SAMPLE_COLUMNS), data=data)
+            self._run.log({"rollouts": table, "documents_seen": line["documents_seen"]})
 
     def close(self) -> None:
         self._run.finish()

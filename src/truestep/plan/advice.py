@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from truestep.config.schema import Config
+from truestep.config.sections import AdamW8BitConfig
 from truestep.errors import TruestepError
 from truestep.plan.memory import plan_memory
 from truestep.plan.shape import ModelShape
@@ -50,6 +51,10 @@ def _proposals(config: Config, layout: RankLayout) -> Iterator[tuple[str, Any]]:
         yield "model.activation_checkpointing", True
     if not config.model.compile:
         yield "model.compile", True
+    if getattr(config.optimizer, "offload", "") == "none":
+        yield "optimizer.offload", "states"
+    if config.optimizer.type == "adamw":
+        yield "optimizer.type", "adamw_8bit"
     if config.data.tokens_per_microbatch >= 2 * _FEWEST_TOKENS:
         yield "data.tokens_per_microbatch", config.data.tokens_per_microbatch // 2
     if sizes["data_shard"] * sizes["context"] > 1 and not config.parallel.reduce_each_micro_batch:
@@ -60,6 +65,9 @@ def _proposals(config: Config, layout: RankLayout) -> Iterator[tuple[str, Any]]:
 
 def _with(config: Config, name: str, value: Any) -> Config:
     """Copy a configuration with one option changed; it was checked, and the change is one of ours."""
+    if name == "optimizer.type":
+        optimizer = AdamW8BitConfig.model_validate(config.optimizer.model_dump() | {"type": value})
+        return config.model_copy(update={"optimizer": optimizer})
     first, *rest = name.split(".")
     if not rest:
         return config.model_copy(update={first: value})

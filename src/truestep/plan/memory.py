@@ -1,14 +1,16 @@
 """The memory of each rank, by what it is for. Everything is arithmetic on the model's shape and the options."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from truestep.config.schema import Config
-from truestep.config.sections import AdamWConfig
+from truestep.config.sections import AdamW8BitConfig, CustomOptimizer, MuonConfig
 from truestep.plan.activations import Activations, measure_activations
 from truestep.plan.shape import ModelShape, Part
+from truestep.policy.cuts.blocks import Blocks
 from truestep.ranks.axes import RankLayout
 
 GIB = 2**30
@@ -58,7 +60,7 @@ def _kinds(
         MASTERS: _FLOAT32 * own,
         WEIGHTS: _computed(config, part, trained.all, shards, size, largest),
         GRADIENTS: _FLOAT32 * own,
-        STATES: _state_bytes(config) * own,
+        STATES: 0.0 if offloaded(config) else state_bytes(config, shape, part) / shards,
     }
     if shards > 1:
         several = _several(config) and not config.parallel.reduce_each_micro_batch
@@ -91,9 +93,35 @@ def _several(config: Config) -> bool:
     return bool(schedule.docs_per_step) or schedule.depth_first_micro_batches * schedule.breadth_first_micro_batches > 1
 
 
-def _state_bytes(config: Config) -> float:
-    """Count the bytes of the optimizer's state of a weight: AdamW's two moments; another's is not known."""
-    return 2.0 * _FLOAT32 if isinstance(config.optimizer, AdamWConfig) else float(_FLOAT32)
+def offloaded(config: Config) -> bool:
+    """Tell whether the optimizer's state lies in host memory."""
+    return getattr(config.optimizer, "offload", "none") != "none"
+
+
+def state_bytes(config: Config, shape: ModelShape, part: Part) -> float:
+    """Count the bytes of the optimizer's state of a part of the model: a user's own is taken for one moment."""
+    ends = (shape.embedding, shape.head)
+    inner = {name: size for name, size in shape.weights.items() if name not in ends}
+    of_inner = _mean_bytes(config, inner, at_end=False)
+    of_ends = _mean_bytes(config, {name: shape.weights[name] for name in ends}, at_end=True)
+    return of_inner * (sum(part.layers) + part.others) + of_ends * (part.embedding + part.head)
+
+
+def _mean_bytes(config: Config, weights: Mapping[str, tuple[int, ...]], *, at_end: bool) -> float:
+    """Compute the mean over weights of the bytes that each number's state takes."""
+    total = sum(math.prod(shape) * _number_bytes(config, shape, at_end) for shape in weights.values())
+    return total / max(1, sum(map(math.prod, weights.values())))
+
+
+def _number_bytes(config: Config, shape: tuple[int, ...], at_end: bool) -> float:
+    optimizer = config.optimizer
+    if isinstance(optimizer, CustomOptimizer):
+        return _FLOAT32
+    if isinstance(optimizer, MuonConfig) and len(shape) >= 2 and not at_end:
+        return _FLOAT32
+    if isinstance(optimizer, AdamW8BitConfig) and len(shape) >= 2:
+        return 2 * (1 + _FLOAT32 * Blocks.of(shape[-1]).of_row(shape[-1]) / shape[-1])
+    return 2 * _FLOAT32
 
 
 def _has_reference(config: Config) -> bool:

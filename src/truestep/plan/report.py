@@ -8,11 +8,12 @@ from typing import Any
 from truestep.config.schema import Config
 from truestep.files import write_whole
 from truestep.plan.advice import layout_of, layouts_that_fit, savings
-from truestep.plan.memory import GIB, LABELS, RankMemory, plan_memory
+from truestep.plan.memory import GIB, LABELS, RankMemory, offloaded, plan_memory, state_bytes
 from truestep.plan.shape import ModelShape, read_shape
 from truestep.ranks.axes import RankLayout
 
 _SHOWN = 3
+_FLOAT32 = 4
 
 
 def make_plan_report(config: Config, ranks: int, memory: float | None, output: Path | None) -> tuple[str, bool]:
@@ -51,10 +52,17 @@ def _table(planned: Sequence[RankMemory]) -> list[str]:
 
 
 def _remarks(config: Config, shape: ModelShape, layout: RankLayout) -> list[str]:
+    whole = shape.part(0, 1, 1, 1)
+    saved = _FLOAT32 * shape.total + state_bytes(config, shape, whole)
     lines = [
         f"The plan takes {LABELS:.0%} of the tokens for labels. The allocator holds a few percent more than the peak.",
-        f"While a checkpoint is written, rank 0 needs {12 * shape.total / GIB:.1f} GiB of host memory.",
+        f"While a checkpoint is written, rank 0 needs {saved / GIB:.1f} GiB of host memory.",
     ]
+    if offloaded(config):
+        states = state_bytes(config, shape, whole) / GIB
+        lines.append(
+            f"The optimizer's state lies in host memory: {states:.1f} GiB, shared among the ranks as weights are."
+        )
     if config.sampler is not None and config.sampler.type == "in_process":
         lines.append("The sampler's cache takes what is free while it samples, and gives it back.")
     return lines

@@ -36,6 +36,9 @@ class ModelFacts:
     tied: bool  # the head is the input embedding
     even_length: float  # tokens of a document at which its attention costs as much as its matrix products
     device: torch.device
+    weights: float = 0.0  # that a token is multiplied with, the head's not among them
+    head_weights: int = 0
+    attention: int = 0  # layers x heads x head size
 
     @staticmethod
     def of(model: Any, device: torch.device) -> "ModelFacts":
@@ -48,7 +51,9 @@ class ModelFacts:
         # Causal, forward: 2 · L · heads · E a token and layer against 2 a weight.
         attention = config.num_hidden_layers * config.num_attention_heads * head_size
         even_length = weights / (attention * (ATTENTION_SLOWNESS if device.type == "cuda" else 1.0))
-        return ModelFacts(head.shape[0], head is embedding, even_length, device)
+        return ModelFacts(
+            head.shape[0], head is embedding, even_length, device, weights - head.numel(), head.numel(), attention
+        )
 
 
 @dataclass(eq=False)

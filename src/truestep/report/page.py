@@ -5,6 +5,7 @@ from html import escape
 from pathlib import Path
 
 from truestep.files import write_text_whole
+from truestep.report.browser import BROWSER_CSS, BROWSER_SCRIPT, rollouts_html
 from truestep.report.charts import GROUPS, MINUS, charts_of, group_html, groups_for, legend_html
 from truestep.report.examples import examples_html
 from truestep.report.figures import facts, tiles
@@ -45,16 +46,17 @@ def _page_html(runs: Sequence[Run], title: str | None) -> str:
         # Whatever a completion holds, the page loads nothing from anywhere.
         '<meta http-equiv="Content-Security-Policy" '
         "content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:\">\n"
-        f"<title>{escape(title)}</title>\n<style>\n{palette_css()}{PAGE_CSS}</style>\n</head>\n<body>\n<main>\n",
+        f"<title>{escape(title)}</title>\n<style>\n{palette_css()}{PAGE_CSS}{BROWSER_CSS}</style>\n</head>\n<body>\n<main>\n",
         _header(runs, title),
         _tiles(runs[0]) if len(runs) == 1 else _comparison(runs),
         _health(runs),
         _bar(runs, list(scales)),
         *(group_html(group, charts, scales, legend=len(runs) == 1) for group, charts in groups.items()),
         _absent(groups) if scales else "",
+        rollouts_html(runs),
         examples_html(runs),
         _configs(runs),
-        f"</main>\n<script>{PAGE_SCRIPT}</script>\n</body>\n</html>\n",
+        f"</main>\n<script>{PAGE_SCRIPT}{BROWSER_SCRIPT}</script>\n</body>\n</html>\n",
     ]
     return "".join(parts)
 

@@ -1,9 +1,11 @@
 """Evaluation: held-out prompts, answered greedily and by sampling."""
 
 import dataclasses
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import comb
 from typing import Any, Protocol
 
 from truestep.environments.prompts import Prompt
@@ -56,15 +58,15 @@ class Evaluator:
     options: DecodeOptions  # of the sampled completions
     samples_per_prompt: int
     seed: int
+    pass_reward: float | None = None  # from which on an answer passes
     examples: int = 8
 
     def run(self, step: int, documents_seen: int, asked_to_stop: Callable[[], bool] = never) -> dict[str, Any]:
         """Evaluate the policy and give one line of evaluation.jsonl; `Interrupted` where the run was asked to stop."""
         start = time.perf_counter()
-        greedy = self._answer(
-            dataclasses.replace(self.options, temperature=0.0), 1, step, documents_seen, asked_to_stop
-        )
-        sampled = self._answer(self.options, self.samples_per_prompt, step, documents_seen, asked_to_stop)
+        at_zero = dataclasses.replace(self.options, temperature=0.0)
+        greedy, _ = self._answer(at_zero, 1, step, documents_seen, asked_to_stop)
+        sampled, measured = self._answer(self.options, self.samples_per_prompt, step, documents_seen, asked_to_stop)
         problems = [answer["problem"] for answer in (*greedy, *sampled) if "problem" in answer]
         return {
             "step": step,
@@ -72,6 +74,8 @@ class Evaluator:
             "num_prompts": len(self.prompts),
             "greedy_reward": _mean(greedy),
             "sampled_reward": _mean(sampled),
+            **self._passes([answer["reward"] for answer in sampled]),
+            **measured,
             "num_unrated": len(problems),
             "problems": list(dict.fromkeys(problems))[:3],
             "seconds": time.perf_counter() - start,
@@ -88,14 +92,38 @@ class Evaluator:
         step: int,
         documents_seen: int,
         asked_to_stop: Callable[[], bool],
-    ) -> list[dict[str, Any]]:
+    ) -> tuple[list[dict[str, Any]], dict[str, float]]:
         prompts = [prompt for prompt in self.prompts for _ in range(samples)]
         requests = [
             Request(prompt.input_ids, (self.seed, _EVALUATION_DRAWS, step, number))
             for number, prompt in enumerate(prompts)
         ]
         done = self.answers(prompts, requests, options, self.rater, asked_to_stop, documents_seen)
-        return [_answered(prompt, rated) for prompt, rated in zip(prompts, done, strict=True)]
+        completions = [rated.completion for rated in done]
+        measured = {
+            "response_length": statistics.fmean(len(completion.token_ids) for completion in completions),
+            "truncated_fraction": statistics.fmean(not completion.stopped for completion in completions),
+        }
+        return [_answered(prompt, rated) for prompt, rated in zip(prompts, done, strict=True)], measured
+
+    def _passes(self, rewards: Sequence[float | None]) -> dict[str, float]:
+        """Estimate pass@k of the sampled answers, of which each prompt has as many, one prompt's after another's."""
+        if self.pass_reward is None:
+            return {}
+        size = self.samples_per_prompt
+        counts = []
+        for start in range(0, len(rewards), size):
+            rated = [reward for reward in rewards[start : start + size] if reward is not None]
+            counts.append((len(rated), sum(reward >= self.pass_reward for reward in rated)))
+        found = {2**power: pass_at(2**power, counts) for power in range(size.bit_length())}
+        return {f"pass@{k}": value for k, value in found.items() if value is not None}
+
+
+def pass_at(k: int, counts: Sequence[tuple[int, int]]) -> float | None:
+    """Estimate the chance that one of k answers to a prompt passes, without bias: the mean over prompts with k or more
+    answers, given how many answers each prompt has and how many of them pass."""
+    chances = [1 - comb(answers - passed, k) / comb(answers, k) for answers, passed in counts if answers >= k]
+    return statistics.fmean(chances) if chances else None
 
 
 def _answered(prompt: Prompt, rated: Rated) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -95,9 +96,10 @@ def with_advantages(rated: Sequence[Rollout], group: int, rule: AdvantageRule | 
     return with_group_advantages(named, as_rule(rule))
 
 
-def reject(prompt: Prompt, group: int, name: str, reason: str) -> Rejected:
-    """Note a completion that is not trained on, for rejected.jsonl."""
-    return Rejected(prompt.id, group, reason, name, str(group))
+def reject(prompt: Prompt, group: int, name: str, reason: str, completion: str | None = None) -> Rejected:
+    """Note a completion that is not trained on, for rejected.jsonl, with its text where it is known."""
+    asked = prompt.prompt if isinstance(prompt.prompt, str) else json.dumps(prompt.prompt, ensure_ascii=False)
+    return Rejected(prompt.id, group, reason, name, str(group), None if completion is None else asked, completion)
 
 
 def stopping_error(prompt: Prompt, error: RewardError) -> RewardError:

@@ -131,7 +131,7 @@ class InProcessSource(StillSource):
         if isinstance(rating, str):
             if self.stop_at_rejected:
                 raise stopping_error(group.prompt, RewardError(rating))
-            self._rejected.append(reject(group.prompt, group.number, name, rating))
+            self._rejected.append(reject(group.prompt, group.number, name, rating, rated.text))
             return
         rollout = to_rollout(
             name,

@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from truestep.step.runner import StepRunner, gradient_norm
+from truestep.step.clipping import gradient_norm
+from truestep.step.runner import StepRunner
 from truestep.types import StepPlan
 
 MOST_NAMED = 5

@@ -1,16 +1,20 @@
-"""The metrics of a step's groups: whether they differ at all, which is what there is to learn from.
+"""The metrics of a step's groups and answers: whether groups differ at all, which is what there is to learn from, and
+how long the answers are.
 
-They are of the members that are in the step, and of groups that have two or more of them there. Every rank has all
-documents of the step here, so no layout shows in them.
+Those of groups are of the members that are in the step, and of groups that have two or more of them there. Every rank
+has all documents of the step here, so no layout shows in them.
 """
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
-from truestep.metrics.types import Mean, Metric
+from truestep.metrics.types import Max, Mean, Metric, Min
 from truestep.rollouts.selection import has_advantage
 from truestep.types import Rollout
+
+ROUNDING = 1e-9  # of the largest reward: one that is above the mean by less is not above it
 
 
 def measure_groups(documents: Sequence[Rollout]) -> dict[str, Metric]:
@@ -31,3 +35,33 @@ def measure_groups(documents: Sequence[Rollout]) -> dict[str, Metric]:
         "distinct_completions": Mean(sum(distinct), float(len(distinct))),
         "group_reward_spread": Mean(sum(spreads), float(len(spreads))),
     }
+
+
+def measure_answers(documents: Sequence[Rollout]) -> dict[str, Metric]:
+    """Measure how long the answers are, in labels, and how far the rewards spread over the step. Those rewarded have a
+    reward above the step's mean."""
+    lengths = [document.num_labels for document in documents]
+    metrics: dict[str, Metric] = {
+        "response_length": _mean(lengths),
+        "max_response_length": Max(float(max(lengths, default=-math.inf))),
+        "min_response_length": Min(float(min(lengths, default=math.inf))),
+    }
+    known = zip(documents, lengths, strict=True)
+    pairs = [(document.reward, length) for document, length in known if document.reward is not None]
+    if len(pairs) > 1:
+        rewards = [reward for reward, _ in pairs]
+        mean = statistics.fmean(rewards)
+        # A reward that is the mean may lie beside it by rounding.
+        above = [reward - mean > ROUNDING * max(map(abs, rewards)) for reward in rewards]
+        metrics |= {
+            "reward_std": Mean(statistics.stdev(rewards), 1.0),
+            "response_length_rewarded": _mean([length for (_, length), high in zip(pairs, above, strict=True) if high]),
+            "response_length_unrewarded": _mean(
+                [length for (_, length), high in zip(pairs, above, strict=True) if not high]
+            ),
+        }
+    return metrics
+
+
+def _mean(values: Sequence[int]) -> Mean:
+    return Mean(float(sum(values)), float(len(values)))

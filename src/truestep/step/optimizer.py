@@ -1,9 +1,9 @@
-"""The optimizer of the float32 weights, AdamW or a user's own, its state in checkpoints, and the learning rate."""
+"""The optimizer of the float32 weights, built in or a user's own, its state in checkpoints, and the learning rate."""
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,6 +11,10 @@ from truestep.custom import check_options, load_custom
 from truestep.errors import TruestepError
 from truestep.policy.weights.protocol import Weights
 from truestep.ranks import marks
+from truestep.step.optimizers.adamw import AdamW, AdamWOptions
+from truestep.step.optimizers.by_weight import STEP, ByWeight
+from truestep.step.optimizers.eight_bits import AdamW8Bit, check_blocks
+from truestep.step.optimizers.muon import Muon, MuonOptions
 
 # The float32 weights by name, under `matrices` and `vectors`. A rank that has a part of a weight has that part here.
 Groups = dict[str, dict[str, torch.nn.Parameter]]
@@ -48,20 +52,27 @@ def grouped(weights: Mapping[str, torch.nn.Parameter]) -> Groups:
     return {"matrices": matrices, "vectors": {name: weight for name, weight in weights.items() if weight.ndim < 2}}
 
 
-def make_adamw(
-    weights: Weights, *, betas: tuple[float, float], epsilon: float, weight_decay: float
-) -> torch.optim.AdamW:
-    """Make AdamW, which never decays norms and biases: they are vectors.
+def make_adamw(weights: Weights, options: AdamWOptions, home: str = "device") -> ByWeight:
+    """Make AdamW, which never decays norms and biases: they are vectors."""
+    matrices, vectors = grouped(weights.master).values()
+    return ByWeight(weights, [(AdamW(options), matrices), (AdamW(replace(options, weight_decay=0.0)), vectors)], home)
 
-    It is torch's fused one, which needs no memory beside its two moments.
-    """
-    decays = {"matrices": weight_decay, "vectors": 0.0}
-    groups = [
-        {"params": list(group.values()), "weight_decay": decays[kind]}
-        for kind, group in grouped(weights.master).items()
-        if group
-    ]
-    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=epsilon, fused=True)
+
+def make_adamw_8bit(weights: Weights, options: AdamWOptions, home: str = "device") -> ByWeight:
+    """Make AdamW with moments in 8 bits; those of vectors, which ranks cut anywhere, stay float32."""
+    matrices, vectors = grouped(weights.master).values()
+    check_blocks(weights, [name for name, piece in weights.pieces.items() if len(piece.shape) >= 2])
+    plain = AdamW(replace(options, weight_decay=0.0))
+    return ByWeight(weights, [(AdamW8Bit(weights, options), matrices), (plain, vectors)], home)
+
+
+def make_muon(weights: Weights, muon: MuonOptions, adamw: AdamWOptions, home: str = "device") -> ByWeight:
+    """Make Muon for the matrices between the embedding and the head, and AdamW for all else."""
+    matrices, vectors = grouped(weights.master).values()
+    ends = {name: weight for name, weight in matrices.items() if weights.pieces[name].at_end}
+    inner = {name: weight for name, weight in matrices.items() if name not in ends}
+    plain = AdamW(replace(adamw, weight_decay=0.0))
+    return ByWeight(weights, [(Muon(weights, muon), inner), (AdamW(adamw), ends), (plain, vectors)], home)
 
 
 def load_optimizer(function: str, options: Mapping[str, Any] | None) -> Callable[[Groups], torch.optim.Optimizer]:
@@ -118,8 +129,15 @@ def update(optimizer: torch.optim.Optimizer, weights: Weights, learning_rate: fl
     marks.mark("updates", weights.device)
 
 
-# What a checkpoint keeps of a weight, by name: numbers, as tensors, and the types of tensors that have its shape.
-State = dict[str, torch.dtype | torch.Tensor]
+class Kept(NamedTuple):
+    """A tensor of a weight's state in checkpoints: the weight's shape, but for the size of its last dimension."""
+
+    dtype: torch.dtype
+    width: int
+
+
+# What a checkpoint keeps of a weight, by name: numbers, as tensors, and tensors with its dimensions.
+State = dict[str, Kept | torch.Tensor]
 _PYTHON = ":number"  # marks the name of a number that is Python's own, not a tensor without dimensions
 
 
@@ -129,8 +147,9 @@ def _describe_state(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[
     for name, master in weights.master.items():
         for kind, value in optimizer.state.get(master, {}).items():
             state = described.setdefault(name, {})
-            if isinstance(value, torch.Tensor) and value.shape == master.shape:
-                state[kind] = value.dtype
+            if isinstance(value, torch.Tensor) and _fits(optimizer, value, master):
+                whole, own = weights.pieces[name].shape, master.shape
+                state[kind] = Kept(value.dtype, value.shape[-1] * whole[-1] // own[-1] if own != value.shape else -1)
             elif isinstance(value, torch.Tensor) and not value.ndim:
                 state[kind] = value.detach().cpu().clone()
             elif isinstance(value, (int, float)):
@@ -145,23 +164,38 @@ def _describe_state(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[
     return described
 
 
+def _fits(optimizer: torch.optim.Optimizer, value: torch.Tensor, master: torch.Tensor) -> bool:
+    """Tell whether a checkpoint can join a tensor from the parts of ranks. Only built-in optimizers may divide rows."""
+    if value.shape == master.shape:
+        return True
+    return isinstance(optimizer, ByWeight) and value.ndim > 1 and value.shape[:-1] == master.shape[:-1]
+
+
 def optimizer_tensors(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, torch.Tensor]:
     """Gather the optimizer's whole state on the first rank, as `NAME.KIND`, for a checkpoint. Every rank calls this."""
+    if isinstance(optimizer, ByWeight):
+        optimizer.settle()
     everywhere: dict[str, State] = {}
     for described in reversed(weights.ranks.gather(_describe_state(optimizer, weights))):
         for name, state in described.items():
             everywhere.setdefault(name, {}).update(state)
     trained = [name for name, piece in weights.pieces.items() if piece.trained and name in everywhere]
     kept: dict[str, torch.Tensor] = {}
-    tensors = {(k, v): None for name in trained for k, v in everywhere[name].items() if isinstance(v, torch.dtype)}
+    tensors = {(k, v.dtype): None for name in trained for k, v in everywhere[name].items() if isinstance(v, Kept)}
     for kind, dtype in tensors:
         parts: dict[str, torch.Tensor | None] = {}
-        for name in (name for name in trained if everywhere[name].get(kind) is dtype):
+        widths: dict[str, int] = {}
+        for name in trained:
+            described_as = everywhere[name].get(kind)
+            if not isinstance(described_as, Kept) or described_as.dtype is not dtype:
+                continue
+            if described_as.width >= 0:
+                widths[name] = described_as.width
             master = weights.master.get(name)
             found = None if master is None else optimizer.state.get(master, {}).get(kind)
             # An optimizer may keep nothing of an empty part.
             parts[name] = torch.zeros_like(master, dtype=dtype) if found is None and master is not None else found
-        kept |= {f"{name}.{kind}": whole for name, whole in weights.on_first(parts, dtype).items()}
+        kept |= {f"{name}.{kind}": whole for name, whole in weights.on_first(parts, dtype, widths).items()}
     if weights.ranks.first:
         numbers = [(n, k, v) for n in trained for k, v in everywhere[n].items() if isinstance(v, torch.Tensor)]
         kept |= {f"{name}.{kind}": value for name, kind, value in numbers}
@@ -178,9 +212,26 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, weights: Weights, tensor
         state, master = restored.setdefault(name, {}), weights.master[name]
         if kind.endswith(_PYTHON):
             state[kind.removesuffix(_PYTHON)] = value.item()
-        elif value.shape == weights.pieces[name].shape:
-            state[kind] = weights.part_of(name, value).to(master.device, copy=True)
+        elif value.shape == weights.pieces[name].shape or value.ndim:
+            part = weights.part_of(name, value)
+            state[kind] = part.clone() if isinstance(optimizer, ByWeight) else part.to(master.device, copy=True)
         else:  # a number: a fused optimizer keeps it beside the weights, and others on the host
             state[kind] = value.clone().to(master.device if optimizer.defaults.get("fused") else "cpu")
     for name, state in restored.items():
-        optimizer.state[weights.master[name]] = state
+        master = weights.master[name]
+        if isinstance(optimizer, ByWeight):
+            _check_kinds(optimizer.kinds(master), state, name)
+            state = {kind: optimizer.place(value) for kind, value in state.items()}
+        optimizer.state[master] = state
+
+
+def _check_kinds(wanted: Mapping[str, tuple[torch.dtype, torch.Size]], state: Mapping[str, Any], name: str) -> None:
+    """Refuse the state of another optimizer."""
+    found = {kind: (value.dtype, value.shape) for kind, value in state.items() if isinstance(value, torch.Tensor)}
+    found.pop(STEP, None)
+    if found != dict(wanted):
+        raise OptimizerError(
+            f"the checkpoint holds another optimizer's state: {name} has {', '.join(sorted(found)) or 'none'} where "
+            f"this optimizer keeps {', '.join(sorted(wanted))}: set the optimizer.type that the run began with, or "
+            "begin another run with the checkpoint's directory as model.path"
+        )

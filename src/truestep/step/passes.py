@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from truestep import progress
+from truestep.metrics.spent import Stopwatch
 from truestep.policy.policy import Policy
 from truestep.policy.weights.protocol import StagePass
 from truestep.ranks import marks
@@ -41,9 +42,11 @@ class Passes:
         *,
         backward: bool,
         group: int = 1,
+        stopwatch: Stopwatch | None = None,
     ):
         """`batch` makes a micro-batch by its number; `group` micro-batches share a gathering of the weights."""
         self._policy, self._batch, self._head = policy, batch, head
+        self._stopwatch = stopwatch or Stopwatch(policy.device)
         self._micro_batches, self._backward, self._group = micro_batches, backward, group
         self._pipeline = policy.pipeline
         self._schedule = make_schedule(self._pipeline, micro_batches, backward)
@@ -56,10 +59,11 @@ class Passes:
     def run(self) -> None:
         with marks.layers_report():
             for current in self._schedule.ranks[self._rank]:
-                if current.forward:
-                    self._forward(current)
-                else:
-                    self._back(current)
+                with self._stopwatch.measure("forward" if current.forward else "backward"):
+                    if current.forward:
+                        self._forward(current)
+                    else:
+                        self._back(current)
                 marks.mark("passes", self._policy.device)
 
     def settle(self) -> None:
@@ -77,7 +81,8 @@ class Passes:
             output = self._policy.through(current.stage, micro_batch.tokens, received)
             if current.stage == self._pipeline.last:
                 output = micro_batch.rows(output)
-                gradient = self._head(micro_batch, output)
+                with self._stopwatch.measure("head"):
+                    gradient = self._head(micro_batch, output)
             else:
                 self._wires.send(current.following, output.detach())
         if current.stage == self._stages[-1]:

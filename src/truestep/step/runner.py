@@ -4,7 +4,7 @@ Dimensions: S tokens of the micro-batch, T its labels, D its documents.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,15 +14,14 @@ from truestep.head import chunked
 from truestep.head.chunked import HeadRows, SharedDocuments
 from truestep.losses.measure import MEASURED, Measure, StepFacts, measure_labels
 from truestep.losses.objective import Objective
+from truestep.metrics.spent import Stopwatch
 from truestep.metrics.types import Metric, Sum, merge, on_host, values
 from truestep.policy.policy import Policy
-from truestep.policy.weights.protocol import Weights
 from truestep.ranks import marks
-from truestep.ranks.axes import WEIGHT_PARTS
 from truestep.ranks.group import Ranks
 from truestep.rollouts.packing import pack
 from truestep.rollouts.selection import has_advantage
-from truestep.step.groups import measure_groups
+from truestep.step.groups import measure_answers, measure_groups
 from truestep.step.label_shares import LabelShare, MicroBatch
 from truestep.step.passes import Passes
 from truestep.types import Coefficients, DocumentScore, RowStatistics, StepPlan, StepTotals
@@ -35,7 +34,7 @@ class Accumulated:
     """The sums over a plan's micro-batches and all ranks. The gradient itself is in the policy's float32 buffers."""
 
     metrics: dict[str, Metric]
-    scores: tuple[DocumentScore, ...]  # in the plan's order
+    scores: tuple[DocumentScore, ...]  # of the documents whose scores are kept, in the plan's order
 
     def line(self) -> dict[str, Any]:
         """Read the metrics as they are logged: counts are whole numbers."""
@@ -48,7 +47,7 @@ class _RankSums:
     """The sums over this rank's own micro-batches."""
 
     metrics: dict[str, Metric]
-    scores: dict[int, DocumentScore]  # by place in the plan
+    scores: dict[int, tuple[torch.Tensor, torch.Tensor]]  # log-probs and entropies of labels, by place in the plan
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,9 @@ class StepRunner:
     pad_to_multiple: int = 1
     breadth_first: int = 1  # micro-batches that share a gathering of the weights
     custom_metrics: Mapping[str, Measure] = field(default_factory=dict)  # a user's own, by import path
-    keep_scores: bool = False
+    keep_scores: bool | Collection[int] = False  # of all documents, or of those at some places in the plan
     skip_zero_advantage: bool = False  # no backward pass of micro-batches in which no label has an advantage
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     @property
     def _ranks(self) -> Ranks:
@@ -83,16 +83,17 @@ class StepRunner:
         """Reduce the plan's metrics and this rank's `extra_metrics` over all ranks; with `backward`, compute its whole
         gradient. Each rank has a part of the weights, so all run every pass."""
         sums, runs = self._accumulate(plan, backward)
-        parts = self._ranks.gather((on_host(sums.metrics | dict(extra_metrics or {})), sums.scores))
+        kept = {index: tuple(part.cpu().numpy() for part in score) for index, score in sums.scores.items()}
+        parts = self._ranks.gather((on_host(sums.metrics | dict(extra_metrics or {})), kept))
         for passes in runs:
             passes.settle()
         metrics = _counts(plan)
         if self.metrics_level in MEASURED:
-            metrics |= measure_groups(plan.documents)
+            metrics |= measure_groups(plan.documents) | measure_answers(plan.documents)
         for part, _ in parts:
             metrics = merge(metrics, part)
         scores = {index: score for _, part in parts for index, score in part.items()}
-        return Accumulated(metrics, tuple(scores[index] for index in sorted(scores)))
+        return Accumulated(metrics, tuple(DocumentScore(plan.documents[i].id, *scores[i]) for i in sorted(scores)))
 
     def _accumulate(self, plan: StepPlan, backward: bool) -> tuple[_RankSums, list[Passes]]:
         if plan.ranks != self._ranks.data:
@@ -114,7 +115,8 @@ class StepRunner:
             def packed(number: int) -> MicroBatch:
                 return self._pack(plan, micro_batches[numbers[number]])
 
-            passes = Passes(self.policy, len(numbers), packed, head, backward=backward, group=self.breadth_first)
+            count, group = len(numbers), self.breadth_first
+            passes = Passes(self.policy, count, packed, head, backward=backward, group=group, stopwatch=self.stopwatch)
             passes.run()
             return passes
 
@@ -128,7 +130,8 @@ class StepRunner:
                     nothing = torch.zeros(0, device=self.policy.device)
                     self._measure(sums, self._pack(plan, members), plan, RowStatistics(nothing, nothing, nothing))
         if backward:
-            self.policy.weights.reduce()
+            with self.stopwatch.measure("reduce"):
+                self.policy.weights.reduce()
             marks.mark("gradients", self.policy.device)
         return sums, runs
 
@@ -150,8 +153,8 @@ class StepRunner:
             facts = StepFacts(self.objective, plan.documents_seen)
             measured = measure_labels(labels, facts, self.metrics_level, self.custom_metrics)
             sums.metrics.update(merge(sums.metrics, measured))
-        if self.keep_scores:
-            sums.scores.update(_scores(micro_batch, plan, statistics))
+        if self.keep_scores is not False:
+            sums.scores.update(_scores(micro_batch, statistics, self.keep_scores))
 
     def _head(
         self, micro_batch: MicroBatch, totals: StepTotals, rows: torch.Tensor, backward: bool
@@ -189,12 +192,20 @@ def _counts(plan: StepPlan) -> dict[str, Metric]:
     return {name: Sum(float(count)) for name, count in counts.items()}
 
 
-def _scores(micro_batch: MicroBatch, plan: StepPlan, statistics: RowStatistics) -> dict[int, DocumentScore]:
-    logprobs = statistics.logprobs.cpu().split(micro_batch.label_counts)
-    entropy = statistics.entropy.cpu().split(micro_batch.label_counts)
+def _scores(
+    micro_batch: MicroBatch, statistics: RowStatistics, wanted: bool | Collection[int]
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Select the scores of a micro-batch that are wanted. They stay on the device: moving them would wait for it."""
+    members = zip(
+        micro_batch.members,
+        statistics.logprobs.split(micro_batch.label_counts),
+        statistics.entropy.split(micro_batch.label_counts),
+        strict=True,
+    )
     return {
-        index: DocumentScore(plan.documents[index].id, document_logprobs.numpy(), document_entropy.numpy())
-        for index, document_logprobs, document_entropy in zip(micro_batch.members, logprobs, entropy, strict=True)
+        index: (logprobs, entropy)
+        for index, logprobs, entropy in members
+        if wanted is True or (wanted is not False and index in wanted)
     }
 
 
@@ -204,26 +215,3 @@ def _no_advantage(plan: StepPlan, number: int) -> bool:
 
 def _any_label(plan: StepPlan, micro_batches: Sequence[Sequence[int]]) -> bool:
     return any(plan.documents[index].num_labels for members in micro_batches for index in members)
-
-
-@torch.no_grad()
-def gradient_norm(weights: Weights) -> float:
-    """Compute the norm over all gradients, every weight once, after `gradient_divisor` and before clipping."""
-    ranks = weights.ranks
-    # In float64: a float32 sum of the squares of a large tensor, one after another as a CPU adds, is off by percents.
-    norms = [
-        torch.linalg.vector_norm(gradient, dtype=torch.float64)
-        for name, gradient in weights.gradients.items()
-        if weights.pieces[name].counted_on(ranks)
-    ]
-    total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=weights.device)
-    for group in WEIGHT_PARTS:
-        ranks.sum_over(group, total)
-    return float(total.sqrt())
-
-
-@torch.no_grad()
-def clip_gradients(gradients: dict[str, torch.Tensor], norm: float, threshold: float | None) -> None:
-    if threshold is not None and norm > threshold:
-        for gradient in gradients.values():
-            gradient.mul_(threshold / norm)

@@ -42,6 +42,7 @@ class BeforeUpdates:
         """`reference` gives the runner of the reference. `keeps_own`: further updates need the trainer's log-probs."""
         self._reference = None if reference is None else reference()
         self.keeps_own = keeps_own
+        self.has_reference = reference is not None
         self._documents: tuple[Rollout, ...] = ()
 
     def complete(self, plan: StepPlan) -> StepPlan:

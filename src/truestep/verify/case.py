@@ -107,10 +107,9 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
             "steps": STEPS * config.schedule.updates_per_batch,
             "stall_timeout": min(60.0, config.schedule.stall_timeout),
         },
-        "optimizer": config.optimizer.model_dump()
-        | {"schedule": "constant", "warmup_steps": 0, "minimum_learning_rate": 0.0},
+        "optimizer": _optimizer(config),
         "checkpoint": {"every": 0, "keep": 1},
-        "logging": {"console": False, "custom_metrics": config.logging.custom_metrics},
+        "logging": {"console": False, "rollouts": None, "custom_metrics": config.logging.custom_metrics},
         "seed": seed,
     }
     return Case(scratch, model, options, records, budget, reference, half)
@@ -130,6 +129,12 @@ def _reference(config: Config, model: Path, scratch: Path, full: bool) -> tuple[
     if not full:
         reference = reduce_model(reference, scratch / "reference", config.seed + 1, config.model.trust_remote_code)
     return reference, loss | {"kl_reference": options | {"path": str(reference)}}
+
+
+def _optimizer(config: Config) -> dict[str, Any]:
+    """Make the options of the optimizer: it is compared with float64, so Muon's products are float32."""
+    options = config.optimizer.model_dump() | {"schedule": "constant", "warmup_steps": 0, "minimum_learning_rate": 0.0}
+    return options | ({"ns_dtype": "float32"} if "ns_dtype" in options else {})
 
 
 def _advantages(config: Config, over_step: bool) -> dict[str, Any]:

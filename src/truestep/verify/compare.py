@@ -7,7 +7,7 @@ log-probs and entropies are absolute; counts are equal.
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -16,14 +16,16 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from truestep.metrics.spent import of_the_machine
 from truestep.step.optimizer import grouped, load_optimizer
 from truestep.verify.case import Case
 from truestep.verify.oracle.records import Record
 from truestep.verify.oracle.step import OracleResult, oracle_logprobs, oracle_step
+from truestep.verify.oracle.updates import Bounds, UpdateOracle
 from truestep.verify.reference import Reference
 
-# These depend on the layout by their nature, or are counted elsewhere.
-_NOT_COMPARED = ("num_micro_batches", "data_wait_time")
+# These depend on the layout by their nature; so does all that `of_the_machine` names.
+_NOT_COMPARED = ("num_micro_batches",)
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Comparer:
 
     def differences(self, output: Path, steps: Sequence[Sequence[Record]]) -> Iterator[Difference]:
         """Compare every step that a layout wrote."""
-        updates = _Updates(self._case.options["optimizer"])
+        updates = _Updates(self._case.options["optimizer"], self._ends)
         seen = 0
         for number, records in enumerate(steps, start=1):
             folder = output / str(number)
@@ -68,6 +70,9 @@ class Comparer:
             ):
                 yield Difference(number, kind, name, value)
             seen += len(records)
+
+    def _ends(self) -> Collection[str]:
+        return Reference(self._case.model, None, self._case.options["model"]["trust_remote_code"]).ends
 
     def _unknown(self, metrics: dict[str, Any], oracle: OracleResult, step: int) -> Iterator[tuple[str, str, float]]:
         """Compare a user's own metrics, which have no reference, with those of the first layout, of one process."""
@@ -140,7 +145,11 @@ def _unknown_metrics(metrics: dict[str, Any], oracle: OracleResult) -> list[str]
     """List the metrics that measured something and that the oracle does not know."""
     passed_over = {*_NOT_COMPARED, "policy_loss", "entropy_bonus", "z_loss", "kl_reference", *oracle.metrics}
     # Percentiles of a histogram are passed over: they are no sums of terms.
-    return [n for n, v in metrics.items() if v and n not in passed_over and not n.startswith("log_ratio_p")]
+    return [
+        name
+        for name, value in metrics.items()
+        if value and name not in passed_over and not name.startswith("log_ratio_p") and not of_the_machine(name)
+    ]
 
 
 def _of_step(
@@ -176,13 +185,14 @@ def _of_step(
 
 
 class _Updates:
-    """The optimizer's clipping and steps in float64, on whole tensors: AdamW by formula, or the user's own code."""
+    """The optimizer's clipping and steps in float64, on whole tensors: by formula, or the user's own code."""
 
-    def __init__(self, options: dict[str, Any]):
-        self._options, self._number = options, 0
-        self._moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    def __init__(self, options: dict[str, Any], ends: Callable[[], Collection[str]]):
+        self._options = options
         self._parameters: dict[str, torch.nn.Parameter] = {}
         self._optimizer: torch.optim.Optimizer | None = None
+        # Only Muon has a rule for matrices between the ends.
+        self._oracle = UpdateOracle(options, ends() if options["type"] == "muon" else ())
 
     def differences(
         self,
@@ -192,39 +202,25 @@ class _Updates:
         rate: float,
     ) -> Iterator[tuple[str, str, float]]:
         """Compare the weights that a layout went on with, given its own gradient."""
-        self._number += 1
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
         threshold = self._options["gradient_clip"]
         factor = threshold / norm if threshold is not None and norm > threshold else 1.0
         trained = {name: before[name].double() for name in gradients if name in before}
         clipped = {name: gradients[name].double() * factor for name in trained}
-        step = self._custom if self._options["type"] == "custom" else self._adamw
+        step = self._custom if self._options["type"] == "custom" else self._oracle.step
         expected = step(trained, clipped, rate)
         for name, weight in before.items():
             if name not in expected:  # frozen
                 yield "update", name, float((after[name] - weight).abs().max())
                 continue
-            wanted = expected[name]
-            yield "update", name, float((after[name].double() - wanted).norm() / wanted.norm().clamp(min=1e-30))
-
-    def _adamw(
-        self, weights: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor], rate: float
-    ) -> dict[str, torch.Tensor]:
-        options, number, expected = self._options, self._number, {}
-        beta1, beta2 = options["beta1"], options["beta2"]
-        for name, weight in weights.items():
-            gradient = gradients[name]
-            first, second = self._moments.get(name, (torch.zeros_like(gradient), torch.zeros_like(gradient)))
-            first, second = beta1 * first + (1 - beta1) * gradient, beta2 * second + (1 - beta2) * gradient.square()
-            self._moments[name] = (first, second)
-            decay = options["weight_decay"] if weight.ndim >= 2 else 0.0
-            corrected = (second / (1 - beta2**number)).sqrt() + options["epsilon"]
-            expected[name] = weight * (1 - rate * decay) - rate * (first / (1 - beta1**number)) / corrected
-        return expected
+            low, high = expected[name]
+            found = after[name].double()
+            beyond = (found - torch.minimum(torch.maximum(found, low), high)).norm()
+            yield "update", name, float(beyond / low.norm().clamp(min=1e-30))
 
     def _custom(
         self, weights: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor], rate: float
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Bounds]:
         if self._optimizer is None:
             self._parameters = {name: torch.nn.Parameter(weight.clone()) for name, weight in weights.items()}
             make = load_optimizer(self._options["function"], self._options["options"])
@@ -236,4 +232,4 @@ class _Updates:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
-        return {name: parameter.detach() for name, parameter in self._parameters.items()}
+        return {name: (parameter.detach(), parameter.detach()) for name, parameter in self._parameters.items()}

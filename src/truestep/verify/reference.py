@@ -43,6 +43,8 @@ class Reference:
                     module._buffers[name] = buffer.double()
         self._exact_rotary()
         self.parameters: dict[str, Tensor] = dict(self._model.named_parameters())  # a tied tensor once
+        ends = [self._model.get_input_embeddings().weight, self._model.get_output_embeddings().weight]
+        self.ends = {name for name, value in self.parameters.items() if any(value is end for end in ends)}
         with torch.no_grad():
             for name in self.parameters.keys() & (weights or {}).keys():
                 self.parameters[name].copy_((weights or {})[name])

@@ -4,7 +4,7 @@ Sharding is not part of it: FSDP spreads a rank's piece over the shard group, wh
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,10 +24,15 @@ class Piece:
     cut: Mapping[str, int] = field(default_factory=dict)
     # The pipeline's ranks that have it. A tied embedding is on two, each with a part of its gradient.
     stages: tuple[int, ...] = (0,)
+    at_end: bool = False  # it is the embedding or the head
 
     def counted_on(self, ranks: Ranks) -> bool:
         """True on one of the ranks that have the very same values: a sum over all weights counts them there."""
         return ranks.stage == self.stages[0] and all(axis in self.cut or ranks.place_on(axis) == 0 for axis in CUT)
+
+    def with_width(self, width: int | None) -> "Piece":
+        """Describe a tensor that is cut as this weight is, and has another last dimension. None: the same."""
+        return self if width is None else replace(self, shape=torch.Size((*self.shape[:-1], width)))
 
     def slice(self, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         for axis, dimension in self.cut.items():
@@ -61,8 +66,11 @@ def slice_of(size: int, ranks: Ranks, axis: str) -> tuple[int, int]:
 
 def pieces_of(model: Any) -> dict[str, Piece]:
     """Describe a model that is not cut: its weights by name, in the model's order; a tied tensor once."""
+    getters = [getattr(model, f"get_{end}_embeddings", None) for end in ("input", "output")]
+    ends = [getattr(getter(), "weight", None) for getter in getters if getter is not None]
     return {
-        name: Piece(parameter.shape, trained=parameter.requires_grad) for name, parameter in model.named_parameters()
+        name: Piece(parameter.shape, trained=parameter.requires_grad, at_end=any(parameter is end for end in ends))
+        for name, parameter in model.named_parameters()
     }
 
 

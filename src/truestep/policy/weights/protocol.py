@@ -97,17 +97,23 @@ class Weights(Protocol):
 
     @torch.no_grad()
     def on_first(
-        self, parts: Mapping[str, torch.Tensor | None], dtype: torch.dtype = torch.float32
+        self,
+        parts: Mapping[str, torch.Tensor | None],
+        dtype: torch.dtype = torch.float32,
+        widths: Mapping[str, int] | None = None,
     ) -> dict[str, torch.Tensor]:
         """Join tensors of the weights' shapes on the host of the first rank; the others get nothing. Every rank calls
-        this with its parts, in the same order; the part of a weight on another stage is None."""
+        this with its parts, in the same order; the part of a weight on another stage is None. A part may lie on the
+        host. `widths`: the sizes of last dimensions that are not those of their weights."""
         found = {}
-        for names in in_buckets(parts, lambda name: self.pieces[name].shape.numel()):
+        pieces = {name: self.pieces[name].with_width((widths or {}).get(name)) for name in parts}
+        for names in in_buckets(parts, lambda name: pieces[name].shape.numel()):
             # Of a tied embedding, which two stages have, the first one's.
             sent = [name for name in names if self.ranks.stage == self.pieces[name].stages[0]]
-            here = self.unshard({name: part.detach() for name in sent if (part := parts[name]) is not None})
+            own = {name: part for name in sent if (part := parts[name]) is not None}
+            here = self.unshard({name: part.detach().to(self.device) for name, part in own.items()})
             for name in names:
-                piece = self.pieces[name]
+                piece = pieces[name]
                 joined = piece.join(here[name], self.ranks).to(dtype) if name in here else None
                 like = torch.empty(piece.shape, dtype=dtype, device="meta")
                 received = self.ranks.to_first(joined, like, piece.stages[0])

@@ -181,15 +181,15 @@ class ShardedWeights(Weights):
         joined: dict[str, torch.Tensor] = {}
         for dtype in dict.fromkeys(part.dtype for part in parts.values()):
             some = {name: part for name, part in parts.items() if part.dtype == dtype}
-            sizes = [self._rows(name) * self._sharded[name].shape[1:].numel() for name in some]
+            sizes = [self._rows(name) * part.shape[1:].numel() for name, part in some.items()]
             sent = torch.zeros(sum(sizes), dtype=dtype, device=self.device)
             for room, part in zip(sent.split(sizes), some.values(), strict=True):
                 room[: part.numel()] = part.flatten()
             received = sent.new_empty(self.ranks.shards * len(sent))
             all_gather(received, sent, group=self._group)
-            for name, lines in zip(some, received.view(self.ranks.shards, -1).split(sizes, dim=1), strict=True):
-                shape = self._sharded[name].shape
-                joined[name] = lines.reshape(-1, *shape[1:])[: shape[0]]
+            lines = received.view(self.ranks.shards, -1).split(sizes, dim=1)
+            for (name, part), of_ranks in zip(some.items(), lines, strict=True):
+                joined[name] = of_ranks.reshape(-1, *part.shape[1:])[: self._sharded[name].shape[0]]
         return joined
 
     @contextmanager

@@ -73,9 +73,9 @@ class GroupMaker:
         self.counts: Counter[str] = Counter()  # completions that were not used, by why
         self.rejected: deque[Rejected] = deque()
 
-    def reject(self, group: Group, name: str, reason: str) -> None:
+    def reject(self, group: Group, name: str, reason: str, completion: str | None = None) -> None:
         """Note a completion that is not trained on."""
-        self.rejected.append(reject(group.prompt, group.number, name, reason))
+        self.rejected.append(reject(group.prompt, group.number, name, reason, completion))
 
     async def make(self, group: Group) -> str | None:
         """Ask and rate until a group is complete. Return the last reason where it had to be given up."""
@@ -135,12 +135,13 @@ class GroupMaker:
         return problems
 
     async def _rated(self, group: Group, name: str, choice: Choice, problems: list[str]) -> float | None:
+        text = self._read(choice.token_ids)
         try:
-            return await self._rate(group.prompt, self._read(choice.token_ids), name)
+            return await self._rate(group.prompt, text, name)
         except RewardError as error:
             if self._options.stop_at_rejected:
                 raise stopping_error(group.prompt, error) from error
-            self.reject(group, name, str(error))
+            self.reject(group, name, str(error), text)
             problems.append(str(error))
             return None
 

@@ -78,6 +78,7 @@ def step_metrics(
     empty = [[float(not any(values))] for values in advantages]
     metrics.update(document_mean("zero_advantage_fraction", empty))
     metrics.update(group_metrics(documents))
+    metrics.update(answer_metrics(documents))
     metrics.update(ratio_metrics(ratios, loss_config))
     metrics.update(share_metrics(documents, values, loss_config))
     metrics.update(distance_metrics(documents, values, loss_config))
@@ -109,6 +110,28 @@ def group_metrics(documents: list[Document]) -> dict[str, Metric]:
         **document_mean("distinct_completions", distinct),
         **document_mean("group_reward_spread", spreads),
     }
+
+
+def answer_metrics(documents: list[Document]) -> dict[str, Metric]:
+    """Compute the lengths of the answers, and the spread of the rewards over the step."""
+    lengths = [[float(len(document.positions))] for document in documents]
+    metrics = document_mean("response_length", lengths) | extremes("response_length", lengths)
+    rewarded = [document for document in documents if document.reward is not None]
+    if len(rewarded) < 2:
+        return metrics
+    rewards = [document.reward for document in rewarded if document.reward is not None]
+    mean = sum(rewards) / len(rewards)
+    spread = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
+    # Decision: the scale counts the rewards too, since those that are alike leave only rounding.
+    metrics["reward_std"] = (spread, spread + sum(abs(reward) for reward in rewards) / len(rewards))
+    above: list[list[float]] = []
+    below: list[list[float]] = []
+    largest = max(abs(reward) for reward in rewards)
+    for document, reward in zip(rewarded, rewards, strict=True):
+        (above if reward - mean > 1e-9 * largest else below).append([float(len(document.positions))])
+    metrics.update(document_mean("response_length_rewarded", above))
+    metrics.update(document_mean("response_length_unrewarded", below))
+    return metrics
 
 
 def distance_metrics(
@@ -221,7 +244,9 @@ def ratio_metrics(ratios: list[list[float]], loss_config: dict[str, Any]) -> dic
         squares = sum(ratio**2 for ratio in flat)
         metrics["ratio_new_old_sum"] = (total, total)
         metrics["ratio_new_old_squared_sum"] = (squares, squares)
-        metrics["effective_sample_size"] = (total**2 / squares, total**2 / squares)
+        size = total**2 / squares
+        metrics["effective_sample_size"] = (size, size)
+        metrics["effective_sample_share"] = (size / len(flat), size / len(flat))
     return metrics
 
 

@@ -1,0 +1,31 @@
+from truestep.api.looking import MemoryPlan as MemoryPlan
+from truestep.api.looking import Verification as Verification
+from truestep.api.looking import export as export
+from truestep.api.looking import parity as parity
+from truestep.api.looking import plan as plan
+from truestep.api.looking import score as score
+from truestep.api.looking import verify as verify
+from truestep.api.running import TrainingResult as TrainingResult
+from truestep.api.running import train as train
+from truestep.callbacks import Callback as Callback
+from truestep.callbacks import CallbackError as CallbackError
+from truestep.callbacks import Run as Run
+from truestep.config.load import dump_config as dump_config
+from truestep.config.load import load_config as load_config
+from truestep.config.schema import Config as Config
+from truestep.config.yaml_tree import ConfigError as ConfigError
+from truestep.errors import TruestepError as TruestepError
+from truestep.init.make import init as init
+from truestep.losses.label_losses import LabelLoss as LabelLoss
+from truestep.losses.label_losses import LabelTerm as LabelTerm
+from truestep.losses.labels import Labels as Labels
+from truestep.metrics.sinks import Sink as Sink
+from truestep.parity.gap import Parity as Parity
+from truestep.report import write_report as write_report
+from truestep.rollouts.check import DataSummary as DataSummary
+from truestep.rollouts.check import check_files as check_files
+from truestep.sampler.server.protocol import InferenceServer as InferenceServer
+from truestep.score import Score as Score
+from truestep.types import Rollout as Rollout
+
+__version__: str

@@ -1,0 +1,140 @@
+"""Kept rollouts as rows: what was asked, what was answered, what it was worth, and how the policy sees it now."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from truestep.types import DocumentScore, Rejected, Rollout
+
+# Turns token ids into text; with True, special tokens are left out, as they are for rewards.
+Decode = Callable[[Sequence[int], bool], str]
+
+CUT = "\N{HORIZONTAL ELLIPSIS}"
+_MOST_BYTES = 4  # of a character
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # in the text of a token that has only some bytes of a character
+
+
+@dataclass
+class Reader:
+    """Reads tokens as text, no more of it than is kept."""
+
+    decode: Decode
+    longest: int  # characters
+    _alone: dict[int, str] = field(default_factory=dict)  # the texts of single tokens
+
+    def text(self, ids: np.ndarray, plain: bool) -> str:
+        # A token that has no letter of its own (a byte of a character) is a quarter of one.
+        return cut(self.decode(ids[: 4 * self.longest].tolist(), plain), self.longest)
+
+    def pieces(self, ids: np.ndarray) -> list[str]:
+        """Give the text of each token. Of tokens that make a character together, the first has it."""
+        pieces: list[str] = []
+        listed, room = ids.tolist(), self.longest
+        while len(pieces) < len(listed) and room > 0:
+            start = len(pieces)
+            text, count = self._piece(listed[start]), 1
+            while _UNFINISHED in text and count < min(_MOST_BYTES, len(listed) - start):
+                count += 1
+                text = self.decode(listed[start : start + count], False)
+            if _UNFINISHED in text:
+                text, count = self._piece(listed[start]), 1
+            pieces += [text, *[""] * (count - 1)]
+            room -= len(text)
+        return pieces
+
+    def _piece(self, token: int) -> str:
+        """Read one token as it stands behind another: at the start of a text, a space that it begins with is lost."""
+        if token not in self._alone:
+            alone = self.decode([token], False)
+            self._alone[token] = self.decode([token, token], False)[len(alone) :] if _UNFINISHED not in alone else alone
+        return self._alone[token]
+
+
+def cut(text: str, longest: int) -> str:
+    # Half of a surrogate pair has no place in a file of UTF-8.
+    safe = text[: longest + 1].encode("utf-8", errors="replace").decode("utf-8")
+    return safe if len(safe) <= longest else safe[: longest - 1] + CUT
+
+
+def choose(documents: Sequence[Rollout], most: int) -> list[int]:
+    """Choose the places of the documents that are kept: whole groups, from all over the step, as many as fit.
+
+    What is chosen depends on the step's documents alone.
+    """
+    groups: dict[str | int, list[int]] = {}
+    for place, document in enumerate(documents):
+        groups.setdefault(document.group_id if document.group_id is not None else place, []).append(place)
+    listed = list(groups.values())
+    size = max(map(len, listed), default=1)
+    count = max(1, most // size)
+    stride = max(1, -(-len(listed) // count))
+    chosen = [place for members in listed[::stride] for place in members]
+    return sorted(chosen[:most])
+
+
+def row_of(
+    document: Rollout, score: DocumentScore | None, reader: Reader | None, step: int, documents_seen: int, tokens: bool
+) -> dict[str, Any]:
+    """Word a document of a step. `documents_seen` before the step; with `tokens`, the values of each token too."""
+    mask = document.loss_mask
+    labels = np.flatnonzero(mask)
+    first = int(labels[0]) if len(labels) else document.num_tokens
+    row: dict[str, Any] = {
+        "step": step,
+        "id": cut(document.id, 1000),
+        "group_id": None if document.group_id is None else cut(document.group_id, 1000),
+        "reward": document.reward,
+        "rewards": list(document.rewards.items()),
+        "length": len(labels),
+        "tokens": document.num_tokens,
+        "truncated": document.truncated,
+    }
+    if reader is not None:
+        row["prompt"] = reader.text(document.input_ids[:first], False)
+        row["completion"] = reader.text(document.input_ids[first:], True)
+    if not len(labels):
+        return row
+    if document.advantages is not None:
+        row["advantage"] = float(document.advantages[mask].mean(dtype=np.float64))
+    if document.model_version is not None:
+        row["model_version"] = int(document.model_version[first])
+        row["staleness"] = documents_seen - int(document.model_version[first])
+    if score is not None:
+        row |= _scored(document, score, reader, tokens)
+    return row
+
+
+def _scored(document: Rollout, score: DocumentScore, reader: Reader | None, tokens: bool) -> dict[str, Any]:
+    """Word what the policy says of a document's labels before the step's update."""
+    mask = document.loss_mask
+    row: dict[str, Any] = {"entropy": float(score.entropy.mean(dtype=np.float64))}
+    log_ratio = None
+    if document.logprobs is not None:
+        log_ratio = score.logprobs.astype(np.float64) - document.logprobs[mask].astype(np.float64)
+        row["log_ratio"] = float(log_ratio.mean())
+        row["largest_log_ratio"] = float(np.abs(log_ratio).max())
+    if tokens and reader is not None:
+        pieces = reader.pieces(document.input_ids[mask])
+        row["token_texts"] = [cut(piece, 1000) for piece in pieces]
+        row["token_logprobs"] = score.logprobs[: len(pieces)].tolist()
+        if log_ratio is not None:
+            row["token_log_ratios"] = log_ratio[: len(pieces)].tolist()
+        if document.advantages is not None:
+            advantages = document.advantages[mask]
+            if np.ptp(advantages):  # where all tokens have the same, the document's says it
+                row["token_advantages"] = advantages[: len(pieces)].tolist()
+    return row
+
+
+def rejected_row(record: Rejected, step: int, longest: int) -> dict[str, Any]:
+    """Word a completion that is not trained on; `step` is the step that it was sampled for."""
+    return {
+        "step": step,
+        "id": None if record.id is None else cut(record.id, 1000),
+        "group_id": None if record.group_id is None else cut(record.group_id, 1000),
+        "prompt": None if record.prompt is None else cut(record.prompt, longest),
+        "completion": None if record.completion is None else cut(record.completion, longest),
+        "rejected": cut(record.reason, 1000),
+    }

@@ -1,0 +1,111 @@
+"""The time of a step, split into what it was spent on.
+
+The metrics of it are `time/NAME`, in seconds of the first rank. They differ from run to run and between layouts, so
+whatever compares metrics leaves out those that `of_the_machine` names.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+PREFIX = "time/"
+# The parts of `step_time`, in the order in which a step has them; what is left of it is the last.
+PARTS = ("sampling", "rating", "waiting", "reference", "forward", "head", "backward", "reduce", "optimizer", "sync")
+REST = "other"
+# These come between two steps, and stand in the line of the later one, beside its `step_time`.
+BETWEEN = ("evaluation", "save")
+
+_OF_THE_MACHINE = frozenset(
+    {
+        *("tokens_per_second", "data_wait_time", "step_time", "seconds"),
+        *("sampling_time", "rating_time", "sampled_tokens_per_second"),
+        *("gpu_memory", "mfu"),
+    }
+)
+
+
+def of_the_machine(name: str) -> bool:
+    """Tell whether a metric measures the machine (times, speeds, memory), so that no two runs have the same."""
+    return name in _OF_THE_MACHINE or name.startswith(PREFIX)
+
+
+class Stopwatch:
+    """Adds up the seconds of named pieces of work. A piece within another counts for itself alone.
+
+    On a GPU the pieces lie between events on its stream: nothing waits for them, and pieces that it has not come to the
+    end of are part of what is read next.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._gpu = device is not None and device.type == "cuda"
+        self._device = device
+        self._names: list[str] = []
+        self._last: Any = None  # the mark at which the innermost piece began, or went on
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._pending: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        self._mark()
+        self._names.append(name)
+        try:
+            yield
+        finally:
+            self._mark()
+            self._names.pop()
+
+    def _mark(self) -> None:
+        """End the innermost piece here; whatever is innermost after this begins here."""
+        if not self._gpu:
+            now = time.perf_counter()
+            if self._names:
+                self._seconds[self._names[-1]] += now - self._last
+            self._last = now
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        if self._names:
+            self._pending.append((self._names[-1], self._last, event))
+        self._last = event
+
+    def drain(self) -> dict[str, float]:
+        """Hand over the seconds since the last call."""
+        waiting = []
+        for name, start, end in self._pending:
+            if end.query():
+                self._seconds[name] += start.elapsed_time(end) / 1000
+            else:
+                waiting.append((name, start, end))
+        self._pending = waiting
+        seconds, self._seconds = dict(self._seconds), defaultdict(float)
+        return seconds
+
+
+class StepTimes:
+    """Collects where the time of a step goes."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.perf_counter() - start
+
+    def line(self, step_time: float, waits: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float]:
+        """Word the times of a step that is done, and begin the next. `waits` are the metrics of waiting for documents,
+        and `measured` is what a stopwatch gave."""
+        seconds, self._seconds = self._seconds, defaultdict(float)
+        found = {**seconds, **measured}
+        found |= {name: waits[f"{name}_time"] for name in ("sampling", "rating") if f"{name}_time" in waits}
+        known = found.get("sampling", 0.0) + found.get("rating", 0.0)
+        found["waiting"] = max(0.0, waits["data_wait_time"] - known)
+        found[REST] = max(0.0, step_time - sum(found.get(name, 0.0) for name in PARTS))
+        return {PREFIX + name: found[name] for name in (*PARTS, REST, *BETWEEN) if name in found}

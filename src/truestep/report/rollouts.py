@@ -1,0 +1,199 @@
+"""The rollouts of the page: the numbers of all that were kept, and the texts of as many as there is room for.
+
+Texts come from all over the runs: those of the first and the last steps, of the middle, of the quarters and so on,
+until the room is full. Nothing is interpreted: a text stands in compressed JSON and is put on the page as text.
+"""
+
+import base64
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from truestep.kept.files import FOLDER, list_files
+from truestep.report.runs import Run, is_finite
+from truestep.text import printable
+
+MOST_ROWS = 100_000
+ROOM = 4_600_000  # letters of all that is packed, so that a page of one run has at most six million
+LARGEST_RAW = 40_000_000  # characters of texts, which a browser reads at once
+LONGEST_TEXT = 20_000
+NUMBERS = ("reward", "advantage", "log_ratio", "largest_log_ratio", "entropy")
+COUNTS = ("length", "staleness")
+_NAMES = ("step", "group_id", "truncated", "rejected", *NUMBERS, *COUNTS)
+_TEXTS = ("id", "prompt", "completion", "rejected", "rewards")
+_TOKENS = ("token_texts", "token_logprobs", "token_log_ratios", "token_advantages")
+
+
+@dataclass
+class Browser:
+    """All that the page has of kept rollouts."""
+
+    columns: dict[str, list[Any]]
+    packed: dict[str, str] = field(default_factory=dict)  # what the page's script reads, by name
+    num_rows: int = 0  # kept by the runs
+    num_texts: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def note(self) -> str:
+        """Say what of the rollouts is not in the page."""
+        shown = len(self.columns["step"])
+        parts = []
+        if shown < self.num_rows:
+            parts.append(f"{shown:,} of {self.num_rows:,} rollouts are in this page")
+        if self.num_texts < shown:
+            parts.append(f"{self.num_texts:,} of them with their text, from all over the run")
+        note = f"{', '.join(parts)}; all are in the run's directory, in {FOLDER}." if parts else ""
+        return " ".join([note[:1].upper() + note[1:], *self.problems]).strip()
+
+
+def collect(runs: Sequence[Run]) -> Browser | None:
+    """Read what the runs kept; None where they kept nothing."""
+    sources = [(number, file) for number, run in enumerate(runs) for file in list_files(run.path / FOLDER)]
+    browser = Browser({name: [] for name in ("run", "file", "row", *_NAMES)})
+    _add_numbers(sources, browser)
+    if not browser.num_rows:
+        return browser if browser.problems else None
+    browser.packed["index"] = _packed(_index(browser, [run.name for run in runs]))
+    _add_texts(browser, [file for _, file in sources], ROOM - len(browser.packed["index"]))
+    return browser
+
+
+def _add_numbers(sources: Sequence[tuple[int, Path]], browser: Browser) -> None:
+    """Read the numbers of all files. Where there are more rows than a page should have, every second one is left out,
+    as often as it takes."""
+    stride, columns = 1, browser.columns
+    for place, (run, file) in enumerate(sources):
+        rows = _read(file, _NAMES)
+        if rows is None:
+            browser.problems.append(f"{printable(file.name)} cannot be read.")
+        for row, values in enumerate(rows or ()):
+            if browser.num_rows % stride == 0:
+                values |= {"run": run, "file": place, "row": row}
+                for name, column in columns.items():
+                    column.append(values[name])
+            browser.num_rows += 1
+        while len(columns["step"]) > MOST_ROWS:
+            columns = browser.columns = {name: column[::2] for name, column in columns.items()}
+            stride *= 2
+    del browser.problems[3:]
+
+
+def _read(file: Path, names: Sequence[str]) -> list[dict[str, Any]] | None:
+    """Read some columns of a file; None where it is damaged, or has other columns."""
+    from pyarrow import parquet
+
+    try:
+        # One file after another, each by one thread: of small files that takes a third of `read_table`'s time.
+        with parquet.ParquetFile(file) as opened:
+            found: list[dict[str, Any]] = opened.read(columns=list(names), use_threads=False).to_pylist()
+        return found if all(isinstance(row.get("step", 0), int) for row in found) else None
+    except Exception:  # a file that was written by another version, cut off or flipped: pyarrow raises many kinds
+        return None
+
+
+def spread(count: int) -> list[int]:
+    """Order places so that however many are taken, they lie all over the range: the ends, the middle, the quarters."""
+    bits = max(1, (count - 1).bit_length())
+    inner = sorted(range(1, count - 1), key=lambda place: int(f"{place:0{bits}b}"[::-1], 2))
+    return [*range(min(1, count)), *([count - 1] if count > 1 else []), *inner]
+
+
+def _add_texts(browser: Browser, files: Sequence[Path], room: int) -> None:
+    """Add the texts of whole files while there is room for so many letters."""
+    by_file: dict[int, dict[int, int]] = {}
+    for at, (file, row) in enumerate(zip(browser.columns["file"], browser.columns["row"], strict=True)):
+        by_file.setdefault(file, {})[row] = at
+    chosen: list[list[Any]] = []
+    compressed = raw = of_tokens = 0
+    places = list(by_file)
+    for place in (places[index] for index in spread(len(places))):
+        rows = _read(files[place], (*_TEXTS, *_TOKENS)) or []
+        listed = []
+        for row, values in enumerate(rows):
+            if row not in by_file[place]:
+                continue
+            tokens = _tokens(values) if of_tokens <= raw / 4 else None
+            listed.append([by_file[place][row], *(_text(values[name]) for name in _TEXTS[:3]), _parts(values), tokens])
+            of_tokens += 0 if tokens is None else len(_json(tokens))
+        text = _json(listed)
+        compressed, raw = compressed + len(zlib.compress(text.encode(), 1)), raw + len(text)
+        if chosen and (compressed > room or raw > LARGEST_RAW):  # together they take three quarters of it, as base64
+            break
+        chosen.append(listed)
+    _fit(browser, chosen, room)
+
+
+def _fit(browser: Browser, chosen: list[list[Any]], room: int) -> None:
+    """Take as many of the files' texts, the first ones, as fit the room together."""
+    while True:
+        prompts: dict[str | None, int] = {}
+        rows = sorted((list(row) for listed in chosen for row in listed), key=lambda row: row[0])
+        for row in rows:
+            row[2] = prompts.setdefault(row[2], len(prompts))
+        browser.packed["texts"], browser.num_texts = _packed({"prompts": list(prompts), "rows": rows}), len(rows)
+        size = len(browser.packed["texts"])
+        if size <= room or len(chosen) <= 1:
+            return
+        chosen = chosen[: max(1, min(len(chosen) - 1, int(len(chosen) * 0.97 * room / size)))]
+
+
+def _text(text: str | None) -> str | None:
+    return None if text is None else text[:LONGEST_TEXT]
+
+
+def _parts(values: dict[str, Any]) -> list[list[Any]]:
+    return [[printable(name, 60), _short(value)] for name, value in values["rewards"] or ()][:20]
+
+
+def _tokens(values: dict[str, Any]) -> list[Any] | None:
+    """Give the texts of the tokens with whole numbers: log-probs in hundredths, log-ratios in thousandths."""
+    pieces = values["token_texts"]
+    if not pieces:
+        return None
+    scales = ((100, "token_logprobs"), (1000, "token_log_ratios"), (100, "token_advantages"))
+    return [
+        pieces,
+        *(
+            None
+            if values[name] is None
+            else [round(scale * value) if is_finite(value) else None for value in values[name]]
+            for scale, name in scales
+        ),
+    ]
+
+
+def _short(value: float | None, digits: int = 4) -> float | None:
+    return float(f"{value:.{digits}g}") if is_finite(value) else None
+
+
+def _index(browser: Browser, names: Sequence[str]) -> dict[str, Any]:
+    """Give the numbers of all rollouts, a list for each column."""
+    columns = browser.columns
+    groups: dict[str | None, int] = {}
+    reasons: dict[str | None, int] = {None: 0}
+    index = {
+        "runs": list(names),
+        "run": columns["run"],
+        "step": columns["step"],
+        "group": [groups.setdefault(group, len(groups)) for group in columns["group_id"]],
+        "truncated": [-1 if value is None else int(value) for value in columns["truncated"]],
+        "rejected": [reasons.setdefault(reason, len(reasons)) for reason in columns["rejected"]],
+        **{name: [_short(value, 4 if name == "reward" else 3) for value in columns[name]] for name in NUMBERS},
+        **{name: columns[name] for name in COUNTS},
+    }
+    index["groups"] = [None if group is None else printable(group, 100) for group in groups]
+    index["reasons"] = [None if reason is None else printable(reason, 500) for reason in reasons]
+    return index
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
+
+
+def _packed(value: Any) -> str:
+    """Pack JSON, compressed, as letters that end no script element."""
+    return base64.b64encode(zlib.compress(_json(value).encode(), 9)).decode("ascii")

@@ -1,0 +1,58 @@
+"""The norm of a step's gradient, and clipping by it."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from truestep.policy.weights.protocol import Weights
+from truestep.ranks.axes import WEIGHT_PARTS
+
+# So many numbers are summed in float32, and those sums in float64. One float32 sum of all, number after number as a CPU
+# adds, is off by percents, and a float64 pass makes a copy of twice the tensor's size.
+_RUN = 64
+# Below it, and above what float32 can hold the square of, squares of float32 numbers are not to be trusted.
+_SMALLEST = 1e-9
+_LARGEST = 1e18
+_SLICE = 2**22  # numbers that are copied to float64 at a time
+
+
+@torch.no_grad()
+def gradient_norm(weights: Weights) -> float:
+    """Compute the norm over all gradients, every weight once, after `gradient_divisor` and before clipping.
+
+    The host waits for the device once. Where squares may leave the range of float32, and only there, the norm is
+    computed again in float64; all ranks see the same norm, so they do so together."""
+    ranks = weights.ranks
+    counted = [
+        gradient.reshape(-1) for name, gradient in weights.gradients.items() if weights.pieces[name].counted_on(ranks)
+    ]
+    norm = _norm(weights, counted, _squares)
+    return norm if _SMALLEST < norm < _LARGEST else _norm(weights, counted, _exact_squares)
+
+
+def _norm(
+    weights: Weights, gradients: Sequence[torch.Tensor], squares: Callable[[torch.Tensor], list[torch.Tensor]]
+) -> float:
+    sums = [part for gradient in gradients for part in squares(gradient)]
+    total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=weights.device)
+    for group in WEIGHT_PARTS:
+        weights.ranks.sum_over(group, total)
+    return math.sqrt(float(total))
+
+
+def _squares(gradient: torch.Tensor) -> list[torch.Tensor]:
+    """Sum the squares of a flat gradient: runs of it in float32, and the runs, and what is left over, in float64."""
+    whole = len(gradient) // _RUN * _RUN
+    runs = torch.linalg.vector_norm(gradient[:whole].view(-1, _RUN), dim=1)
+    return [part.double().square().sum() for part in (runs, gradient[whole:])]
+
+
+def _exact_squares(gradient: torch.Tensor) -> list[torch.Tensor]:
+    return [part.double().square().sum() for part in gradient.split(_SLICE)]
+
+
+@torch.no_grad()
+def clip_gradients(gradients: dict[str, torch.Tensor], norm: float, threshold: float | None) -> None:
+    if threshold is not None and norm > threshold and gradients:
+        torch._foreach_mul_(list(gradients.values()), threshold / norm)

@@ -1,0 +1,148 @@
+"""An optimizer that goes through the weights one after another, each by the rule of its group.
+
+So the memory of an update is that of a few weights, whatever the model's size, and states may lie on the host.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from truestep import progress
+from truestep.policy.weights.protocol import Weights
+from truestep.step.optimizers.conveyor import Conveyor
+
+State = dict[str, torch.Tensor]  # of a weight: tensors with its dimensions, of which the last may have another size
+
+# Numbers of a weight that are updated at a time, where rows can be updated apart: it bounds what a rule needs beside
+# the state, and what is on its way between host and device.
+_NUMBERS = 2**24
+STEP = "step"  # the name of the number of a weight's updates, in its state
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A weight, or some of its rows, on the device for its update."""
+
+    name: str
+    start: int  # the first row, of those of this rank
+    number: int  # of the update, from 1
+    weight: torch.Tensor
+    gradient: torch.Tensor
+    state: State
+
+
+class Rule(Protocol):
+    """How weights of a kind are updated."""
+
+    @property
+    def together(self) -> int:
+        """So many whole weights are updated at once; 0: some rows of one at a time."""
+        ...
+
+    def begin(self, name: str, part: torch.Tensor) -> State:
+        """Make the state of a rank's part before its first update, on the device of that part."""
+        ...
+
+    def update(self, slots: Sequence[Slot], rate: float) -> None:
+        """Update weights and states in place. Every rank calls this for its parts of the same weights."""
+        ...
+
+
+class ByWeight(torch.optim.Optimizer):
+    """Updates this rank's part of each weight by the rule of its group."""
+
+    def __init__(self, weights: Weights, groups: Sequence[tuple[Rule, Mapping[str, torch.nn.Parameter]]], home: str):
+        """Make an optimizer whose states lie on the device, or on the host with `home: host`."""
+        self._weights, self._home = weights, home
+        self._names = {id(master): name for name, master in weights.master.items()}
+        self._conveyor = Conveyor(weights.device)
+        filled = [{"params": list(named.values()), "rule": rule} for rule, named in groups if named]
+        super().__init__(filled, {"lr": 0.0})
+
+    def begin(self, rule: Rule, master: torch.nn.Parameter) -> dict[str, Any]:
+        """Make the first state of a weight, where it is to lie."""
+        state = rule.begin(self._names[id(master)], master.detach())
+        state = {kind: self.place(value) for kind, value in state.items()}
+        return {STEP: torch.zeros((), dtype=torch.float32), **state}
+
+    def place(self, value: torch.Tensor) -> torch.Tensor:
+        """Put a tensor of a state where states lie."""
+        if not value.ndim:
+            return value.cpu()
+        return self._conveyor.to_host(value) if self._home == "host" else value.to(self._weights.device)
+
+    def kinds(self, master: torch.nn.Parameter) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """Give the types and shapes of the state of a weight."""
+        rule = next(group["rule"] for group in self.param_groups if any(master is other for other in group["params"]))
+        like = rule.begin(self._names[id(master)], torch.empty_like(master, device="meta"))
+        return {kind: (value.dtype, value.shape) for kind, value in like.items()}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        gradients = self._weights.gradients
+        for group in self.param_groups:
+            for master in group["params"]:
+                state = self.state[master]
+                if not state:
+                    state.update(self.begin(group["rule"], master))
+                state[STEP] += 1
+        self._conveyor.run(
+            (self._moving(batch), partial(self._update, group, batch, gradients))
+            for group in self.param_groups
+            for batch in self._batches(group)
+        )
+
+    def settle(self) -> None:
+        """Wait until states on the host are those after the last update."""
+        self._conveyor.settle()
+
+    def _batches(self, group: dict[str, Any]) -> Iterator[list[tuple[torch.nn.Parameter, slice]]]:
+        """Divide a group's weights into what is updated at once: weights, and the rows of each."""
+        masters, together = group["params"], group["rule"].together
+        if together:
+            for first in range(0, len(masters), together):
+                yield [(master, slice(0, _rows(master))) for master in masters[first : first + together]]
+            return
+        for master in masters:
+            rows = _rows(master)
+            most = max(1, _NUMBERS * rows // max(1, master.numel()))
+            for start in range(0, rows, most):
+                yield [(master, slice(start, min(rows, start + most)))]
+
+    def _moving(self, batch: Sequence[tuple[torch.nn.Parameter, slice]]) -> list[State]:
+        """Give the tensors of a batch that lie on the host."""
+        if self._home != "host":
+            return [{} for _ in batch]
+        return [_of_rows(self.state[master], rows) for master, rows in batch]
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        batch: Sequence[tuple[torch.nn.Parameter, slice]],
+        gradients: Mapping[str, torch.Tensor],
+        here: Sequence[State],
+    ) -> None:
+        slots = []
+        for (master, rows), moved in zip(batch, here, strict=True):
+            name, state = self._names[id(master)], self.state[master]
+            own = {**_of_rows(state, rows), **moved}
+            weight, gradient = _some(master.detach(), rows), _some(gradients[name], rows)
+            slots.append(Slot(name, rows.start, int(state[STEP]), weight, gradient, own))
+        group["rule"].update(slots, group["lr"])
+        progress.made("numbers updated", sum(slot.weight.numel() for slot in slots))
+
+
+def _rows(tensor: torch.Tensor) -> int:
+    return tensor.shape[0] if tensor.ndim else 1
+
+
+def _some(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+    return tensor[rows] if tensor.ndim else tensor
+
+
+def _of_rows(state: Mapping[str, torch.Tensor], rows: slice) -> State:
+    return {kind: value[rows] for kind, value in state.items() if kind != STEP and value.ndim}

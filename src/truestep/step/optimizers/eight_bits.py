@@ -1,0 +1,152 @@
+"""AdamW with its two moments in 8 bits: levels of a block, and a float32 scale for each block.
+
+A block is at most 256 neighbours in a row (the last dimension) of the whole weight, and never crosses a sixteenth of
+the row. Ranks cut weights between rows, or a row into equal parts. So every block is whole on one rank, and a weight's
+blocks are the same under every layout.
+
+The levels are geometric, over seven powers of ten below the block's largest number: 127 of them and a sign for the
+first moment, 255 for the square root of the second. A number becomes one of its two neighbouring levels, in turn, so
+that it is right on average. Without that the second moment would stand still: it changes by a thousandth a step, and
+levels lie six hundredths apart. Which of the two is a function of the place in the weight and of the update's number.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from truestep.errors import TruestepError
+from truestep.policy.cuts.blocks import PARTS, Blocks
+from truestep.policy.weights.protocol import Weights
+from truestep.step.optimizers.adamw import AdamWOptions
+from truestep.step.optimizers.by_weight import Slot, State
+
+DECADES = 7.0
+FIRST, SECOND = 127, 255  # levels above 0
+# Turns are the fractional parts of row · A + column · B + update · C: each number's go through [0, 1) evenly, and
+# neighbours differ. The factors are those of the golden ratio and of its relatives in two dimensions, times 2^32.
+ROW, COLUMN = 3_242_174_889, 2_447_445_414
+STEPS = {FIRST: 2_654_435_769, SECOND: 1_640_531_527}
+
+
+class BlockError(TruestepError):
+    """Weights that ranks cut within blocks."""
+
+
+class Quantised(NamedTuple):
+    codes: torch.Tensor  # [R, C], whole numbers
+    scale: torch.Tensor  # [R, blocks], float32
+
+
+@cache
+def levels(count: int, device: torch.device) -> torch.Tensor:
+    """Make 0 and the levels above it, up to 1."""
+    values = [0.0, *(10 ** (DECADES * (place / (count - 1) - 1)) for place in range(count))]
+    return torch.tensor(values, dtype=torch.float64).to(torch.float32).to(device)
+
+
+def turns(rows: torch.Tensor, columns: torch.Tensor, number: int, count: int) -> torch.Tensor:  # [R, C]
+    """Give each place its turn, in [0, 1): which of its two levels it takes."""
+    along_rows, along_columns = rows * ROW + number * STEPS[count], columns * COLUMN
+    sums = _wrapped(along_rows)[:, None] + _wrapped(along_columns)[None, :]  # int32, which wraps
+    return (sums >> 8).to(torch.float32) * 2.0**-24 + 0.5
+
+
+def _wrapped(values: torch.Tensor) -> torch.Tensor:
+    return (((values + 2**31) & (2**32 - 1)) - 2**31).to(torch.int32)
+
+
+def quantise(values: torch.Tensor, blocks: Blocks, turn: torch.Tensor, count: int) -> Quantised:
+    """Write numbers [R, C] as levels; what is not 0 never becomes 0 if `count` is that of the second moment."""
+    folded = blocks.fold(values.abs())
+    scale = folded.amax(-1)
+    share = blocks.unfold(folded / scale.clamp(min=torch.finfo(torch.float32).tiny)[..., None])
+    table = levels(count, values.device)
+    place = torch.floor(torch.log10(share) * ((count - 1) / DECADES)) + count
+    below = place.clamp(0, count - 1).to(torch.int32).flatten()
+    low = table.index_select(0, below).view_as(share)
+    high = table.index_select(0, below + 1).view_as(share)
+    codes = below.view_as(share) + (turn < (share - low) / (high - low))
+    if count == SECOND:
+        codes = codes.clamp_(min=1).masked_fill_(share == 0, 0)
+        return Quantised(codes.to(torch.uint8), scale)
+    return Quantised((codes * values.sign()).to(torch.int8), scale)
+
+
+def dequantise(stored: Quantised, blocks: Blocks, count: int) -> torch.Tensor:  # [R, C]
+    codes = stored.codes.to(torch.int32)
+    values = levels(count, codes.device).index_select(0, codes.abs().flatten()).view_as(codes)
+    scaled = blocks.unfold(blocks.fold(values) * stored.scale[..., None])
+    return scaled * codes.sign() if count == FIRST else scaled
+
+
+@dataclass(frozen=True)
+class AdamW8Bit:
+    weights: Weights
+    options: AdamWOptions
+    together: int = 0
+
+    def begin(self, name: str, part: torch.Tensor) -> State:
+        blocks = self._blocks(name).of_row(part.shape[-1])
+        scales = torch.zeros((*part.shape[:-1], blocks), dtype=torch.float32, device=part.device)
+        return {
+            "exp_avg": torch.zeros_like(part, dtype=torch.int8),
+            "exp_avg_scale": scales,
+            "exp_avg_root": torch.zeros_like(part, dtype=torch.uint8),
+            "exp_avg_root_scale": scales.clone(),
+        }
+
+    def _blocks(self, name: str) -> Blocks:
+        return Blocks.of(self.weights.pieces[name].shape[-1])
+
+    def update(self, slots: Sequence[Slot], rate: float) -> None:
+        for slot in slots:
+            if slot.weight.numel():
+                self._update(slot, rate)
+
+    def _update(self, slot: Slot, rate: float) -> None:
+        options, number, blocks = self.options, slot.number, self._blocks(slot.name)
+        beta1, beta2 = options.betas
+        flat = {kind: value.reshape(-1, value.shape[-1]) for kind, value in slot.state.items()}
+        weight, gradient = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (slot.weight, slot.gradient))
+        first = dequantise(Quantised(flat["exp_avg"], flat["exp_avg_scale"]), blocks, FIRST)
+        first.mul_(beta1).add_(gradient, alpha=1 - beta1)
+        second = dequantise(Quantised(flat["exp_avg_root"], flat["exp_avg_root_scale"]), blocks, SECOND)
+        second.square_().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        root = second.sqrt_()
+        weight.mul_(1 - rate * options.weight_decay)
+        divisor = (root / math.sqrt(1 - beta2**number)).add_(options.epsilon)
+        weight.addcdiv_(first, divisor, value=-rate / (1 - beta1**number))
+        rows, columns = self._places(slot)
+        for kind, values, count in (("exp_avg", first, FIRST), ("exp_avg_root", root, SECOND)):
+            stored = quantise(values, blocks, turns(rows, columns, number, count), count)
+            flat[kind].copy_(stored.codes)
+            flat[f"{kind}_scale"].copy_(stored.scale)
+
+    def _places(self, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
+        """Find the rows and the columns of the whole weight that are updated here."""
+        shape = self.weights.pieces[slot.name].shape
+        height, width = math.prod(shape[:-1]), shape[-1]
+        rows = torch.arange(height).reshape(*shape[:-1], 1).expand(shape)
+        columns = torch.arange(width).expand(shape)
+        stop = slot.start + len(slot.weight)
+        own = self.weights.part_of(slot.name, rows)[slot.start : stop].select(-1, 0).flatten()
+        across = self.weights.part_of(slot.name, columns)[slot.start : stop].flatten(0, -2)[0]
+        return own.to(slot.weight.device), across.to(slot.weight.device)
+
+
+def check_blocks(weights: Weights, names: Iterable[str]) -> None:
+    """Refuse ranks that cut a row of a weight elsewhere than between its parts."""
+    for name in names:
+        piece = weights.pieces[name]
+        columns = piece.shape[-1]
+        for axis, dimension in piece.cut.items():
+            if dimension == len(piece.shape) - 1 and math.gcd(columns, PARTS) % weights.ranks.size_of(axis):
+                raise BlockError(
+                    f"optimizer.type: adamw_8bit: parallel.{axis}: {weights.ranks.size_of(axis)} cuts the "
+                    f"{columns} columns of {name} within blocks, which would change results: use a divisor of "
+                    f"{math.gcd(columns, PARTS)}, or optimizer.type: adamw"
+                )

@@ -1,0 +1,93 @@
+"""examples/python: the programs run as they are, and the notebook's cells one after another."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from selection import long_except
+from truestep.ranks.forks import fork_context
+
+FOLDER = Path(__file__).parents[2] / "examples" / "python"
+PROGRAMS = ("with_callbacks", "own_objective", "own_source", "sweep", "look_inside")
+LAST_LINES = {
+    "with_callbacks": "all 2 steps are done; learning rate 0.002",
+    "own_objective": "all 2 steps are done; surprise ",
+    "own_source": "the data ended after step 2",
+    "sweep": "compared in ",
+    "look_inside": "the data ended after step 2; a Hugging Face directory: ",
+}
+
+
+def in_a_process(target: Any, *arguments: Any, folder: Path) -> list[str]:
+    """Run in a process that has imported everything, and give the lines that it printed."""
+    said = folder / "said.txt"
+    process = fork_context().Process(target=_begin, args=(target, str(folder), str(said), *arguments))
+    process.start()
+    process.join(300)
+    lines = said.read_text(encoding="utf-8").splitlines()
+    assert process.exitcode == 0, lines
+    return lines
+
+
+def _begin(target: Any, folder: str, said: str, *arguments: Any) -> None:
+    written = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    target(*arguments)
+    sys.stdout.flush()
+
+
+def run_program(name: str) -> None:
+    sys.argv = [name, "--directory", "made", "--steps", "2"]
+    sys.path.insert(0, str(FOLDER))
+    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+
+
+@pytest.mark.parametrize("name", long_except(PROGRAMS, "with_callbacks", "own_source"))
+def test_a_program_runs_as_it_is(name: str, tmp_path: Path) -> None:
+    lines = in_a_process(run_program, name, folder=tmp_path)
+    assert any(line.startswith(LAST_LINES[name]) for line in lines), lines
+
+
+def test_no_program_is_forgotten() -> None:
+    assert {path.stem for path in FOLDER.glob("*.py")} == {*PROGRAMS, "task"}
+
+
+def cells() -> list[str]:
+    notebook = json.loads((FOLDER / "tour.ipynb").read_text(encoding="utf-8"))
+    assert notebook["nbformat"] == 4
+    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def run_cells(sources: list[str]) -> None:
+    """As a notebook does: in one namespace, with the working directory on Python's path."""
+    sys.path.insert(0, os.getcwd())
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for source in sources:
+        if source.startswith("%%writefile "):
+            head, _, body = source.partition("\n")
+            Path(head.split()[1]).write_text(body, encoding="utf-8")
+        else:
+            exec(compile(source, "<cell>", "exec"), names)
+
+
+def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:
+    lines = in_a_process(run_cells, cells(), folder=tmp_path)
+    assert any(line.startswith("held out: ") for line in lines), lines
+    assert (tmp_path / "tour" / "report.html").is_file()
+
+
+def test_the_notebook_holds_no_output() -> None:
+    notebook = json.loads((FOLDER / "tour.ipynb").read_text(encoding="utf-8"))
+    for cell in notebook["cells"]:
+        assert cell["cell_type"] == "markdown" or (cell["outputs"] == [] and cell["execution_count"] is None)
