@@ -16,6 +16,7 @@ from truestep.losses.labels import Labels
 from truestep.losses.objective import Denominator, Objective
 from truestep.metrics.types import Max, Mean, Metric, Min
 from truestep.policy.cuts.pieces import Piece, pieces_of
+from truestep.policy.loading import load
 from truestep.policy.model.context import Context
 from truestep.policy.weights import sharded, whole
 from truestep.policy.weights.protocol import StagePass
@@ -271,3 +272,8 @@ def masked_whatever_way_they_move() -> None:
         return dataclasses.replace(term, slope=torch.where(masked, 0, term.slope), clipped=masked)
 
     label_losses.Dppo.__call__ = unsigned  # type: ignore[method-assign]
+
+
+def nothing_frozen() -> None:
+    """The patterns of model.freeze are forgotten."""
+    load.freeze_weights = lambda model, patterns: None

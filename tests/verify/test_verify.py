@@ -87,6 +87,28 @@ def test_an_example_passes_under_every_layout_as_a_user_types_it(name: str, exam
     check_proof(tmp_path / "out")
 
 
+def some_layouts(layout: Layout) -> bool:
+    return layout.name in (
+        "one process",
+        "FSDP 2",
+        "replicas 2",
+        "context 2",
+        "tensor 2",
+        "pipeline 2, 2 stages a rank",
+    )
+
+
+def test_frozen_weights_pass_and_a_trained_one_is_found(examples: Path, tmp_path: Path) -> None:
+    """Also patterns of layers that the reduced model does not have."""
+    freeze = "[model.embed_tokens.*, lm_head.*, model.layers.0.*, model.layers.17.*]"
+    config = load_config(examples / "grpo.yaml", [f"--model.freeze={freeze}", "--model.dtype=float32"])
+    verdicts = verify(config, tmp_path / "out", only=some_layouts, documents=6)
+    assert len(verdicts) == 6 and not [complaint for verdict in verdicts for complaint in complaints(verdict)]
+    plant = faults.nothing_frozen
+    (found,) = verify(config, tmp_path / "out", only=lambda known: known.name == "FSDP 2", plant=plant, documents=6)
+    assert any(line.startswith("gradient ") and "the reference has none" in line for line in complaints(found))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["gspo", "dppo", "cross_entropy"])
 def test_examples_of_each_kind_pass_under_every_layout(name: str, examples: Path, tmp_path: Path) -> None:

@@ -38,4 +38,5 @@ def make_policy(config: Config, ranks: Ranks, path: str | None = None, *, frozen
         stages_per_rank=config.parallel.stages_per_rank,
         frozen=frozen,
         masters_on_host=not frozen and getattr(config.optimizer, "offload", "none") == "all",
+        freeze=() if frozen else (model.freeze or ()),
     )

@@ -168,6 +168,8 @@ def make_learning_rate(config: Config) -> LearningRate:
 
 def make_optimizer(config: Config, weights: Weights) -> torch.optim.Optimizer:
     optimizer = config.optimizer
+    if not weights.master:  # everything that this rank of a pipeline has is frozen
+        return torch.optim.SGD([{"params": []}], lr=0.0)
     if isinstance(optimizer, CustomOptimizer):
         return make_custom_optimizer(load_optimizer(optimizer.function, optimizer.options), weights)
     adamw = AdamWOptions((optimizer.beta1, optimizer.beta2), optimizer.epsilon, optimizer.weight_decay)

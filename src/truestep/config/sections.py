@@ -30,6 +30,9 @@ class ModelConfig(Section):
     """The type that the model computes in. Weights and the optimizer's state stay float32."""
     head: HeadConfig = HeadConfig()
     """The LM head and its log-probabilities."""
+    freeze: list[Annotated[str, Field(min_length=1)]] | None = None
+    """Patterns of the names of weights that are not trained, such as model.embed_tokens.* or model.layers.[0-7].*. They
+    have no gradient, no state of the optimizer and no float32 copy: they are kept in `dtype`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The device that the model runs on. auto takes a GPU if there is one."""
     activation_checkpointing: bool = False

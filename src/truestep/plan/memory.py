@@ -53,20 +53,20 @@ def _kinds(
     shards = sizes["data_shard"] * sizes["context"]
     part = shape.part(stage, sizes["pipeline"], config.parallel.stages_per_rank, sizes["tensor"])
     tokens = config.data.tokens_per_microbatch / (sizes["context"] * sizes["tensor"])
-    own = part.all / shards
     largest = max(part.layers, default=0)
-    computed = _computed(config, part, shards, size, largest)
+    trained = shape.part(stage, sizes["pipeline"], config.parallel.stages_per_rank, sizes["tensor"], trained=True)
+    own = trained.all / shards
     kinds = {
         MASTERS: 0.0 if masters_offloaded(config) else _FLOAT32 * own,
-        WEIGHTS: computed,
+        WEIGHTS: _computed(config, part, trained.all, shards, size, largest),
         GRADIENTS: _FLOAT32 * own,
         STATES: 0.0 if offloaded(config) else state_bytes(config, shape, part) / shards,
     }
     if shards > 1:
-        whole = part.all if _several(config) and not config.parallel.reduce_each_micro_batch else largest
-        kinds[UNREDUCED] = _FLOAT32 * whole
+        several = _several(config) and not config.parallel.reduce_each_micro_batch
+        kinds[UNREDUCED] = _FLOAT32 * (trained.all if several else max(trained.layers, default=0))
     if _has_reference(config):
-        kinds[REFERENCE] = size * own if shards == 1 else _FLOAT32 * own
+        kinds[REFERENCE] = size * part.all / shards
     last = stage == sizes["pipeline"] - 1
     # One forward, one backward: a stage keeps the activations of as many micro-batches as stages come behind it.
     under_way = sizes["pipeline"] - stage
@@ -78,13 +78,14 @@ def _kinds(
     return kinds
 
 
-def _computed(config: Config, part: Part, shards: int, size: int, largest: int) -> float:
+def _computed(config: Config, part: Part, trained: int, shards: int, size: int, largest: int) -> float:
     apart = masters_offloaded(config)  # then what the model computes with is here, and beside it what is gathered
+    kept = part.all if apart else part.all - trained  # frozen weights are here in the compute type alone
     if shards == 1:  # rounded copies of all weights; float32 computes with the masters themselves
-        return size * part.all if size < _FLOAT32 or apart else 0.0
+        return size * (part.all if size < _FLOAT32 else kept)
     ends = max(part.embedding, part.head)
     gathered = 2 * largest if config.parallel.reshard_after_forward else sum(part.layers)
-    return size * (gathered + ends + (part.all / shards if apart else 0.0))
+    return size * (gathered + ends + kept / shards)
 
 
 def _several(config: Config) -> bool:

@@ -14,6 +14,7 @@ from truestep.policy.cuts.layers import active_weights, layers_of
 from truestep.policy.cuts.stages import cut_by_cost
 from truestep.policy.cuts.tensor import tensor_plan
 from truestep.policy.errors import ModelError
+from truestep.policy.model.freezing import freeze_weights
 from truestep.text import printable
 
 
@@ -40,6 +41,7 @@ class ModelShape:
     embedding: str
     head: str  # the embedding's name where it is tied
     norm_names: frozenset[str]
+    frozen: frozenset[str] = frozenset()  # the names of weights that are not trained
 
     @property
     def vocabulary(self) -> int:
@@ -53,12 +55,14 @@ class ModelShape:
     def total(self) -> int:
         return sum(map(math.prod, self.weights.values()))
 
-    def part(self, stage: int, stages: int, per_rank: int, tensor: int) -> Part:
-        """Find the weights of a rank: those of its stages, cut over tensor ranks; not yet sharded."""
+    def part(self, stage: int, stages: int, per_rank: int, tensor: int, *, trained: bool = False) -> Part:
+        """Find the weights of a rank: those of its stages, cut over tensor ranks; not yet sharded. `trained`: those
+        alone that are."""
+        left_out = self.frozen if trained else frozenset()
         cut = cut_by_cost(self.layer_costs, math.prod(self.weights[self.head]), stages * per_rank)
         mine = [index for number, layers in enumerate(cut) if number % stages == stage for index in layers]
         pattern = _cut_names(self.config, tensor)
-        sizes = [self._size(self.layer_names[index], pattern, tensor) for index in mine]
+        sizes = [self._size(self.layer_names[index], pattern, tensor, left_out) for index in mine]
         first, last = stage == 0, stage == stages - 1
         ends = -(-self.vocabulary // tensor) * self.hidden
         tied = self.head == self.embedding
@@ -66,13 +70,15 @@ class ModelShape:
         others = sum(
             math.prod(shape)
             for name, shape in self.weights.items()
-            if not name.startswith(layered) and name not in (self.embedding, self.head)
+            if not name.startswith(layered) and name not in (self.embedding, self.head, *left_out)
         )
-        embeds = ends if first or (tied and last) else 0
-        return Part(tuple(sizes), embeds, 0 if tied or not last else ends, others if last else 0)
+        embeds = ends if (first or (tied and last)) and self.embedding not in left_out else 0
+        heads = 0 if tied or not last or self.head in left_out else ends
+        return Part(tuple(sizes), embeds, heads, others if last else 0)
 
-    def _size(self, layer: str, pattern: re.Pattern[str] | None, tensor: int) -> int:
-        inside = [(name, math.prod(shape)) for name, shape in self.weights.items() if name.startswith(f"{layer}.")]
+    def _size(self, layer: str, pattern: re.Pattern[str] | None, tensor: int, left_out: frozenset[str]) -> int:
+        own = (item for item in self.weights.items() if item[0].startswith(f"{layer}.") and item[0] not in left_out)
+        inside = [(name, math.prod(shape)) for name, shape in own]
         return sum(size // tensor if pattern and pattern.search(name) else size for name, size in inside)
 
 
@@ -99,6 +105,7 @@ def read_shape(config: Config) -> ModelShape:
         raise ModelError(
             f"model.path: {directory} could not be made: {type(error).__name__}: {printable(error, 2000)}"
         ) from error
+    freeze_weights(model, config.model.freeze or ())
     return shape_of(model)
 
 
@@ -116,4 +123,5 @@ def shape_of(model: Any) -> ModelShape:
         embedding=embedding,
         head=names[id(model.get_output_embeddings().weight)],
         norm_names=frozenset(name for name, parameter in model.named_parameters() if parameter.dim() < 2),
+        frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
     )

@@ -96,8 +96,9 @@ class Passes:
         gradient = forward.gradient if received is None else received
         assert gradient is not None
         self._policy.weights.before_backward(self._describe(current))
-        # Also of no rows: a rank without a label touches every weight, as its fellows do.
-        forward.output.backward(gradient.to(forward.output.dtype))
+        if forward.output.requires_grad:  # unless everything up to here is frozen
+            # Also of no rows: a rank without a label touches every weight, as its fellows do.
+            forward.output.backward(gradient.to(forward.output.dtype))
         if forward.input is not None:
             assert forward.input.grad is not None
             self._wires.send(current.following, forward.input.grad)

@@ -25,7 +25,14 @@ from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks
 from truestep.verify.layouts import Layout
 from truestep.verify.oracle.records import Record
-from truestep.verify.reduced import record_of, redraw_logprobs, reduce_model, reduce_record, with_difference
+from truestep.verify.reduced import (
+    record_of,
+    redraw_logprobs,
+    reduce_model,
+    reduce_record,
+    still_matching,
+    with_difference,
+)
 
 STEPS = 2
 HALF = "half_precision.jsonl"  # the rollouts of layouts in half precision
@@ -81,8 +88,11 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
     longest = max(len(record["input_ids"]) for record in records)
     budget = config.data.tokens_per_microbatch if full else 3 * longest
     write_json_lines(scratch / "rollouts.jsonl", records)
+    freeze = config.model.freeze
+    if freeze and not full:
+        freeze = still_matching(model, freeze, config.model.trust_remote_code)
     options = {
-        "model": config.model.model_dump() | {"path": str(model), "dtype": "float32"},
+        "model": config.model.model_dump() | {"path": str(model), "dtype": "float32", "freeze": freeze},
         "loss": loss | {"metrics": "full"},
         "data": {
             "path": str(scratch / "rollouts.jsonl"),

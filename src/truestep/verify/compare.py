@@ -109,6 +109,7 @@ class Comparer:
         key = digest.hexdigest()
         if key not in self._references:
             model = Reference(self._case.model, weights, self._case.options["model"]["trust_remote_code"])
+            model.freeze(self._case.options["model"]["freeze"] or ())
             data = self._case.options["data"]
             if data["advantages"] != "none":
                 data = data | {"advantages": "given"}

@@ -88,6 +88,21 @@ def reduce_model(source: Path, directory: Path, seed: int, trust_remote_code: bo
     return directory
 
 
+def still_matching(model: Path, patterns: Sequence[str], trust_remote_code: bool) -> list[str]:
+    """Select the patterns of model.freeze that match in the reduced model, which has few layers, and as many of them as
+    leave something to train."""
+    kept: list[str] = []
+    for pattern in patterns:
+        reference = Reference(model, None, trust_remote_code)
+        before = len(reference.parameters)
+        reference.freeze([pattern])
+        matches = len(reference.parameters) < before
+        reference.freeze([*kept, pattern])
+        if matches and reference.parameters:
+            kept.append(pattern)
+    return kept
+
+
 def record_of(document: Rollout) -> Record:
     """Write a document as one line of a rollout file; its advantages are made of rewards already."""
     record: Record = {

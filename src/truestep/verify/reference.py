@@ -4,7 +4,8 @@ transformers computes norms, rotary embeddings and softmax in float32, whatever 
 for float32 becomes one for float64.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,12 @@ class Reference:
                 self.parameters[name].copy_((weights or {})[name])
         # A padding token's row of the embedding learns like any other: see policy/embedding.
         self._model.get_input_embeddings().padding_idx = None
+
+    def freeze(self, patterns: Sequence[str]) -> None:
+        """Differentiate no more for the weights whose names match; a tied one has two names."""
+        named = self._model.named_parameters(remove_duplicate=False)
+        frozen = {id(weight) for name, weight in named for pattern in patterns if fnmatchcase(name, pattern)}
+        self.parameters = {name: weight for name, weight in self.parameters.items() if id(weight) not in frozen}
 
     def _exact_rotary(self) -> None:
         """Compute plain rotary frequencies in float64 again, since transformers computes them in float32."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from truestep.policy.model import attention
 from truestep.policy.model.compiled import compile_layers
 from truestep.policy.model.context import Context, check_heads
 from truestep.policy.model.embedding import accumulate_in_float32, every_token_counts
+from truestep.policy.model.freezing import freeze_weights
 from truestep.policy.model.training import no_noise, recompute_activations
 from truestep.policy.policy import ModelFacts, Policy
 from truestep.policy.save import read_companions, saved_buffers
@@ -61,14 +63,18 @@ def load_policy(
     reduce_each: bool = False,
     stages_per_rank: int = 1,
     frozen: bool = False,
+    freeze: Sequence[str] = (),
     masters_on_host: bool = False,
 ) -> Policy:
     """Load, probe and cut a model. Lengths at which it changes its ways are probed up to `longest_document`. A `frozen`
-    one has no gradients, and no float32 weights beside those that it computes with. `masters_on_host`: float32 weights
-    lie on the host, and the device has what the model computes with."""
+    one has no gradients, and no float32 weights beside those that it computes with; nor have the weights whose names
+    match a pattern of `freeze`. `masters_on_host`: float32 weights lie on the host, and the device has what the model
+    computes with."""
     directory = Path(path)
     pipeline = Pipeline(ranks.pipeline, stages_per_rank)
     model, tokenizer = _read(directory, trust_remote_code, ranks, pipeline)
+    if freeze:
+        freeze_weights(model, freeze)
     place = _place(device)
     place_buffers(model, place)
     no_noise(model)
@@ -96,11 +102,9 @@ def load_policy(
         options = {"reshard": reshard_after_forward, "reduce_each": reduce_each, "masters_on_host": masters_on_host}
         weights = ShardedWeights(model, compute, ranks, pieces, device=place, **options)
     else:
-        read_parameters(model, place)
+        read_parameters(model, place, frozen_dtype=compute)
         weights = WholeWeights(model, compute, ranks, pieces, masters_on_host=masters_on_host)
     _check_numbers(directory, weights)
-    if frozen and ranks.shards == 1:
-        weights.frozen = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for layer in layers_of(model)[1]:
         layer.register_forward_hook(marks.layer_done)
     return Policy(model, directory, settings, weights, facts, tokenizer, read_companions(directory), stages, buffers)

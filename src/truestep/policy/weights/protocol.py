@@ -43,15 +43,15 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 class Weights(Protocol):
     """Float32 weights and gradients, of which each rank has a part, whatever type the model computes in.
 
-    A weight that is not trained has no master and no gradient: optimizer, clipping and norms never see it, and it is
-    saved as it came.
+    A weight that is not trained has no master and no gradient: optimizer, clipping and norms never see it. It is kept,
+    and saved, in the type that the model computes in.
     """
 
     ranks: Ranks
     dtype: torch.dtype  # in which the model computes
     pieces: dict[str, Piece]  # of all weights of the uncut model, by name, in its order
     master: dict[str, torch.nn.Parameter]  # this rank's part of each trained weight; what an optimizer updates
-    frozen: dict[str, torch.Tensor]  # this rank's part of each weight that is not trained, as it came
+    frozen: dict[str, torch.Tensor]  # this rank's part of each weight that is not trained, in `dtype`
     # Masters lie on the host, and what the model computes with is beside them on the device. Then they have no `grad`.
     masters_on_host: bool = False
 

@@ -7,6 +7,7 @@ micro-batch, and its gradient is added up in float32 over chunks and micro-batch
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class ShardedWeights(Weights):
         self._reshard, self._reduce_each = reshard, reduce_each
         self._group = ranks.mesh.get_group("shard")
         unread = dict(model.named_parameters())
-        replace_parameters(model, _without_values)  # FSDP has shapes to shard, and no values to copy
+        replace_parameters(model, partial(_without_values, dtype))  # FSDP has shapes to shard, and no values to copy
         names = {parameter: name for name, parameter in model.named_parameters()}
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         # Stages of a pipeline have one of the two, or neither; a tied embedding is at both ends, for the head alone at
@@ -268,8 +269,10 @@ def gather_from(sharded: Any, padded: torch.Tensor) -> None:
     local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before, after
 
 
-def _without_values(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+def _without_values(dtype: torch.dtype, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Give an empty parameter: float32 if it is trained, else of the type that it computes in."""
+    kept = parameter.dtype if parameter.requires_grad else dtype
+    empty = torch.empty(parameter.shape, dtype=kept, device="meta")
     return torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 

@@ -119,15 +119,20 @@ def read_all(tensors: Mapping[torch.Tensor, torch.Tensor]) -> None:
 
 
 def read_parameters(
-    model: torch.nn.Module, device: torch.device, lent: Mapping[torch.nn.Parameter, torch.nn.Parameter] | None = None
+    model: torch.nn.Module,
+    device: torch.device,
+    lent: Mapping[torch.nn.Parameter, torch.nn.Parameter] | None = None,
+    frozen_dtype: torch.dtype | None = None,
 ) -> Callable[[], None]:
-    """Read each parameter, or the one that it is lent. Give a function that puts back those without values."""
+    """Read each parameter, or the one that it is lent; those that are not trained in `frozen_dtype`, if it is given.
+    Give a function that puts back those without values."""
     places: dict[torch.Tensor, torch.nn.Parameter] = {}
 
     def place(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         owner = (lent or {}).get(parameter, parameter)
         if owner not in places:
-            empty = torch.empty(owner.shape, dtype=owner.dtype, device=device)
+            kept = owner.dtype if owner.requires_grad or frozen_dtype is None else frozen_dtype
+            empty = torch.empty(owner.shape, dtype=kept, device=device)
             places[owner] = torch.nn.Parameter(empty, requires_grad=owner.requires_grad)
         return places[owner]
 

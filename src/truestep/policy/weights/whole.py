@@ -38,9 +38,7 @@ class WholeWeights(Weights):
         self._by_name: dict[str, torch.nn.Parameter] = {}  # the model's parameters of the masters
         # `named_parameters` gives a tied tensor once, under the name it is first registered by: its input embedding's.
         for name, parameter in model.named_parameters():
-            if not parameter.requires_grad:
-                self.frozen[name] = parameter.detach()
-            else:
+            if parameter.requires_grad:
                 master = self._master_of(parameter)
                 gradient = torch.zeros_like(parameter)  # cleared later, never dropped
                 if not masters_on_host:
@@ -51,6 +49,8 @@ class WholeWeights(Weights):
                     parameter.register_post_accumulate_grad_hook(partial(_move_gradient, gradient))
             # The parameters alone: buffers such as rotary frequencies stay float32, as transformers keeps them.
             parameter.data = parameter.data.to(dtype)
+            if not parameter.requires_grad:
+                self.frozen[name] = parameter.detach()
 
     def _master_of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         if self.masters_on_host:
