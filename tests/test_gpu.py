@@ -144,9 +144,7 @@ def test_flash_attention_is_as_near_float32_as_torchs(heads: flash.Heads) -> Non
 
 @FLASH
 @pytest.mark.parametrize("heads", SHAPES)
-def test_flash_attention_of_a_document_does_not_depend_on_its_neighbours(
-    heads: flash.Heads, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flash_attention_of_a_document_does_not_depend_on_its_neighbours(heads: flash.Heads) -> None:
     """Bit for bit in `deterministic` mode, values and gradients."""
     lengths = (300, 1, 129, 700, 64)
     generator = torch.Generator(device="cuda").manual_seed(0)
