@@ -104,7 +104,7 @@ def loss_terms(
             terms_of_document.append(label)
             if loss_config["kl_cov"]:
                 held = kl_of_chosen(document, label, len(terms_of_document) - 1)
-                terms.append(("kl_cov", loss_config["kl_cov"]["weight"] * held / denominator))
+                terms.append(("kl_cov", loss_config["kl_cov"].get("weight", 1.0) * held / denominator))
             if loss_config["entropy_bonus"] or loss_config["entropy_target"]:
                 terms.append(("entropy_bonus", -loss_config["entropy_bonus"] * label.entropy / denominator))
             if loss_config["z_loss"]:

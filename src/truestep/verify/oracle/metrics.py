@@ -179,7 +179,7 @@ def term_metrics(terms: list[tuple[str, Tensor]], loss_config: dict[str, Any]) -
         metrics["kl_reference"] = (value, scale + loss_config["kl_reference"]["weight"])
     if "kl_cov" in metrics:
         value, scale = metrics["kl_cov"]
-        metrics["kl_cov"] = (value, scale + loss_config["kl_cov"]["weight"])
+        metrics["kl_cov"] = (value, scale + loss_config["kl_cov"].get("weight", 1.0))
     if loss_config["entropy_target"]:
         metrics["entropy_bonus_weight"] = (loss_config["entropy_bonus"], 1.0)
     return metrics
