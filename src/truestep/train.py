@@ -108,26 +108,25 @@ def make_trainer(
     evaluator = make_evaluator(config, policy, raters, source)
     seed_random(config.seed)
     told = Callbacks(Run(directory.path), callbacks if ranks.first else ())
-    progress = None if latest is None else _restore(latest, queue, optimizer, policy, told)
-    step = 0 if progress is None else progress.step
+    progress = Progress(0, {}, (), 0) if latest is None else _restore(latest, queue, optimizer, policy, told)
     rejected = source.drain_rejected()
     sinks: list[Sink] = []
     if ranks.first:
-        notes = run_notes(directory, config, policy, source, rejected, latest, step)
-        sinks = make_sinks(config, directory, console, title, step)
+        notes = run_notes(directory, config, policy, source, rejected, latest, progress.step)
+        sinks = make_sinks(config, directory, console, title, progress.step)
         directory.lock()
         notes += _lay_out(directory, config, rejected, progress)
         for note in notes if config.logging.console else ():
             _say(console, note)
     if latest is not None:  # a kill may have come after its completion, and before the source was told
-        source.checkpointed(latest, step, queue.documents_seen)
+        source.checkpointed(latest, progress.step, queue.documents_seen)
     return Trainer(
         policy=policy,
         source=source,
         plans=PlansAhead(queue, ranks, overlap=source.plans_ahead),
         ranks=ranks,
         watch=watch,
-        runner=runner if progress is None else runner.with_entropy_bonus(progress.entropy_bonus),
+        runner=runner.with_entropy_bonus(progress.entropy_bonus),
         before=before,
         optimizer=optimizer,
         learning_rate=make_learning_rate(config),
@@ -139,7 +138,7 @@ def make_trainer(
         steps=config.schedule.steps,
         evaluator=evaluator,
         evaluate_every=config.evaluation.every if config.evaluation else 0,
-        state=RunState(step, queue.documents_seen, ranks.share(directory.last_evaluated)),
+        state=RunState(progress.step, queue.documents_seen, ranks.share(directory.last_evaluated)),
         put_aside=directory.not_in_ledger(source.drain_put_aside()),
         keeper=make_keeper(config, directory, policy, partial(_say, console)),
         callbacks=told,
@@ -224,20 +223,17 @@ def _lay_out(
     directory: RunDirectory,
     config: Config,
     rejected: Sequence[Rejected],
-    progress: Progress | None,
+    progress: Progress,
 ) -> list[str]:
     """Roll the run's files back to where the checkpoint left them. Nothing is written before everything else could be
     built.
 
     What is found damaged in them is given, a sentence each.
     """
-    step, rejected_bytes, ledger_bytes = 0, 0, None
-    if progress is not None:
-        step, rejected_bytes, ledger_bytes = progress.step, progress.rejected_bytes, progress.ledger_bytes
-    faults = directory.roll_back(step, rejected_bytes, ledger_bytes)
+    faults = directory.roll_back(progress.step, progress.rejected_bytes, progress.ledger_bytes)
     if config.data.path is not None:
         write_rejected(directory.path, rejected)  # of the whole data, read anew at every start
-    if step == 0 and starts_from_first_weights(config):
+    if progress.step == 0 and starts_from_first_weights(config):
         directory.note_first_weights(config.model.path)
     write_whole(directory.config, dump_config(config, without_secrets=True).encode())
     return faults

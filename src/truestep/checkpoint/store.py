@@ -39,7 +39,7 @@ class Progress:
     queue: dict[str, Any]
     carried: Sequence[Rollout]
     rejected_bytes: int  # the size of rejected.jsonl
-    optimizer: dict[str, torch.Tensor]
+    optimizer: dict[str, torch.Tensor] = field(default_factory=dict)
     ledger_bytes: int | None = None  # the size of ledger.jsonl; None in a checkpoint of an older version
     callbacks: dict[str, Any] = field(default_factory=dict)  # what they have to remember
     entropy_bonus: float | None = None  # its weight in the next step; None in a checkpoint of an older version
