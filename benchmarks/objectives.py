@@ -246,7 +246,11 @@ def identity(line: dict[str, Any]) -> tuple[str, str, int, str, int]:
 
 
 COLUMNS = [(steps, "none") for steps in STALENESS] + [(steps, name) for name in NOISES[1:] for steps in NOISY_STALENESS]
-COLLAPSE = 0.1  # a run whose last accuracy is that far below its best has collapsed
+COLLAPSE = 0.1  # a run has collapsed whose last accuracy is that far below its best, or below that before training
+
+
+def collapsed(line: dict[str, Any]) -> bool:
+    return line["ended"] != "steps" or line["final"] < line["before"] or line["final"] < line["best"] - COLLAPSE
 
 
 def cell_of(
@@ -270,7 +274,7 @@ def text_of(found: Sequence[dict[str, Any]]) -> str:
     reached = [line["steps_to_90"] for line in found if line["steps_to_90"] is not None]
     if 2 * len(reached) > len(found):
         parts.append(f"@{statistics.median_low(reached)}")
-    if fallen := sum(line["final"] < line["best"] - COLLAPSE or line["ended"] != "steps" for line in found):
+    if fallen := sum(map(collapsed, found)):
         parts.append(f"↓{fallen}")
     return " ".join(parts)
 
