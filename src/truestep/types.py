@@ -38,6 +38,7 @@ class Rollout:
     reference_logprobs: np.ndarray | None = None  # [L] float32, a reference's or a teacher's; 0 off the mask
     # [L] float32, the trainer's own, of the weights before the first update on this document; 0 off the mask
     recomputed_logprobs: np.ndarray | None = None
+    chosen: np.ndarray | None = None  # [L] bool: labels that loss.clip_cov or loss.kl_cov holds back in this step
     truncated: bool | None = None  # it ended at a length limit and not by itself; None: unknown
     rewards: Mapping[str, float] = field(default_factory=dict)  # the parts of the reward, by name
     # The reward less its group's baseline, where it is to be scaled over the whole step and the step is not known yet.
@@ -190,6 +191,7 @@ class PackedLabels:
     model_version: torch.Tensor = field(metadata=per_label("model_version"))
     recomputed_logprobs: torch.Tensor = field(metadata=per_label("recomputed_logprobs", np.float32))
     reference_logprobs: torch.Tensor = field(metadata=per_label("reference_logprobs", np.float32))
+    chosen: torch.Tensor = field(metadata=per_label("chosen"))  # 1 where loss.clip_cov or loss.kl_cov holds it back
     # Per document.
     num_labels: torch.Tensor  # [D] int64
     reward: torch.Tensor  # [D] float32; 0 where the document has none

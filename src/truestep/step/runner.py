@@ -5,7 +5,7 @@ Dimensions: S tokens of the micro-batch, T its labels, D its documents.
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -61,6 +61,17 @@ class StepRunner:
     keep_scores: bool | Collection[int] = False  # of all documents, or of those at some places in the plan
     skip_zero_advantage: bool = False  # no backward pass of micro-batches in which no label has an advantage
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
+
+    def steered(self, metrics: Mapping[str, Metric]) -> "StepRunner":
+        """Give the runner of the step after one with these metrics: its entropy may move the weight of the bonus."""
+        entropy = metrics.get("entropy")
+        return replace(self, objective=self.objective.steered(None if entropy is None else entropy.value()))
+
+    def with_entropy_bonus(self, weight: float | None) -> "StepRunner":
+        """Give the runner with the weight that a checkpoint has, where a target moves it."""
+        if weight is None or self.objective.steered_weight is None:
+            return self
+        return replace(self, objective=replace(self.objective, entropy_bonus=weight))
 
     @property
     def _ranks(self) -> Ranks:
