@@ -1,6 +1,7 @@
 """The commands. Each reads its arguments, calls one function, and reports what went wrong in one message."""
 
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -16,6 +17,7 @@ from truestep.text import printable, shown
 
 if TYPE_CHECKING:  # each command imports what it runs: help must not wait for torch
     from truestep.config.schema import Config
+    from truestep.terminal.display import Display
 
 _FREE_OPTIONS = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 
@@ -49,6 +51,7 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
             # A file where a directory should be, no permission, a full disk.
             _fail(f"{error.filename}: {error.strerror}")
         except KeyboardInterrupt:
+            click.echo("stopped", err=True)
             sys.exit(130)
 
     return guarded
@@ -64,6 +67,20 @@ def _fail(message: str) -> NoReturn:
 def _print(text: str) -> None:
     """Print text as it is: paths and names may look like markup."""
     Console().print(shown(text), highlight=False, markup=False, soft_wrap=True)
+
+
+def _as_typed() -> str:
+    """Give the command of this process as it was typed, without options of its own."""
+    context = click.get_current_context()
+    words = ["truestep", context.info_name or "", str(context.params["config"]), *context.params["overrides"]]
+    return shlex.join(words)
+
+
+def _display() -> "Display":
+    """Make what shows how far a command has come: on the first rank, where a person looks on."""
+    from truestep.terminal.display import Display
+
+    return Display(Console(stderr=True, quiet=bool(int(os.environ.get("RANK", "0")))))
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -102,10 +119,15 @@ def train(config: "Config", explain: bool) -> None:
             _print(write_out(config))
         return
     from truestep.ranks.group import leave
+    from truestep.run_notes import what_next
     from truestep.train import train as run
 
-    stopped_by = run(config, Console()).stopped_by
+    trainer = run(config, Console())
+    stopped_by = trainer.stopped_by
     leave()
+    if config.logging.console and trainer.ranks.first:
+        for line in what_next(trainer.directory.path, trainer.finished, _as_typed()):
+            _print(line)
     if stopped_by is not None:
         sys.exit(128 + stopped_by)
 
@@ -133,7 +155,8 @@ def score(config: "Config", output: Path, gradients: bool) -> None:
     from truestep.ranks.group import leave
     from truestep.score import score as run
 
-    result = run(config, output, gradients=gradients)
+    with _display():
+        result = run(config, output, gradients=gradients)
     leave()
     if int(os.environ.get("RANK", "0")):  # the first rank alone prints
         return
@@ -158,12 +181,8 @@ def verify(config: "Config", output: Path, full: bool, ranks: int, documents: in
     from truestep.verify.judge import verify as run
 
     console = Console()
-    with console.status("making the case") as status:
-
-        def show(name: str) -> None:
-            status.update(f"running: {name}")
-
-        verdicts = run(config, output, most_ranks=ranks, documents=documents, full=full, progress=show)
+    with _display():
+        verdicts = run(config, output, most_ranks=ranks, documents=documents, full=full)
     write_json(output / "verify.json", report.as_json(verdicts))
     write_text_whole(output / "verify.svg", report.figure(verdicts))
     console.print(report.table(verdicts))
@@ -193,7 +212,8 @@ def parity(config: "Config", output: Path, documents: int, older: tuple[Path, ..
     from truestep.parity import report
     from truestep.parity.gap import parity as run
 
-    result = run(config, documents=documents, older=older)
+    with _display():
+        result = run(config, documents=documents, older=older)
     write_json(output / "parity.json", report.as_json(result))
     write_text_whole(output / "parity.svg", report.figure(result))
     Console().print(report.table(result))
@@ -220,7 +240,8 @@ def export(source: Path, output: Path, dtype: str, trust_remote_code: bool) -> N
     """Turn a checkpoint, or the last one of a run's directory SOURCE, into a Hugging Face directory."""
     from truestep.export import export as run
 
-    checkpoint = run(source, output, dtype, trust_remote_code)
+    with _display():
+        checkpoint = run(source, output, dtype, trust_remote_code)
     _print(f"{checkpoint} -> {output} ({dtype})")
 
 
@@ -250,7 +271,8 @@ def check(files: tuple[str, ...], model: Path | None, tokens_per_microbatch: int
     from truestep.rollouts.check import check_files, render
 
     vocabulary_size = None if model is None else _vocabulary_size(model)
-    summary = check_files(files, vocabulary_size, temperature, tokens_per_microbatch, _chat_template(model))
+    with _display():
+        summary = check_files(files, vocabulary_size, temperature, tokens_per_microbatch, _chat_template(model))
     Console().print(render(summary))
 
 

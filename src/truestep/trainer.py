@@ -19,6 +19,7 @@ from truestep.metrics.sinks import ShowsRollouts, Sink
 from truestep.metrics.spent import StepTimes
 from truestep.metrics.types import Max
 from truestep.policy.policy import Policy
+from truestep.progress import working
 from truestep.ranks.group import Ranks
 from truestep.ranks.watch import Watch
 from truestep.rollouts.source import Interrupted, Source
@@ -211,7 +212,7 @@ class Trainer:
         if self.hooks.on_gradient is not None:
             self.hooks.on_gradient(plan, accumulated, norm)
         rate = self.learning_rate.at(number) * self.callbacks.applied_factor
-        with self.runner.stopwatch.measure("optimizer"):
+        with self.runner.stopwatch.measure("optimizer"), working("updating weights", "numbers updated"):
             clip_gradients(self.policy.weights.gradients, norm, self.gradient_clip)
             update(self.optimizer, self.policy.weights, rate)
         self.state.step = number

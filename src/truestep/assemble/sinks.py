@@ -2,18 +2,18 @@
 
 from collections.abc import Callable, Sequence
 
-from rich.console import Console
-
 from truestep.config.schema import Config
 from truestep.custom import load_custom
 from truestep.kept.keeper import Keeper
-from truestep.metrics.sinks import ConsoleSink, JsonLines, Sink, TensorBoardSink, WandbSink
+from truestep.metrics.sinks import JsonLines, Sink, TensorBoardSink, WandbSink
 from truestep.policy.policy import Policy
 from truestep.run_directory import RunDirectory
+from truestep.terminal.display import Display
+from truestep.terminal.run import ConsoleSink
 from truestep.text import redacted_options
 
 
-def make_sinks(config: Config, directory: RunDirectory, console: Console, title: str, done: int) -> list[Sink]:
+def make_sinks(config: Config, directory: RunDirectory, display: Display, title: str, done: int) -> list[Sink]:
     """Make the sinks that the options ask for. `done` steps were made before this start."""
     logging = config.logging
     sinks: list[Sink] = []
@@ -30,7 +30,7 @@ def make_sinks(config: Config, directory: RunDirectory, console: Console, title:
         maker = load_custom("logging.custom_sinks", name)
         sinks.append(maker(directory.path, redacted_options(config.model_dump(mode="json")), done))
     if logging.console:
-        sinks.append(ConsoleSink(console, steps=config.schedule.steps, done=done, title=title))
+        sinks.append(ConsoleSink(display, steps=config.schedule.steps, done=done, title=title))
     return sinks
 
 

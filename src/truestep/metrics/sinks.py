@@ -1,4 +1,4 @@
-"""The sinks of a run's numbers: metrics.jsonl, the console, Weights & Biases, TensorBoard."""
+"""The sinks of a run's numbers: metrics.jsonl, Weights & Biases, TensorBoard."""
 
 import re
 import sys
@@ -8,26 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Column
-
 from truestep.errors import TruestepError
 from truestep.files import append_json_line, write_whole
 from truestep.text import printable
 
-# The numbers that matter while watching, in order, with how to show them.
-_LIVE = {
-    "reward": "reward {:.3f}",
-    "loss": "loss {:+.4f}",
-    "new_logprobs": "logπ {:.3f}",
-    "ratio_new_old": "ratio {:.4f}",
-    "clipped_ratio_fraction": "clipped {:.1%}",
-    "grad_norm": "grad {:.3g}",
-    "tokens_per_second": "{:,.0f} tok/s",
-}
-
-_RATIO_TOLERANCE = 1e-3
 # The columns of a tracker's table of rollouts.
 SAMPLE_COLUMNS = (
     *("step", "group_id", "prompt", "completion", "reward", "advantage", "length", "truncated", "log_ratio"),
@@ -69,77 +53,6 @@ class JsonLines:
         """The run's directory keeps evaluations itself, in a file of their own."""
 
     def close(self) -> None: ...
-
-
-def live_line(line: Mapping[str, Any], width: int | None = None) -> str:
-    """Format as many of the numbers as fit, the most telling first."""
-    shown = ""
-    for name, form in _LIVE.items():
-        if line.get(name) is not None:
-            longer = f"{shown}  {form.format(line[name])}".lstrip()
-            if width is not None and len(longer) > width:
-                break
-            shown = longer
-    return shown
-
-
-class ConsoleSink:
-    """A bar with a live line on a terminal; elsewhere, one plain line for each step."""
-
-    def __init__(self, console: Console, *, steps: int | None, done: int = 0, title: str = "training"):
-        self._console, self._steps, self._live = console, steps, console.is_terminal
-        counter = f"{steps or ''}/{steps}" if steps else "0000000"
-        # A narrow terminal goes without the time, and a narrower one without the bar.
-        room = console.width - len(title) - len(counter) - 5
-        wide, wider = room > 80, room > 104
-        self._numbers_width = room - 18 * wide - 24 * wider
-        unwrapped = Column(no_wrap=True)
-        columns: list[ProgressColumn] = [TextColumn("[bold]{task.description}", table_column=unwrapped)]
-        if wide:
-            columns.append(BarColumn(bar_width=16))
-        columns.append(TextColumn("{task.completed:.0f}" + (f"/{steps}" if steps else ""), table_column=unwrapped))
-        if wider:
-            columns += [TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()]
-        columns.append(TextColumn("{task.fields[numbers]}", style="cyan", table_column=unwrapped))
-        self._progress = Progress(*columns, console=console)
-        self._task = self._progress.add_task(title, total=steps, completed=done, numbers="")
-        if self._live:
-            self._progress.start()
-
-    def step(self, line: Mapping[str, Any]) -> None:
-        if self._live:
-            numbers = live_line(line, self._numbers_width)
-            self._progress.update(self._task, completed=line["step"], numbers=numbers)
-        else:
-            total = f"/{self._steps}" if self._steps else ""
-            self._console.print(f"step {line['step']}{total}  {live_line(line)}", highlight=False, soft_wrap=True)
-        ratio = line.get("ratio_new_old")
-        if line["step"] == 1 and ratio is not None and not abs(ratio - 1) <= _RATIO_TOLERANCE:
-            self._console.print(
-                f"[bold yellow]warning:[/] ratio_new_old is {ratio:.4f} at step 1, where the policy is still the "
-                "sampler's: they do not give the same probabilities (temperature, head precision, other weights, or "
-                "rollouts of an older policy)",
-                highlight=False,
-                soft_wrap=True,
-            )
-
-    def evaluation(self, line: Mapping[str, Any]) -> None:
-        if "loss" in line:
-            text = f"held-out after step {line['step']}: loss {line['loss']:.4f} over {line['num_labels']} labels"
-            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
-            return
-        rewards = ", ".join(
-            f"{kind} " + ("none could be rated" if reward is None else f"{reward:.3f}")
-            for kind, reward in (("greedy", line["greedy_reward"]), ("sampled", line["sampled_reward"]))
-        )
-        text = f"held-out after step {line['step']}: {rewards} over {line['num_prompts']} prompts"
-        if line["num_unrated"]:
-            text += f"; {line['num_unrated']} completions have no reward: "
-            text += "; ".join(printable(problem) for problem in line.get("problems", []))
-        self._console.print(printable(text, 2000), highlight=False, markup=False, soft_wrap=True)
-
-    def close(self) -> None:
-        self._progress.stop()
 
 
 class TensorBoardSink:

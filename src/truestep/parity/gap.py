@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from truestep import progress
 from truestep.assemble.policy import make_policy
 from truestep.assemble.sources import read_documents, server_maker
 from truestep.checkpoint.store import CheckpointStore
@@ -80,10 +81,13 @@ def parity(config: Config, *, documents: int = 64, older: Sequence[Path] = ()) -
         server_maker(config.sampler)  # finds what is wrong with the options before the model is loaded
     run = RunDirectory(Path(config.checkpoint.directory)) if config.checkpoint.directory else None
     checkpoints = [] if run is None else CheckpointStore(run.checkpoints, keep=1).complete()
+    progress.phase("loading the model")
     policy = make_policy(config, ALONE, None if not checkpoints else str(checkpoints[-1]))
     # Stale weights may also be those of the run's checkpoints before its last, or those that it began with.
     stale = [*older, *reversed(checkpoints[:-1]), *([Path(config.model.path)] if checkpoints else [])]
+    progress.phase("sampling rollouts" if config.sampler is not None else "reading rollouts")
     chosen = _documents(config, policy, documents)
+    progress.phase("scoring rollouts")
     trial = Trial(config, policy, chosen, stale)
     best: dict[str, Tried] = {}
     for tried in trial.all():

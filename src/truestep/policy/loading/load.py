@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from truestep import progress
 from truestep.errors import TruestepError
 from truestep.files import LineError, exact_object
 from truestep.head.logits import HeadSettings
@@ -83,7 +84,7 @@ def load_policy(
     if activation_checkpointing:
         recompute_activations(model)
     compute = getattr(torch, dtype)
-    with borrowed_weights(model, place):
+    with progress.working("checking what it computes", "layers"), borrowed_weights(model, place):
         probe, stages = _probe(model, settings, place, compute, longest_document, ranks, pipeline)
     if compiled:
         layers = layers_of(model)[1]
@@ -98,12 +99,14 @@ def load_policy(
         model.requires_grad_(False)
     pieces = _cut(model, probe, stages, place, ranks)
     weights: Weights
-    if ranks.shards > 1:
-        options = {"reshard": reshard_after_forward, "reduce_each": reduce_each, "masters_on_host": masters_on_host}
-        weights = ShardedWeights(model, compute, ranks, pieces, device=place, **options)
-    else:
-        read_parameters(model, place, frozen_dtype=compute)
-        weights = WholeWeights(model, compute, ranks, pieces, masters_on_host=masters_on_host)
+    size = sum(parameter.numel() for parameter in model.parameters()) * 4  # they are read in float32
+    with progress.working("reading weights", "bytes read", size if ranks.shards == 1 else None):
+        if ranks.shards > 1:
+            options = {"reshard": reshard_after_forward, "reduce_each": reduce_each, "masters_on_host": masters_on_host}
+            weights = ShardedWeights(model, compute, ranks, pieces, device=place, **options)
+        else:
+            read_parameters(model, place, frozen_dtype=compute)
+            weights = WholeWeights(model, compute, ranks, pieces, masters_on_host=masters_on_host)
     _check_numbers(directory, weights)
     for layer in layers_of(model)[1]:
         layer.register_forward_hook(marks.layer_done)
