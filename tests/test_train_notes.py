@@ -29,7 +29,6 @@ from small_runs import (
 from truestep.config.load import dump_config
 from truestep.config.schema import Config
 from truestep.demo import model as demo_model
-from truestep.metrics.sinks import ConsoleSink
 from truestep.train import make_trainer
 from truestep.trainer import TrainingError
 
@@ -78,29 +77,6 @@ def test_a_model_that_never_ends_a_text_is_warned_of(tmp_path: Path) -> None:
     text = said(sampled_config(model, prompts, tmp_path / "run", schedule={"steps": 1}))
     assert "warning: neither the model's configuration nor its tokenizer names an end-of-text token" in text
     assert demo_model.END not in text
-
-
-@pytest.mark.parametrize(("ratio", "warned"), [(1.0, False), (1.0005, False), (0.99, True), (float("nan"), True)])
-def test_a_ratio_off_at_step_one_is_a_warning(ratio: float, warned: bool) -> None:
-    written = io.StringIO()
-    sink = ConsoleSink(Console(file=written), steps=3)
-    sink.step({"step": 1, "ratio_new_old": ratio})
-    sink.step({"step": 2, "ratio_new_old": 0.5})
-    assert written.getvalue().count("warning:") == warned
-
-
-@pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
-def test_the_live_line_fits_the_terminal_and_keeps_the_step(width: int) -> None:
-    written = io.StringIO()
-    console = Console(file=written, width=width, force_terminal=True, color_system=None)
-    sink = ConsoleSink(console, steps=3000, title="training")
-    numbers = {"reward": 0.5, "loss": -0.1, "new_logprobs": -3.2, "ratio_new_old": 1.0, "grad_norm": 0.1}
-    sink.step({"step": 1234, **numbers, "clipped_ratio_fraction": 0.1, "tokens_per_second": 12345.0})
-    sink._progress.refresh()
-    sink.close()
-    line = [text for text in written.getvalue().replace("\r", "\n").splitlines() if "1234/3000" in text][-1]
-    assert "reward 0.500" in line
-    assert "…" not in line
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

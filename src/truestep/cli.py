@@ -1,7 +1,6 @@
 """The commands. Each reads its arguments, calls one function, and reports what went wrong in one message."""
 
 import os
-import shlex
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -69,17 +68,18 @@ def _print(text: str) -> None:
     Console().print(shown(text), highlight=False, markup=False, soft_wrap=True)
 
 
-def _as_typed() -> str:
-    """Give the command of this process as it was typed, without options of its own."""
+def _as_typed() -> list[str]:
+    """Give the words of this process's command, without options of its own."""
     context = click.get_current_context()
-    words = ["truestep", context.info_name or "", str(context.params["config"]), *context.params["overrides"]]
-    return shlex.join(words)
+    return ["truestep", context.info_name or "", str(context.params["config"]), *context.params["overrides"]]
 
 
 def _display() -> "Display":
     """Make what shows how far a command has come: on the first rank, where a person looks on."""
+    from truestep import progress
     from truestep.terminal.display import Display
 
+    progress.phase("starting")
     return Display(Console(stderr=True, quiet=bool(int(os.environ.get("RANK", "0")))))
 
 
@@ -118,9 +118,10 @@ def train(config: "Config", explain: bool) -> None:
         if not int(os.environ.get("RANK", "0")):
             _print(write_out(config))
         return
-    from truestep.ranks.group import leave
-    from truestep.run_notes import what_next
-    from truestep.train import train as run
+    with _display():
+        from truestep.ranks.group import leave
+        from truestep.run_notes import what_next
+        from truestep.train import train as run
 
     trainer = run(config, Console())
     stopped_by = trainer.stopped_by
@@ -151,11 +152,11 @@ def plan(config: "Config", ranks: int | None, memory: float | None, output: Path
 @click.option("--gradients", is_flag=True, help="Also the backward pass: gradients.safetensors and grad_norm.")
 def score(config: "Config", output: Path, gradients: bool) -> None:
     """Run all of data.path as one step, update nothing, and write what the step is made of."""
-    from truestep.metrics.tables import step_table
-    from truestep.ranks.group import leave
-    from truestep.score import score as run
-
     with _display():
+        from truestep.metrics.tables import step_table
+        from truestep.ranks.group import leave
+        from truestep.score import score as run
+
         result = run(config, output, gradients=gradients)
     leave()
     if int(os.environ.get("RANK", "0")):  # the first rank alone prints
@@ -176,12 +177,12 @@ def verify(config: "Config", output: Path, full: bool, ranks: int, documents: in
     from truestep.ranks import forks
 
     forks.begin()
-    from truestep.files import write_json, write_text_whole
-    from truestep.verify import report
-    from truestep.verify.judge import verify as run
-
     console = Console()
     with _display():
+        from truestep.files import write_json, write_text_whole
+        from truestep.verify import report
+        from truestep.verify.judge import verify as run
+
         verdicts = run(config, output, most_ranks=ranks, documents=documents, full=full)
     write_json(output / "verify.json", report.as_json(verdicts))
     write_text_whole(output / "verify.svg", report.figure(verdicts))
@@ -208,11 +209,11 @@ def verify(config: "Config", output: Path, full: bool, ranks: int, documents: in
 )
 def parity(config: "Config", output: Path, documents: int, older: tuple[Path, ...]) -> None:
     """Measure how far the sampler's log-probs are from the trainer's, and try each possible cause alone."""
-    from truestep.files import write_json, write_text_whole
-    from truestep.parity import report
-    from truestep.parity.gap import parity as run
-
     with _display():
+        from truestep.files import write_json, write_text_whole
+        from truestep.parity import report
+        from truestep.parity.gap import parity as run
+
         result = run(config, documents=documents, older=older)
     write_json(output / "parity.json", report.as_json(result))
     write_text_whole(output / "parity.svg", report.figure(result))
@@ -238,9 +239,9 @@ def parity(config: "Config", output: Path, documents: int, older: tuple[Path, ..
 @_guarded
 def export(source: Path, output: Path, dtype: str, trust_remote_code: bool) -> None:
     """Turn a checkpoint, or the last one of a run's directory SOURCE, into a Hugging Face directory."""
-    from truestep.export import export as run
-
     with _display():
+        from truestep.export import export as run
+
         checkpoint = run(source, output, dtype, trust_remote_code)
     _print(f"{checkpoint} -> {output} ({dtype})")
 
@@ -268,10 +269,10 @@ def data() -> None:
 @_guarded
 def check(files: tuple[str, ...], model: Path | None, tokens_per_microbatch: int | None, temperature: float) -> None:
     """Show the counts, lengths, groups and rejected records of rollout FILES, with the reasons."""
-    from truestep.rollouts.check import check_files, render
-
-    vocabulary_size = None if model is None else _vocabulary_size(model)
     with _display():
+        from truestep.rollouts.check import check_files, render
+
+        vocabulary_size = None if model is None else _vocabulary_size(model)
         summary = check_files(files, vocabulary_size, temperature, tokens_per_microbatch, _chat_template(model))
     Console().print(render(summary))
 

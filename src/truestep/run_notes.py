@@ -118,9 +118,9 @@ def _documents(config: Config, source: Source) -> str:
     if sampler is not None:
         prompts = getattr(source, "prompts", None)
         count = "" if prompts is None else f"{len(prompts):,} "
-        by = "this process" if isinstance(sampler, InProcessSampler) else ", ".join(map(printable, sampler.urls))
+        by = "here" if isinstance(sampler, InProcessSampler) else "by " + ", ".join(map(printable, sampler.urls))
         group = config.data.group_size
-        return f"{count}prompts of {printable(sampler.prompts)}, {group} completions of each, sampled by {by}"
+        return f"{count}prompts of {printable(sampler.prompts)}, {group} completions of each, sampled {by}"
     if isinstance(source, FileSource):
         times = f", {source.epochs} times" if source.epochs > 1 else ""
         return f"{len(source.documents):,} of {printable(config.data.path)}{times}"
@@ -135,13 +135,19 @@ def _memory(config: Config, ranks: int) -> str:
     return f"{planned / GIB:.1f} GiB at the peak of a step, on the rank that needs most"
 
 
-def what_next(directory: Path, finished: bool, command: str) -> list[str]:
-    """Name the commands that come after a run: `command` is the one that trained it."""
-    longer = f"{command} --schedule.steps NUMBER" if finished else command
-    rows = [
-        (f"truestep report {shlex.quote(str(directory))}", "the page of this run"),
-        (f"truestep export {shlex.quote(str(directory))} --output DIRECTORY", "its model, for other programs"),
-        (longer, "train further" if finished else "go on from here"),
-    ]
-    width = min(52, max(len(typed) for typed, _ in rows))
-    return ["next:", *(f"  {typed:<{width}}  # {what}" for typed, what in rows)]
+def what_next(directory: Path, finished: bool, command: Sequence[str]) -> list[str]:
+    """Name the commands that come after a run; `command` is the one that trained it, word by word."""
+    again = list(command)
+    if finished:
+        while "--schedule.steps" in again[:-1]:
+            place = again.index("--schedule.steps")
+            del again[place : place + 2]
+        again += ["--schedule.steps", "NUMBER"]
+    run = str(directory)
+    rows = {
+        "the page of this run": ["truestep", "report", run],
+        "its model, for other programs": ["truestep", "export", run, "--output", "DIRECTORY"],
+        "train further" if finished else "go on from here": again,
+    }
+    width = max(map(len, rows)) + 1
+    return ["next:", *(f"  {what + ':':<{width}} {shlex.join(typed)}" for what, typed in rows.items())]

@@ -133,9 +133,11 @@ class Trainer:
             if self.state.last_evaluated is None or self._evaluation_due():  # due: it was interrupted
                 self._evaluate()
             ended = self._steps()
-        if ended is not None and self.state.last_evaluated != self.step:
-            self._evaluate()
-        self._save()
+            if ended is not None and self.state.last_evaluated != self.step:
+                self._evaluate()
+                if self._lacks_evaluation() and self._asked_to_stop():
+                    ended = None  # the run that goes on from here makes it
+            self._save()
         if ended is not None:
             self.state.stopped_by = None  # it came too late to stop anything
         ended_by = ended or self._stopped()
@@ -275,6 +277,9 @@ class Trainer:
     def _evaluation_due(self) -> bool:
         every = self.evaluate_every
         return every > 0 and self.step % every == 0 and self.state.last_evaluated != self.step
+
+    def _lacks_evaluation(self) -> bool:
+        return self.evaluator is not None and self.state.last_evaluated != self.step
 
     def _evaluate(self) -> None:
         if self.evaluator is None:

@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from truestep import progress
 from truestep.rollouts.chat import ChatTemplate
 from truestep.rollouts.files import expand_paths, load_documents
 from truestep.rollouts.record import Checks, Needs
@@ -81,6 +82,7 @@ def check_files(
     """Summarise the files. What a loss will need is not known here: what is missing is counted, not rejected."""
     nothing = Needs(logprobs=False, advantages=False, advantage_rule="none")
     checks = Checks(nothing, vocabulary_size, default_temperature, max_tokens, chat=chat)
+    progress.phase("reading the records")
     documents = load_documents(expand_paths(paths if isinstance(paths, str) else list(paths)), checks)
     rollouts, rejected = documents.rollouts, documents.rejected
     lengths = [rollout.num_tokens for rollout in rollouts]

@@ -230,7 +230,8 @@ class _Above(io.TextIOBase):
         self._started = ""  # a line without its end
 
     def write(self, text: str) -> int:
-        whole, end, self._started = (self._started + text).rpartition("\n")
+        whole, end, started = (self._started + text).rpartition("\n")
+        self._started = started.rpartition("\r")[2]  # of what is written over itself, the last
         if end:
             self._screen.print_above(self.stream, whole + end)
         return len(text)

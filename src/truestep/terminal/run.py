@@ -67,10 +67,13 @@ def number_lines(line: Mapping[str, Any], width: int) -> list[str]:
             lines[-1] += _GAP + cell
         else:
             lines.append(cell)
-    for name, form in _WIDE.items():
-        cell = "" if name in always or line.get(name) is None else form.format(line[name])
-        if cell and lines and len(lines[-1]) + len(_GAP) + len(cell) <= width:
-            lines[-1] += _GAP + cell
+    for name, form in _WIDE.items() if lines else ():
+        if name in always or line.get(name) is None:
+            continue
+        longer = lines[-1] + _GAP + form.format(line[name])
+        if len(longer) > width:  # a shorter one behind it would go again where the terminal is wider
+            break
+        lines[-1] = longer
     return lines
 
 
@@ -142,7 +145,7 @@ class ConsoleSink:
     def _seconds_left(self) -> float | None:
         """Estimate the time left by the last steps, with the evaluations and checkpoints between them."""
         (first, start), (last, end) = self._ends[0], self._ends[-1]
-        if self._steps is None or last <= first:
+        if self._steps is None or last <= first or last >= self._steps:
             return None
         since = time.monotonic() - end
         return max(0.0, (self._steps - last) * (end - start) / (last - first) - since)

@@ -31,6 +31,8 @@ def work_in_words(work: Work, tokens_per_second: float = 0.0) -> str:
     if work.kind.startswith("bytes"):
         amount = size(done) if total is None else f"{size(min(done, total))} of {size(total)}"
         text = f"{work.name} {amount}" if done or total else work.name
+    elif work.kind == "micro-batches" and total is not None:  # few and long: the one in hand
+        text = f"{work.name} micro-batch {min(done + 1, total):,.0f}/{total:,.0f}"
     elif total is None:
         text = f"{work.name} {done:,.0f} {work.kind}" if done else work.name
     else:
