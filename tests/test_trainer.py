@@ -286,7 +286,7 @@ def test_evaluations_are_at_the_start_every_so_many_steps_and_at_the_end(
 
 
 def test_a_run_that_is_stopped_in_its_last_evaluation_keeps_its_steps_and_makes_it_next(
-    words: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: Path, prompts: Path, tmp_path: Path
 ) -> None:
     whole, config = (evaluated_config(words, prompts, tmp_path / name) for name in ("whole", "stopped"))
     quiet_trainer(whole).run()
@@ -301,7 +301,7 @@ def test_a_run_that_is_stopped_in_its_last_evaluation_keeps_its_steps_and_makes_
             raise Interrupted
         return run(step, documents_seen, asked_to_stop)
 
-    monkeypatch.setattr(trainer.evaluator, "run", stopped)
+    object.__setattr__(trainer.evaluator, "run", stopped)
     assert trainer.run() == "stopped by a signal after step 5; the same command goes on from here"
     assert not trainer.finished and trainer.stopped_by == signal.SIGINT
     assert trainer.checkpoints.latest() == tmp_path / "stopped/checkpoints/step-00000005"

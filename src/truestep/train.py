@@ -89,8 +89,7 @@ def make_trainer(
     callbacks: Sequence[Callback] = (),
     display: Display | None = None,
 ) -> Trainer:
-    display = display or Display(console)
-    watch = watch or Watch(ranks, config.schedule.stall_timeout)
+    display, watch = display or Display(console), watch or Watch(ranks, config.schedule.stall_timeout)
     directory = _check(config, ranks)
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     latest = ranks.share(lambda: _latest(directory, store))
@@ -115,9 +114,7 @@ def make_trainer(
         sinks = make_sinks(config, directory, display, title, step)
         directory.lock()
         notes += _lay_out(directory, config, rejected, step, sizes)
-        notes = [*what_runs(config, policy, directory, source, ranks.size), *notes]
-        for note in notes if config.logging.console else ():
-            display.say(shown(note))
+        _say_notes(display, config, [*what_runs(config, policy, directory, source, ranks.size), *notes])
     if latest is not None:  # a kill may have come after its completion, and before the source was told
         source.checkpointed(latest, step, queue.documents_seen)
     return Trainer(
@@ -143,6 +140,11 @@ def make_trainer(
         keeper=make_keeper(config, directory, policy, display.say),
         callbacks=told,
     )
+
+
+def _say_notes(display: Display, config: Config, notes: Sequence[str]) -> None:
+    for note in notes if config.logging.console else ():
+        display.say(shown(note))
 
 
 def _check(config: Config, ranks: Ranks) -> RunDirectory:

@@ -98,19 +98,29 @@ def load_policy(
     if frozen:
         model.requires_grad_(False)
     pieces = _cut(model, probe, stages, place, ranks)
-    weights: Weights
-    size = sum(parameter.numel() for parameter in model.parameters()) * 4  # they are read in float32
-    with progress.working("reading weights", "bytes read", size if ranks.shards == 1 else None):
-        if ranks.shards > 1:
-            options = {"reshard": reshard_after_forward, "reduce_each": reduce_each, "masters_on_host": masters_on_host}
-            weights = ShardedWeights(model, compute, ranks, pieces, device=place, **options)
-        else:
-            read_parameters(model, place, frozen_dtype=compute)
-            weights = WholeWeights(model, compute, ranks, pieces, masters_on_host=masters_on_host)
+    options = {"reshard": reshard_after_forward, "reduce_each": reduce_each, "masters_on_host": masters_on_host}
+    weights = _read_weights(model, compute, ranks, pieces, place, options)
     _check_numbers(directory, weights)
     for layer in layers_of(model)[1]:
         layer.register_forward_hook(marks.layer_done)
     return Policy(model, directory, settings, weights, facts, tokenizer, read_companions(directory), stages, buffers)
+
+
+def _read_weights(
+    model: Any,
+    compute: torch.dtype,
+    ranks: Ranks,
+    pieces: dict[str, Piece],
+    place: torch.device,
+    options: dict[str, bool],  # of how they are kept
+) -> Weights:
+    """Read the weights that this rank has."""
+    size = 4 * sum(parameter.numel() for parameter in model.parameters())  # they are read in float32
+    with progress.working("reading weights", "bytes read", size if ranks.shards == 1 else None):
+        if ranks.shards > 1:
+            return ShardedWeights(model, compute, ranks, pieces, device=place, **options)
+        read_parameters(model, place, frozen_dtype=compute)
+        return WholeWeights(model, compute, ranks, pieces, masters_on_host=options["masters_on_host"])
 
 
 def _place(device: str) -> torch.device:
