@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from truestep.files import read_json_lines
 from truestep.metrics.sinks import JsonLines, SinkError, TensorBoardSink, WandbSink
+from truestep.metrics.trackers import MlflowSink, TrackioSink
 
 EVALUATION = {
     "step": 2,
@@ -74,6 +75,21 @@ def test_tensorboard_events_hold_steps_and_evaluations(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("evaluation/greedy_reward")] == [(2, 0.5)]
     assert {"grad_norm", "reward", "evaluation/sampled_reward"} <= set(events.Tags()["scalars"])
     assert not any("examples" in name for name in events.Tags()["scalars"])
+
+
+def test_tensorboard_shows_rollouts_as_text(tmp_path: Path) -> None:
+    sink = TensorBoardSink(str(tmp_path))
+    for step in (1, 2, 10):
+        sink.rollouts({"step": step}, [{"step": step, "completion": "a|b\nc\x1b[2J", "reward": 0.5}])
+    sink.rollouts({"step": 20}, [])
+    sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    texts = events.Tensors("rollouts/text_summary")
+    assert [event.step for event in texts] == [1, 10]
+    head, _, row = texts[0].tensor_proto.string_val[0].decode().splitlines()
+    assert head.startswith("| step | group_id | prompt | completion |")
+    assert "| a\\|b ⏎ c\\x1b[2J | 0.5 |" in row
 
 
 def test_tensorboard_forgets_the_steps_that_a_restart_rolled_back(tmp_path: Path) -> None:
@@ -167,7 +183,15 @@ def test_a_password_given_on_the_command_line_is_in_no_file_of_wandb(tmp_path: P
     assert b"stream.example" in written[log]  # text is found there as it is
 
 
-@pytest.mark.parametrize(("module", "extra"), [("torch.utils.tensorboard", "tensorboard"), ("wandb", "wandb")])
+@pytest.mark.parametrize(
+    ("module", "extra"),
+    [
+        ("torch.utils.tensorboard", "tensorboard"),
+        ("wandb", "wandb"),
+        ("mlflow", "mlflow"),
+        ("trackio", "trackio"),
+    ],
+)
 def test_without_the_package_the_extra_is_named(
     module: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +206,10 @@ def test_without_the_package_the_extra_is_named(
     with pytest.raises(SinkError, match=rf"pip install 'truestep\[{extra}\]'"):
         if extra == "wandb":
             WandbSink(tmp_path / "run", project="p", name=None, mode="offline", config={})
+        elif extra == "mlflow":
+            MlflowSink(tmp_path / "run", {})
+        elif extra == "trackio":
+            TrackioSink(tmp_path / "run", {}, project="p")
         else:
             TensorBoardSink(str(tmp_path / "board"))
     assert list(tmp_path.iterdir()) == []

@@ -42,6 +42,19 @@ class ShowsRollouts(Protocol):
         ...
 
 
+class Samples:
+    """The rollouts that a tracker is given: after the first step, and after every so many."""
+
+    def __init__(self, every: int):
+        self._every = every
+
+    def of(self, line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+        """Give a table's rows, in the order of SAMPLE_COLUMNS; none where this step has none to show."""
+        if not self._every or (line["step"] != 1 and line["step"] % self._every):
+            return []
+        return [[row.get(name) for name in SAMPLE_COLUMNS] for row in rows]
+
+
 class JsonLines:
     def __init__(self, path: Path):
         self._path = path
@@ -58,20 +71,26 @@ class JsonLines:
 class TensorBoardSink:
     """Event files for TensorBoard, which shows nothing that an earlier start wrote of steps after `done`."""
 
-    def __init__(self, directory: str, done: int = 0):
+    def __init__(self, directory: str, done: int = 0, samples_every: int = 10):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise SinkError("logging.tensorboard needs `pip install 'truestep[tensorboard]'`") from error
         self._writer = SummaryWriter(directory, purge_step=done + 1)
+        self._samples = Samples(samples_every)
 
     def step(self, line: Mapping[str, Any]) -> None:
-        for name, value in _numbers(line).items():
+        for name, value in numbers_of(line).items():
             self._writer.add_scalar(name, value, line["step"])
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
-        for name, value in _numbers(line).items():
+        for name, value in numbers_of(line).items():
             self._writer.add_scalar(f"evaluation/{name}", value, line["step"])
+
+    def rollouts(self, line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+        if table := self._samples.of(line, rows):
+            lines = [SAMPLE_COLUMNS, ["---"] * len(SAMPLE_COLUMNS), *(map(_cell, row) for row in table)]
+            self._writer.add_text("rollouts", "\n".join(f"| {' | '.join(line)} |" for line in lines), line["step"])
 
     def close(self) -> None:
         self._writer.close()
@@ -90,7 +109,7 @@ class WandbSink:
             raise SinkError("logging.wandb needs `pip install 'truestep[wandb]'`") from error
         # One run on the server for all starts of this one.
         id_file = directory / "wandb_id"
-        run_id = _run_id(id_file)
+        run_id = stored_name(id_file) or uuid.uuid4().hex[:12]
         try:
             with _no_arguments():
                 self._run = wandb.init(dir=str(directory), config=dict(config), id=run_id, resume="allow", **options)
@@ -98,19 +117,17 @@ class WandbSink:
             raise SinkError(f"logging.wandb: {printable(error)}") from error
         write_whole(id_file, run_id.encode())
         self._run.define_metric("*", step_metric="documents_seen")
-        self._samples_every, self._table = samples_every, wandb.Table
+        self._samples, self._table = Samples(samples_every), wandb.Table
 
     def step(self, line: Mapping[str, Any]) -> None:
-        self._run.log(_numbers(line))
+        self._run.log(numbers_of(line))
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
-        renamed = {f"evaluation/{name}": value for name, value in _numbers(line).items() if name != "documents_seen"}
+        renamed = {f"evaluation/{name}": value for name, value in numbers_of(line).items() if name != "documents_seen"}
         self._run.log(renamed | {"documents_seen": line["documents_seen"]})
 
     def rollouts(self, line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-        every = self._samples_every
-        if rows and every and (line["step"] == 1 or line["step"] % every == 0):
-            data = [[row.get(name) for name in SAMPLE_COLUMNS] for row in rows]
+        if data := self._samples.of(line, rows):
             table = self._table(columns=list(SAMPLE_COLUMNS), data=data)
             self._run.log({"rollouts": table, "documents_seen": line["documents_seen"]})
 
@@ -132,14 +149,19 @@ def _no_arguments() -> Iterator[None]:
         sys.argv = kept
 
 
-def _run_id(file: Path) -> str:
-    """Read the run's id at Weights & Biases; a new one where there is none, or a damaged one."""
-    if file.is_file():
-        found = file.read_bytes()[:100].decode("ascii", errors="replace").strip()
-        if re.fullmatch(r"[\w-]{1,64}", found, re.ASCII):
-            return found
-    return uuid.uuid4().hex[:12]
+def stored_name(file: Path) -> str | None:
+    """Read the name that a tracker knows the run by; None where there is none, or a damaged one."""
+    if not file.is_file():
+        return None
+    found = file.read_bytes()[:200].decode("ascii", errors="replace").strip()
+    return found if re.fullmatch(r"[\w-]{1,128}", found, re.ASCII) else None
 
 
-def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
+def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
+    """Give the numbers of a line, by name: what every tracker shows."""
     return {name: value for name, value in line.items() if isinstance(value, int | float)}
+
+
+def _cell(value: Any) -> str:
+    """Word a value for a cell of a Markdown table."""
+    return printable("" if value is None else str(value).replace("\n", " ⏎ "), 1000).replace("|", "\\|")
