@@ -25,6 +25,7 @@ NAVIGATION: dict[str, list[str]] = {
         "examples/README.md",
         "docs/terminal.md",
         "docs/troubleshooting.md",
+        "docs/mistakes.md",
         "docs/coming-from.md",
     ],
     "Rollouts": ["docs/rollouts.md", "docs/engine.md", "docs/sampling.md", "docs/sft.md", "docs/parity.md"],

@@ -162,7 +162,7 @@ def score(config: "Config", output: Path, gradients: bool) -> None:
     if int(os.environ.get("RANK", "0")):  # the first rank alone prints
         return
     Console().print(step_table(result.step))
-    _print(f"written to {output}")
+    _print(f"weights: {result.weights}; written to {output}")
 
 
 @_config_command
@@ -218,6 +218,7 @@ def parity(config: "Config", output: Path, documents: int, older: tuple[Path, ..
     write_json(output / "parity.json", report.as_json(result))
     write_text_whole(output / "parity.svg", report.figure(result))
     Console().print(report.table(result))
+    _print(f"weights: {result.weights}")
     worst = result.worst
     _print(
         f"worst: document {worst.document}, position {worst.position}, token {worst.token} {worst.text!r}: sampler "
@@ -266,14 +267,23 @@ def data() -> None:
     show_default=True,
     help="The temperature of records that have none.",
 )
+@click.option("--group-size", type=click.IntRange(min=1), help="The run's data.group_size, which must fit a group.")
 @_guarded
-def check(files: tuple[str, ...], model: Path | None, tokens_per_microbatch: int | None, temperature: float) -> None:
+def check(
+    files: tuple[str, ...],
+    model: Path | None,
+    tokens_per_microbatch: int | None,
+    temperature: float,
+    group_size: int | None,
+) -> None:
     """Show the counts, lengths, groups and rejected records of rollout FILES, with the reasons."""
     with _display():
         from truestep.rollouts.check import check_files, render
 
         vocabulary_size = None if model is None else _vocabulary_size(model)
-        summary = check_files(files, vocabulary_size, temperature, tokens_per_microbatch, _chat_template(model))
+        summary = check_files(
+            files, vocabulary_size, temperature, tokens_per_microbatch, _chat_template(model), group_size
+        )
     Console().print(render(summary))
 
 

@@ -47,6 +47,12 @@ def run_notes(
         reasons = "; ".join(f"{count} × {kind}" for kind, count in kinds.most_common(3))
         total = f"of {len(rejected) + len(source.documents)} " if isinstance(source, FileSource) else ""
         notes.append(f"{len(rejected)} {total}records are rejected: {reasons}; see {directory.rejected}")
+    wanted = config.schedule.docs_per_step
+    if isinstance(source, FileSource) and 0 < source.total < wanted:
+        notes.append(
+            f"warning: schedule.docs_per_step: {wanted} is more than the {source.total} documents that there are: the "
+            "whole run is one step of these"
+        )
     if config.sampler is not None and not stop_ids(policy):
         notes.append(
             "warning: neither the model's configuration nor its tokenizer names an end-of-text token: every completion "

@@ -23,6 +23,7 @@ from truestep.types import Rollout
 # The mean |log-ratio| that rounding alone gives between two engines that compute the same thing in the same type.
 NOISE = {"float32": 1e-4, "bfloat16": 2e-2}
 _EXPLAINS = 0.3  # a cause that explains a smaller share of the gap is a coincidence
+_ALONE = 0.8  # and one that explains less than this is not the only one
 _NAMED = 0.5  # a gap as small as rounding's has a cause if that explains more than this share of it
 _NOTHING = 1e-5
 
@@ -51,6 +52,7 @@ class Parity:
     tried: list[Tried]  # the best switch of each cause; the one that leaves the least gap comes first
     worst: Token
     noise: float
+    weights: Path  # the directory that the trainer's were read from: the run's last checkpoint, or model.path
     positions: np.ndarray  # [T] each label's place among its document's labels, from 0
 
     @property
@@ -71,6 +73,11 @@ class Parity:
         best = self.tried[0] if self.tried else None
         if best is None or self.explained(best) < _EXPLAINS:
             return f"a {gap} that no single cause explains: look at the worst token, and for a mixture of causes"
+        if self.explained(best) < _ALONE:
+            return (
+                f"no single cause found for a {gap}: {best.cause} ({best.switch}) explains {self.explained(best):.0%} "
+                f"of it, and something else the rest. Of this cause: {best.advice}"
+            )
         return f"{best.cause} ({best.switch}) explains {self.explained(best):.0%} of the gap: {best.advice}"
 
 
@@ -101,6 +108,7 @@ def parity(config: Config, *, documents: int = 64, older: Sequence[Path] = ()) -
         tried=sorted(best.values(), key=lambda tried: tried.gap),
         worst=_worst(chosen, trial, policy),
         noise=NOISE[config.model.dtype],
+        weights=policy.path,
         positions=positions,
     )
 

@@ -16,7 +16,7 @@ from truestep.policy.cuts.layers import layers_of
 from truestep.policy.cuts.pieces import Piece, pieces_of
 from truestep.policy.cuts.stages import Stages, check_layers, keep_own
 from truestep.policy.cuts.tensor import cut_model, tensor_plan
-from truestep.policy.errors import ModelError
+from truestep.policy.errors import ModelError, no_model
 from truestep.policy.loading.borrowed import borrowed_weights
 from truestep.policy.loading.probe import (
     Probe,
@@ -200,7 +200,7 @@ def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipe
 
     transformers_logging.disable_progress_bar()
     if not (directory / "config.json").is_file():
-        raise ModelError(f"model.path: {directory} is not a Hugging Face model directory: it has no config.json")
+        raise ModelError(no_model("model.path", directory))
     if not list(directory.glob("*.safetensors")):
         raise ModelError(f"model.path: {directory} has no .safetensors file; other weight formats are not loaded")
     _check_config(directory)
