@@ -15,6 +15,7 @@ from tiny import label_positions, make_records
 from truestep.cli import main
 from truestep.config.load import dump_config
 from truestep.environments.rewards import RewardError, call, load_reward
+from truestep.rollouts.advantages import GroupSizeError, check_group_sizes
 from truestep.run_directory import RunDirectory
 
 PAGE = Path(__file__).parents[1] / "docs" / "mistakes.md"
@@ -174,3 +175,30 @@ def test_data_check_refuses_the_group_size_that_train_refuses() -> None:
         result = CliRunner().invoke(main, ["data", "check", "r.jsonl", "--group-size", size])
         assert result.exit_code == code, result.output
         assert ("data.group_size: 3 fits none of the 4 groups" in result.stderr) == (code == 1)
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_wrong_group_size_is_refused_in_files_that_are_tables_too() -> None:
+    data = "data: {path: r.jsonl, group_size: 3, cache_directory: tables}\nschedule: {docs_per_step: 4}\n"
+    assert "data.group_size: 3 fits none of the 4 groups: there are 4 of 4 records" in typed(model() + data)
+
+
+@pytest.mark.parametrize(
+    ("members", "size", "said"),
+    [
+        ([4, 4, 4], 4, None),
+        ([8, 8], 4, None),  # a later record of the same name opens a new group
+        ([4, 3, 1], 4, None),  # some are not complete
+        ([3], 4, None),  # one says nothing
+        ([], 4, None),
+        ([3, 3, 3], None, None),
+        ([3, 5, 5], 4, "there are 2 of 5, 1 of 3 records. Write data.group_size: 5"),
+        ([1, 2, 3, 5, 6, 7], 4, "and 3 more sizes"),
+    ],
+)
+def test_a_group_size_is_refused_that_no_group_has(members: list[int], size: int | None, said: str | None) -> None:
+    if said is None:
+        check_group_sizes(members, size)
+        return
+    with pytest.raises(GroupSizeError, match=re.escape(said)):
+        check_group_sizes(members, size)

@@ -96,7 +96,7 @@ def read_shape(config: Config) -> ModelShape:
 
     directory, trust = Path(config.model.path), config.model.trust_remote_code
     if not (directory / "config.json").is_file():
-        raise ModelError(no_model("model.path", directory))
+        raise ModelError(no_model(directory))
     try:
         settings = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust)
         with torch.device("meta"):

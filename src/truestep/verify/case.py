@@ -69,7 +69,7 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
     seed = config.seed
     model = Path(config.model.path)
     if not (model / "config.json").is_file():
-        raise VerifyError(no_model("model.path", model))
+        raise VerifyError(no_model(model))
     if not full:
         model = reduce_model(model, scratch / "model", seed, config.model.trust_remote_code)
     over_step = not config.loss.supervised and advantage_rule(config).scale == "step"

@@ -200,7 +200,7 @@ def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipe
 
     transformers_logging.disable_progress_bar()
     if not (directory / "config.json").is_file():
-        raise ModelError(no_model("model.path", directory))
+        raise ModelError(no_model(directory))
     if not list(directory.glob("*.safetensors")):
         raise ModelError(f"model.path: {directory} has no .safetensors file; other weight formats are not loaded")
     _check_config(directory)
