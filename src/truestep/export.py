@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from truestep import progress
 from truestep.checkpoint.checksums import find_damage
 from truestep.checkpoint.store import CheckpointStore
 from truestep.errors import TruestepError
@@ -26,11 +27,14 @@ def export(source: Path, output: Path, dtype: str, trust_remote_code: bool = Fal
         raise ExportError(f"{output} is there already; name a directory that is not")
     if (damage := find_damage(checkpoint)) is not None:
         raise ExportError(f"the checkpoint {checkpoint} cannot be exported: {damage}")
+    progress.phase("loading the checkpoint")
     policy = load_policy(checkpoint, device="cpu", trust_remote_code=trust_remote_code)
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
     try:
-        save_policy(policy, partial, getattr(torch, dtype))
-        sync_tree(partial)
+        progress.phase("exporting")
+        with progress.working("writing", "bytes written"):
+            save_policy(policy, partial, getattr(torch, dtype))
+            sync_tree(partial)
         os.replace(partial, output)
         sync_directory(output.parent)
     finally:

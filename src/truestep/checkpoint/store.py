@@ -10,6 +10,7 @@ A checkpoint is a Hugging Face directory (float32 weights) with a folder `truest
 """
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from truestep.files import exact_object, read_exact_lines, sync_directory, sync_
 from truestep.policy.policy import Policy
 from truestep.policy.save import save_policy
 from truestep.policy.tensor_files import read_tensors, write_tensors
+from truestep.progress import working
 from truestep.randomness import random_state, random_tensors, restore_random
 from truestep.rollouts.documents import document_line, read_document
 from truestep.types import Rollout
@@ -69,8 +71,11 @@ class CheckpointStore:
             return final
         partial = self._directory / f".{final.name}.partial"
         ranks.share(self._prepare)
-        save_policy(policy, partial)
-        ranks.share(lambda: self._complete(partial, final, progress))
+        size = 4 * sum(math.prod(piece.shape) for piece in policy.weights.pieces.values())
+        size += sum(tensor.nbytes for tensor in progress.optimizer.values())
+        with working("writing", "bytes written", size):
+            save_policy(policy, partial)
+            ranks.share(lambda: self._complete(partial, final, progress))
         return final
 
     def _prepare(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from truestep import progress
 from truestep.errors import TruestepError
 from truestep.files import LineError, exact_object
 from truestep.head.logits import HeadSettings
@@ -15,7 +16,7 @@ from truestep.policy.cuts.layers import layers_of
 from truestep.policy.cuts.pieces import Piece, pieces_of
 from truestep.policy.cuts.stages import Stages, check_layers, keep_own
 from truestep.policy.cuts.tensor import cut_model, tensor_plan
-from truestep.policy.errors import ModelError
+from truestep.policy.errors import ModelError, no_model
 from truestep.policy.loading.borrowed import borrowed_weights
 from truestep.policy.loading.probe import (
     Probe,
@@ -84,7 +85,7 @@ def load_policy(
     if activation_checkpointing:
         recompute_activations(model)
     compute = getattr(torch, dtype)
-    with borrowed_weights(model, place):
+    with progress.working("checking what it computes", "layers"), borrowed_weights(model, place):
         probe, stages, choice = _probe(model, settings, place, compute, longest_document, ranks, pipeline, attending)
     if compiled:
         _compile(model)
@@ -95,13 +96,8 @@ def load_policy(
     if frozen:
         model.requires_grad_(False)
     pieces = _cut(model, probe, stages, place, ranks)
-    weights: Weights
-    if ranks.shards > 1:
-        options = {"reshard": reshard_after_forward, "reduce_each": reduce_each, "masters_on_host": masters_on_host}
-        weights = ShardedWeights(model, compute, ranks, pieces, device=place, **options)
-    else:
-        read_parameters(model, place, frozen_dtype=compute)
-        weights = WholeWeights(model, compute, ranks, pieces, masters_on_host=masters_on_host)
+    options = {"reshard": reshard_after_forward, "reduce_each": reduce_each, "masters_on_host": masters_on_host}
+    weights = _read_weights(model, compute, ranks, pieces, place, options)
     _check_numbers(directory, weights)
     for layer in layers_of(model)[1]:
         layer.register_forward_hook(marks.layer_done)
@@ -115,6 +111,23 @@ def _compile(model: Any) -> None:
     if not layers:
         raise ModelError(f"model.compile: {type(model).__name__} has no list of layers to compile")
     compile_layers(layers)
+
+
+def _read_weights(
+    model: Any,
+    compute: torch.dtype,
+    ranks: Ranks,
+    pieces: dict[str, Piece],
+    place: torch.device,
+    options: dict[str, bool],  # of how they are kept
+) -> Weights:
+    """Read the weights that this rank has."""
+    size = 4 * sum(parameter.numel() for parameter in model.parameters())  # they are read in float32
+    with progress.working("reading weights", "bytes read", size if ranks.shards == 1 else None):
+        if ranks.shards > 1:
+            return ShardedWeights(model, compute, ranks, pieces, device=place, **options)
+        read_parameters(model, place, frozen_dtype=compute)
+        return WholeWeights(model, compute, ranks, pieces, masters_on_host=options["masters_on_host"])
 
 
 def _place(device: str) -> torch.device:
@@ -187,7 +200,7 @@ def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipe
 
     transformers_logging.disable_progress_bar()
     if not (directory / "config.json").is_file():
-        raise ModelError(f"model.path: {directory} is not a Hugging Face model directory: it has no config.json")
+        raise ModelError(no_model(directory))
     if not list(directory.glob("*.safetensors")):
         raise ModelError(f"model.path: {directory} has no .safetensors file; other weight formats are not loaded")
     _check_config(directory)
