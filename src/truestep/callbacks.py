@@ -102,6 +102,11 @@ class Callbacks:
     def evaluation(self, line: Mapping[str, Any]) -> None:
         self._each("on_evaluation", lambda callback: callback.on_evaluation(self.run, line))
 
+    @property
+    def hear_of_checkpoints(self) -> bool:
+        """True where one of them does something when a checkpoint is complete."""
+        return any(type(callback).on_checkpoint is not Callback.on_checkpoint for callback in self.callbacks)
+
     def checkpoint(self, path: Path) -> None:
         if path == self._last_checkpoint:  # the run ends after the step that it was saved at
             return

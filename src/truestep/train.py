@@ -24,6 +24,7 @@ from truestep.assemble.step import (
 )
 from truestep.callbacks import Callback, Callbacks, Run
 from truestep.checkpoint.checksums import find_damage
+from truestep.checkpoint.saves import Saves
 from truestep.checkpoint.store import CheckpointStore, read_progress
 from truestep.config.load import dump_config
 from truestep.config.schema import Config
@@ -33,6 +34,7 @@ from truestep.plan.beside import planned_beside
 from truestep.plan.exhausted import exhaustion_explained
 from truestep.policy.errors import ModelError
 from truestep.policy.policy import Policy
+from truestep.policy.tensor_parts import StoredTensors
 from truestep.randomness import seed_random
 from truestep.ranks.group import ALONE, Ranks
 from truestep.ranks.watch import Watch
@@ -133,6 +135,7 @@ def make_trainer(
         gradient_clip=config.optimizer.gradient_clip,
         directory=directory,
         checkpoints=store,
+        saves=Saves(store, ranks),
         checkpoint_every=config.checkpoint.every,
         sinks=sinks,
         steps=config.schedule.steps,
@@ -200,9 +203,9 @@ def _restore(
     """Put the run back to where the checkpoint left it; return its step, and the sizes of rejected.jsonl and
     ledger.jsonl by then."""
     try:
-        progress = read_progress(checkpoint)
+        progress = read_progress(checkpoint, policy.weights.ranks.rank)
         queue.restore(progress.queue, list(progress.carried))
-        restore_optimizer(optimizer, policy.weights, progress.optimizer)
+        restore_optimizer(optimizer, policy.weights, StoredTensors(checkpoint))
     except _ODD_CONTENT as error:
         raise _damaged(checkpoint, f"{type(error).__name__}: {error}") from error
     callbacks.restore(progress.callbacks, progress.step, queue.documents_seen)

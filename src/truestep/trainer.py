@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from truestep.callbacks import Callbacks, Run
+from truestep.checkpoint.saves import Complete, Saves
 from truestep.checkpoint.store import CheckpointStore, Progress
 from truestep.errors import TruestepError
 from truestep.kept.keeper import Keeper
@@ -27,7 +28,7 @@ from truestep.step.ahead import Planned, PlansAhead
 from truestep.step.blame import find_not_finite
 from truestep.step.clipping import clip_gradients, gradient_norm
 from truestep.step.machine import gpu_metrics
-from truestep.step.optimizer import LearningRate, optimizer_tensors, update
+from truestep.step.optimizer import LearningRate, optimizer_parts, update
 from truestep.step.runner import Accumulated, StepRunner
 from truestep.step.scoring import BeforeUpdates
 from truestep.text import printable
@@ -79,6 +80,7 @@ class Trainer:
     gradient_clip: float | None
     directory: RunDirectory
     checkpoints: CheckpointStore
+    saves: Saves
     checkpoint_every: int
     sinks: Sequence[Sink]
     ranks: Ranks
@@ -86,6 +88,7 @@ class Trainer:
     steps: int | None = None
     evaluator: Evaluates | None = None
     evaluate_every: int = 0
+    grace: float | None = None  # seconds in which a run that was asked to stop ends
     state: RunState = field(default_factory=RunState)
     hooks: Hooks = Hooks()
     callbacks: Callbacks = field(default_factory=lambda: Callbacks(Run(Path())))
@@ -135,6 +138,7 @@ class Trainer:
         if ended is not None and self.state.last_evaluated != self.step:
             self._evaluate()
         self._save()
+        self._finish_save()
         if ended is not None:
             self.state.stopped_by = None  # it came too late to stop anything
         ended_by = ended or self._stopped()
@@ -187,11 +191,12 @@ class Trainer:
     def _asked_to_stop(self) -> bool:
         """Agree with all ranks, so that they end after the same step, whichever of them was asked, and go on with the
         same learning rate. A signal that comes while they tell each other is for the next step."""
-        told = self.ranks.gather((self.stopped_by, self.callbacks.asked))
-        agreed = next((number for number, _ in told if number is not None), None)
+        told = self.ranks.gather((self.stopped_by, self.callbacks.asked, self.saves.report()))
+        agreed = next((number for number, *_ in told if number is not None), None)
         if agreed is not None and self.stopped_by is None:
             self.ask_to_stop(agreed)
         self.callbacks.agree(told[0][1])
+        self._saved(self.saves.hear([report for *_, report in told]))
         return agreed is not None or self.callbacks.run.stop_reason is not None
 
     def _end_of_data(self, dropped: int) -> str:
@@ -213,6 +218,7 @@ class Trainer:
         rate = self.learning_rate.at(number) * self.callbacks.applied_factor
         with self.runner.stopwatch.measure("optimizer"):
             clip_gradients(self.policy.weights.gradients, norm, self.gradient_clip)
+            self.saves.before_update()
             update(self.optimizer, self.policy.weights, rate)
         self.state.step = number
         self.state.documents_seen = plan.documents_seen_after
@@ -263,6 +269,7 @@ class Trainer:
         return accumulated
 
     def _not_finite(self, number: int, plan: StepPlan, accumulated: Accumulated, norm: float) -> TrainingError:
+        self._finish_save()
         self.watch.phase(f"looking for the documents that make the gradient of step {number} {norm}")
         names = ", ".join(printable(name) for name in find_not_finite(self.runner, plan))
         made_by = f"these documents alone make it so: {names}" if names else "no document alone makes it so"
@@ -291,13 +298,18 @@ class Trainer:
         self.callbacks.evaluation(line)
 
     def _save(self) -> None:
+        """Begin to save; a save that is under way is waited for first."""
         if not self.hooks.saves:
             return
+        self._finish_save()
         self.watch.phase(f"saving after step {self.step}")
         with self.times.measure("save"):
-            self._save_now()
+            self._saved(self._begin_save())
+        # What callbacks do then must not depend on how fast a disk is.
+        if self.ranks.share(lambda: self.callbacks.hear_of_checkpoints or self.source.waits_for_checkpoints):
+            self._finish_save()
 
-    def _save_now(self) -> None:
+    def _begin_save(self) -> Complete | None:
         if self.keeper is not None:
             self.keeper.sync()
         self.directory.sync()
@@ -308,12 +320,24 @@ class Trainer:
             carried=self.before.carried(planned.carried),
             rejected_bytes=self.directory.rejected_bytes(),
             ledger_bytes=self.directory.ledger_bytes(),
-            optimizer=optimizer_tensors(self.optimizer, self.policy.weights),
             callbacks=self.callbacks.state(),
         )
-        checkpoint = self.checkpoints.save(self.policy, progress)
-        self.callbacks.checkpoint(checkpoint)
-        self.source.checkpointed(checkpoint, self.step, self.state.documents_seen)
+        optimizer_state = optimizer_parts(self.optimizer, self.policy.weights)
+        return self.saves.begin(self.policy, optimizer_state, progress, self.state.documents_seen)
+
+    def _finish_save(self) -> None:
+        """Wait for the save that is under way."""
+        if not self.saves.under_way:
+            return
+        self.watch.phase(f"saving, after step {self.step}")
+        with self.times.measure("save"):
+            self._saved(self.saves.finish())
+
+    def _saved(self, complete: Complete | None) -> None:
+        if complete is None:
+            return
+        self.callbacks.checkpoint(complete.path)
+        self.source.checkpointed(complete.path, complete.step, complete.documents_seen)
 
     @contextmanager
     def _stop_between_steps(self) -> Iterator[None]:

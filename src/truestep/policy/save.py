@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,22 @@ def _complete(policy: Policy, directory: Path, dtype: torch.dtype) -> None:
             file.rename(directory / file.name)
     shutil.rmtree(directory / _SCRATCH)
     _write_companions(policy, directory, dtype)
+
+
+def model_files(policy: Policy) -> dict[str, bytes]:
+    """Give the files of a Hugging Face directory but those of its weights, by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "model"
+        directory.mkdir()
+        name, smallest = min(policy.weights.pieces.items(), key=lambda item: item[1].shape.numel())
+        with transformers_write_tensors():
+            policy.model.save_pretrained(directory, state_dict={name: torch.zeros(smallest.shape)})
+        _write_companions(policy, directory, torch.float32)
+        return {
+            file.name: file.read_bytes()
+            for file in directory.iterdir()
+            if file.is_file() and file.suffix != ".safetensors"
+        }
 
 
 def _embedding_name(policy: Policy) -> str:

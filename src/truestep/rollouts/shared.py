@@ -20,6 +20,11 @@ class SharedSource:
         self._asked_to_stop: Callable[[], bool] = never
 
     @property
+    def waits_for_checkpoints(self) -> bool:
+        """True where the source says so; only the first rank, which has it, is asked."""
+        return self._source is not None and self._source.waits_for_checkpoints
+
+    @property
     def asked_to_stop(self) -> Callable[[], bool]:
         return self._asked_to_stop
 

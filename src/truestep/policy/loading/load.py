@@ -17,6 +17,7 @@ from truestep.policy.cuts.stages import Stages, check_layers, keep_own
 from truestep.policy.cuts.tensor import cut_model, tensor_plan
 from truestep.policy.errors import ModelError
 from truestep.policy.loading.borrowed import borrowed_weights
+from truestep.policy.loading.parts import model_of_parts
 from truestep.policy.loading.probe import (
     Probe,
     probe_context,
@@ -33,6 +34,7 @@ from truestep.policy.model.freezing import freeze_weights
 from truestep.policy.model.training import no_noise, recompute_activations
 from truestep.policy.policy import ModelFacts, Policy
 from truestep.policy.save import read_companions, saved_buffers
+from truestep.policy.tensor_parts import StoredTensors
 from truestep.policy.weights.protocol import Weights
 from truestep.policy.weights.sharded import ShardedWeights
 from truestep.policy.weights.unread import place_buffers, read_parameters, unread_files
@@ -161,7 +163,8 @@ def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipe
     transformers_logging.disable_progress_bar()
     if not (directory / "config.json").is_file():
         raise ModelError(f"model.path: {directory} is not a Hugging Face model directory: it has no config.json")
-    if not list(directory.glob("*.safetensors")):
+    stored = StoredTensors(directory) if StoredTensors.has_weights(directory) else None
+    if stored is None and not list(directory.glob("*.safetensors")):
         raise ModelError(f"model.path: {directory} has no .safetensors file; other weight formats are not loaded")
     _check_config(directory)
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
@@ -171,6 +174,9 @@ def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipe
         if ranks.tensor > 1:  # refused before anything is read
             tensor_plan(config, ranks.tensor)
         check_layers(config.get_text_config().num_hidden_layers, pipeline)
+        if stored is not None:
+            model = model_of_parts(directory, config, stored, trust_remote_code)
+            return model.eval(), _read_tokenizer(directory, options)
         loader: Any = AutoModelForCausalLM  # its types do not know output_loading_info
         with unread_files():
             model, loading = loader.from_pretrained(

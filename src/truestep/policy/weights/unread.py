@@ -36,11 +36,18 @@ class Unread(torch.Tensor):
     """A tensor of the meta device, whose operations are done to its values when they are read."""
 
     _stored: Callable[[], torch.Tensor]  # its values, but for a conversion to its type
+    _narrower: Callable[[torch.Tensor], Callable[[], torch.Tensor] | None] | None = None
 
     @classmethod
-    def of(cls, looks: torch.Tensor, stored: Callable[[], torch.Tensor]) -> "Unread":
+    def of(
+        cls,
+        looks: torch.Tensor,
+        stored: Callable[[], torch.Tensor],
+        narrower: Callable[[torch.Tensor], Callable[[], torch.Tensor] | None] | None = None,
+    ) -> "Unread":
+        """Make one. `narrower` gives what reads a view of it alone; without it, all of it is read and then viewed."""
         unread = looks.to("meta").as_subclass(cls)
-        unread._stored = stored
+        unread._stored, unread._narrower = stored, narrower
         return unread
 
     def read(self) -> torch.Tensor:
@@ -75,10 +82,18 @@ class Unread(torch.Tensor):
             return function(*tree_map(_values, arguments), **tree_map(_values, named))
 
         if isinstance(looks, torch.Tensor):
-            return cls.of(looks, stored)
+            narrower = _narrower_of(function, arguments)
+            alone = None if narrower is None else narrower(looks)
+            return cls.of(looks, stored) if alone is None else cls.of(looks, alone, narrower)
         if isinstance(looks, tuple | list) and any(isinstance(look, torch.Tensor) for look in looks):
             return [cls.of(look, partial(_member, stored, number)) for number, look in enumerate(looks)]
         return looks
+
+
+def _narrower_of(function: Any, arguments: Any) -> Callable[[torch.Tensor], Callable[[], torch.Tensor] | None] | None:
+    """Give the narrower of the tensor that a view is taken of."""
+    views = (torch.Tensor.__getitem__, torch.Tensor.narrow, torch.Tensor.detach)
+    return arguments[0]._narrower if function in views and isinstance(arguments[0], Unread) else None
 
 
 def _member(stored: Callable[[], Any], number: int) -> Any:
