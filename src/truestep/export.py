@@ -3,6 +3,7 @@
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,8 +11,9 @@ from truestep.checkpoint.checksums import find_damage
 from truestep.checkpoint.store import CheckpointStore
 from truestep.errors import TruestepError
 from truestep.files import sync_directory, sync_tree
-from truestep.policy.loading.load import load_policy
-from truestep.policy.save import save_policy
+from truestep.policy.loading.load import read_model
+from truestep.policy.save import model_files, read_companions, saved_buffers, write_weights
+from truestep.policy.weights.unread import Unread, place_buffers
 from truestep.run_directory import RunDirectory
 
 
@@ -26,16 +28,32 @@ def export(source: Path, output: Path, dtype: str, trust_remote_code: bool = Fal
         raise ExportError(f"{output} is there already; name a directory that is not")
     if (damage := find_damage(checkpoint)) is not None:
         raise ExportError(f"the checkpoint {checkpoint} cannot be exported: {damage}")
-    policy = load_policy(checkpoint, device="cpu", trust_remote_code=trust_remote_code)
+    model = read_model(checkpoint, trust_remote_code)
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process of the same number that was killed
     try:
-        save_policy(policy, partial, getattr(torch, dtype))
+        partial.mkdir(parents=True)
+        _write(model, checkpoint, partial, getattr(torch, dtype))
         sync_tree(partial)
         os.replace(partial, output)
         sync_directory(output.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return checkpoint
+
+
+def _write(model: Any, checkpoint: Path, directory: Path, dtype: torch.dtype) -> None:
+    """Write the model's files, reading a few of its weights at a time."""
+    for name, content in model_files(model, read_companions(checkpoint), dtype).items():
+        (directory / name).write_bytes(content)
+    weights = dict(model.named_parameters())
+    place_buffers(model, torch.device("cpu"))
+
+    def read(name: str) -> torch.Tensor:
+        weight = weights[name]
+        return (weight.read() if isinstance(weight, Unread) else weight.detach()).to(dtype)
+
+    write_weights(model, weights, read, saved_buffers(model), directory)
 
 
 def _checkpoint_of(source: Path) -> Path:

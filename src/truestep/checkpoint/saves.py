@@ -1,7 +1,7 @@
 """Saves by all ranks at once: each writes its part in the background, and the first one completes the checkpoint.
 
-What the ranks have got to, they tell each other between steps, where all of them are: so every rank learns of a complete
-checkpoint after the same step, and no message is sent while another thread sends one. One save is under way at a time.
+How far they have come, the ranks tell each other between steps: so every rank learns of a complete checkpoint after the
+same step, and no message is sent while another thread sends one. One save is under way at a time.
 """
 
 import threading
@@ -94,7 +94,7 @@ class Saves:
             return Complete(final, progress.step, documents_seen)
         ranks.share(lambda: self._store.prepare(progress.step))
         if ranks.first and self._model is None:
-            self._model = model_files(policy)
+            self._model = model_files(policy.model, policy.companions)
         staged = self._staging.stage([*policy_parts(policy), *state])
         random = encode_random()
         task = _Task(lambda: self._store.write_part(progress.step, ranks.rank, staged, random))

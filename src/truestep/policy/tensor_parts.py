@@ -125,7 +125,7 @@ def describe_parts(file: Path, parts: Iterable[TensorPart]) -> dict[str, Any]:
 
 
 def write_index(folder: Path, described: Iterable[Mapping[str, Any]]) -> None:
-    """Write where all parts of all tensors are. Numbers that several ranks wrote are the same ones: the first counts."""
+    """Write where all parts of all tensors are. Of a number that several ranks wrote, the first is kept."""
     tensors: dict[str, dict[str, Any]] = {}
     for parts in described:
         for key, part in parts.items():

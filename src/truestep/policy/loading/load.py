@@ -112,6 +112,11 @@ def load_policy(
     return Policy(model, directory, settings, weights, facts, tokenizer, read_companions(directory), stages, buffers)
 
 
+def read_model(path: str | Path, trust_remote_code: bool = False) -> Any:
+    """Make the model of a directory or a checkpoint, whose weights are not read yet."""
+    return _read(Path(path), trust_remote_code, ALONE, Pipeline())[0]
+
+
 def _place(device: str) -> torch.device:
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if place.type == "cuda" and not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""A model whose weights are in a checkpoint's parts: made from its configuration, with weights that are not read yet."""
+"""A model whose weights are in a checkpoint's parts: made from its configuration; its weights are not read yet."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,8 +51,8 @@ def _check(
     for name, shape in shapes.items():
         if stored.shape(weights[name]) != shape:
             raise ModelError(
-                f"model.path: {directory} has {name} of shape {list(stored.shape(weights[name]))} where its config.json "
-                f"asks for {list(shape)}"
+                f"model.path: {directory} has {name} of shape {list(stored.shape(weights[name]))} where its "
+                f"config.json asks for {list(shape)}"
             )
 
 
