@@ -96,9 +96,9 @@ def make_trainer(
     watch = watch or Watch(ranks, config.schedule.stall_timeout)
     directory = _check(config, ranks)
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
-    latest = ranks.share(lambda: _latest(directory, store))
+    ranks.share(lambda: directory.lock() if directory.path.exists() else None)  # before its checkpoints are looked at
     watch.phase("loading the model")
-    _check_damage(latest, ranks)
+    latest, damaged = _undamaged(store, ranks)
     policy = _policy_of(config, ranks, latest)
     runner = make_runner(config, policy)
     before = _before_updates(config, runner, directory, latest)
@@ -114,7 +114,7 @@ def make_trainer(
     rejected = source.drain_rejected()
     sinks: list[Sink] = []
     if ranks.first:
-        notes = run_notes(directory, config, policy, source, rejected, latest, step)
+        notes = damaged + run_notes(directory, config, policy, source, rejected, latest, step)
         sinks = make_sinks(config, directory, console, title, step)
         directory.lock()
         notes += _lay_out(directory, config, rejected, step, sizes)
@@ -137,11 +137,15 @@ def make_trainer(
         checkpoints=store,
         saves=Saves(store, ranks),
         checkpoint_every=config.checkpoint.every,
+        has_hugging_face=partial(_has_hugging_face, config),
+        grace=config.checkpoint.grace,
         sinks=sinks,
         steps=config.schedule.steps,
         evaluator=evaluator,
         evaluate_every=config.evaluation.every if config.evaluation else 0,
-        state=RunState(step, queue.documents_seen, ranks.share(directory.last_evaluated)),
+        state=RunState(
+            step, queue.documents_seen, ranks.share(directory.last_evaluated), None if latest is None else step
+        ),
         put_aside=directory.not_in_ledger(source.drain_put_aside()),
         keeper=make_keeper(config, directory, policy, partial(_say, console)),
         callbacks=told,
@@ -175,12 +179,6 @@ def _before_updates(
     return make_before_updates(config, runner, make_reference)
 
 
-def _latest(directory: RunDirectory, store: CheckpointStore) -> Path | None:
-    if directory.path.exists():  # before its checkpoints are looked at; a new one is made when all else could be
-        directory.lock()
-    return store.latest()
-
-
 def _policy_of(config: Config, ranks: Ranks, checkpoint: Path | None) -> Policy:
     try:
         return make_policy(config, ranks, None if checkpoint is None else str(checkpoint))
@@ -188,13 +186,36 @@ def _policy_of(config: Config, ranks: Ranks, checkpoint: Path | None) -> Policy:
         raise error if checkpoint is None else _damaged(checkpoint, error) from error
 
 
-def _check_damage(checkpoint: Path | None, ranks: Ranks) -> None:
-    """Compare the checkpoint with its checksums, each rank a part of it; all ranks raise what one of them finds."""
-    if checkpoint is None:
-        return
-    found = [damage for damage in ranks.gather(find_damage(checkpoint, ranks.rank, ranks.size)) if damage is not None]
-    if found:
-        raise _damaged(checkpoint, found[0])
+def _has_hugging_face(config: Config, step: int) -> bool:
+    """Tell whether the checkpoint after a step has the weights of a Hugging Face directory too."""
+    given, every = config.checkpoint.hugging_face_every, config.checkpoint.every
+    source = config.data.source
+    nth = int(source is not None and source.type != "custom") if given is None else given
+    return nth > 0 and (nth == 1 or every == 0 or step % (nth * every) == 0)
+
+
+def _undamaged(store: CheckpointStore, ranks: Ranks) -> tuple[Path | None, list[str]]:
+    """Find the newest checkpoint that is what was written; put aside newer ones, and say so, a sentence each."""
+    said: list[str] = []
+    while (latest := ranks.share(store.latest)) is not None:
+        damage = _damage_of(latest, ranks)
+        if damage is None:
+            break
+        before = ranks.share(partial(store.before, latest))
+        if before is None:
+            raise _damaged(latest, damage)
+        kept = ranks.share(partial(store.put_aside, latest))
+        said.append(
+            f"warning: the checkpoint {latest} is damaged: {printable(damage)}. The run goes on from {before}, and "
+            f"the damaged one is kept as {kept}"
+        )
+    return latest, said
+
+
+def _damage_of(checkpoint: Path, ranks: Ranks) -> str | None:
+    """Compare a checkpoint with its checksums, each rank a part of it."""
+    found = ranks.gather(find_damage(checkpoint, ranks.rank, ranks.size))
+    return next((damage for damage in found if damage is not None), None)
 
 
 def _restore(

@@ -63,8 +63,10 @@ class RunState:
     step: int = 0  # done so far
     documents_seen: int = 0
     last_evaluated: int | None = None  # after which step
+    saved: int | None = None  # the step of the last checkpoint that this start made or went on from
     planned: Planned | None = None  # of the step that was made last
     stopped_by: int | None = None  # the signal that asked
+    asked_at: float = math.inf  # to stop, by the clock `time.monotonic`
 
 
 @dataclass
@@ -88,6 +90,7 @@ class Trainer:
     steps: int | None = None
     evaluator: Evaluates | None = None
     evaluate_every: int = 0
+    has_hugging_face: Callable[[int], bool] = lambda step: False  # the checkpoint after a step
     grace: float | None = None  # seconds in which a run that was asked to stop ends
     state: RunState = field(default_factory=RunState)
     hooks: Hooks = Hooks()
@@ -111,6 +114,7 @@ class Trainer:
     def ask_to_stop(self, number: int) -> None:
         """End the run after the step in hand, as the signal of that number does."""
         self.state.stopped_by = number
+        self.state.asked_at = min(self.state.asked_at, time.monotonic())
 
     def run(self) -> str:
         """Train until the steps or the data end, or a signal asks to stop; say how it ended."""
@@ -137,8 +141,8 @@ class Trainer:
             ended = self._steps()
         if ended is not None and self.state.last_evaluated != self.step:
             self._evaluate()
-        self._save()
-        self._finish_save()
+        stopped = ended is None and self.stopped_by is not None
+        self._save_last(self.state.asked_at + self.grace if stopped and self.grace is not None else None)
         if ended is not None:
             self.state.stopped_by = None  # it came too late to stop anything
         ended_by = ended or self._stopped()
@@ -148,6 +152,11 @@ class Trainer:
     def _stopped(self) -> str:
         reason = self.callbacks.run.stop_reason
         by = "stopped by a signal" if self.stopped_by is not None else f"stopped by a callback ({printable(reason)})"
+        if self.hooks.saves and self.state.saved != self.step:
+            latest = self.ranks.share(self.checkpoints.latest)
+            place = "starts again from the beginning" if latest is None else f"goes on from {latest}"
+            late = f"it could not be saved within {self.grace:g} s (checkpoint.grace), so the same command {place}"
+            return f"{by} after step {self.step}; {late}"
         return f"{by} after step {self.step}; the same command goes on from here"
 
     def _steps(self) -> str | None:
@@ -323,19 +332,29 @@ class Trainer:
             callbacks=self.callbacks.state(),
         )
         optimizer_state = optimizer_parts(self.optimizer, self.policy.weights)
-        return self.saves.begin(self.policy, optimizer_state, progress, self.state.documents_seen)
+        hugging_face = self.has_hugging_face(self.step)
+        return self.saves.begin(self.policy, optimizer_state, progress, self.state.documents_seen, hugging_face)
 
-    def _finish_save(self) -> None:
-        """Wait for the save that is under way."""
+    def _save_last(self, deadline: float | None) -> None:
+        """Save where the run ends, by a deadline if there is one."""
+        self._finish_save(deadline)
+        if deadline is not None and self.ranks.share(lambda: time.monotonic() > deadline):
+            return
+        self._save()
+        self._finish_save(deadline)
+
+    def _finish_save(self, deadline: float | None = None) -> None:
+        """Wait for the save that is under way, but no longer than the deadline."""
         if not self.saves.under_way:
             return
-        self.watch.phase(f"saving, after step {self.step}")
+        self.watch.phase(f"writing a checkpoint, after step {self.step}")
         with self.times.measure("save"):
-            self._saved(self.saves.finish())
+            self._saved(self.saves.finish(deadline))
 
     def _saved(self, complete: Complete | None) -> None:
         if complete is None:
             return
+        self.state.saved = complete.step
         self.callbacks.checkpoint(complete.path)
         self.source.checkpointed(complete.path, complete.step, complete.documents_seen)
 

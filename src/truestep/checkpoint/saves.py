@@ -7,14 +7,13 @@ same step, and no message is sent while another thread sends one. One save is un
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from truestep.checkpoint.staging import Staged, Staging
-from truestep.checkpoint.store import CheckpointStore, Progress, Written, policy_parts
+from truestep.checkpoint.store import CheckpointStore, ModelFiles, Progress, Written, policy_parts
 from truestep.policy.policy import Policy
-from truestep.policy.save import model_files
 from truestep.policy.tensor_parts import TensorPart
 from truestep.randomness import encode_random
 from truestep.ranks.group import Ranks
@@ -34,7 +33,7 @@ class Report:
     """How far a rank has come with the save that is under way."""
 
     done: bool  # with what it has to do at this stage
-    error: Exception | None = None
+    error: BaseException | None = None
     late: bool = False  # it may wait no longer
 
 
@@ -43,14 +42,14 @@ class _Task:
 
     def __init__(self, work: Callable[[], Any]):
         self.result: Any = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(work,), name="save", daemon=True)
         self._thread.start()
 
     def _run(self, work: Callable[[], Any]) -> None:
         try:
             self.result = work()
-        except Exception as error:
+        except BaseException as error:  # also what ends threads: it must not pass for work that is done
             self.error = error
 
     def wait(self, seconds: float | None) -> None:
@@ -77,24 +76,29 @@ class Saves:
         self._store, self._ranks = store, ranks
         self._staging = Staging()
         self._under_way: _UnderWay | None = None
-        self._model: dict[str, bytes] | None = None
+        self._model: ModelFiles | None = None  # on the first rank; the same for all saves
 
     @property
     def under_way(self) -> bool:
         return self._under_way is not None
 
     def begin(
-        self, policy: Policy, state: Iterable[TensorPart], progress: Progress, documents_seen: int
+        self,
+        policy: Policy,
+        state: Iterable[TensorPart],
+        progress: Progress,
+        documents_seen: int,
+        hugging_face: bool = False,
     ) -> Complete | None:
         """Stage this rank's part of a checkpoint and begin to write it; give the checkpoint if it is there already.
-        Every rank calls this."""
+        With `hugging_face` its weights are written as a Hugging Face directory too. Every rank calls this."""
         assert self._under_way is None, "one save at a time"
         ranks, final = self._ranks, self._store.final(progress.step)
         if ranks.share(lambda: final in self._store.complete()):
             return Complete(final, progress.step, documents_seen)
         ranks.share(lambda: self._store.prepare(progress.step))
-        if ranks.first and self._model is None:
-            self._model = model_files(policy.model, policy.companions)
+        if ranks.first:
+            self._model = replace(self._model or ModelFiles.of(policy), with_weights=hugging_face)
         staged = self._staging.stage([*policy_parts(policy), *state])
         random = encode_random()
         task = _Task(lambda: self._store.write_part(progress.step, ranks.rank, staged, random))
@@ -140,8 +144,8 @@ class Saves:
         assert under_way.task is not None
         parts: list[Written] = self._ranks.gather(under_way.task.result)
         under_way.staged, under_way.completing = None, True
-        progress, model = under_way.progress, self._model or {}
-        under_way.task = _Task(lambda: self._store.write_rest(progress, model, parts)) if self._ranks.first else None
+        progress, model = under_way.progress, self._model
+        under_way.task = None if model is None else _Task(lambda: self._store.write_rest(progress, model, parts))
 
     def finish(self, deadline: float | None = None) -> Complete | None:
         """Wait until the save under way is complete, but no longer than `deadline`, by the clock `time.monotonic`, on

@@ -18,15 +18,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from truestep.checkpoint.checksums import MANIFEST, RunningChecksums, write_checksums
 from truestep.checkpoint.staging import Staged
 from truestep.files import exact_object, read_exact_lines, sync_directory, sync_tree, write_json_lines
 from truestep.policy.policy import Policy
-from truestep.policy.save import saved_buffers
+from truestep.policy.save import model_files, saved_buffers, write_weights
 from truestep.policy.tensor_files import read_tensors, write_tensors
 from truestep.policy.tensor_parts import (
     BUFFER,
     FOLDER,
+    WEIGHT,
+    StoredTensors,
     TensorPart,
     describe_parts,
     part_name,
@@ -50,6 +54,33 @@ class Progress:
     rejected_bytes: int  # the size of rejected.jsonl
     ledger_bytes: int | None = None  # the size of ledger.jsonl; None in a checkpoint of an older version
     callbacks: dict[str, Any] = field(default_factory=dict)  # what they have to remember
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The files of a Hugging Face directory that a checkpoint has."""
+
+    model: Any  # or this rank's part of it: it knows the names in those files
+    weights: Sequence[str]  # of the uncut model
+    buffers: Mapping[str, torch.Tensor]
+    others: Mapping[str, bytes]
+    with_weights: bool = False  # also those of its weights
+
+    @staticmethod
+    def of(policy: Policy) -> "ModelFiles":
+        buffers = {**policy.buffers, **saved_buffers(policy.model)}
+        others = model_files(policy.model, policy.companions)
+        return ModelFiles(policy.model, list(policy.weights.pieces), buffers, others)
+
+    def write(self, checkpoint: Path) -> None:
+        for name, content in self.others.items():
+            (checkpoint / name).write_bytes(content)
+        if self.with_weights:
+            stored = StoredTensors(checkpoint)
+            buffers = {name: buffer.detach().clone() for name, buffer in self.buffers.items()}
+            write_weights(
+                self.model, self.weights, lambda name: stored.read_whole(WEIGHT + name).float(), buffers, checkpoint
+            )
 
 
 @dataclass(frozen=True)
@@ -104,12 +135,11 @@ class CheckpointStore:
         (folder / _random_name(rank)).write_text(json.dumps(random), encoding="utf-8")
         return Written({f"{FOLDER}/{file.name}": checksums.entry()}, describe_parts(file, staged.parts))
 
-    def write_rest(self, progress: Progress, model: Mapping[str, bytes], parts: Sequence[Written]) -> Path:
+    def write_rest(self, progress: Progress, model: "ModelFiles", parts: Sequence[Written]) -> Path:
         """Write what belongs to a checkpoint besides the parts of ranks, the manifest last; then it is complete."""
         partial, final = self.partial(progress.step), self.final(progress.step)
-        for name, content in model.items():
-            (partial / name).write_bytes(content)
         write_index(partial / FOLDER, [part.tensors for part in parts])
+        model.write(partial)
         _write_progress(partial / FOLDER, progress)
         write_checksums(partial, {name: entry for part in parts for name, entry in part.files.items()})
         sync_tree(partial)

@@ -413,6 +413,12 @@ class CheckpointConfig(Section):
     """The number of steps between checkpoints. 0: only one, at the end."""
     keep: Count = 3
     """The number of complete checkpoints that are kept."""
+    hugging_face_every: Annotated[int, Field(ge=0)] | None = None
+    """Every n-th checkpoint is a Hugging Face directory too, with float32 weights. 0: none; `truestep export` makes one
+    of any checkpoint. null: 1 with a stream or files as data.source, whose senders load checkpoints; 0 otherwise."""
+    grace: Annotated[float, Field(gt=0)] | None = None
+    """The seconds within which a run that a signal stops is saved. After them it keeps its last complete checkpoint and
+    says so. null: as long as it takes."""
     lock: bool = True
     """Lock the run's directory, so that no second process writes it. false: for a file system that has no locks."""
 
