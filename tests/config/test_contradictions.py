@@ -32,6 +32,10 @@ def sent(data: str) -> str:
 CASES = [
     (MODEL + "preset: [tis, dappo]\n", "2: preset: 'dappo' is unknown: did you mean dapo?"),
     (
+        "model: {path: m, attention: flash, dtype: float32}\n",
+        "1: model.attention: flash computes in bfloat16 on a GPU: it cannot be used with model.dtype: float32",
+    ),
+    (
         MODEL + "parallel: {stages_per_rank: 2}\n",
         "2: parallel.stages_per_rank is for pipelines: it needs parallel.pipeline > 1",
     ),
