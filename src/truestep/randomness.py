@@ -47,7 +47,7 @@ def encode_random() -> dict[str, Any]:
 
 def restore_encoded(state: dict[str, Any]) -> None:
     """Put back what `encode_random` gave."""
-    tensors = {name: _from_hex(state[name]) for name in ("cpu", "cuda") if name in state}
+    tensors = {name: _from_hex(value) for name, value in state.items() if name in ("cpu", "cuda")}
     restore_random(state, tensors)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from ranks.cases import train_all
@@ -19,9 +21,20 @@ MOMENTS = ("staging", "writing", "written", "completing", "manifest", "renamed",
 OF_FIRST = ("completing", "manifest", "renamed", "removing")  # what the first rank alone does
 
 
+_died = Path()  # a file that says so
+
+
 def _die() -> None:
+    _died.touch()
     os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)  # the signal is on its way
+
+
+def _die_too() -> None:
+    """End with the rank that is killed, as its machine would; alone, a rank waits for a while."""
+    while not _died.exists():
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _before(owner: Any, name: str, die: Callable[[], None]) -> None:
@@ -102,6 +115,11 @@ def die_at(moment: str, number: int) -> None:
 
 
 def train_until_killed(config: dict[str, Any], moment: str, rank: int, number: int) -> None:
+    global _died
+    _died = Path(config["checkpoint"]["directory"]).with_suffix(".died")
+    _died.unlink(missing_ok=True)
     if int(os.environ["RANK"]) == rank:
         die_at(moment, number)
+    else:
+        threading.Thread(target=_die_too, daemon=True).start()
     train_all([config])

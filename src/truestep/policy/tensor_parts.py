@@ -53,7 +53,7 @@ class Box:
         strides = torch.empty(tuple(whole), device="meta").stride()
         if view.stride() != strides or view.ndim != len(whole):
             return None
-        start, rest = [], view.storage_offset()
+        start, rest = [], int(view.storage_offset())
         for stride in strides:
             place, rest = divmod(rest, max(1, stride))
             start.append(place)

@@ -18,11 +18,7 @@ class SharedSource:
         """Share `source`, which is None on every rank but the first."""
         self._source, self._ranks = source, ranks
         self._asked_to_stop: Callable[[], bool] = never
-
-    @property
-    def waits_for_checkpoints(self) -> bool:
-        """True where the source says so; only the first rank, which has it, is asked."""
-        return self._source is not None and self._source.waits_for_checkpoints
+        self.waits_for_checkpoints = source is not None and source.waits_for_checkpoints
 
     @property
     def asked_to_stop(self) -> Callable[[], bool]:
