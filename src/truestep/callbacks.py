@@ -67,8 +67,8 @@ class Callback:
         """Called after an evaluation, with its line of evaluation.jsonl."""
 
     def on_checkpoint(self, run: Run, checkpoint: Path) -> None:
-        """Called when a checkpoint is complete; the run waits for it. `truestep export` makes a Hugging Face directory of
-        it, and with `checkpoint.hugging_face_every` it is one."""
+        """Called when a checkpoint is complete; the run waits for it. `export` makes a Hugging Face directory of it, or
+        `checkpoint.hugging_face_every` makes it one."""
 
     def on_end(self, run: Run, ended: str) -> None:
         """Called at the end of a run, also of one that was stopped, with the sentence that says how it ended."""

@@ -24,7 +24,7 @@ from truestep.assemble.step import (
 )
 from truestep.callbacks import Callback, Callbacks, Run
 from truestep.checkpoint.checksums import find_damage
-from truestep.checkpoint.saves import Saves
+from truestep.checkpoint.saves import SaveRule, Saves
 from truestep.checkpoint.store import CheckpointStore, read_progress
 from truestep.config.load import dump_config
 from truestep.config.schema import Config
@@ -96,9 +96,8 @@ def make_trainer(
     watch = watch or Watch(ranks, config.schedule.stall_timeout)
     directory = _check(config, ranks)
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
-    ranks.share(lambda: directory.lock() if directory.path.exists() else None)  # before its checkpoints are looked at
     watch.phase("loading the model")
-    latest, damaged = _undamaged(store, ranks)
+    latest, damaged = _undamaged(store, directory, ranks)
     policy = _policy_of(config, ranks, latest)
     runner = make_runner(config, policy)
     before = _before_updates(config, runner, directory, latest)
@@ -136,16 +135,12 @@ def make_trainer(
         directory=directory,
         checkpoints=store,
         saves=Saves(store, ranks),
-        checkpoint_every=config.checkpoint.every,
-        has_hugging_face=partial(_has_hugging_face, config),
-        grace=config.checkpoint.grace,
+        save_rule=_save_rule(config),
         sinks=sinks,
         steps=config.schedule.steps,
         evaluator=evaluator,
         evaluate_every=config.evaluation.every if config.evaluation else 0,
-        state=RunState(
-            step, queue.documents_seen, ranks.share(directory.last_evaluated), None if latest is None else step
-        ),
+        state=RunState(step, queue.documents_seen, ranks.share(directory.last_evaluated), step if latest else None),
         put_aside=directory.not_in_ledger(source.drain_put_aside()),
         keeper=make_keeper(config, directory, policy, partial(_say, console)),
         callbacks=told,
@@ -186,16 +181,16 @@ def _policy_of(config: Config, ranks: Ranks, checkpoint: Path | None) -> Policy:
         raise error if checkpoint is None else _damaged(checkpoint, error) from error
 
 
-def _has_hugging_face(config: Config, step: int) -> bool:
-    """Tell whether the checkpoint after a step has the weights of a Hugging Face directory too."""
-    given, every = config.checkpoint.hugging_face_every, config.checkpoint.every
-    source = config.data.source
-    nth = int(source is not None and source.type != "custom") if given is None else given
-    return nth > 0 and (nth == 1 or every == 0 or step % (nth * every) == 0)
+def _save_rule(config: Config) -> SaveRule:
+    given, source = config.checkpoint, config.data.source
+    announced = source is not None and source.type != "custom"  # others load the checkpoints
+    nth = int(announced) if given.hugging_face_every is None else given.hugging_face_every
+    return SaveRule(given.every, nth, given.grace)
 
 
-def _undamaged(store: CheckpointStore, ranks: Ranks) -> tuple[Path | None, list[str]]:
+def _undamaged(store: CheckpointStore, directory: RunDirectory, ranks: Ranks) -> tuple[Path | None, list[str]]:
     """Find the newest checkpoint that is what was written; put aside newer ones, and say so, a sentence each."""
+    ranks.share(lambda: directory.lock() if directory.path.exists() else None)
     said: list[str] = []
     while (latest := ranks.share(store.latest)) is not None:
         damage = _damage_of(latest, ranks)

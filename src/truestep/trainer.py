@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from truestep.callbacks import Callbacks, Run
-from truestep.checkpoint.saves import Complete, Saves
+from truestep.checkpoint.saves import Complete, SaveRule, Saves
 from truestep.checkpoint.store import CheckpointStore, Progress
 from truestep.errors import TruestepError
 from truestep.kept.keeper import Keeper
@@ -83,15 +83,13 @@ class Trainer:
     directory: RunDirectory
     checkpoints: CheckpointStore
     saves: Saves
-    checkpoint_every: int
     sinks: Sequence[Sink]
     ranks: Ranks
     watch: Watch
     steps: int | None = None
     evaluator: Evaluates | None = None
     evaluate_every: int = 0
-    has_hugging_face: Callable[[int], bool] = lambda step: False  # the checkpoint after a step
-    grace: float | None = None  # seconds in which a run that was asked to stop ends
+    save_rule: SaveRule = field(default_factory=SaveRule)
     state: RunState = field(default_factory=RunState)
     hooks: Hooks = Hooks()
     callbacks: Callbacks = field(default_factory=lambda: Callbacks(Run(Path())))
@@ -142,7 +140,8 @@ class Trainer:
         if ended is not None and self.state.last_evaluated != self.step:
             self._evaluate()
         stopped = ended is None and self.stopped_by is not None
-        self._save_last(self.state.asked_at + self.grace if stopped and self.grace is not None else None)
+        grace = self.save_rule.grace
+        self._save_last(self.state.asked_at + grace if stopped and grace is not None else None)
         if ended is not None:
             self.state.stopped_by = None  # it came too late to stop anything
         ended_by = ended or self._stopped()
@@ -155,8 +154,8 @@ class Trainer:
         if self.hooks.saves and self.state.saved != self.step:
             latest = self.ranks.share(self.checkpoints.latest)
             place = "starts again from the beginning" if latest is None else f"goes on from {latest}"
-            late = f"it could not be saved within {self.grace:g} s (checkpoint.grace), so the same command {place}"
-            return f"{by} after step {self.step}; {late}"
+            late = f"it could not be saved within checkpoint.grace: {self.save_rule.grace:g}"
+            return f"{by} after step {self.step}; {late}, so the same command {place}"
         return f"{by} after step {self.step}; the same command goes on from here"
 
     def _steps(self) -> str | None:
@@ -187,7 +186,7 @@ class Trainer:
             self._train(plan, start, waited, num_rejected)
             if self._evaluation_due():
                 self._evaluate()
-            if self.checkpoint_every and self.step % self.checkpoint_every == 0:
+            if self.save_rule.due(self.step):
                 self._save()
         return f"all {self.steps} steps are done"
 
@@ -332,7 +331,7 @@ class Trainer:
             callbacks=self.callbacks.state(),
         )
         optimizer_state = optimizer_parts(self.optimizer, self.policy.weights)
-        hugging_face = self.has_hugging_face(self.step)
+        hugging_face = self.save_rule.is_hugging_face(self.step)
         return self.saves.begin(self.policy, optimizer_state, progress, self.state.documents_seen, hugging_face)
 
     def _save_last(self, deadline: float | None) -> None:

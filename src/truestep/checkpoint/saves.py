@@ -20,6 +20,23 @@ from truestep.ranks.group import Ranks
 
 
 @dataclass(frozen=True)
+class SaveRule:
+    """When a run is saved, and how."""
+
+    every: int = 0  # steps; 0: only at the end
+    hugging_face_every: int = 0  # checkpoints; 0: none of them
+    grace: float | None = None  # seconds in which a run that a signal stops is saved
+
+    def due(self, step: int) -> bool:
+        return self.every > 0 and step % self.every == 0
+
+    def is_hugging_face(self, step: int) -> bool:
+        """Tell whether the checkpoint after a step is a Hugging Face directory too."""
+        nth = self.hugging_face_every
+        return nth > 0 and (nth == 1 or self.every == 0 or step % (nth * self.every) == 0)
+
+
+@dataclass(frozen=True)
 class Complete:
     """A checkpoint that is complete, and where the run stood then."""
 
