@@ -346,7 +346,7 @@ class Trainer:
         """Wait for the save that is under way, but no longer than the deadline."""
         if not self.saves.under_way:
             return
-        self.watch.phase(f"writing a checkpoint, after step {self.step}")
+        self.watch.phase(f"saving after step {self.step}")
         with self.times.measure("save"):
             self._saved(self.saves.finish(deadline))
 

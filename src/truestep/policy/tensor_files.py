@@ -140,14 +140,14 @@ def tensor_places(file: str | os.PathLike[str]) -> dict[str, tuple[str, int, lis
 
 
 @contextmanager
-def transformers_write_tensors() -> Iterator[None]:
-    """Have transformers write its files by `write_tensors`. It is assumed to call `safe_save_file`; if it wrote in
-    another way, the files would be the same."""
+def transformers_write_tensors(write: Callable[..., None] = write_tensors) -> Iterator[None]:
+    """Have transformers write its files of tensors by `write_tensors`, or by another function. It is assumed to call
+    `safe_save_file`; if it wrote in another way, the files would be the same."""
     from transformers import modeling_utils
 
     module: Any = modeling_utils
     honest = getattr(module, "safe_save_file", None)
-    module.safe_save_file = write_tensors
+    module.safe_save_file = write
     try:
         yield
     finally:
