@@ -10,8 +10,10 @@ from truestep.checkpoint.checksums import find_damage
 from truestep.checkpoint.store import CheckpointStore
 from truestep.errors import TruestepError
 from truestep.files import sync_directory, sync_tree
+from truestep.policy.adapter_files import base_of, is_adapter
 from truestep.policy.loading.load import load_policy
-from truestep.policy.save import save_policy
+from truestep.policy.model.adapter import AdapterSource
+from truestep.policy.save import save_adapter, save_policy
 from truestep.run_directory import RunDirectory
 
 
@@ -19,17 +21,40 @@ class ExportError(TruestepError):
     pass
 
 
-def export(source: Path, output: Path, dtype: str, trust_remote_code: bool = False) -> Path:
-    """Write `output`, which is then whole or absent, and return the checkpoint that was exported."""
+def export(
+    source: Path,
+    output: Path,
+    dtype: str,
+    trust_remote_code: bool = False,
+    *,
+    base: Path | None = None,
+    adapter_alone: bool = False,
+) -> Path:
+    """Write `output`, which is then whole or absent, and return the checkpoint that was exported. An adapter is merged
+    into its model, which is at `base` or where the checkpoint says; or it is written alone, as peft does."""
     checkpoint = _checkpoint_of(source)
+    if is_adapter(checkpoint):
+        model, adapter = base or base_of(checkpoint), AdapterSource(path=checkpoint)
+        if not (model / "config.json").is_file():
+            raise ExportError(
+                f"the adapter {checkpoint} belongs to the model {model}, which is not there: name its "
+                "directory by --model"
+            )
+    elif base is not None or adapter_alone:
+        raise ExportError(f"{checkpoint} is a whole model: --model and --adapter are for adapters")
+    else:
+        model, adapter = checkpoint, None
     if output.exists():
         raise ExportError(f"{output} is there already; name a directory that is not")
     if (damage := find_damage(checkpoint)) is not None:
         raise ExportError(f"the checkpoint {checkpoint} cannot be exported: {damage}")
-    policy = load_policy(checkpoint, device="cpu", trust_remote_code=trust_remote_code)
+    policy = load_policy(model, device="cpu", trust_remote_code=trust_remote_code, adapter=adapter)
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
     try:
-        save_policy(policy, partial, getattr(torch, dtype))
+        if adapter_alone and policy.adapter is not None:
+            save_adapter(policy, policy.adapter, partial, getattr(torch, dtype))
+        else:
+            save_policy(policy, partial, getattr(torch, dtype))
         sync_tree(partial)
         os.replace(partial, output)
         sync_directory(output.parent)
@@ -39,7 +64,7 @@ def export(source: Path, output: Path, dtype: str, trust_remote_code: bool = Fal
 
 
 def _checkpoint_of(source: Path) -> Path:
-    if (source / "config.json").is_file():
+    if (source / "config.json").is_file() or is_adapter(source):
         return source
     latest = CheckpointStore(RunDirectory(source).checkpoints, keep=1).latest()
     if latest is None:

@@ -97,7 +97,7 @@ def make_trainer(
     latest = ranks.share(lambda: _latest(directory, store))
     watch.phase("loading the model")
     _check_damage(latest, ranks)
-    policy = _policy_of(config, ranks, latest)
+    policy = _policy_of(config, ranks, latest, directory)
     runner = make_runner(config, policy)
     before = _before_updates(config, runner, directory, latest)
     watch.phase("reading the data")
@@ -178,7 +178,10 @@ def _latest(directory: RunDirectory, store: CheckpointStore) -> Path | None:
     return store.latest()
 
 
-def _policy_of(config: Config, ranks: Ranks, checkpoint: Path | None) -> Policy:
+def _policy_of(config: Config, ranks: Ranks, checkpoint: Path | None, directory: RunDirectory) -> Policy:
+    if checkpoint is not None and config.adapter is not None:  # which is of no use on other weights
+        base = ranks.share(lambda: directory.first_weights(config.model.path))
+        config = config if base == config.model.path else config.changed({"model.path": base})
     try:
         return make_policy(config, ranks, None if checkpoint is None else str(checkpoint))
     except ModelError as error:
@@ -235,7 +238,7 @@ def _lay_out(
     faults = directory.roll_back(step, *sizes)
     if config.data.path is not None:
         write_rejected(directory.path, rejected)  # of the whole data, read anew at every start
-    if step == 0 and starts_from_first_weights(config):
+    if step == 0 and (config.adapter is not None or starts_from_first_weights(config)):
         directory.note_first_weights(config.model.path)
     write_whole(directory.config, dump_config(config, without_secrets=True).encode())
     return faults

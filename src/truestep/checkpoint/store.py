@@ -1,6 +1,7 @@
 """Checkpoints on disk: written under another name, synced, renamed. A kill at any instant leaves the last complete one.
 
-A checkpoint is a Hugging Face directory (float32 weights) with a folder `truestep` in it:
+A checkpoint is a Hugging Face directory (float32 weights), or a directory of peft's where an adapter alone is trained,
+with a folder `truestep` in it:
 
     state.json               step, position in the data, random state
     optimizer.safetensors    by weight name
@@ -22,7 +23,7 @@ import torch
 from truestep.checkpoint.checksums import write_checksums
 from truestep.files import exact_object, read_exact_lines, sync_directory, sync_tree, write_json_lines
 from truestep.policy.policy import Policy
-from truestep.policy.save import save_policy
+from truestep.policy.save import save_trained
 from truestep.policy.tensor_files import read_tensors, write_tensors
 from truestep.randomness import random_state, random_tensors, restore_random
 from truestep.rollouts.documents import document_line, read_document
@@ -68,7 +69,7 @@ class CheckpointStore:
             return final
         partial = self._directory / f".{final.name}.partial"
         ranks.share(self._prepare)
-        save_policy(policy, partial)
+        save_trained(policy, partial)
         ranks.share(lambda: self._complete(partial, final, progress))
         return final
 

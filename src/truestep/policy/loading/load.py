@@ -11,6 +11,7 @@ import torch
 from truestep.errors import TruestepError
 from truestep.files import LineError, exact_object
 from truestep.head.logits import HeadSettings
+from truestep.policy.adapter_files import read_adapter
 from truestep.policy.cuts.layers import layers_of
 from truestep.policy.cuts.pieces import Piece, pieces_of
 from truestep.policy.cuts.stages import Stages, check_layers, keep_own
@@ -26,6 +27,7 @@ from truestep.policy.loading.probe import (
     probe_stages,
 )
 from truestep.policy.model import attention
+from truestep.policy.model.adapter import Adapter, AdapterSource, attach, first_values, target_modules
 from truestep.policy.model.compiled import compile_layers
 from truestep.policy.model.context import Context, check_heads
 from truestep.policy.model.embedding import accumulate_in_float32, every_token_counts
@@ -65,16 +67,18 @@ def load_policy(
     frozen: bool = False,
     freeze: Sequence[str] = (),
     masters_on_host: bool = False,
+    adapter: AdapterSource | None = None,
 ) -> Policy:
     """Load, probe and cut a model. Lengths at which it changes its ways are probed up to `longest_document`. A `frozen`
     one has no gradients, and no float32 weights beside those that it computes with; nor have the weights whose names
     match a pattern of `freeze`. `masters_on_host`: float32 weights lie on the host, and the device has what the model
-    computes with."""
+    computes with. `adapter`: it alone is trained."""
     directory = Path(path)
     pipeline = Pipeline(ranks.pipeline, stages_per_rank)
     model, tokenizer = _read(directory, trust_remote_code, ranks, pipeline)
     if freeze:
         freeze_weights(model, freeze)
+    adapted = None if adapter is None else _attach(model, adapter)
     place = _place(device)
     place_buffers(model, place)
     no_noise(model)
@@ -107,7 +111,32 @@ def load_policy(
     _check_numbers(directory, weights)
     for layer in layers_of(model)[1]:
         layer.register_forward_hook(marks.layer_done)
-    return Policy(model, directory, settings, weights, facts, tokenizer, read_companions(directory), stages, buffers)
+    return Policy(
+        model, directory, settings, weights, facts, tokenizer, read_companions(directory), stages, buffers, adapted
+    )
+
+
+def _attach(model: Any, source: AdapterSource) -> Adapter:
+    """Give a model that is not read yet an adapter: a new one, or that of a directory."""
+    settings = source.settings
+    modules = None if settings is None else target_modules(model, settings.targets)
+    if source.path is None:
+        assert settings is not None and modules is not None
+        adapter = Adapter(settings.rank, settings.alpha, modules)
+        values = first_values(settings.seed)
+    else:
+        adapter, values = read_adapter(source.path)
+        stored = target_modules(model, adapter.modules)  # refuses what this model does not have
+        adapter = dataclasses.replace(adapter, modules=stored)
+        if settings is not None and modules is not None:
+            wanted = {"rank": settings.rank, "alpha": settings.alpha, "targets": sorted(modules)}
+            found = {"rank": adapter.rank, "alpha": adapter.alpha, "targets": sorted(stored)}
+            for name, value in wanted.items():
+                if found[name] != value:
+                    what = f"{value}, and it has {found[name]}" if name != "targets" else "other layers than it has"
+                    raise ModelError(f"the adapter {source.path} does not fit adapter.{name}, which asks for {what}")
+    attach(model, adapter, values)
+    return adapter
 
 
 def _place(device: str) -> torch.device:
