@@ -27,28 +27,23 @@ def export(
     dtype: str,
     trust_remote_code: bool = False,
     *,
-    base: Path | None = None,
+    model: Path | None = None,
     adapter_alone: bool = False,
 ) -> Path:
     """Write `output`, which is then whole or absent, and return the checkpoint that was exported. An adapter is merged
-    into its model, which is at `base` or where the checkpoint says; or it is written alone, as peft does."""
+    into its model, which is at `model` or where the checkpoint says; or it is written alone, as peft does."""
     checkpoint = _checkpoint_of(source)
-    if is_adapter(checkpoint):
-        model, adapter = base or base_of(checkpoint), AdapterSource(path=checkpoint)
-        if not (model / "config.json").is_file():
-            raise ExportError(
-                f"the adapter {checkpoint} belongs to the model {model}, which is not there: name its "
-                "directory by --model"
-            )
-    elif base is not None or adapter_alone:
-        raise ExportError(f"{checkpoint} is a whole model: --model and --adapter are for adapters")
-    else:
-        model, adapter = checkpoint, None
+    adapter = AdapterSource(path=checkpoint) if is_adapter(checkpoint) else None
+    base = checkpoint if adapter is None else model or base_of(checkpoint)
+    if adapter is None and (model is not None or adapter_alone):
+        raise ExportError(f"{checkpoint} is a whole model: --model and --adapter are for the checkpoints of an adapter")
+    if not (base / "config.json").is_file():
+        raise ExportError(f"{checkpoint} is the adapter of a model at {base}, which is not there: name it with --model")
     if output.exists():
         raise ExportError(f"{output} is there already; name a directory that is not")
     if (damage := find_damage(checkpoint)) is not None:
         raise ExportError(f"the checkpoint {checkpoint} cannot be exported: {damage}")
-    policy = load_policy(model, device="cpu", trust_remote_code=trust_remote_code, adapter=adapter)
+    policy = load_policy(base, device="cpu", trust_remote_code=trust_remote_code, adapter=adapter)
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
     try:
         if adapter_alone and policy.adapter is not None:

@@ -121,7 +121,7 @@ class RunDirectory:
                 return str(path)
         raise RunError(
             f"the run began with the weights of {noted['path']}, which have changed or are gone. Put them back, or "
-            "name a directory that has them as model.path (or, if they are a reference alone, as loss.kl_reference.path)"
+            "name a directory that has them: as model.path with an adapter, else as loss.kl_reference.path"
         )
 
     def note_first_weights(self, model: str) -> None:

@@ -32,6 +32,15 @@ def sent(data: str) -> str:
 CASES = [
     (MODEL + "preset: [tis, dappo]\n", "2: preset: 'dappo' is unknown: did you mean dapo?"),
     (
+        "model: {path: m, freeze: [lm_head.*]}\nadapter: {}\n",
+        "1, run.yaml:2: model.freeze does nothing with adapter, which freezes every weight of the model: leave layers "
+        "without an adapter by adapter.targets",
+    ),
+    (
+        MODEL + "adapter: {path: a, rank: 8}\n",
+        "2: adapter.rank and adapter.path are both given: the adapter of adapter.path has its own rank",
+    ),
+    (
         MODEL + "parallel: {stages_per_rank: 2}\n",
         "2: parallel.stages_per_rank is for pipelines: it needs parallel.pipeline > 1",
     ),

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
 from adapters import chain_rule, write_adapter, write_merged
+from documents import same_bits
 from oracles.step import OracleResult, oracle_step
-from ranks.cases import on_ranks, score_all
+from ranks.cases import on_ranks, score_all, train_all
 from scoring import loaded_once
 from small_runs import file_config, merged, write_rollouts
 from tiny import make_model
+from truestep.assemble.policy import join_ranks
 from truestep.config.schema import Config
+from truestep.errors import TruestepError
+from truestep.export import ExportError, export
+from truestep.policy.errors import ModelError
+from truestep.policy.loading.load import load_policy
+from truestep.policy.model.adapter import AdapterSettings, AdapterSource
 from truestep.score import score
+from truestep.train import make_trainer
+from truestep.trainer import Trainer
 
 LAYOUTS: list[dict[str, Any]] = [
     {"data_shard": 2},
@@ -70,3 +82,131 @@ def test_gradients_are_those_of_the_merged_weights_on_every_layout(kind: str, tm
     for folder in [tmp_path / "one", *(Path(folder) for _, folder in runs)]:
         check_gradients(folder, expected)
         check_scores(folder, oracle)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_adapter_alone_is_trained_and_the_base_is_kept_once(ranks: int, dtype: str, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen3")
+    config = config_of(tmp_path, model, adapter={"rank": 4, "targets": ["q_proj", "mlp.*_proj"]})
+    own = {"model": {"dtype": dtype}, "schedule": {"steps": 2}}
+    on_ranks(ranks, _check_what_is_trained, merged(config, own))
+
+
+def _check_what_is_trained(config: dict[str, Any]) -> None:
+    trainer = make_trainer_of(config)
+    weights, model = trainer.policy.weights, trainer.policy.model
+    base = {name: value.clone() for name, value in weights.frozen.items()}
+    first = {name: value.detach().clone() for name, value in weights.master.items()}
+    trainer.run()
+    layers = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in weights.master}
+    assert layers == {"q_proj", "gate_proj", "up_proj", "down_proj"}
+    assert all(".lora_" in name for name in weights.master) and not any(".lora_" in name for name in weights.frozen)
+    updated = {id(weight) for group in trainer.optimizer.param_groups for weight in group["params"]}
+    assert updated == {id(master) for master in weights.master.values()}
+    for name, value in weights.frozen.items():
+        assert value.dtype == weights.dtype and same_bits(value, base[name]), name
+    for name, value in weights.master.items():
+        assert value.dtype == torch.float32
+        assert not value.numel() or not torch.equal(value, first[name]), name
+    assert all(parameter.grad is None for parameter in model.parameters() if not parameter.requires_grad)
+
+
+def run_of(tmp_path: Path, model: Path, name: str, steps: int, **parallel: int) -> dict[str, Any]:
+    config = config_of(tmp_path, model, adapter={"rank": 4}, parallel=parallel, data={"epochs": 3})
+    own = {"schedule": {"steps": steps}, "checkpoint": {"directory": str(tmp_path / name)}, "deterministic": True}
+    return merged(config, own)
+
+
+def newest(run: Path) -> Path:
+    return max((run / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(ranks: int, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen3_tied")
+    on_ranks(ranks, train_all, [run_of(tmp_path, model, name, steps) for name, steps in (("a", 4), ("b", 2), ("b", 4))])
+    files = {path.name for path in newest(tmp_path / "a").iterdir()}
+    assert files == {"adapter_config.json", "adapter_model.safetensors", "truestep"}
+    for file in ("adapter_model.safetensors", "adapter_config.json", "truestep/optimizer.safetensors"):
+        assert (newest(tmp_path / "a") / file).read_bytes() == (newest(tmp_path / "b") / file).read_bytes(), file
+
+
+def test_a_run_moves_between_layouts_and_starts_alike_on_each(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama")
+    cut = {"tensor": 2}, {"pipeline": 2}, {"data_shard": 2}
+    moved = [run_of(tmp_path, model, "moved", steps, **layout) for steps, layout in enumerate(cut, start=1)]
+    on_ranks(2, train_all, moved)
+    train_all([run_of(tmp_path, model, "moved", 4), run_of(tmp_path, model, "one", 4)])
+    one, found = (load_file(newest(tmp_path / name) / "adapter_model.safetensors") for name in ("one", "moved"))
+    assert set(one) == set(found)
+    for name, value in one.items():
+        assert (found[name] - value).norm() <= 2e-4 * value.norm(), name
+
+
+def test_a_checkpoint_of_another_adapter_or_base_is_refused(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama")
+    config = run_of(tmp_path, model, "run", 1)
+    train_all([config])
+    further = merged(config, {"schedule": {"steps": 2}})
+    for changed, message in (
+        ({"adapter": {"rank": 8}}, "does not fit adapter.rank, which asks for 8, and it has 4"),
+        ({"adapter": {"alpha": 8.0}}, "does not fit adapter.alpha, which asks for 8.0, and it has 32.0"),
+        ({"adapter": {"targets": ["q_proj"]}}, "does not fit adapter.targets, which asks for other layers than it has"),
+        ({"adapter": None}, "holds an adapter, and the configuration has no section adapter"),
+    ):
+        with pytest.raises(TruestepError, match=re.escape(message)):
+            make_trainer_of(merged(further, changed))
+    make_model(tmp_path / "model", "llama", seed=5)
+    with pytest.raises(TruestepError, match="the run began with the weights of"):
+        make_trainer_of(further)
+    make_model(tmp_path / "elsewhere", "llama")  # the same weights as at first
+    train_all([merged(further, {"model": {"path": str(tmp_path / "elsewhere")}})])
+
+
+def test_an_export_is_merged_or_the_adapter_alone(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen3_tied")
+    config = run_of(tmp_path, model, "run", 2)
+    train_all([config])
+    run = tmp_path / "run"
+    export(run, tmp_path / "merged", "float32")
+    export(run, tmp_path / "alone", "float32", adapter_alone=True)
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "alone" / file).read_bytes() == (newest(run) / file).read_bytes()
+    expected = load_file(write_merged(model, newest(run), tmp_path / "by-hand") / "model.safetensors")
+    found = load_file(tmp_path / "merged/model.safetensors")
+    assert set(found) == set(expected)
+    changed = 0
+    for name, value in load_file(model / "model.safetensors").items():
+        assert (found[name].double() - expected[name]).norm() <= 1e-6 * expected[name].norm(), name
+        changed += not torch.equal(found[name], value)
+    assert changed == 14  # the linear layers of both layers
+    policy = load_policy(tmp_path / "merged", device="cpu")
+    assert policy.adapter is None
+    (tmp_path / "model").rename(tmp_path / "elsewhere")
+    with pytest.raises(ExportError, match="is not there: name it with --model"):
+        export(run, tmp_path / "other", "float32")
+    export(run, tmp_path / "other", "float32", model=tmp_path / "elsewhere")
+    with pytest.raises(ExportError, match="is a whole model"):
+        export(tmp_path / "merged", tmp_path / "again", "float32", adapter_alone=True)
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["q_proj", "c_attn"], "'c_attn' matches no linear layer of LlamaForCausalLM"),
+        (["lm_head"], "'lm_head' is the head, which stays as it is"),
+        (["embed_tokens"], "matches model.embed_tokens, a Embedding, which is not a linear layer"),
+    ],
+)
+def test_targets_that_cannot_be_adapted_are_refused(targets: list[str], message: str, tmp_path: Path) -> None:
+    make_model(tmp_path, "llama")
+    with pytest.raises(ModelError, match=re.escape(message)) as caught:
+        load_policy(tmp_path, device="cpu", adapter=AdapterSource(AdapterSettings(2, 2.0, targets)))
+    assert str(caught.value).startswith("adapter.targets: ")
+
+
+def make_trainer_of(config: dict[str, Any]) -> Trainer:
+    given = Config.model_validate(config)
+    ranks = join_ranks(given)
+    return make_trainer(given, Console(file=io.StringIO()), ranks=ranks)
