@@ -18,8 +18,17 @@ from documents import same_bits
 from oracles.step import OracleResult, oracle_step
 from ranks.cases import on_ranks, score_all, train_all
 from scoring import loaded_once
-from small_runs import file_config, merged, write_rollouts
+from small_runs import (
+    file_config,
+    merged,
+    sampled_config,
+    sort_prompts,
+    word_model,
+    write_lines,
+    write_rollouts,
+)
 from tiny import make_model
+from truestep.assemble import policy as assemble_policy
 from truestep.assemble.policy import join_ranks
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
@@ -210,3 +219,49 @@ def make_trainer_of(config: dict[str, Any]) -> Trainer:
     given = Config.model_validate(config)
     ranks = join_ranks(given)
     return make_trainer(given, Console(file=io.StringIO()), ranks=ranks)
+
+
+def test_the_reference_is_the_model_without_its_adapter_on_every_layout(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama")
+    write_adapter(tmp_path / "adapter", model)
+    adapter = {"path": str(tmp_path / "adapter")}
+
+    def scored(path: str | None, **parallel: int) -> dict[str, Any]:
+        loss = {"type": "grpo", "kl_reference": {"weight": 0.3, "path": path}}
+        return config_of(tmp_path, model, adapter=adapter, loss=loss, parallel=parallel)
+
+    score(Config.model_validate(scored(str(model))), tmp_path / "loaded", gradients=True)
+    score(Config.model_validate(scored(None)), tmp_path / "free", gradients=True)
+    on_ranks(2, score_all, [(scored(None, **layout), str(tmp_path / str(n))) for n, layout in enumerate(LAYOUTS)])
+    step = json.loads((tmp_path / "loaded/step.json").read_text())
+    assert step["kl_reference"] > 1e-4
+    expected = {n: g.double() for n, g in load_file(tmp_path / "loaded/gradients.safetensors").items()}
+    for folder in [tmp_path / "free", *(tmp_path / str(number) for number in range(len(LAYOUTS)))]:
+        found = json.loads((folder / "step.json").read_text())
+        assert found["kl_reference"] == pytest.approx(step["kl_reference"], rel=1e-5), folder
+        check_gradients(folder, expected)
+
+
+def test_the_reference_loads_no_second_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(tmp_path / "model", "llama")
+    config = config_of(tmp_path, model, adapter={"rank": 2}, loss={"type": "grpo", "kl_reference": {"weight": 0.3}})
+    loaded: list[Any] = []
+    honest = assemble_policy.load_policy
+    monkeypatch.setattr(assemble_policy, "load_policy", lambda *a, **o: loaded.append(a) or honest(*a, **o))
+    train_all([merged(config, {"schedule": {"steps": 2}})])
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert len(loaded) == 1
+    assert lines[0]["kl_reference"] == 0.0 and lines[1]["kl_reference"] > 0.0  # B is zero at first
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_sampled_has_the_trainers_own_logprobs(ranks: int, tmp_path: Path) -> None:
+    model = word_model(tmp_path / "model")
+    write_adapter(tmp_path / "adapter", model)
+    prompts = write_lines(tmp_path / "prompts.jsonl", sort_prompts(4))
+    config = sampled_config(model, prompts, tmp_path / "run", adapter={"path": str(tmp_path / "adapter")})
+    on_ranks(ranks, train_all, [config.model_dump(exclude_unset=True)])
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 3 and any(line["grad_norm"] > 0 for line in lines)
+    for line in lines:
+        assert abs(line["ratio_new_old"] - 1) < 1e-5 and abs(line["kl_new_old"]) < 1e-9

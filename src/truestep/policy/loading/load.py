@@ -11,12 +11,12 @@ import torch
 from truestep.errors import TruestepError
 from truestep.files import LineError, exact_object
 from truestep.head.logits import HeadSettings
-from truestep.policy.adapter_files import read_adapter
 from truestep.policy.cuts.layers import layers_of
 from truestep.policy.cuts.pieces import Piece, pieces_of
 from truestep.policy.cuts.stages import Stages, check_layers, keep_own
 from truestep.policy.cuts.tensor import cut_model, tensor_plan
 from truestep.policy.errors import ModelError
+from truestep.policy.loading.adapting import attach_adapter
 from truestep.policy.loading.borrowed import borrowed_weights
 from truestep.policy.loading.probe import (
     Probe,
@@ -27,7 +27,7 @@ from truestep.policy.loading.probe import (
     probe_stages,
 )
 from truestep.policy.model import attention
-from truestep.policy.model.adapter import Adapter, AdapterSource, attach, first_values, target_modules
+from truestep.policy.model.adapter import AdapterSource
 from truestep.policy.model.compiled import compile_layers
 from truestep.policy.model.context import Context, check_heads
 from truestep.policy.model.embedding import accumulate_in_float32, every_token_counts
@@ -78,7 +78,7 @@ def load_policy(
     model, tokenizer = _read(directory, trust_remote_code, ranks, pipeline)
     if freeze:
         freeze_weights(model, freeze)
-    adapted = None if adapter is None else _attach(model, adapter)
+    adapted = None if adapter is None else attach_adapter(model, adapter)
     place = _place(device)
     place_buffers(model, place)
     no_noise(model)
@@ -114,29 +114,6 @@ def load_policy(
     return Policy(
         model, directory, settings, weights, facts, tokenizer, read_companions(directory), stages, buffers, adapted
     )
-
-
-def _attach(model: Any, source: AdapterSource) -> Adapter:
-    """Give a model that is not read yet an adapter: a new one, or that of a directory."""
-    settings = source.settings
-    modules = None if settings is None else target_modules(model, settings.targets)
-    if source.path is None:
-        assert settings is not None and modules is not None
-        adapter = Adapter(settings.rank, settings.alpha, modules)
-        values = first_values(settings.seed)
-    else:
-        adapter, values = read_adapter(source.path)
-        stored = target_modules(model, adapter.modules)  # refuses what this model does not have
-        adapter = dataclasses.replace(adapter, modules=stored)
-        if settings is not None and modules is not None:
-            wanted = {"rank": settings.rank, "alpha": settings.alpha, "targets": sorted(modules)}
-            found = {"rank": adapter.rank, "alpha": adapter.alpha, "targets": sorted(stored)}
-            for name, value in wanted.items():
-                if found[name] != value:
-                    what = f"{value}, and it has {found[name]}" if name != "targets" else "other layers than it has"
-                    raise ModelError(f"the adapter {source.path} does not fit adapter.{name}, which asks for {what}")
-    attach(model, adapter, values)
-    return adapter
 
 
 def _place(device: str) -> torch.device:
