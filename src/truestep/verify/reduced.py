@@ -108,8 +108,8 @@ def still_matching(model: Path, patterns: Sequence[str], trust_remote_code: bool
 
 
 def draw_adapter(given: AdapterConfig, model: Path, directory: Path, seed: int, trust_remote_code: bool) -> Path:
-    """Write a random adapter with a user's options, neither of whose matrices is zero. Targets that a reduced model does
-    not have, as it has few layers, are left out; if none is left, they are taken by their names within a layer."""
+    """Write a random adapter with a user's options, neither of whose matrices is zero. A reduced model has few layers:
+    targets that it does not have are left out; if none is left, they are taken by their names within a layer."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=trust_remote_code)
