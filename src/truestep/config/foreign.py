@@ -358,7 +358,7 @@ FOREIGN: dict[str, Foreign] = {
     "torch_dtype": Foreign((TRL, TRANSFORMERS), "model.dtype", "", _dtype),
     "gradient_checkpointing": Foreign((TRL, TRANSFORMERS, OPENRLHF), "model.activation_checkpointing"),
     "enable_gradient_checkpointing": Foreign((VERL,), "model.activation_checkpointing"),
-    "use_peft": Foreign((TRL,), "adapter", "a section of its own", _UNKNOWN),
+    "use_peft": Foreign((TRL,), "adapter.type", "lora", _UNKNOWN),
     "lora_r": Foreign((TRL,), "adapter.rank"),
     "lora_rank": Foreign((VERL, OPENRLHF), "adapter.rank", "0 there is no section adapter here"),
     "lora_alpha": Foreign((TRL, VERL, OPENRLHF), "adapter.alpha"),

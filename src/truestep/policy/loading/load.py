@@ -101,13 +101,7 @@ def load_policy(
     if frozen:
         model.requires_grad_(False)
     pieces = _cut(model, probe, stages, place, ranks)
-    weights: Weights
-    if ranks.shards > 1:
-        options = {"reshard": reshard_after_forward, "reduce_each": reduce_each, "masters_on_host": masters_on_host}
-        weights = ShardedWeights(model, compute, ranks, pieces, device=place, **options)
-    else:
-        read_parameters(model, place, frozen_dtype=compute)
-        weights = WholeWeights(model, compute, ranks, pieces, masters_on_host=masters_on_host)
+    weights = _weights_of(model, compute, ranks, pieces, place, masters_on_host, reshard_after_forward, reduce_each)
     _check_numbers(directory, weights)
     for layer in layers_of(model)[1]:
         layer.register_forward_hook(marks.layer_done)
@@ -150,6 +144,24 @@ def _cut(model: Any, probe: Probe, stages: Stages | None, place: torch.device, r
         with borrowed_weights(model, place):
             probe_cut(model, probe, place, ranks)
     return pieces if stages is None else keep_own(model, stages, ranks.stage, pieces)
+
+
+def _weights_of(
+    model: Any,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    pieces: dict[str, Piece],
+    place: torch.device,
+    masters_on_host: bool,
+    reshard: bool,
+    reduce_each: bool,
+) -> Weights:
+    """Read this rank's part of the weights, whole or sharded."""
+    if ranks.shards > 1:
+        options = {"reshard": reshard, "reduce_each": reduce_each, "masters_on_host": masters_on_host}
+        return ShardedWeights(model, dtype, ranks, pieces, device=place, **options)
+    read_parameters(model, place, frozen_dtype=dtype)
+    return WholeWeights(model, dtype, ranks, pieces, masters_on_host=masters_on_host)
 
 
 def _check_numbers(directory: Path, weights: Weights) -> None:

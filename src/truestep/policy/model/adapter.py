@@ -41,7 +41,7 @@ class AdapterSettings:
 
 @dataclass(frozen=True)
 class AdapterSource:
-    """Where an adapter comes from. Options and a directory: the directory's must be as the options say."""
+    """The origin of an adapter: options, or a directory. With both, the directory's must be as the options say."""
 
     settings: AdapterSettings | None = None
     path: Path | None = None
