@@ -129,7 +129,7 @@ class Disk:
             (Path, "write_text"),
             (Path, "mkdir"),
             (store_module, "write_tensors"),
-            (store_module, "save_policy"),
+            (store_module, "save_trained"),
         ):
             monkeypatch.setattr(owner, name, self._counted(name, getattr(owner, name)))
 
