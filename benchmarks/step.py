@@ -2,8 +2,9 @@
 
     python benchmarks/step.py [--layers 28 --hidden 1024 --optimizer adamw_8bit --offload states ...]
 
-A random model of Qwen3's shape, packed documents of about 1,000 tokens of which half are labels, GRPO, bfloat16
-compute, a float32 head. The bound counts matrix products alone: 6 · weights · tokens for the layers, 6 · hidden ·
+A random model of Qwen3's shape (or, with --gemma2, of Gemma 2's, softcap and windows), packed documents of which half
+are labels, GRPO, bfloat16 compute, a float32 head. `--profile` lists what the time of one step is spent on, kernel by
+kernel. The bound counts matrix products alone: 6 · weights · tokens for the layers, 6 · hidden ·
 vocabulary · labels for the head, and attention's over the pairs that a causal document has.
 """
 
@@ -13,12 +14,16 @@ import argparse
 import statistics
 import tempfile
 import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
-from qwen import write_model
+from qwen import write_gemma2, write_model
 
 from truestep.head.logits import HeadSettings
 from truestep.losses.label_losses import Grpo
@@ -47,18 +52,26 @@ def options() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--optimizer", choices=["adamw", "adamw_8bit", "muon"], default="adamw")
     parser.add_argument("--offload", choices=["none", "states", "all"], default="none", help="optimizer.offload")
+    parser.add_argument("--attention", choices=["auto", "flash", "torch"], default="auto", help="model.attention")
+    parser.add_argument("--lengths", default="1000", help="of documents: about so many tokens each, or log-normal")
+    parser.add_argument("--all-labels", action="store_true", help="every token is a label, not the second half")
+    parser.add_argument("--gemma2", action="store_true", help="Gemma 2's layers: softcap, every second with a window")
+    parser.add_argument("--profile", type=int, metavar="N", default=0, help="name the N kernels that take longest")
     parser.add_argument("--ns-dtype", choices=["float32", "bfloat16"], default="float32", help="of muon")
     return parser.parse_args()
 
 
 def make_documents(given: argparse.Namespace) -> list[Rollout]:
-    """About 1,000 tokens each, filling the micro-batches to within a document."""
+    """Documents that fill the micro-batches to within a document."""
     generator = np.random.default_rng(0)
-    documents, left = [], given.tokens * given.micro_batches * 97 // 100
+    documents, left = (
+        [],
+        given.tokens * given.micro_batches * (100 if given.lengths == str(given.tokens) else 97) // 100,
+    )
     while left > 200:
-        length = min(int(generator.integers(600, 1400)), left)
+        length = min(draw_length(generator, given), left)
         left -= length
-        mask = np.arange(length) >= length // 2
+        mask = np.arange(length) >= (1 if given.all_labels else length // 2)
         documents.append(
             Rollout(
                 id=str(len(documents)),
@@ -69,6 +82,14 @@ def make_documents(given: argparse.Namespace) -> list[Rollout]:
             )
         )
     return documents
+
+
+def draw_length(generator: np.random.Generator, given: argparse.Namespace) -> int:
+    """Log-normal: a median of 700 tokens, and one in forty is longer than 5,000."""
+    if given.lengths == "log-normal":
+        return int(np.clip(generator.lognormal(np.log(700), 1.0), 16, given.tokens))
+    mean = int(given.lengths)
+    return mean if mean >= given.tokens // 4 else int(generator.integers(mean * 6 // 10, mean * 14 // 10))
 
 
 def matrix_rate() -> float:
@@ -93,7 +114,15 @@ def flops(policy_parameters: int, embedding: int, documents: list[Rollout], give
     layers = 6 * (policy_parameters - embedding) * tokens
     if given.activation_checkpointing:
         layers = layers * 4 / 3
-    attention = 3 * given.layers * 4 * 16 * 128 * pairs
+    attention = (
+        3
+        * given.layers
+        * 4
+        * 16
+        * (256 if given.gemma2 else 128)
+        * pairs
+        * (4 / 3 if given.activation_checkpointing else 1)
+    )
     return layers + 6 * embedding * labels + attention
 
 
@@ -111,7 +140,7 @@ def main() -> None:
     rate = matrix_rate()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
-        write_model(path, given, device="cuda")
+        (write_gemma2 if given.gemma2 else write_model)(path, given, device="cuda")
         torch.cuda.empty_cache()
         policy = load_policy(
             path,
@@ -120,6 +149,7 @@ def main() -> None:
             head=HeadSettings(fp32=True),
             activation_checkpointing=given.activation_checkpointing,
             compiled=given.compile,
+            attending=given.attention,
             masters_on_host=given.offload == "all",
         )
     parameters = sum(parameter.numel() for parameter in policy.model.parameters())
@@ -136,9 +166,12 @@ def main() -> None:
         update(optimizer, policy.weights, 1e-6)
 
     step()
+    step()
+    warm = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     torch.cuda.reset_peak_memory_stats()
-    times = [_time(step) for _ in range(given.steps + 1)][1:]
+    times = [_time(step) for _ in range(given.steps)]
     peak = torch.cuda.max_memory_allocated()
+    norms = statistics.median(_time(lambda: gradient_norm(policy.weights)) for _ in range(3))
     updates = statistics.median(_time(lambda: update(optimizer, policy.weights, 1e-6)) for _ in range(3))
     forward_backward = statistics.median(_time(lambda: runner.accumulate(plan)) for _ in range(3))
     bound = flops(parameters, policy.head_weight.numel(), documents, given) / rate
@@ -148,10 +181,14 @@ def main() -> None:
         f"{parameters / 1e9:.2f}B weights, {tokens:,} tokens, {plan.totals.num_labels:,} labels, "
         f"{len(documents)} documents, {len(plan.micro_batches)} micro-batches"
     )
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    print(f"attention        {policy.attends.story}")
+    print(f"compiled graphs  {graphs:8d}, of them {graphs - warm} after the second step")
     print(f"matrix rate      {rate / 1e12:8.0f} TFLOP/s")
     print(f"bound            {bound:8.3f} s")
     print(f"step             {median:8.3f} s   {median / bound:.2f} x bound   {tokens / median:,.0f} tokens/s")
     print(f"forward+backward {forward_backward:8.3f} s   {forward_backward / bound:.2f} x bound")
+    print(f"gradient's norm  {norms:8.3f} s")
     print(f"update           {updates:8.3f} s   {given.optimizer}, offload: {given.offload}")
     states = sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.is_cuda)
     lasting = (parameters * ((0 if given.offload == "all" else 4) + 4 + 2) + states) / 2**30
@@ -159,6 +196,54 @@ def main() -> None:
         f"peak memory      {peak / 2**30:8.1f} GiB, {peak / parameters:.2f} bytes a weight; of it weights, gradients, "
         f"optimizer and compute copy {lasting:.1f}"
     )
+    if given.profile:
+        profile(step, given.profile)
+        print_waits(step)
+
+
+# Kernels by what they do: the first kind whose words occur in a kernel's name has it.
+KINDS = {
+    "attention": ("flash", "fmha", "attention"),
+    "products": ("gemm", "cutlass", "nvjet", "sm90_xmma"),
+    "compiled elementwise": ("triton_",),
+    "copies": ("copy", "Memcpy", "memcpy", "cat", "Memset"),
+    "optimizer": ("multi_tensor", "foreach", "adam"),
+    "head": ("kernel_numerators", "numerators", "_statistics", "_gradient"),
+}
+
+
+def profile(step: Callable[[], None], names: int) -> None:
+    """Print what one step's time on the GPU is spent on."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        step()
+        torch.cuda.synchronize()
+    rows = [(row.key, row.self_device_time_total / 1e3, row.count) for row in found.key_averages()]
+    kinds: Counter[str] = Counter()
+    for name, spent, _ in rows:
+        kinds[next((kind for kind, words in KINDS.items() if any(word in name for word in words)), "other")] += spent
+    print(f"{'busy':24} {sum(kinds.values()):8.1f} ms")
+    print("\n".join(f"{kind:24} {spent:8.1f} ms" for kind, spent in kinds.most_common()))
+    for name, spent, count in sorted(rows, key=lambda row: -row[1])[:names]:
+        print(f"{spent:8.1f} ms {count:6d} x {name[:110]}")
+
+
+def print_waits(step: Callable[[], None]) -> None:
+    """Print where the host waits for the GPU within one step."""
+    torch.cuda.set_sync_debug_mode("warn")
+    places: Counter[str] = Counter()
+
+    def note(message: object, *_: object, **__: object) -> None:
+        if "synchronizing" in str(message):
+            ours = [frame for frame in traceback.extract_stack() if "truestep" in frame.filename]
+            places[" < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in ours[:-4:-1])] += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        step()
+    torch.cuda.set_sync_debug_mode("default")
+    for place, count in places.most_common():
+        print(f"the host waits   {count:8d} x {place}")
 
 
 if __name__ == "__main__":

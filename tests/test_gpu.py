@@ -14,8 +14,8 @@ from step.test_score_oracle import LOSSES, OPTIONS, config_for, records_for
 from truestep.head.chunked import HeadRows, forward_backward
 from truestep.head.logits import HeadSettings, row_statistics, scaled_logits
 from truestep.policy.loading.load import load_policy
-from truestep.policy.model import attention
-from truestep.rollouts.packing import pack
+from truestep.policy.model import attention, flash
+from truestep.rollouts.packing import pack, pack_tokens
 from truestep.rollouts.record import Checks, Needs, parse_record
 from truestep.types import Coefficients
 
@@ -124,3 +124,72 @@ def test_more_logits_than_an_int32_can_count() -> None:
     # Tensor cores sum in another order for another number of rows; a wrong offset would be off by all of it.
     for mine, other in ((one_hidden, many_hidden), (one_weight, many_weight)):
         assert float((mine - other).norm() / other.norm()) <= 1e-3
+
+
+FLASH = pytest.mark.skipif(flash.version() is None, reason="flash-attn-4 is not installed")
+SHAPES = [
+    flash.Heads(16, 8, 128, 128, 128**-0.5),
+    flash.Heads(8, 8, 64, 64, 0.125, window=100),
+    flash.Heads(16, 8, 256, 256, 1 / 16, softcap=50.0),
+    flash.Heads(16, 8, 256, 256, 1 / 16, window=100, softcap=50.0),
+    flash.Heads(14, 2, 64, 64, 0.125),
+]
+
+
+@FLASH
+@pytest.mark.parametrize("heads", SHAPES)
+def test_flash_attention_is_as_near_float32_as_torchs(heads: flash.Heads) -> None:
+    assert flash.problem((heads,), torch.bfloat16, torch.device("cuda")) is None
+
+
+@FLASH
+@pytest.mark.parametrize("heads", SHAPES)
+def test_flash_attention_of_a_document_does_not_depend_on_its_neighbours(heads: flash.Heads) -> None:
+    """Bit for bit in `deterministic` mode, values and gradients."""
+    lengths = (300, 1, 129, 700, 64)
+    generator = torch.Generator(device="cuda").manual_seed(0)
+
+    def random(count: int, size: int) -> torch.Tensor:
+        return torch.randn(sum(lengths), count, size, device="cuda", generator=generator).bfloat16()
+
+    given = random(heads.queries, heads.size), random(heads.keys, heads.size), random(heads.keys, heads.value_size)
+    gradient = random(heads.queries, heads.value_size)
+
+    def run(rows: slice, documents: tuple[int, ...]) -> list[torch.Tensor]:
+        inputs = [tensor[rows].clone().requires_grad_() for tensor in given]
+        bounds = torch.tensor((0, *documents), device="cuda").cumsum(0).int()
+        output = flash.attend(*inputs, bounds, max(documents), heads.scale, heads.window, heads.softcap)
+        output.backward(gradient[rows])
+        return [output.detach(), *(tensor.grad for tensor in inputs if tensor.grad is not None)]
+
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        packed, first = run(slice(None), lengths), 0
+        for length in lengths:
+            rows = slice(first, first := first + length)
+            for together, alone in zip(packed, run(rows, (length,)), strict=True):
+                assert torch.equal(together[rows], alone)
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@FLASH
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "mistral"])
+def test_a_step_with_flash_attention_compiles_once(kind: str, tiny_model: Callable[[str], Path]) -> None:
+    """One graph for all layers of a kind, whatever the packing, and nothing that breaks it."""
+    torch._dynamo.reset()
+    counted = torch._dynamo.utils.counters
+    counted.clear()
+    policy = load_policy(tiny_model(kind), dtype="bfloat16", device="cuda", compiled=True)
+    assert policy.attends.name == attention.FLASH, policy.attends
+    plain = load_policy(tiny_model(kind), dtype="bfloat16", device="cuda", attending="torch")
+    graphs = []
+    for lengths in ((9, 4), (3, 8, 5, 12), (30,), (7, 7, 7, 7, 7), (50, 2)):
+        tokens = pack_tokens([torch.arange(length) % 61 for length in lengths])
+        found = policy.hidden(tokens)
+        torch.testing.assert_close(found, plain.hidden(tokens), rtol=0.1, atol=0.1)
+        found.float().square().sum().backward()
+        graphs.append(counted["stats"]["unique_graphs"])
+    assert graphs[-1] == graphs[1], graphs
+    assert not counted["graph_break"], dict(counted["graph_break"])

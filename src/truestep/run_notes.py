@@ -31,6 +31,8 @@ def run_notes(
         notes += [f"going on after step {step} of {latest}", *_changes_since(directory, config)]
     elif done := count_lines(directory.ledger):
         notes.append(f"{directory.path} has no checkpoint: starting again, its {done} steps are removed")
+    if policy.device.type == "cuda":
+        notes.append(f"attention: {policy.attends.story}")
     if rejected:
         kinds = Counter(reason_kind(record.reason) for record in rejected)
         reasons = "; ".join(f"{count} × {kind}" for kind, count in kinds.most_common(3))

@@ -41,6 +41,10 @@ CASES = [
         "2: adapter.rank and adapter.path are both given: the adapter of adapter.path has its own rank",
     ),
     (
+        "model: {path: m, attention: flash, dtype: float32}\n",
+        "1: model.attention: flash computes in bfloat16 on a GPU: it cannot be used with model.dtype: float32",
+    ),
+    (
         MODEL + "parallel: {stages_per_rank: 2}\n",
         "2: parallel.stages_per_rank is for pipelines: it needs parallel.pipeline > 1",
     ),

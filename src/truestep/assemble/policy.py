@@ -35,6 +35,7 @@ def make_policy(config: Config, ranks: Ranks, path: str | None = None, *, frozen
         ),
         activation_checkpointing=model.activation_checkpointing,
         compiled=model.compile,
+        attending=model.attention,
         trust_remote_code=model.trust_remote_code,
         longest_document=config.data.tokens_per_microbatch,
         ranks=ranks,

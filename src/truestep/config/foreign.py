@@ -111,6 +111,10 @@ def _dtype(value: Any) -> str:
     return _DTYPES[value] if isinstance(value, str) else "bfloat16" if value else "float32"
 
 
+def _attention(value: Any) -> str:
+    return "torch" if str(value) in ("eager", "sdpa") else "auto"
+
+
 _BATCH = "a step is a number of documents, however they are split over ranks and micro-batches"
 _PACKED = "documents are packed by tokens, so no batch has a number of rows"
 _MEMORY = "memory is set by tokens, and the head's by model.head.logits_chunk_size"
@@ -367,7 +371,7 @@ FOREIGN: dict[str, Foreign] = {
     "lora_dropout": Foreign((TRL, OPENRLHF), None, "a score is a function of the weights: nothing is dropped"),
     "torch_compile": Foreign((TRL, TRANSFORMERS), "model.compile"),
     "attn_implementation": Foreign(
-        (TRL, TRANSFORMERS, OPENRLHF), None, "attention over packed documents is chosen for the device"
+        (TRL, TRANSFORMERS, OPENRLHF), "model.attention", "auto: FlashAttention 4 where it can be used", _attention
     ),
     "use_liger_kernel": Foreign(
         (TRL, TRANSFORMERS, OPENRLHF), None, "logits are never held whole: model.head.logits_chunk_size"

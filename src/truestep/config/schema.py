@@ -125,6 +125,13 @@ def _presets(config: "Config") -> Iterator[str]:
             yield f"preset: {name!r} is unknown: {hint}"
 
 
+def _attention(config: "Config") -> Iterator[str]:
+    model = config.model
+    if model.attention == "flash" and (model.dtype == "float32" or model.device == "cpu"):
+        which = "model.dtype: float32" if model.dtype == "float32" else "model.device: cpu"
+        yield f"model.attention: flash computes in bfloat16 on a GPU: it cannot be used with {which}"
+
+
 def _documents(config: "Config") -> Iterator[str]:
     data = config.data
     if config.sampler is not None and data.path is not None:
@@ -337,6 +344,7 @@ def _adapter(config: "Config") -> Iterator[str]:
 _RULES = (
     _presets,
     _adapter,
+    _attention,
     _reference,
     _documents,
     _sampled_groups,

@@ -35,6 +35,10 @@ class ModelConfig(Section):
     have no gradient, no state of the optimizer and no float32 copy: they are kept in `dtype`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The device that the model runs on. auto takes a GPU if there is one."""
+    attention: Literal["auto", "flash", "torch"] = "auto"
+    """What attends over packed documents. flash: FlashAttention 4, an optional package (truestep[flash]) for bfloat16
+    on Hopper and Blackwell GPUs; it is compared with float32 on the machine first. torch: torch's own. auto: flash
+    where it can be used."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, about a third more time."""
     compile: bool = False

@@ -68,6 +68,7 @@ class Policy:
     companions: Mapping[str, bytes] = field(default_factory=dict)  # the directory's other files, by name
     stages: Stages | None = None  # how it is cut; None: all of it is here
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of all its layers, where some are elsewhere
+    attends: attention.Choice = attention.BY_TORCH
     adapter: Adapter | None = None  # then it alone is trained
     adapts: bool = True  # False: it computes without its adapter
 
@@ -174,12 +175,5 @@ def plain_attention(model: Any) -> Iterator[None]:
     """Use transformers' own attention, which knows caches and batches of rows: for decoding and for the probe."""
     # sdpa has no softcap.
     capped = getattr(model.config, "attn_logit_softcapping", None) is not None
-    model.set_attn_implementation("eager" if capped else "sdpa")
-    # Recomputation, which forbids a cache, happens in training mode only.
-    training = model.training
-    model.eval()
-    try:
+    with attention.using(model, "eager" if capped else "sdpa"):
         yield
-    finally:
-        model.set_attn_implementation(attention.NAME)
-        model.train(training)

@@ -31,6 +31,8 @@ _FAILED = "truestep/failed"
 _ENDED = "truestep/ended"
 _DONE = "done"
 _OF_MESSAGES = ("connection", "gloo", "nccl", "timed out", "broken pipe")
+_OF_AN_END = ("closed", "reset by peer", "broken pipe", "remote worker")
+_CAUSE_SHOWS = 30.0  # seconds
 _DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 _MOST_READ = 64  # entries that a rank reads in a second: each rank reads those of all others
 ENDED_BY_ANOTHER = 3  # the exit code of a rank that ends because of another
@@ -184,9 +186,11 @@ class Watch:
         """Name the other rank that is behind an error of communication, if one is."""
         if self._store is None or not _raised_between_ranks(error):
             return None
-        # That a connection broke is known already: a few beats without a word are enough.
+        # That a connection broke is known already: a few beats without a word are enough. Where its other end closed
+        # it, there is a cause, and a busy machine may take long to show it.
         silence = 5 * self._beat
-        deadline = time.monotonic() + silence + 5 * self._beat
+        closed = any(word in str(error).lower() for word in _OF_AN_END)
+        deadline = time.monotonic() + max(2 * silence, _CAUSE_SHOWS if closed else 0.0)
         while time.monotonic() < deadline:  # a connection breaks at once; what broke it is known a little later
             reason = self._reason_to_end(silence)[0]
             if reason is not None:

@@ -58,6 +58,7 @@ def load_policy(
     head: HeadSettings | None = None,
     activation_checkpointing: bool = False,
     compiled: bool = False,
+    attending: str = "auto",
     trust_remote_code: bool = False,
     longest_document: int = 512,
     ranks: Ranks = ALONE,
@@ -72,7 +73,7 @@ def load_policy(
     """Load, probe and cut a model. Lengths at which it changes its ways are probed up to `longest_document`. A `frozen`
     one has no gradients, and no float32 weights beside those that it computes with; nor have the weights whose names
     match a pattern of `freeze`. `masters_on_host`: float32 weights lie on the host, and the device has what the model
-    computes with. `adapter`: it alone is trained."""
+    computes with. `attending`: auto, flash or torch. `adapter`: it alone is trained."""
     directory = Path(path)
     pipeline = Pipeline(ranks.pipeline, stages_per_rank)
     model, tokenizer = _read(directory, trust_remote_code, ranks, pipeline)
@@ -88,12 +89,9 @@ def load_policy(
         recompute_activations(model)
     compute = getattr(torch, dtype)
     with borrowed_weights(model, place):
-        probe, stages = _probe(model, settings, place, compute, longest_document, ranks, pipeline)
+        probe, stages, choice = _probe(model, settings, place, compute, longest_document, ranks, pipeline, attending)
     if compiled:
-        layers = layers_of(model)[1]
-        if not layers:
-            raise ModelError(f"model.compile: {type(model).__name__} has no list of layers to compile")
-        compile_layers(layers)
+        _compile(model)
     facts = ModelFacts.of(model, place)
     if dtype != "float32" and place.type == "cpu":
         accumulate_in_float32(model)
@@ -105,9 +103,17 @@ def load_policy(
     _check_numbers(directory, weights)
     for layer in layers_of(model)[1]:
         layer.register_forward_hook(marks.layer_done)
-    return Policy(
-        model, directory, settings, weights, facts, tokenizer, read_companions(directory), stages, buffers, adapted
-    )
+    model.set_attn_implementation(choice.name)
+    companions = read_companions(directory)
+    parts = (tokenizer, companions, stages, buffers, choice, adapted)
+    return Policy(model, directory, settings, weights, facts, *parts)
+
+
+def _compile(model: Any) -> None:
+    layers = layers_of(model)[1]
+    if not layers:
+        raise ModelError(f"model.compile: {type(model).__name__} has no list of layers to compile")
+    compile_layers(layers)
 
 
 def _place(device: str) -> torch.device:
@@ -125,15 +131,35 @@ def _probe(
     longest: int,
     ranks: Ranks,
     pipeline: Pipeline,
-) -> tuple[Probe, Stages | None]:
-    """Measure a float32 model with all of its layers; refuse one that would compute something else here."""
-    probe = probe_float32(model, head, place, longest)
+    attending: str,
+) -> tuple[Probe, Stages | None, attention.Choice]:
+    """Measure a float32 model with all of its layers; refuse one that would compute something else here. Choose what
+    attends in it."""
+    with attention.shapes_seen() as shapes:
+        probe = probe_float32(model, head, place, longest)
+        context = Context.of(ranks)
+        if context is not None:
+            probe_context(model, probe, place, context)
+    stages = probe_stages(model, pipeline, probe, place) if pipeline.ranks > 1 else None
+    choice = attention.choose(attending, shapes, compute, place)
     if compute != torch.float32:
+        choice = _probe_rounded(model, probe, place, compute, choice, attending)
+    return probe, stages, choice
+
+
+def _probe_rounded(
+    model: Any, probe: Probe, place: torch.device, compute: torch.dtype, choice: attention.Choice, attending: str
+) -> attention.Choice:
+    """Measure the model in half precision with what attends in it; where that may be chosen, plain torch is next."""
+    try:
+        with attention.using(model, choice.name):
+            probe_half_precision(model, probe, place, compute)
+    except ModelError as error:
+        if attending != "auto" or choice.name == attention.NAME:
+            raise
         probe_half_precision(model, probe, place, compute)
-    context = Context.of(ranks)
-    if context is not None:
-        probe_context(model, probe, place, context)
-    return probe, probe_stages(model, pipeline, probe, place) if pipeline.ranks > 1 else None
+        return attention.Choice(attention.NAME, str(error))
+    return choice
 
 
 def _cut(model: Any, probe: Probe, stages: Stages | None, place: torch.device, ranks: Ranks) -> dict[str, Piece]:

@@ -1,6 +1,7 @@
 """Causal attention over packed documents: no token sees another document, whatever lies beside it.
 
-Registered with transformers under `NAME`, so that the models' own code calls it. Two exact paths:
+Registered with transformers under two names, so that the models' own code calls it. Under `FLASH`, which `choose` gives
+where it serves, FlashAttention 4 attends over all documents (`flash`). Under `NAME`, one of two paths of torch does:
 
 - `varlen`: one fused kernel over all documents (GPU, half precision, no softcap);
 - `rows`: documents of like length become rows of a batch, a bucket. A short row repeats the document's last token;
@@ -14,7 +15,8 @@ Dimensions: S tokens of the micro-batch, Q query heads, K key-value heads, E hea
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +24,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from truestep.policy.errors import ModelError
+from truestep.policy.model import flash
 from truestep.policy.model.context import Context
 
-NAME = "truestep_packed"
+NAME, FLASH = "truestep_packed", "truestep_packed_fast"  # transformers looks for kernels where a name has "flash"
 _SCORES_BYTES = 256 * 2**20  # explicit score matrices that exist at a time
 
 
@@ -87,7 +91,6 @@ def _make_rows(spans: Iterable[tuple[int, int]], device: torch.device) -> RowLay
     return RowLayout(tuple(buckets), restore.to(device))
 
 
-@torch.compiler.disable  # compiled layers call it: see `compiled`
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,  # [1, Q, S, E]
@@ -99,9 +102,11 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     packed_layout: PackedLayout | None = None,
+    *,
+    fast: bool = False,
     **unused: object,
 ) -> tuple[torch.Tensor, None]:  # [1, S, Q, E]
-    """Attend within documents; transformers calls this."""
+    """Attend within documents; transformers calls this. `fast`: by FlashAttention 4."""
     if packed_layout is None:
         raise RuntimeError(f"{type(module).__name__} does not pass the packed layout on to its attention")
     if dropout:
@@ -113,13 +118,85 @@ def packed_attention(
     context = packed_layout.context
     if context is not None:
         q, k, v = context.tokens_for_heads(q, k, v)
-    if is_fused(q.device, q.dtype, softcap):
+    if _seen is not None:
+        _seen.add(flash.Heads(q.shape[1], k.shape[1], q.shape[2], v.shape[2], scale, sliding_window, softcap))
+    if fast:
+        output = flash.attend(q, k, v, packed_layout.segments, packed_layout.longest, scale, sliding_window, softcap)
+    elif is_fused(q.device, q.dtype, softcap):
         output = _varlen(q, k, v, packed_layout, scale, sliding_window)
     else:
         output = _rows(q, k, v, packed_layout, scale, sliding_window, softcap)
     if context is not None:
         output = context.heads_for_tokens(output)
     return output[None], None
+
+
+_uncompiled = torch.compiler.disable(packed_attention)  # compiled layers call it: see `compiled`
+
+
+def _flash_attention(module: torch.nn.Module, *tensors: Any, **options: Any) -> tuple[torch.Tensor, None]:
+    """Attend by FlashAttention 4, inside a compiled layer's graph unless the tokens are exchanged for heads."""
+    layout = options.get("packed_layout")
+    attend: Any = packed_attention if layout is not None and layout.context is None else _uncompiled
+    attended: tuple[torch.Tensor, None] = attend(module, *tensors, fast=True, **options)
+    return attended
+
+
+_seen: set[flash.Heads] | None = None
+
+
+@contextmanager
+def shapes_seen() -> Iterator[set[flash.Heads]]:
+    """Collect the shapes of the attention that is called in the block."""
+    global _seen
+    _seen = set()
+    try:
+        yield _seen
+    finally:
+        _seen = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What attends in a model, and why not FlashAttention 4."""
+
+    name: str
+    instead: str | None = None
+
+    @property
+    def story(self) -> str:
+        if self.name == FLASH:
+            return f"FlashAttention 4 ({flash.PACKAGE} {flash.version()}), which agreed with float32 on this machine"
+        return f"torch's own; FlashAttention 4 is not used: {self.instead}" if self.instead else "torch's own"
+
+
+BY_TORCH = Choice(NAME)
+
+
+def choose(wanted: str, shapes: Iterable[flash.Heads], dtype: torch.dtype, place: torch.device) -> Choice:
+    """Choose by the option (auto, flash, torch) what attends with these shapes."""
+    if wanted == "torch":
+        return BY_TORCH
+    reason = flash.problem(tuple(shapes), dtype, place)
+    if reason is None:
+        return Choice(FLASH)
+    if wanted == "flash":
+        raise ModelError(f"model.attention: flash cannot be used: {reason}. model.attention: torch needs nothing more")
+    return Choice(NAME, reason)
+
+
+@contextmanager
+def using(model: Any, name: str) -> Iterator[None]:
+    """Have a model attend otherwise within the block, in evaluation mode: recomputation, which forbids a cache, happens
+    in training mode only."""
+    before, training = model.config._attn_implementation, model.training
+    model.set_attn_implementation(name)
+    model.eval()
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        model.train(training)
 
 
 def is_fused(device: torch.device, dtype: torch.dtype, softcap: float | None) -> bool:
@@ -209,4 +286,5 @@ def _dense(
     return scores.softmax(-1, dtype=wide).to(q.dtype) @ v
 
 
-AttentionInterface.register(NAME, packed_attention)
+AttentionInterface.register(NAME, _uncompiled)
+AttentionInterface.register(FLASH, _flash_attention)

@@ -30,14 +30,8 @@ _HALF_TOLERANCE = 0.1
 @contextmanager
 def paged(model: Any) -> Iterator[None]:
     """Have the model attend over a paged cache; transformers' recomputation, which training may use, is off."""
-    training = model.training
-    model.set_attn_implementation(NAME)
-    model.eval()
-    try:
+    with attention.using(model, NAME):
         yield
-    finally:
-        model.set_attn_implementation(attention.NAME)
-        model.train(training)
 
 
 @contextmanager

@@ -1,0 +1,239 @@
+"""Attention over packed documents by FlashAttention 4, whose kernels are an optional package (`truestep[flash]`).
+
+The kernel and its gradient are operators that torch.compile takes as they are, so that a compiled layer is one graph,
+attention included. They read where documents end from the device: no packing makes another graph. Before its first use
+on a machine, each shape of attention is compared with plain torch in float32, values and gradients.
+
+Dimensions: S tokens of the micro-batch, Q query heads, K key-value heads, E head size, F size of a value's head.
+"""
+
+import functools
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+PACKAGE = "flash-attn-4"
+_MODULE = "flash_attn.cute"
+_LENGTHS = (1, 190, 64, 700, 129, 2)  # documents that the check attends over
+_FACTOR = 1.5  # of plain torch's own rounding, in the same type
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The shape of one layer's attention."""
+
+    queries: int
+    keys: int
+    size: int
+    value_size: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@torch.library.custom_op("truestep::flash_attention", mutates_args=())
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: torch.Tensor,
+    longest: int,
+    scale: float,
+    window: int | None,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    output, logsumexp, *_ = _flash_attn_fwd(
+        q, k, v, softcap=softcap, return_lse=True, **_options(segments, longest, scale, window)
+    )
+    return output, logsumexp
+
+
+@_attend.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: torch.Tensor,
+    longest: int,
+    scale: float,
+    window: int | None,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    output = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    return output, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("truestep::flash_attention_backward", mutates_args=())
+def _gradients(
+    gradient: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    output: torch.Tensor,
+    logsumexp: torch.Tensor,
+    segments: torch.Tensor,
+    longest: int,
+    scale: float,
+    window: int | None,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    options = _options(segments, longest, scale, window)
+    options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, output, gradient.contiguous(), logsumexp, softcap=softcap, **options)
+    return dq, dk, dv
+
+
+@_gradients.register_fake
+def _(
+    gradient: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    output: torch.Tensor,
+    logsumexp: torch.Tensor,
+    segments: torch.Tensor,
+    longest: int,
+    scale: float,
+    window: int | None,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))  # type: ignore[return-value]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, segments, *ctx.constants = inputs
+    ctx.save_for_backward(q, k, v, *output, segments)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(context: Any, gradient: torch.Tensor | None, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    if gradient is None:
+        return (None,) * 8
+    *tensors, segments = context.saved_tensors
+    return (*_gradients(gradient, *tensors, segments, *context.constants), None, None, None, None, None)
+
+
+_attend.register_autograd(_backward, setup_context=_keep)
+
+
+def _options(segments: torch.Tensor, longest: int, scale: float, window: int | None) -> dict[str, Any]:
+    """Name what both passes are told. The window counts the token itself; the kernel counts those to its left."""
+    return {
+        "cu_seqlens_q": segments,
+        "cu_seqlens_k": segments,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+        "softmax_scale": scale,
+        "causal": True,
+        "window_size_left": None if window is None else window - 1,
+    }
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: torch.Tensor,
+    longest: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:  # [S, Q, E], [S, K, E], [S, K, F] -> [S, Q, F]
+    """Attend within documents."""
+    # Laid out here, where a compiler writes them so at once: what the operators give is then contiguous too.
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    output: torch.Tensor = _attend(q, k, v, segments, longest, scale, window, softcap or 0.0)[0]
+    return output
+
+
+@functools.cache
+def version() -> str | None:
+    """Name the package's version; None where it is not installed."""
+    try:
+        found = importlib.util.find_spec(_MODULE) is not None
+        return importlib.metadata.version(PACKAGE) if found else None
+    except (ImportError, importlib.metadata.PackageNotFoundError):
+        return None
+
+
+def problem(shapes: tuple[Heads, ...], dtype: torch.dtype, place: torch.device) -> str | None:
+    """Say why FlashAttention 4 cannot attend for a model here; None where it can."""
+    if place.type != "cuda":
+        return "it needs a GPU"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "it needs model.dtype: bfloat16"
+    if torch.cuda.get_device_capability(place)[0] not in (9, 10):
+        return f"it is checked on Hopper and Blackwell GPUs, and this is {torch.cuda.get_device_name(place)}"
+    if version() is None:
+        return f"the package {PACKAGE} is not installed (pip install 'truestep[flash]')"
+    for heads in shapes:
+        found = _compared(heads, dtype, place)
+        if found:
+            return found
+    return None
+
+
+@functools.cache
+def _compared(heads: Heads, dtype: torch.dtype, place: torch.device) -> str | None:
+    try:
+        return compare(heads, dtype, place, attend)
+    except Exception as error:  # a compiler's errors have no common type
+        return f"it failed on this machine: {type(error).__name__}: {str(error)[:300]}"
+
+
+def compare(heads: Heads, dtype: torch.dtype, place: torch.device, kernel: Any) -> str | None:
+    """Compare a kernel with plain torch in float32; name what is further off than plain torch in the same type."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = sum(_LENGTHS)
+
+    def random(count: int, size: int) -> torch.Tensor:
+        return torch.randn(tokens, count, size, generator=generator).to(place, dtype)
+
+    given = random(heads.queries, heads.size), random(heads.keys, heads.size), random(heads.keys, heads.value_size)
+    gradient = random(heads.queries, heads.value_size)
+    bounds = torch.tensor((0, *_LENGTHS), device=place).cumsum(0).to(torch.int32)
+
+    def run(function: Any, wide: bool) -> list[torch.Tensor]:
+        inputs = [(tensor.float() if wide else tensor).detach().clone().requires_grad_() for tensor in given]
+        with torch.enable_grad():
+            output = function(*inputs)
+            output.backward(gradient.to(output.dtype))
+        return [output.detach().float(), *(tensor.grad.float() for tensor in inputs if tensor.grad is not None)]
+
+    def plain(*tensors: torch.Tensor) -> torch.Tensor:
+        return _plain(heads, *tensors)
+
+    def fast(*tensors: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = kernel(*tensors, bounds, max(_LENGTHS), heads.scale, heads.window, heads.softcap)
+        return output
+
+    exact, rounded, got = run(plain, True), run(plain, False), run(fast, False)
+    for name, right, like, value in zip(("values", *(f"d{n}" for n in "qkv")), exact, rounded, got, strict=True):
+        off, allowed = (float((other - right).norm() / right.norm()) for other in (value, like))
+        if not off <= _FACTOR * allowed + 1e-4:
+            return f"its {name} are off by {off:.1e} for {heads}, plain torch's by {allowed:.1e}"
+    return None
+
+
+def _plain(heads: Heads, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attend document by document, with all scores of one at a time."""
+    group = heads.queries // heads.keys
+    outputs = []
+    for query, key, value in zip(*(tensor.split(list(_LENGTHS)) for tensor in (q, k, v)), strict=True):
+        key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
+        scores = torch.einsum("qhe,khe->hqk", query, key).float() * heads.scale
+        if heads.softcap is not None:
+            scores = torch.tanh(scores / heads.softcap) * heads.softcap
+        places = torch.arange(len(query), device=q.device)
+        distance = places[:, None] - places
+        seen = (distance >= 0) & (distance < (heads.window or len(query)))
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(q.dtype)
+        outputs.append(torch.einsum("hqk,khe->qhe", weights, value))
+    return torch.cat(outputs)
