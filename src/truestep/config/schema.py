@@ -328,6 +328,17 @@ def _reference(config: "Config") -> Iterator[str]:
 
 
 def _adapter(config: "Config") -> Iterator[str]:
+    sampler = config.sampler
+    if sampler is not None and sampler.type == "server" and sampler.adapter == "served":
+        if config.adapter is None:
+            yield "sampler.adapter: served is for an adapter, and there is no section adapter"
+        if sampler.pause == "keep":
+            yield (
+                "sampler.pause: keep lets completions go on with new weights, and with sampler.adapter: served they "
+                "end with the adapter that they began with: set sampler.pause: wait or abort"
+            )
+        if sampler.protocol == "sglang":
+            yield "sampler.adapter: served needs sampler.protocol: vllm; with sglang set sampler.adapter: merged"
     if config.adapter is None:
         return
     if config.model.freeze is not None:

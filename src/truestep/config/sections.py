@@ -239,6 +239,9 @@ class ServerSampler(SamplerBase):
     """At most this many groups are sampled at a time, over all servers. One request asks for a whole group."""
     request_timeout: Positive = 600.0
     """The seconds that one whole answer may take."""
+    adapter: Literal["merged", "served"] = "merged"
+    """How servers get an adapter. merged: merged into the model, whose weights they load. served: alone, beside the
+    model that they were started with, so that several runs share a server (vLLM with --enable-lora)."""
     weights_directory: str | None = None
     """The directory that new weights are written to for the servers to read: on a disk that they see under the same
     path, and used by this run alone. null: weights, in the run's directory."""
