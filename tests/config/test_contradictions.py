@@ -48,8 +48,8 @@ CASES = [
     ),
     (
         served("adapter: served, pause: keep") + "adapter: {}\n",
-        "4, run.yaml:5: sampler.pause: keep lets completions go on with new weights, and with sampler.adapter: served they end "
-        "with the adapter that they began with: set sampler.pause: wait or abort",
+        "4, run.yaml:5: sampler.pause: keep lets completions go on with new weights, and with sampler.adapter: served "
+        "they end with the adapter that they began with: set sampler.pause: wait or abort",
     ),
     (
         served("adapter: served, protocol: sglang") + "adapter: {}\n",
