@@ -60,9 +60,9 @@ class HttpServer(InferenceServer):
     async def _post(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
         return await self._json("POST", path, body, timeout or self._timeout)
 
-    async def _tell(self, path: str, body: Any) -> None:
+    async def _tell(self, path: str, body: Any, timeout: float) -> None:
         """Send what is answered by a status alone, or with a text for people."""
-        await self._request("POST", path, body, self._timeout)
+        await self._request("POST", path, body, timeout)
 
     async def _request(self, method: str, path: str, body: Any, timeout: float) -> httpx.Response:
         async with _reaching(path, timeout):

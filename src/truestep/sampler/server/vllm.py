@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from truestep.policy.adapter_files import is_adapter
 from truestep.sampler.server.errors import BadAnswerError, ForgottenError, ServerError, UnreachableError
-from truestep.sampler.server.over_http import HttpServer
+from truestep.sampler.server.over_http import QUICK_SECONDS, HttpServer
 from truestep.sampler.server.protocol import Advice, Choice, CompletionRequest
 from truestep.text import printable
 
@@ -124,7 +124,7 @@ class Vllm(HttpServer):
         if before == name:  # the same again: a probe found it wrong, or the server is another process
             await self._unload(name)
         try:
-            await self._tell("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(weights)})
+            await self._tell("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(weights)}, self._timeout)
         except UnreachableError as error:
             await self._blame(weights, error)
         except ServerError as error:
@@ -135,7 +135,13 @@ class Vllm(HttpServer):
 
     async def _unload(self, name: str | None) -> None:
         with contextlib.suppress(ServerError):  # a server that was started anew does not know it
-            await self._tell("/v1/unload_lora_adapter", {"lora_name": name})
+            await self._tell("/v1/unload_lora_adapter", {"lora_name": name}, QUICK_SECONDS)
+
+    async def close(self) -> None:
+        if self._adapter is not None:
+            with contextlib.suppress(UnreachableError):
+                await self._unload(self._adapter)
+        await super().close()
 
     def _check_status(self, path: str, status: int, text: str) -> None:
         if status == 404 and self._adapter is not None and path == "/v1/completions":
