@@ -116,12 +116,13 @@ class RunDirectory:
         if not self._first_weights.is_file():
             return model
         noted = json.loads(self._first_weights.read_text(encoding="utf-8"))
-        if _describe_weights(Path(noted["path"])) != noted["files"]:
-            raise RunError(
-                f"loss.kl_reference: the run began with the weights of {noted['path']}, which have changed or are "
-                "gone. Put them back, or name a directory that has them as loss.kl_reference.path"
-            )
-        return str(noted["path"])
+        for path in (noted["path"], model):  # they may have been moved
+            if _describe_weights(Path(path)) == noted["files"]:
+                return str(path)
+        raise RunError(
+            f"the run began with the weights of {noted['path']}, which have changed or are gone. Put them back, or "
+            "name a directory that has them: as model.path with an adapter, else as loss.kl_reference.path"
+        )
 
     def note_first_weights(self, model: str) -> None:
         """Note where the weights are that the run begins with, and what tells them from others."""

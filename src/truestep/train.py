@@ -98,7 +98,7 @@ def make_trainer(
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     watch.phase("loading the model")
     latest, damaged = _undamaged(store, directory, ranks)
-    policy = _policy_of(config, ranks, latest)
+    policy = _policy_of(config, ranks, latest, directory)
     runner = make_runner(config, policy)
     before = _before_updates(config, runner, directory, latest)
     watch.phase("reading the data")
@@ -174,7 +174,10 @@ def _before_updates(
     return make_before_updates(config, runner, make_reference)
 
 
-def _policy_of(config: Config, ranks: Ranks, checkpoint: Path | None) -> Policy:
+def _policy_of(config: Config, ranks: Ranks, checkpoint: Path | None, directory: RunDirectory) -> Policy:
+    if checkpoint is not None and config.adapter is not None:  # which is of no use on other weights
+        base = ranks.share(lambda: directory.first_weights(config.model.path))
+        config = config if base == config.model.path else config.changed({"model.path": base})
     try:
         return make_policy(config, ranks, None if checkpoint is None else str(checkpoint))
     except ModelError as error:
@@ -184,6 +187,7 @@ def _policy_of(config: Config, ranks: Ranks, checkpoint: Path | None) -> Policy:
 def _save_rule(config: Config) -> SaveRule:
     given, source = config.checkpoint, config.data.source
     announced = source is not None and source.type != "custom"  # others load the checkpoints
+    announced &= config.adapter is None  # whose checkpoints they load as they are
     nth = int(announced) if given.hugging_face_every is None else given.hugging_face_every
     return SaveRule(given.every, nth, given.grace)
 
@@ -254,7 +258,7 @@ def _lay_out(
     faults = directory.roll_back(step, *sizes)
     if config.data.path is not None:
         write_rejected(directory.path, rejected)  # of the whole data, read anew at every start
-    if step == 0 and starts_from_first_weights(config):
+    if step == 0 and (config.adapter is not None or starts_from_first_weights(config)):
         directory.note_first_weights(config.model.path)
     write_whole(directory.config, dump_config(config, without_secrets=True).encode())
     return faults

@@ -153,7 +153,7 @@ def test_a_checkpoint_is_the_model_that_was_saved(kind: str, tiny_model: Model, 
     trainer.run()
     again = load_policy(latest(tmp_path / "run"), device="cpu")
     check_same_policy(again, trainer.policy)
-    model = read_model(latest(tmp_path / "run"))
+    model = read_model(latest(tmp_path / "run"))[0]
     assert all(isinstance(weight, Unread) for weight in model.parameters()), "nothing is read before it is needed"
 
 

@@ -1,6 +1,7 @@
 """Checkpoints on disk: written under another name, synced, renamed. A kill at any instant leaves the last complete one.
 
-A checkpoint is a directory with the files of a Hugging Face model but its weights, and a folder `truestep`:
+A checkpoint is a directory with the files of a Hugging Face model but its weights (where an adapter alone is trained: a
+directory of peft's), and a folder `truestep`:
 
     part-00003.safetensors   a rank's part of the weights and of the optimizer's state
     tensors.json             where each part of each tensor is
@@ -23,6 +24,8 @@ import torch
 from truestep.checkpoint.checksums import MANIFEST, RunningChecksums, write_checksums
 from truestep.checkpoint.staging import Staged
 from truestep.files import exact_object, read_exact_lines, sync_directory, sync_tree, write_json_lines
+from truestep.policy.adapter_files import write_adapter
+from truestep.policy.model.adapter import Adapter, is_adapters
 from truestep.policy.policy import Policy
 from truestep.policy.save import model_files, saved_buffers, write_weights
 from truestep.policy.tensor_files import read_tensors, write_tensors
@@ -64,10 +67,14 @@ class ModelFiles:
     weights: Sequence[str]  # of the uncut model
     buffers: Mapping[str, torch.Tensor]
     others: Mapping[str, bytes]
+    adapter: tuple[Adapter, Path] | None = None  # it alone is saved; and where its model is
     with_weights: bool = False  # also those of its weights
 
     @staticmethod
     def of(policy: Policy) -> "ModelFiles":
+        if policy.adapter is not None:
+            names = [name for name in policy.weights.pieces if is_adapters(name)]
+            return ModelFiles(policy.model, names, {}, {}, (policy.adapter, policy.path))
         buffers = {**policy.buffers, **saved_buffers(policy.model)}
         others = model_files(policy.model, policy.companions)
         return ModelFiles(policy.model, list(policy.weights.pieces), buffers, others)
@@ -75,12 +82,17 @@ class ModelFiles:
     def write(self, checkpoint: Path) -> None:
         for name, content in self.others.items():
             (checkpoint / name).write_bytes(content)
-        if self.with_weights:
-            stored = StoredTensors(checkpoint)
+        stored = StoredTensors(checkpoint)
+
+        def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
+            return {name: stored.read_whole(WEIGHT + name).float() for name in names}
+
+        if self.adapter is not None:
+            adapter, base = self.adapter
+            write_adapter(checkpoint, adapter, read(self.weights), base)
+        elif self.with_weights:
             buffers = {name: buffer.detach().clone() for name, buffer in self.buffers.items()}
-            write_weights(
-                self.model, self.weights, lambda name: stored.read_whole(WEIGHT + name).float(), buffers, checkpoint
-            )
+            write_weights(self.model, self.weights, read, buffers, checkpoint)
 
 
 @dataclass(frozen=True)
@@ -160,7 +172,11 @@ class CheckpointStore:
 
 def policy_parts(policy: Policy) -> Iterator[TensorPart]:
     """Give the parts of a policy that this rank writes: its weights, and on the first rank the model's buffers."""
-    yield from weight_parts(policy.weights)
+    parts = weight_parts(policy.weights)
+    if policy.adapter is not None:  # what it was put on is not changed
+        yield from (part for part in parts if is_adapters(part.key))
+        return
+    yield from parts
     if policy.weights.ranks.first:
         for name, buffer in {**policy.buffers, **saved_buffers(policy.model)}.items():
             yield TensorPart(BUFFER + name, tuple(buffer.shape), (0,) * buffer.ndim, buffer.detach())

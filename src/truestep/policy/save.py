@@ -3,14 +3,16 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from truestep.policy.adapter_files import write_adapter
 from truestep.policy.cuts.layers import layers_of
+from truestep.policy.model.adapter import Adapter, is_adapters, merged, owner_of
 from truestep.policy.policy import Policy
 from truestep.policy.tensor_files import tensor_sizes, transformers_write_tensors, write_tensors
 
@@ -46,7 +48,9 @@ def stream_policy(policy: Policy, directory: Path, dtype: torch.dtype) -> None:
     groups = weight_groups(policy)
     for number, names in enumerate(groups):
         parts = {**policy.weights.frozen, **policy.weights.master}
-        tensors = policy.weights.on_first({name: parts.get(name) for name in names}, dtype)
+        tensors = _plain(
+            policy, policy.weights.on_first({name: parts.get(name) for name in names}, _joined(policy, dtype)), dtype
+        )
         policy.weights.ranks.share(partial(_write_group, policy, directory, dtype, tensors, number, len(groups)))
     policy.weights.ranks.share(lambda: _complete(policy, directory, dtype))
 
@@ -61,7 +65,8 @@ def _groups(model: Any, weights: Iterable[str]) -> list[list[str]]:
     groups: dict[str, list[str]] = {}
     for name in weights:
         inside = name.removeprefix(f"{layers}.") if layers and name.startswith(f"{layers}.") else ""
-        groups.setdefault(f"{layers}.{inside.partition('.')[0]}" if inside else name, []).append(name)
+        group = f"{layers}.{inside.partition('.')[0]}" if inside else owner_of(name)
+        groups.setdefault(group, []).append(name)
     return list(groups.values())
 
 
@@ -107,13 +112,13 @@ def _write_index(directory: Path) -> None:
 def write_weights(
     model: Any,
     names: Iterable[str],
-    read: Callable[[str], torch.Tensor],
+    read: Callable[[Sequence[str]], dict[str, torch.Tensor]],
     buffers: Mapping[str, torch.Tensor],
     directory: Path,
     most: int = 2**31,
 ) -> None:
     """Write the weights of a Hugging Face directory in files of about `most` bytes, of which one is in memory at a
-    time. `read` gives a weight, as it is to be written, by its name in the uncut model."""
+    time. `read` gives weights as they are to be written, by their names in the uncut model, a layer's at once."""
     scratch, files = directory / _SCRATCH, 0
     tensors: dict[str, torch.Tensor] = {}
     scratch.mkdir()
@@ -127,7 +132,7 @@ def write_weights(
         tensors.clear()
 
     for group in _groups(model, names):
-        more = {name: read(name) for name in group}
+        more = read(group)
         if tensors and sum(tensor.nbytes for tensor in (*tensors.values(), *more.values())) > most:
             write()
         tensors |= more
@@ -164,15 +169,35 @@ def _embedding_name(policy: Policy) -> str:
 
 
 def save_policy(policy: Policy, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write a new directory on the first rank; every rank calls this. The float32 weights are rounded once."""
-    tensors = policy.weights.collect(dtype)
+    """Write a new directory on the first rank; every rank calls this. The float32 weights are rounded once, those of an
+    adapter after they are merged into the model's."""
+    tensors = policy.weights.collect(_joined(policy, dtype))
     if not policy.weights.ranks.first:
         return
+    tensors = _plain(policy, tensors, dtype)
     tensors |= {**policy.buffers, **saved_buffers(policy.model)}
     # transformers knows the names and groupings that this architecture's files use; tied tensors are written once.
     with transformers_write_tensors():
         policy.model.save_pretrained(directory, state_dict=tensors)
     _write_companions(policy.companions, directory, dtype)
+
+
+def save_adapter(policy: Policy, adapter: Adapter, directory: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write an adapter alone, as peft does, on the first rank; every rank calls this."""
+    weights = policy.weights
+    parts = {name: weights.master.get(name) for name in weights.pieces if is_adapters(name)}
+    tensors = weights.on_first(parts, dtype)
+    weights.ranks.share(lambda: write_adapter(directory, adapter, tensors, policy.path))
+
+
+def _joined(policy: Policy, dtype: torch.dtype) -> torch.dtype:
+    """Give the type in which weights are joined, before they are saved in `dtype`."""
+    return dtype if policy.adapter is None else torch.float32
+
+
+def _plain(policy: Policy, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Give the weights of a model without adapters, in `dtype`."""
+    return tensors if policy.adapter is None else merged(tensors, policy.adapter, dtype)
 
 
 def _write_companions(companions: Mapping[str, bytes], directory: Path, dtype: torch.dtype) -> None:

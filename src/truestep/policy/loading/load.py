@@ -16,6 +16,7 @@ from truestep.policy.cuts.pieces import Piece, pieces_of
 from truestep.policy.cuts.stages import Stages, check_layers, keep_own
 from truestep.policy.cuts.tensor import cut_model, tensor_plan
 from truestep.policy.errors import ModelError
+from truestep.policy.loading.adapting import attach_adapter
 from truestep.policy.loading.borrowed import borrowed_weights
 from truestep.policy.loading.parts import model_of_parts
 from truestep.policy.loading.probe import (
@@ -27,6 +28,7 @@ from truestep.policy.loading.probe import (
     probe_stages,
 )
 from truestep.policy.model import attention
+from truestep.policy.model.adapter import Adapter, AdapterSource
 from truestep.policy.model.compiled import compile_layers
 from truestep.policy.model.context import Context, check_heads
 from truestep.policy.model.embedding import accumulate_in_float32, every_token_counts
@@ -68,16 +70,18 @@ def load_policy(
     frozen: bool = False,
     freeze: Sequence[str] = (),
     masters_on_host: bool = False,
+    adapter: AdapterSource | None = None,
 ) -> Policy:
     """Load, probe and cut a model. Lengths at which it changes its ways are probed up to `longest_document`. A `frozen`
     one has no gradients, and no float32 weights beside those that it computes with; nor have the weights whose names
     match a pattern of `freeze`. `masters_on_host`: float32 weights lie on the host, and the device has what the model
-    computes with. `attending`: auto, flash or torch."""
+    computes with. `attending`: auto, flash or torch. `adapter`: it alone is trained."""
     directory = Path(path)
     pipeline = Pipeline(ranks.pipeline, stages_per_rank)
     model, tokenizer = _read(directory, trust_remote_code, ranks, pipeline)
     if freeze:
         freeze_weights(model, freeze)
+    adapted = None if adapter is None else attach_adapter(model, adapter)
     place = _place(device)
     place_buffers(model, place)
     no_noise(model)
@@ -97,19 +101,14 @@ def load_policy(
     if frozen:
         model.requires_grad_(False)
     pieces = _cut(model, probe, stages, place, ranks)
-    weights: Weights
-    if ranks.shards > 1:
-        options = {"reshard": reshard_after_forward, "reduce_each": reduce_each, "masters_on_host": masters_on_host}
-        weights = ShardedWeights(model, compute, ranks, pieces, device=place, **options)
-    else:
-        read_parameters(model, place, frozen_dtype=compute)
-        weights = WholeWeights(model, compute, ranks, pieces, masters_on_host=masters_on_host)
+    weights = _weights_of(model, compute, ranks, pieces, place, masters_on_host, reshard_after_forward, reduce_each)
     _check_numbers(directory, weights)
     for layer in layers_of(model)[1]:
         layer.register_forward_hook(marks.layer_done)
     model.set_attn_implementation(choice.name)
     companions = read_companions(directory)
-    return Policy(model, directory, settings, weights, facts, tokenizer, companions, stages, buffers, choice)
+    parts = (tokenizer, companions, stages, buffers, choice, adapted)
+    return Policy(model, directory, settings, weights, facts, *parts)
 
 
 def _compile(model: Any) -> None:
@@ -119,9 +118,12 @@ def _compile(model: Any) -> None:
     compile_layers(layers)
 
 
-def read_model(path: str | Path, trust_remote_code: bool = False) -> Any:
-    """Make the model of a directory or a checkpoint, whose weights are not read yet."""
-    return _read(Path(path), trust_remote_code, ALONE, Pipeline())[0]
+def read_model(
+    path: str | Path, trust_remote_code: bool = False, adapter: AdapterSource | None = None
+) -> tuple[Any, Adapter | None]:
+    """Make the model of a directory or a checkpoint, whose weights are not read yet, and put an adapter on it."""
+    model = _read(Path(path), trust_remote_code, ALONE, Pipeline())[0]
+    return model, None if adapter is None else attach_adapter(model, adapter)
 
 
 def _place(device: str) -> torch.device:
@@ -178,6 +180,24 @@ def _cut(model: Any, probe: Probe, stages: Stages | None, place: torch.device, r
         with borrowed_weights(model, place):
             probe_cut(model, probe, place, ranks)
     return pieces if stages is None else keep_own(model, stages, ranks.stage, pieces)
+
+
+def _weights_of(
+    model: Any,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    pieces: dict[str, Piece],
+    place: torch.device,
+    masters_on_host: bool,
+    reshard: bool,
+    reduce_each: bool,
+) -> Weights:
+    """Read this rank's part of the weights, whole or sharded."""
+    if ranks.shards > 1:
+        options = {"reshard": reshard, "reduce_each": reduce_each, "masters_on_host": masters_on_host}
+        return ShardedWeights(model, dtype, ranks, pieces, device=place, **options)
+    read_parameters(model, place, frozen_dtype=dtype)
+    return WholeWeights(model, dtype, ranks, pieces, masters_on_host=masters_on_host)
 
 
 def _check_numbers(directory: Path, weights: Weights) -> None:
