@@ -44,7 +44,7 @@ CASES = [
     ),
     (
         MODEL + "adapter: {}\ncheckpoint: {hugging_face_every: 2}\n",
-        "2, run.yaml:3: checkpoint.hugging_face_every is for whole models, and with adapter a checkpoint holds the "
+        "3, run.yaml:2: checkpoint.hugging_face_every is for whole models, and with adapter a checkpoint holds the "
         "adapter alone: leave it out, and use truestep export, which merges the adapter",
     ),
     (
