@@ -17,6 +17,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from checkpoints import read_weights
 from small_runs import read_lines, sort_prompts, word_model, write_lines, write_rollouts
 from tiny import label_positions
 from truestep import __version__
@@ -293,7 +294,7 @@ def test_export_gives_a_model_that_transformers_reads(files: dict[str, Any]) -> 
     result = truestep("export", "run", "--output", "hf", "--dtype", "float32")
     assert result.exit_code == 0, result.output
     assert "step-00000002" in result.output
-    trained = load_file("run/checkpoints/step-00000002/model.safetensors")
+    trained = read_weights(Path("run/checkpoints/step-00000002"))
     exported = AutoModelForCausalLM.from_pretrained("hf").state_dict()
     assert all((exported[name] == value).all() for name, value in trained.items())
     check_one_message(truestep("export", "run", "--output", "hf"), "hf is there already")

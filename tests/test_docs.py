@@ -234,7 +234,7 @@ def of_ranks() -> tuple[str, ...]:
         number=20,
         since=655,
         idle=602,
-        waiting_for="the disk to write /runs/a/model.safetensors",
+        waiting_for="the disk to write /runs/a/part-00001.safetensors",
         place="tensor_files.py:91 in sync",
     )
     pairs = ((works, [gone]), (waits, [slow]), (works, [saves]), (slow, []))

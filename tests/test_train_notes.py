@@ -35,7 +35,6 @@ from truestep.config.schema import Config
 from truestep.demo import model as demo_model
 from truestep.run_notes import what_next
 from truestep.train import make_trainer
-from truestep.trainer import TrainingError
 
 Model = Callable[[str], Path]
 
@@ -60,16 +59,18 @@ def test_a_run_that_starts_over_says_that_it_removes_steps(config: Config, tmp_p
     assert "run has no checkpoint: starting again, its 4 steps are removed" in said(config)
 
 
-@pytest.mark.parametrize("broken", ["model.safetensors", "truestep/optimizer.safetensors", "truestep/state.json"])
-def test_a_damaged_checkpoint_is_named_and_the_way_around_it(broken: str, config: Config, tmp_path: Path) -> None:
+@pytest.mark.parametrize("broken", ["part-00000.safetensors", "tensors.json", "state.json", "checksums.json"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(broken: str, config: Config, tmp_path: Path) -> None:
     said(config)
     before = [line["step"] for line in read_lines(tmp_path / "run" / "ledger.jsonl")]
-    (tmp_path / "run/checkpoints/step-00000004" / broken).write_bytes(b"torn")
-    with pytest.raises(TrainingError, match="step-00000004 cannot be read: .* remove that directory and start again"):
-        said(config)
-    shutil.rmtree(tmp_path / "run/checkpoints/step-00000004")
-    assert "going on after step 2" in said(config)
+    (tmp_path / "run/checkpoints/step-00000004/truestep" / broken).write_bytes(b"torn")
+    text = said(config)
+    assert re.search(
+        "warning: the checkpoint .*step-00000004 is damaged: truestep/.* goes on from .*step-00000002", text
+    )
+    assert "going on after step 2" in text
     assert [line["step"] for line in read_lines(tmp_path / "run" / "ledger.jsonl")] == before
+    assert (tmp_path / "run/checkpoints/damaged-step-00000004").is_dir()
 
 
 def test_a_model_that_never_ends_a_text_is_warned_of(tmp_path: Path) -> None:

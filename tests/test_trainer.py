@@ -19,6 +19,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from checkpoints import read_weights
 from small_runs import (
     file_config,
     file_hashes,
@@ -161,7 +162,7 @@ def first_change(model: Path, run_directory: Path, rollouts: Path, clip: float |
     )
     run(config)
     before = load_file(model / "model.safetensors")
-    after = load_file(run_directory / "checkpoints/step-00000001/model.safetensors")
+    after = read_weights(run_directory / "checkpoints/step-00000001")
     change = torch.cat([(after[name] - before[name]).flatten() for name in sorted(before)])
     return change, read_lines(run_directory / "metrics.jsonl")[0]["grad_norm"]
 
@@ -237,7 +238,7 @@ def test_a_signal_ends_the_run_after_the_step_in_hand(kind: signal.Signals, tiny
     for name in ("metrics.jsonl", "ledger.jsonl"):
         together = without_times(read_lines(tmp_path / "run" / name))
         assert together == without_times(read_lines(tmp_path / "whole" / name)), "bit for bit the uninterrupted run"
-    last = "checkpoints/step-00000004/model.safetensors"
+    last = "checkpoints/step-00000004/truestep/part-00000.safetensors"
     assert (tmp_path / "run" / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
 
 

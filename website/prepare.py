@@ -29,7 +29,14 @@ NAVIGATION: dict[str, list[str]] = {
         "docs/coming-from.md",
     ],
     "Rollouts": ["docs/rollouts.md", "docs/engine.md", "docs/sampling.md", "docs/sft.md", "docs/parity.md"],
-    "Training": ["docs/objectives.md", "docs/memory.md", "docs/speed.md", "docs/ranks.md", "docs/launch.md"],
+    "Training": [
+        "docs/objectives.md",
+        "docs/adapters.md",
+        "docs/memory.md",
+        "docs/speed.md",
+        "docs/ranks.md",
+        "docs/launch.md",
+    ],
     "Reference": ["docs/configuration.md", "docs/metrics.md", "docs/contract.md"],
     "More": [],
     "Inside": [

@@ -237,13 +237,24 @@ def parity(config: "Config", output: Path, documents: int, older: tuple[Path, ..
     help="The type of the written weights.",
 )
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model.")
+@click.option(
+    "--adapter", "adapter_alone", is_flag=True, help="Write a run's adapter alone, as peft does, and not merged."
+)
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    help="The model that the run's adapter belongs to, if it is not where it was.",
+)
 @_guarded
-def export(source: Path, output: Path, dtype: str, trust_remote_code: bool) -> None:
-    """Turn a checkpoint, or the last one of a run's directory SOURCE, into a Hugging Face directory."""
+def export(
+    source: Path, output: Path, dtype: str, trust_remote_code: bool, adapter_alone: bool, model: Path | None
+) -> None:
+    """Turn a checkpoint, or the last one of a run's directory SOURCE, into a Hugging Face directory. An adapter is
+    merged into its model."""
     with _display():
         from truestep.export import export as run
 
-        checkpoint = run(source, output, dtype, trust_remote_code)
+        checkpoint = run(source, output, dtype, trust_remote_code, model=model, adapter_alone=adapter_alone)
     _print(f"{checkpoint} -> {output} ({dtype})")
 
 

@@ -1,6 +1,7 @@
 """Makes a trainer of a configuration, puts it where its last checkpoint left it, and starts its loop."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from truestep.assemble.step import (
 )
 from truestep.callbacks import Callback, Callbacks, Run
 from truestep.checkpoint.checksums import find_damage
+from truestep.checkpoint.saves import SaveRule, Saves
 from truestep.checkpoint.store import CheckpointStore, Progress, read_progress
 from truestep.config.load import dump_config
 from truestep.config.schema import Config
@@ -32,6 +34,7 @@ from truestep.plan.beside import planned_beside
 from truestep.plan.exhausted import exhaustion_explained
 from truestep.policy.errors import ModelError
 from truestep.policy.policy import Policy
+from truestep.policy.tensor_parts import StoredTensors
 from truestep.randomness import seed_random
 from truestep.ranks.group import ALONE, Ranks
 from truestep.ranks.watch import Watch
@@ -92,10 +95,9 @@ def make_trainer(
     display, watch = display or Display(console), watch or Watch(ranks, config.schedule.stall_timeout)
     directory = _check(config, ranks)
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
-    latest = ranks.share(lambda: _latest(directory, store))
     watch.phase("loading the model")
-    _check_damage(latest, ranks)
-    policy = _policy_of(config, ranks, latest)
+    latest, damaged = _undamaged(store, directory, ranks)
+    policy = _policy_of(config, ranks, latest, directory)
     runner = make_runner(config, policy)
     before = _before_updates(config, runner, directory, latest)
     watch.phase("reading the data")
@@ -110,7 +112,7 @@ def make_trainer(
     rejected = source.drain_rejected()
     sinks: list[Sink] = []
     if ranks.first:
-        notes = run_notes(directory, config, policy, source, rejected, latest, progress.step)
+        notes = damaged + run_notes(directory, config, policy, source, rejected, latest, progress.step)
         sinks = make_sinks(config, directory, display, title, progress.step)
         directory.lock()
         notes += _lay_out(directory, config, rejected, progress)
@@ -130,12 +132,18 @@ def make_trainer(
         gradient_clip=config.optimizer.gradient_clip,
         directory=directory,
         checkpoints=store,
-        checkpoint_every=config.checkpoint.every,
+        saves=Saves(store, ranks),
+        save_rule=_save_rule(config),
         sinks=sinks,
         steps=config.schedule.steps,
         evaluator=evaluator,
         evaluate_every=config.evaluation.every if config.evaluation else 0,
-        state=RunState(progress.step, queue.documents_seen, ranks.share(directory.last_evaluated)),
+        state=RunState(
+            progress.step,
+            queue.documents_seen,
+            ranks.share(directory.last_evaluated),
+            progress.step if latest else None,
+        ),
         put_aside=directory.not_in_ledger(source.drain_put_aside()),
         keeper=make_keeper(config, directory, policy, display.say),
         callbacks=told,
@@ -174,26 +182,47 @@ def _before_updates(
     return make_before_updates(config, runner, make_reference)
 
 
-def _latest(directory: RunDirectory, store: CheckpointStore) -> Path | None:
-    if directory.path.exists():  # before its checkpoints are looked at; a new one is made when all else could be
-        directory.lock()
-    return store.latest()
-
-
-def _policy_of(config: Config, ranks: Ranks, checkpoint: Path | None) -> Policy:
+def _policy_of(config: Config, ranks: Ranks, checkpoint: Path | None, directory: RunDirectory) -> Policy:
+    if checkpoint is not None and config.adapter is not None:  # which is of no use on other weights
+        base = ranks.share(lambda: directory.first_weights(config.model.path))
+        config = config if base == config.model.path else config.changed({"model.path": base})
     try:
         return make_policy(config, ranks, None if checkpoint is None else str(checkpoint))
     except ModelError as error:
         raise error if checkpoint is None else _damaged(checkpoint, error) from error
 
 
-def _check_damage(checkpoint: Path | None, ranks: Ranks) -> None:
-    """Compare the checkpoint with its checksums, each rank a part of it; all ranks raise what one of them finds."""
-    if checkpoint is None:
-        return
-    found = [damage for damage in ranks.gather(find_damage(checkpoint, ranks.rank, ranks.size)) if damage is not None]
-    if found:
-        raise _damaged(checkpoint, found[0])
+def _save_rule(config: Config) -> SaveRule:
+    given, source = config.checkpoint, config.data.source
+    announced = source is not None and source.type != "custom"  # others load the checkpoints
+    announced &= config.adapter is None  # whose checkpoints they load as they are
+    nth = int(announced) if given.hugging_face_every is None else given.hugging_face_every
+    return SaveRule(given.every, nth, given.grace)
+
+
+def _undamaged(store: CheckpointStore, directory: RunDirectory, ranks: Ranks) -> tuple[Path | None, list[str]]:
+    """Find the newest checkpoint that is what was written; put aside newer ones, and say so, a sentence each."""
+    ranks.share(lambda: directory.lock() if directory.path.exists() else None)
+    said: list[str] = []
+    while (latest := ranks.share(store.latest)) is not None:
+        damage = _damage_of(latest, ranks)
+        if damage is None:
+            break
+        before = ranks.share(partial(store.before, latest))
+        if before is None:
+            raise _damaged(latest, damage)
+        kept = ranks.share(partial(store.put_aside, latest))
+        said.append(
+            f"warning: the checkpoint {latest} is damaged: {printable(damage)}. The run goes on from {before}, and "
+            f"the damaged one is kept as {kept}"
+        )
+    return latest, said
+
+
+def _damage_of(checkpoint: Path, ranks: Ranks) -> str | None:
+    """Compare a checkpoint with its checksums, each rank a part of it."""
+    found = ranks.gather(find_damage(checkpoint, ranks.rank, ranks.size))
+    return next((damage for damage in found if damage is not None), None)
 
 
 def _restore(
@@ -201,9 +230,9 @@ def _restore(
 ) -> Progress:
     """Put the run back to where the checkpoint left it."""
     try:
-        progress = read_progress(checkpoint)
+        progress = read_progress(checkpoint, policy.weights.ranks.rank)
         queue.restore(progress.queue, list(progress.carried))
-        restore_optimizer(optimizer, policy.weights, progress.optimizer)
+        restore_optimizer(optimizer, policy.weights, StoredTensors(checkpoint))
     except _ODD_CONTENT as error:
         raise _damaged(checkpoint, f"{type(error).__name__}: {error}") from error
     callbacks.restore(progress.callbacks, progress.step, queue.documents_seen)
@@ -235,7 +264,7 @@ def _lay_out(
     faults = directory.roll_back(progress.step, progress.rejected_bytes, progress.ledger_bytes)
     if config.data.path is not None:
         write_rejected(directory.path, rejected)  # of the whole data, read anew at every start
-    if progress.step == 0 and starts_from_first_weights(config):
+    if progress.step == 0 and (config.adapter is not None or starts_from_first_weights(config)):
         directory.note_first_weights(config.model.path)
     write_whole(directory.config, dump_config(config, without_secrets=True).encode())
     return faults

@@ -287,7 +287,8 @@ def _api_key(variable: str | None) -> str | None:
 
 def _weights_directory(config: Config, sampler: ServerSampler) -> WeightsDirectory:
     assert config.checkpoint.directory is not None
-    return WeightsDirectory(Path(sampler.weights_directory or Path(config.checkpoint.directory) / "weights"))
+    path = Path(sampler.weights_directory or Path(config.checkpoint.directory) / "weights")
+    return WeightsDirectory(path, adapter_alone=sampler.adapter == "served")
 
 
 def _make_server_source(
