@@ -167,7 +167,8 @@ def test_every_error_for_users_is_one_of_ours() -> None:
         (["--data.path", "empty.jsonl"], "the files are empty"),
         (["--data.path", "bad.jsonl", "--data.on_bad_record", "stop"], "bad.jsonl:1"),
         (["--data.advantages", "group_mean", "--loss.type", "gspo", "--data.path", "bare.jsonl"], "advantage"),
-        (["--evaluation", "{prompts: p.jsonl, reward: 'json:loads'}"], "tokenizer"),
+        (["--evaluation", "{prompts: p.jsonl, reward: 'json:loads'}"], "write it as reward(prompt, completion"),
+        (["--evaluation", "{prompts: p.jsonl, reward: 'truestep.environments.sorting:reward'}"], "tokenizer"),
         (["--checkpoint.directory", "r.jsonl"], "r.jsonl"),
     ],
 )

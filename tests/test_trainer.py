@@ -36,6 +36,7 @@ from tiny import label_positions
 from truestep.config.schema import Config
 from truestep.metrics.sinks import Sink
 from truestep.metrics.spent import of_the_machine
+from truestep.rollouts.source import Interrupted
 from truestep.train import train
 from truestep.trainer import Hooks, Trainer, TrainingError
 from truestep.types import StepPlan
@@ -283,6 +284,30 @@ def test_evaluations_are_at_the_start_every_so_many_steps_and_at_the_end(
         assert evaluations(directory) == lines
     run(evaluated_config(words, prompts, tmp_path / "even", schedule={"steps": 4}))
     assert [line["step"] for line in evaluations(tmp_path / "even")] == [0, 2, 4]
+
+
+def test_a_run_that_is_stopped_in_its_last_evaluation_keeps_its_steps_and_makes_it_next(
+    words: Path, prompts: Path, tmp_path: Path
+) -> None:
+    whole, config = (evaluated_config(words, prompts, tmp_path / name) for name in ("whole", "stopped"))
+    quiet_trainer(whole).run()
+    trainer = quiet_trainer(config)
+    assert trainer.evaluator is not None
+    run = trainer.evaluator.run
+
+    def stopped(step: int, documents_seen: int, asked_to_stop: Callable[[], bool]) -> dict[str, Any]:
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert asked_to_stop()
+            raise Interrupted
+        return run(step, documents_seen, asked_to_stop)
+
+    object.__setattr__(trainer.evaluator, "run", stopped)
+    assert trainer.run() == "stopped by a signal after step 5; the same command goes on from here"
+    assert not trainer.finished and trainer.stopped_by == signal.SIGINT
+    assert trainer.checkpoints.latest() == tmp_path / "stopped/checkpoints/step-00000005"
+    assert quiet_trainer(config).run() == "all 5 steps are done"
+    assert evaluations(tmp_path / "stopped") == evaluations(tmp_path / "whole")
 
 
 def test_a_crash_rolls_back_to_the_last_checkpoint(words: Path, prompts: Path, tmp_path: Path) -> None:

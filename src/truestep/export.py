@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from truestep import progress
 from truestep.checkpoint.checksums import find_damage
 from truestep.checkpoint.store import CheckpointStore
 from truestep.errors import TruestepError
@@ -46,17 +47,20 @@ def export(
         raise ExportError(f"{output} is there already; name a directory that is not")
     if (damage := find_damage(checkpoint)) is not None:
         raise ExportError(f"the checkpoint {checkpoint} cannot be exported: {damage}")
+    progress.phase("loading the checkpoint")
     whole, attached = read_model(base, trust_remote_code, adapter)
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process of the same number that was killed
     try:
-        if adapter_alone and attached is not None:
-            weights = {name: _values(weight) for name, weight in whole.named_parameters() if is_adapters(name)}
-            write_adapter(partial, attached, {n: w.to(getattr(torch, dtype)) for n, w in weights.items()}, base)
-        else:
-            partial.mkdir(parents=True)
-            _write(whole, attached, base, partial, getattr(torch, dtype))
-        sync_tree(partial)
+        progress.phase("exporting")
+        with progress.working("writing", "bytes written"):
+            if adapter_alone and attached is not None:
+                weights = {name: _values(weight) for name, weight in whole.named_parameters() if is_adapters(name)}
+                write_adapter(partial, attached, {n: w.to(getattr(torch, dtype)) for n, w in weights.items()}, base)
+            else:
+                partial.mkdir(parents=True)
+                _write(whole, attached, base, partial, getattr(torch, dtype))
+            sync_tree(partial)
         os.replace(partial, output)
         sync_directory(output.parent)
     finally:

@@ -40,12 +40,13 @@ from truestep.ranks.group import ALONE, Ranks
 from truestep.ranks.watch import Watch
 from truestep.rollouts.rejects import write_rejected
 from truestep.run_directory import RunDirectory
-from truestep.run_notes import run_notes
+from truestep.run_notes import run_notes, what_runs
 from truestep.step.ahead import PlansAhead
 from truestep.step.optimizer import restore_optimizer
 from truestep.step.queue import PlanQueue
 from truestep.step.runner import StepRunner
 from truestep.step.scoring import BeforeUpdates
+from truestep.terminal.display import Display
 from truestep.text import keep_secrets_of, printable, shown
 from truestep.trainer import RunState, Trainer, TrainingError
 from truestep.types import Rejected
@@ -65,24 +66,21 @@ def train(
     alone."""
     ranks = join_ranks(config)
     watch = Watch(ranks, config.schedule.stall_timeout)
-    with watch.watching(), exhaustion_explained(config, ranks.size, lambda: watch.doing):
-        trainer = make_trainer(config, console, title, ranks, watch, callbacks)
+    display = Display(console) if config.logging.console and ranks.first else Display(Console(quiet=True))
+    with watch.watching(), exhaustion_explained(config, ranks.size, lambda: watch.doing), display:
+        trainer = make_trainer(config, console, title, ranks, watch, callbacks, display)
+        display.asked_to_stop = lambda: trainer.stopped_by
         if ranks.first:
             trainer.sinks = [*trainer.sinks, *sinks]
         if config.logging.console and ranks.first and trainer.policy.device.type == "cuda":
-            trainer.sinks = [*trainer.sinks, planned_beside(config, ranks.size, partial(_say, console))]
+            trainer.sinks = [*trainer.sinks, planned_beside(config, ranks.size, display.say)]
         try:
             trainer.run()
         finally:
             for sink in trainer.sinks:
                 sink.close()
-    if config.logging.console and ranks.first:
-        _say(console, f"{trainer.ended}; the run is in {trainer.directory.path}")
+    display.say(f"{trainer.ended}; the run is in {shown(trainer.directory.path)}")
     return trainer
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(shown(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def make_trainer(
@@ -92,8 +90,9 @@ def make_trainer(
     ranks: Ranks = ALONE,
     watch: Watch | None = None,
     callbacks: Sequence[Callback] = (),
+    display: Display | None = None,
 ) -> Trainer:
-    watch = watch or Watch(ranks, config.schedule.stall_timeout)
+    display, watch = display or Display(console), watch or Watch(ranks, config.schedule.stall_timeout)
     directory = _check(config, ranks)
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     watch.phase("loading the model")
@@ -114,11 +113,10 @@ def make_trainer(
     sinks: list[Sink] = []
     if ranks.first:
         notes = damaged + run_notes(directory, config, policy, source, rejected, latest, step)
-        sinks = make_sinks(config, directory, console, title, step)
+        sinks = make_sinks(config, directory, display, title, step)
         directory.lock()
         notes += _lay_out(directory, config, rejected, step, sizes)
-        for note in notes if config.logging.console else ():
-            _say(console, note)
+        _say_notes(display, config, [*what_runs(config, policy, directory, source, ranks.size), *notes])
     if latest is not None:  # a kill may have come after its completion, and before the source was told
         source.checkpointed(latest, step, queue.documents_seen)
     return Trainer(
@@ -142,9 +140,14 @@ def make_trainer(
         evaluate_every=config.evaluation.every if config.evaluation else 0,
         state=RunState(step, queue.documents_seen, ranks.share(directory.last_evaluated), step if latest else None),
         put_aside=directory.not_in_ledger(source.drain_put_aside()),
-        keeper=make_keeper(config, directory, policy, partial(_say, console)),
+        keeper=make_keeper(config, directory, policy, display.say),
         callbacks=told,
     )
+
+
+def _say_notes(display: Display, config: Config, notes: Sequence[str]) -> None:
+    for note in notes if config.logging.console else ():
+        display.say(shown(note))
 
 
 def _check(config: Config, ranks: Ranks) -> RunDirectory:

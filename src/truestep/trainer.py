@@ -20,6 +20,7 @@ from truestep.metrics.sinks import ShowsRollouts, Sink
 from truestep.metrics.spent import StepTimes
 from truestep.metrics.types import Max
 from truestep.policy.policy import Policy
+from truestep.progress import working
 from truestep.ranks.group import Ranks
 from truestep.ranks.watch import Watch
 from truestep.rollouts.source import Interrupted, Source
@@ -137,11 +138,13 @@ class Trainer:
             if self.state.last_evaluated is None or self._evaluation_due():  # due: it was interrupted
                 self._evaluate()
             ended = self._steps()
-        if ended is not None and self.state.last_evaluated != self.step:
-            self._evaluate()
-        stopped = ended is None and self.stopped_by is not None
-        grace = self.save_rule.grace
-        self._save_last(self.state.asked_at + grace if stopped and grace is not None else None)
+            if ended is not None and self.state.last_evaluated != self.step:
+                self._evaluate()
+                if self._lacks_evaluation() and self._asked_to_stop():
+                    ended = None  # the run that goes on from here makes it
+            stopped = ended is None and self.stopped_by is not None
+            grace = self.save_rule.grace
+            self._save_last(self.state.asked_at + grace if stopped and grace is not None else None)
         if ended is not None:
             self.state.stopped_by = None  # it came too late to stop anything
         ended_by = ended or self._stopped()
@@ -224,7 +227,7 @@ class Trainer:
         if self.hooks.on_gradient is not None:
             self.hooks.on_gradient(plan, accumulated, norm)
         rate = self.learning_rate.at(number) * self.callbacks.applied_factor
-        with self.runner.stopwatch.measure("optimizer"):
+        with self.runner.stopwatch.measure("optimizer"), working("updating weights", "numbers updated"):
             clip_gradients(self.policy.weights.gradients, norm, self.gradient_clip)
             self.saves.before_update()
             update(self.optimizer, self.policy.weights, rate)
@@ -289,6 +292,9 @@ class Trainer:
     def _evaluation_due(self) -> bool:
         every = self.evaluate_every
         return every > 0 and self.step % every == 0 and self.state.last_evaluated != self.step
+
+    def _lacks_evaluation(self) -> bool:
+        return self.evaluator is not None and self.state.last_evaluated != self.step
 
     def _evaluate(self) -> None:
         if self.evaluator is None:

@@ -84,7 +84,9 @@ def find_damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
     try:
         content = exact_object(manifest.read_bytes())
         stretches = list(_stretches(checkpoint, content))[part::parts]
-        with ThreadPoolExecutor(_threads()) as pool:
+        size = sum(stretch.length for stretch in stretches)
+        reading = progress.working("comparing the checkpoint with its checksums", "bytes read", size)
+        with reading, ThreadPoolExecutor(_threads()) as pool:
             found = pool.map(lambda one: _checksum(checkpoint, one), stretches)
             for stretch, checksum in zip(stretches, found, strict=True):
                 if checksum != stretch.checksum:

@@ -405,7 +405,9 @@ FOREIGN: dict[str, Foreign] = {
     "eval_steps": Foreign((TRL, TRANSFORMERS, OPENRLHF), "evaluation.every"),
     "test_freq": Foreign((VERL,), "evaluation.every"),
     "eval_interval": Foreign((SLIME,), "evaluation.every"),
-    "report_to": Foreign((TRL, TRANSFORMERS), "logging.wandb or logging.tensorboard", "", _UNKNOWN),
+    "report_to": Foreign(
+        (TRL, TRANSFORMERS), "logging.wandb or logging.tensorboard or logging.mlflow or logging.trackio", "", _UNKNOWN
+    ),
     "run_name": Foreign((TRL, TRANSFORMERS), "logging.wandb.name"),
     "wandb_project": Foreign((OPENRLHF, SLIME), "logging.wandb.project"),
     "project_name": Foreign((VERL,), "logging.wandb.project"),

@@ -456,6 +456,29 @@ class WandbConfig(Section):
     """After the first step and every this many steps, the rollouts that are kept are logged as a table. 0: never."""
 
 
+class MlflowConfig(Section):
+    experiment: str = "truestep"
+    """The experiment that the run belongs to. It is made where it is not there."""
+    name: str | None = None
+    """The run's name. null: that of the run's directory."""
+    tracking_uri: str | None = None
+    """The server, such as https://host:5000, or a directory. null: that of MLFLOW_TRACKING_URI, else mlruns in the
+    run's directory. A database needs the whole mlflow package."""
+    samples_every: Annotated[int, Field(ge=0)] = 10
+    """After the first step and every this many steps, the rollouts that are kept are logged as a table. 0: never."""
+
+
+class TrackioConfig(Section):
+    project: str
+    """The project that the run is logged to. `trackio show --project NAME` shows it."""
+    name: str | None = None
+    """The run's name, with some letters behind it that make it unique. null: that of the run's directory."""
+    space: str | None = None
+    """The Space on the Hugging Face hub that the run is logged to, as owner/name. null: this machine (TRACKIO_DIR)."""
+    samples_every: Annotated[int, Field(ge=0)] = 10
+    """After the first step and every this many steps, the rollouts that are kept are logged as a table. 0: never."""
+
+
 class RolloutsConfig(Section):
     documents: Count = 16
     """At most this many documents of each step, in whole groups from all over the step; and as many completions that
@@ -476,7 +499,12 @@ class LoggingConfig(Section):
     wandb: WandbConfig | None = None
     """Weights & Biases (extra: wandb)."""
     tensorboard: str | None = None
-    """A directory for TensorBoard's event files (extra: tensorboard)."""
+    """A directory for TensorBoard's event files (extra: tensorboard). Rollouts that are kept are there as text, after
+    the first step and every tenth."""
+    mlflow: MlflowConfig | None = None
+    """MLflow (extra: mlflow)."""
+    trackio: TrackioConfig | None = None
+    """trackio (extra: trackio)."""
     rollouts: RolloutsConfig | None = RolloutsConfig()
     """Rollouts are kept in the run's directory, to be read in the report. null: none are."""
     custom_metrics: list[str] | None = None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from truestep import progress
 from truestep.errors import TruestepError
 from truestep.files import LineError, exact_object
 from truestep.head.logits import HeadSettings
@@ -15,7 +16,7 @@ from truestep.policy.cuts.layers import layers_of
 from truestep.policy.cuts.pieces import Piece, pieces_of
 from truestep.policy.cuts.stages import Stages, check_layers, keep_own
 from truestep.policy.cuts.tensor import cut_model, tensor_plan
-from truestep.policy.errors import ModelError
+from truestep.policy.errors import ModelError, no_model
 from truestep.policy.loading.adapting import attach_adapter
 from truestep.policy.loading.borrowed import borrowed_weights
 from truestep.policy.loading.parts import model_of_parts
@@ -90,7 +91,7 @@ def load_policy(
     if activation_checkpointing:
         recompute_activations(model)
     compute = getattr(torch, dtype)
-    with borrowed_weights(model, place):
+    with progress.working("checking what it computes", "layers"), borrowed_weights(model, place):
         probe, stages, choice = _probe(model, settings, place, compute, longest_document, ranks, pipeline, attending)
     if compiled:
         _compile(model)
@@ -193,11 +194,13 @@ def _weights_of(
     reduce_each: bool,
 ) -> Weights:
     """Read this rank's part of the weights, whole or sharded."""
-    if ranks.shards > 1:
-        options = {"reshard": reshard, "reduce_each": reduce_each, "masters_on_host": masters_on_host}
-        return ShardedWeights(model, dtype, ranks, pieces, device=place, **options)
-    read_parameters(model, place, frozen_dtype=dtype)
-    return WholeWeights(model, dtype, ranks, pieces, masters_on_host=masters_on_host)
+    size = 4 * sum(parameter.numel() for parameter in model.parameters())  # they are read in float32
+    with progress.working("reading weights", "bytes read", size if ranks.shards == 1 else None):
+        if ranks.shards > 1:
+            options = {"reshard": reshard, "reduce_each": reduce_each, "masters_on_host": masters_on_host}
+            return ShardedWeights(model, dtype, ranks, pieces, device=place, **options)
+        read_parameters(model, place, frozen_dtype=dtype)
+        return WholeWeights(model, dtype, ranks, pieces, masters_on_host=masters_on_host)
 
 
 def _check_numbers(directory: Path, weights: Weights) -> None:
@@ -214,7 +217,7 @@ def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipe
 
     transformers_logging.disable_progress_bar()
     if not (directory / "config.json").is_file():
-        raise ModelError(f"model.path: {directory} is not a Hugging Face model directory: it has no config.json")
+        raise ModelError(no_model(directory))
     stored = StoredTensors(directory) if StoredTensors.has_weights(directory) else None
     if stored is None and not list(directory.glob("*.safetensors")):
         raise ModelError(f"model.path: {directory} has no .safetensors file; other weight formats are not loaded")
