@@ -40,6 +40,7 @@ from truestep.policy.tensor_parts import (
     weight_parts,
     write_index,
 )
+from truestep.progress import working
 from truestep.randomness import restore_encoded, restore_random
 from truestep.rollouts.documents import document_line, read_document
 from truestep.types import Rollout
@@ -144,7 +145,8 @@ class CheckpointStore:
         folder = self.partial(step) / FOLDER
         file, checksums = folder / part_name(rank), RunningChecksums()
         staged.wait()
-        write_tensors({part.key: part.values for part in staged.parts}, file, watch=checksums.add)
+        with working("writing a checkpoint", "bytes written", sum(part.values.nbytes for part in staged.parts)):
+            write_tensors({part.key: part.values for part in staged.parts}, file, watch=checksums.add)
         (folder / _random_name(rank)).write_text(json.dumps(random), encoding="utf-8")
         return Written({f"{FOLDER}/{file.name}": checksums.entry()}, describe_parts(file, staged.parts))
 
