@@ -217,6 +217,7 @@ class Trainer:
         with self.runner.stopwatch.measure("optimizer"), working("updating weights", "numbers updated"):
             clip_gradients(self.policy.weights.gradients, norm, self.gradient_clip)
             update(self.optimizer, self.policy.weights, rate)
+        self.runner = self.runner.steered(accumulated.metrics)
         self.state.step = number
         self.state.documents_seen = plan.documents_seen_after
         self.watch.phase(f"ending step {number}")
@@ -316,6 +317,7 @@ class Trainer:
             ledger_bytes=self.directory.ledger_bytes(),
             optimizer=optimizer_tensors(self.optimizer, self.policy.weights),
             callbacks=self.callbacks.state(),
+            entropy_bonus=self.runner.objective.steered_weight,
         )
         checkpoint = self.checkpoints.save(self.policy, progress)
         self.callbacks.checkpoint(checkpoint)

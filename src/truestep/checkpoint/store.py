@@ -41,9 +41,10 @@ class Progress:
     queue: dict[str, Any]
     carried: Sequence[Rollout]
     rejected_bytes: int  # the size of rejected.jsonl
-    optimizer: dict[str, torch.Tensor]
+    optimizer: dict[str, torch.Tensor] = field(default_factory=dict)
     ledger_bytes: int | None = None  # the size of ledger.jsonl; None in a checkpoint of an older version
     callbacks: dict[str, Any] = field(default_factory=dict)  # what they have to remember
+    entropy_bonus: float | None = None  # its weight in the next step; None in a checkpoint of an older version
 
 
 class CheckpointStore:
@@ -112,6 +113,7 @@ def _write_progress(folder: Path, progress: Progress) -> None:
         "rejected_bytes": progress.rejected_bytes,
         "ledger_bytes": progress.ledger_bytes,
         "random": random_state(),
+        "entropy_bonus": progress.entropy_bonus,
     }
     if progress.callbacks:
         state["callbacks"] = progress.callbacks
@@ -131,4 +133,5 @@ def read_progress(checkpoint: Path) -> Progress:
         ledger_bytes=state.get("ledger_bytes"),
         optimizer=read_tensors(folder / "optimizer.safetensors"),
         callbacks=state.get("callbacks", {}),
+        entropy_bonus=state.get("entropy_bonus"),
     )
