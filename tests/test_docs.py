@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 
@@ -28,6 +29,7 @@ from pages import (
     truestep_arguments,
     wrong_options,
 )
+from truestep.cli import main
 from truestep.config import describe
 from truestep.ranks.watch import RankState, verdict
 
@@ -334,3 +336,15 @@ def test_the_messages_of_ranks_are_those_of_the_watch() -> None:
     (block,) = page.of("text")
     shown = [re.sub(r"^error: rank \d ends: ", "", line) for line in block.text.splitlines()]
     assert [line for line in shown if "failed: " not in line] == list(of_ranks()[:3])
+
+
+def test_every_command_has_a_row_in_the_readme() -> None:
+    rows = re.findall(
+        r"^\| `truestep ([a-z ]+?)(?: [A-Z-].*?)?` \|", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE
+    )
+    commands = {
+        f"{name} {inner}".strip()
+        for name, command in main.commands.items()
+        for inner in (command.commands if isinstance(command, click.Group) else [""])
+    }
+    assert commands == set(rows)
