@@ -14,6 +14,8 @@ import argparse
 import statistics
 import tempfile
 import time
+import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -169,6 +171,7 @@ def main() -> None:
     torch.cuda.reset_peak_memory_stats()
     times = [_time(step) for _ in range(given.steps)]
     peak = torch.cuda.max_memory_allocated()
+    norms = statistics.median(_time(lambda: gradient_norm(policy.weights)) for _ in range(3))
     updates = statistics.median(_time(lambda: update(optimizer, policy.weights, 1e-6)) for _ in range(3))
     forward_backward = statistics.median(_time(lambda: runner.accumulate(plan)) for _ in range(3))
     bound = flops(parameters, policy.head_weight.numel(), documents, given) / rate
@@ -185,6 +188,7 @@ def main() -> None:
     print(f"bound            {bound:8.3f} s")
     print(f"step             {median:8.3f} s   {median / bound:.2f} x bound   {tokens / median:,.0f} tokens/s")
     print(f"forward+backward {forward_backward:8.3f} s   {forward_backward / bound:.2f} x bound")
+    print(f"gradient's norm  {norms:8.3f} s")
     print(f"update           {updates:8.3f} s   {given.optimizer}, offload: {given.offload}")
     states = sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.is_cuda)
     lasting = (parameters * ((0 if given.offload == "all" else 4) + 4 + 2) + states) / 2**30
@@ -194,6 +198,7 @@ def main() -> None:
     )
     if given.profile:
         profile(step, given.profile)
+        print_waits(step)
 
 
 # Kernels by what they do: the first kind whose words occur in a kernel's name has it.
@@ -216,9 +221,29 @@ def profile(step: Callable[[], None], names: int) -> None:
     kinds: Counter[str] = Counter()
     for name, spent, _ in rows:
         kinds[next((kind for kind, words in KINDS.items() if any(word in name for word in words)), "other")] += spent
+    print(f"{'busy':24} {sum(kinds.values()):8.1f} ms")
     print("\n".join(f"{kind:24} {spent:8.1f} ms" for kind, spent in kinds.most_common()))
     for name, spent, count in sorted(rows, key=lambda row: -row[1])[:names]:
         print(f"{spent:8.1f} ms {count:6d} x {name[:110]}")
+
+
+def print_waits(step: Callable[[], None]) -> None:
+    """Print where the host waits for the GPU within one step."""
+    torch.cuda.set_sync_debug_mode("warn")
+    places: Counter[str] = Counter()
+
+    def note(message: object, *_: object, **__: object) -> None:
+        if "synchronizing" in str(message):
+            ours = [frame for frame in traceback.extract_stack() if "truestep" in frame.filename]
+            places[" < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in ours[:-4:-1])] += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        step()
+    torch.cuda.set_sync_debug_mode("default")
+    for place, count in places.most_common():
+        print(f"the host waits   {count:8d} x {place}")
 
 
 if __name__ == "__main__":

@@ -56,7 +56,8 @@ def loaded_once() -> Iterator[None]:
     load, loaded = import_module("truestep.score").make_policy, {}
 
     def make_policy(config: Config, ranks: Ranks) -> Policy:
-        known = config.model.model_dump_json(), config.parallel.model_dump_json()
+        adapter = config.adapter and config.adapter.model_dump_json()
+        known = config.model.model_dump_json(), adapter, config.parallel.model_dump_json()
         if known not in loaded:
             loaded[known] = load(config, ranks)
         return loaded[known]

@@ -2,16 +2,22 @@
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from truestep import progress
 from truestep.checkpoint.checksums import find_damage
 from truestep.checkpoint.store import CheckpointStore
 from truestep.errors import TruestepError
 from truestep.files import sync_directory, sync_tree
-from truestep.policy.loading.load import load_policy
-from truestep.policy.save import save_policy
+from truestep.policy.adapter_files import base_of, is_adapter, write_adapter
+from truestep.policy.loading.load import read_model
+from truestep.policy.model.adapter import Adapter, AdapterSource, is_adapters, merged
+from truestep.policy.save import model_files, read_companions, saved_buffers, write_weights
+from truestep.policy.weights.unread import Unread, place_buffers
 from truestep.run_directory import RunDirectory
 
 
@@ -19,18 +25,42 @@ class ExportError(TruestepError):
     pass
 
 
-def export(source: Path, output: Path, dtype: str, trust_remote_code: bool = False) -> Path:
-    """Write `output`, which is then whole or absent, and return the checkpoint that was exported."""
+def export(
+    source: Path,
+    output: Path,
+    dtype: str,
+    trust_remote_code: bool = False,
+    *,
+    model: Path | None = None,
+    adapter_alone: bool = False,
+) -> Path:
+    """Write `output`, which is then whole or absent, and return the checkpoint that was exported. An adapter is merged
+    into its model, which is at `model` or where the checkpoint says; or it is written alone, as peft does."""
     checkpoint = _checkpoint_of(source)
+    adapter = AdapterSource(path=checkpoint) if is_adapter(checkpoint) else None
+    base = checkpoint if adapter is None else model or base_of(checkpoint)
+    if adapter is None and (model is not None or adapter_alone):
+        raise ExportError(f"{checkpoint} is a whole model: --model and --adapter are for the checkpoints of an adapter")
+    if not (base / "config.json").is_file():
+        raise ExportError(f"{checkpoint} is the adapter of a model at {base}, which is not there: name it with --model")
     if output.exists():
         raise ExportError(f"{output} is there already; name a directory that is not")
     if (damage := find_damage(checkpoint)) is not None:
         raise ExportError(f"the checkpoint {checkpoint} cannot be exported: {damage}")
-    policy = load_policy(checkpoint, device="cpu", trust_remote_code=trust_remote_code)
+    progress.phase("loading the checkpoint")
+    whole, attached = read_model(base, trust_remote_code, adapter)
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process of the same number that was killed
     try:
-        save_policy(policy, partial, getattr(torch, dtype))
-        sync_tree(partial)
+        progress.phase("exporting")
+        with progress.working("writing", "bytes written"):
+            if adapter_alone and attached is not None:
+                weights = {name: _values(weight) for name, weight in whole.named_parameters() if is_adapters(name)}
+                write_adapter(partial, attached, {n: w.to(getattr(torch, dtype)) for n, w in weights.items()}, base)
+            else:
+                partial.mkdir(parents=True)
+                _write(whole, attached, base, partial, getattr(torch, dtype))
+            sync_tree(partial)
         os.replace(partial, output)
         sync_directory(output.parent)
     finally:
@@ -38,8 +68,28 @@ def export(source: Path, output: Path, dtype: str, trust_remote_code: bool = Fal
     return checkpoint
 
 
+def _write(model: Any, adapter: Adapter | None, source: Path, directory: Path, dtype: torch.dtype) -> None:
+    """Write the model's files, reading a few of its weights at a time; an adapter is merged into them."""
+    for name, content in model_files(model, read_companions(source), dtype).items():
+        (directory / name).write_bytes(content)
+    weights = dict(model.named_parameters())
+    place_buffers(model, torch.device("cpu"))
+
+    def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
+        tensors = {name: _values(weights[name]) for name in names}
+        if adapter is not None:
+            return merged(tensors, adapter, dtype)
+        return {name: tensor.to(dtype) for name, tensor in tensors.items()}
+
+    write_weights(model, weights, read, saved_buffers(model), directory)
+
+
+def _values(weight: torch.Tensor) -> torch.Tensor:
+    return weight.read() if isinstance(weight, Unread) else weight.detach()
+
+
 def _checkpoint_of(source: Path) -> Path:
-    if (source / "config.json").is_file():
+    if (source / "config.json").is_file() or is_adapter(source):
         return source
     latest = CheckpointStore(RunDirectory(source).checkpoints, keep=1).latest()
     if latest is None:

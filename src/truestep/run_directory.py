@@ -116,12 +116,13 @@ class RunDirectory:
         if not self._first_weights.is_file():
             return model
         noted = json.loads(self._first_weights.read_text(encoding="utf-8"))
-        if _describe_weights(Path(noted["path"])) != noted["files"]:
-            raise RunError(
-                f"loss.kl_reference: the run began with the weights of {noted['path']}, which have changed or are "
-                "gone. Put them back, or name a directory that has them as loss.kl_reference.path"
-            )
-        return str(noted["path"])
+        for path in (noted["path"], model):  # they may have been moved
+            if _describe_weights(Path(path)) == noted["files"]:
+                return str(path)
+        raise RunError(
+            f"the run began with the weights of {noted['path']}, which have changed or are gone. Put them back, or "
+            "name a directory that has them: as model.path with an adapter, else as loss.kl_reference.path"
+        )
 
     def note_first_weights(self, model: str) -> None:
         """Note where the weights are that the run begins with, and what tells them from others."""
@@ -235,7 +236,7 @@ def _without_later_put_aside(ledger: Path, size: int, kept_bytes: int) -> int:
 def _describe_weights(directory: Path) -> dict[str, list[Any]]:
     """Describe the weights' files by their sizes and a digest of their ends."""
     found: dict[str, list[Any]] = {}
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in sorted([*directory.glob("*.safetensors"), *directory.glob("truestep/part-*.safetensors")]):
         size = file.stat().st_size
         with file.open("rb") as handle:
             digest = hashlib.sha256(handle.read(_END))

@@ -144,6 +144,13 @@ class StepPlan:
         return content.hexdigest()
 
 
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor to a device without waiting for what the device still does: a GPU reads it from pinned memory."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 @dataclass(frozen=True, eq=False)
 class PackedTokens:
     """Documents laid end to end, as the model reads them. Padding comes last, as a segment that is no document."""
@@ -158,7 +165,7 @@ class PackedTokens:
         return len(self.input_ids)
 
     def to(self, device: torch.device) -> PackedTokens:
-        input_ids, position_ids = (ids.to(device, non_blocking=True) for ids in (self.input_ids, self.position_ids))
+        input_ids, position_ids = (sent(ids, device) for ids in (self.input_ids, self.position_ids))
         return replace(self, input_ids=input_ids, position_ids=position_ids)
 
 
@@ -208,7 +215,7 @@ class PackedLabels:
         def moved(value: Any) -> Any:
             if isinstance(value, Mapping):
                 return {name: moved(item) for name, item in value.items()}
-            return value.to(device, non_blocking=True)
+            return sent(value, device)
 
         return replace(self, **{item.name: moved(getattr(self, item.name)) for item in fields(self)})
 

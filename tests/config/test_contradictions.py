@@ -29,8 +29,41 @@ def sent(data: str) -> str:
     return MODEL + f"data: {{source: {{type: files, directory: d}}, {data}}}\n"
 
 
+def served(options: str) -> str:
+    """A run whose servers sample; the sampler is in line 4."""
+    sampler = f"sampler: {{type: server, urls: [u], model: m, prompts: p, reward: r, {options}}}\n"
+    return MODEL + "".join(SAMPLED.values()) + sampler
+
+
 CASES = [
     (MODEL + "preset: [tis, dappo]\n", "2: preset: 'dappo' is unknown: did you mean dapo?"),
+    (
+        "model: {path: m, freeze: [lm_head.*]}\nadapter: {}\n",
+        "1, run.yaml:2: model.freeze does nothing with adapter, which freezes every weight of the model: leave layers "
+        "without an adapter by adapter.targets",
+    ),
+    (
+        MODEL + "adapter: {}\ncheckpoint: {hugging_face_every: 2}\n",
+        "3, run.yaml:2: checkpoint.hugging_face_every is for whole models, and with adapter a checkpoint holds the "
+        "adapter alone: leave it out, and use truestep export, which merges the adapter",
+    ),
+    (
+        served("adapter: served"),
+        "4: sampler.adapter: served is for an adapter, and there is no section adapter",
+    ),
+    (
+        served("adapter: served, pause: keep") + "adapter: {}\n",
+        "4, run.yaml:5: sampler.pause: keep lets completions go on with new weights, and with sampler.adapter: served "
+        "they end with the adapter that they began with: set sampler.pause: wait or abort",
+    ),
+    (
+        served("adapter: served, protocol: sglang") + "adapter: {}\n",
+        "4: sampler.adapter: served needs sampler.protocol: vllm; with sglang set sampler.adapter: merged",
+    ),
+    (
+        MODEL + "adapter: {path: a, rank: 8}\n",
+        "2: adapter.rank and adapter.path are both given: the adapter of adapter.path has its own rank",
+    ),
     (
         "model: {path: m, attention: flash, dtype: float32}\n",
         "1: model.attention: flash computes in bfloat16 on a GPU: it cannot be used with model.dtype: float32",

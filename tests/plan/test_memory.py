@@ -227,3 +227,49 @@ def test_a_mixture_of_experts_is_planned_too() -> None:
         shape = shape_of(transformers.AutoModelForCausalLM.from_config(config))
     (rank,) = plan_memory(config_of(1024), shape, layout_of(config_of(1024), 1))
     assert rank.kinds[MASTERS] == 4 * shape.total and rank.kinds[ACTIVATIONS] > 0
+
+
+ADAPTER_LAYOUTS: list[tuple[int, dict[str, int]]] = [(1, {}), (2, {"tensor": 2}), (2, {"pipeline": 2}), (2, {})]
+
+
+@pytest.mark.parametrize(
+    ("size", "parallel"),
+    [case if case[0] == 1 else pytest.param(*case, marks=pytest.mark.long) for case in ADAPTER_LAYOUTS],
+)
+def test_an_adapters_masters_and_states_are_those_of_a_run(size: int, parallel: dict[str, int], tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen3")
+    write_rollouts(tmp_path / "rollouts.jsonl", 8)
+    sections = {"adapter": {"rank": 8}, "parallel": parallel, "schedule": {"docs_per_step": 8, "steps": 1}}
+    config = file_config(model, tmp_path / "rollouts.jsonl", tmp_path / "run", **sections)
+    on_ranks(size, train_and_keep, config.model_dump(exclude_unset=True), str(tmp_path))
+    kept = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(size)]
+    layout = layout_of(config, size)
+    planned = plan_memory(config, read_shape(config), layout)
+    for rank, one in enumerate(kept):
+        stage = planned[layout.places(rank)["pipeline"]]
+        assert sum(part.nbytes for part in one["master"].values()) == stage.kinds[MASTERS]
+        assert sum(part.nbytes for part in one["gradients"].values()) == stage.kinds[GRADIENTS]
+        assert stage.kinds[STATES] == 2 * stage.kinds[MASTERS]
+
+
+def test_an_adapter_by_hand(tmp_path: Path) -> None:
+    """The base has 2 bytes a weight and the adapter 18; a reference that is the base costs nothing."""
+    model = make_model(tmp_path / "model", "llama")
+    given = config_of(1024).model_dump(exclude_unset=True)
+    given["model"] |= {"path": str(model)}
+    plain = read_shape(Config.model_validate(given))
+    config = Config.model_validate(given | {"adapter": {"rank": 8, "targets": ["q_proj", "down_proj"]}})
+    shape = read_shape(config)
+    adapter = 2 * 8 * ((32 + 32) + (48 + 32))  # two layers
+    assert shape.total == plain.total + adapter and len(shape.weights) == len(plain.weights) + 8
+    (rank,) = plan_memory(config, shape, layout_of(config, 1))
+    assert {kind: rank.kinds[kind] for kind in (MASTERS, WEIGHTS, GRADIENTS, STATES)} == {
+        MASTERS: 4 * adapter, WEIGHTS: 2 * shape.total, GRADIENTS: 4 * adapter, STATES: 8 * adapter,
+    }  # fmt: skip
+    reference = Config.model_validate(
+        given | {"adapter": {"rank": 8}, "loss": {"type": "grpo", "kl_reference": {"weight": 0.1}}}
+    )
+    assert REFERENCE not in plan_memory(reference, read_shape(reference), layout_of(reference, 1))[0].kinds
+    # A frozen layer's products keep no input; an adapter keeps its own, and what lies between its two matrices.
+    before = plan_memory(Config.model_validate(given), plain, layout_of(config, 1))[0].kinds[ACTIVATIONS]
+    assert rank.kinds[ACTIVATIONS] < before

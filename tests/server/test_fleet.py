@@ -12,6 +12,7 @@ from server.fake import DOWN, STARTED_WITH, VOCABULARY, FakeServer, published
 from server.virtual import run
 from truestep.sampler.server.errors import (
     BadAnswerError,
+    ForgottenError,
     ServerError,
     UnreachableError,
     VoidedError,
@@ -129,6 +130,23 @@ def test_a_server_that_was_only_out_of_reach_goes_on_with_its_weights() -> None:
         await watched.opened()
         assert server.calls.count("load") == 1 and not watched.voids and before.confirmed
         assert watched.fleet.report() == "a is open with 0 completions under way; its last trouble: cut"
+
+    run(main())
+
+
+def test_a_server_that_says_that_it_forgot_gets_the_current_weights() -> None:
+    async def main() -> None:
+        server = FakeServer()
+        watched = Watched(server)
+        await watched.fleet.publish(published(0))
+        for call in ("complete", "next_token"):  # as a new process answers: it does not know the adapter's name
+            server.faults[call].append(ForgottenError("it was restarted"))
+        server.weights = STARTED_WITH
+        with pytest.raises(ForgottenError):
+            await answered(watched)
+        await watched.opened()
+        assert server.weights == 0 and server.calls.count("load") == 2 and watched.voids == 1
+        assert (await answered(watched)).choices[0].versions[0] == 0 and not watched.fatal
 
     run(main())
 

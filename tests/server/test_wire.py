@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from truestep.sampler.server.errors import BadAnswerError, ServerError, UnreachableError
+from truestep.sampler.server.errors import BadAnswerError, ForgottenError, ServerError, UnreachableError
 from truestep.sampler.server.protocol import CompletionRequest
 from truestep.sampler.server.vllm import Vllm
 
@@ -113,6 +113,30 @@ def test_weights_that_cannot_be_loaded_and_a_server_that_went_away_meanwhile() -
         ask(load, reply("busy", 503), reply(""))
     with pytest.raises(UnreachableError, match="something still holds the cache"):
         ask(load, reply(""), reply('{"success": false}'))
+
+
+def test_an_adapter_gets_a_name_of_its_own_and_one_that_is_forgotten_is_known(tmp_path: Path) -> None:
+    adapters = [tmp_path / "first", tmp_path / "second"]
+    for adapter in adapters:
+        adapter.mkdir()
+        (adapter / "adapter_config.json").write_text("{}")
+
+    async def one_after_another(vllm: Vllm) -> list[str]:
+        names = []
+        for adapter in adapters:
+            await vllm.load(adapter)
+            names.append(vllm._body(ASKED)["model"])
+        with pytest.raises(ForgottenError, match="no longer knows the adapter second"):
+            await vllm.complete(ASKED)
+        return names
+
+    # What is loaded is answered in words; the one before is taken away, whether the server still knows it or not.
+    replies = reply("Success"), reply("Success"), reply("unknown", 404), reply("no such model", 404)
+    assert ask(one_after_another, *replies) == ["first", "second"]
+    with pytest.raises(ServerError, match="404.*start the server with --enable-lora, --max-lora-rank"):
+        ask(lambda vllm: vllm.load(adapters[0]), reply("Not Found", 404))
+    with pytest.raises(ServerError, match="500: rank.*--max-lora-rank"):
+        ask(lambda vllm: vllm.load(adapters[0]), reply("rank", 500), reply(""))
 
 
 @pytest.mark.parametrize("models", ["null", "[]", '{"data": null}', '{"data": 3}', '{"data": [null]}'])

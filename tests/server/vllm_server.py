@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -20,6 +21,7 @@ NAME = "policy"
 _READY_SECONDS = 280.0
 _SETTINGS = {
     "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
@@ -77,7 +79,15 @@ class Starter:
 
 
 class VllmServer:
-    def __init__(self, starter: Starter, model: Path, log: Path, *, logprobs_mode: str = "processed_logprobs"):
+    def __init__(
+        self,
+        starter: Starter,
+        model: Path,
+        log: Path,
+        *,
+        logprobs_mode: str = "processed_logprobs",
+        others: Sequence[str] = (),
+    ):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._starter, self._log = starter, log
@@ -85,6 +95,7 @@ class VllmServer:
             *("--model", str(model), "--dtype", "float32", "--served-model-name", NAME, "--seed", str(self.port)),
             *("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "256", "--logprobs-mode", logprobs_mode),
             *("--host", "127.0.0.1", "--port", str(self.port)),
+            *others,
         ]
         self._process: int | None = None
 

@@ -133,7 +133,7 @@ def test_first_weights_that_have_changed_are_refused_by_name(tmp_path: Path) -> 
     try:
         quiet_trainer(resumable(model, tmp_path, "run", 1)).run()
         make_model(tmp_path / "model", "llama", seed=9)
-        with pytest.raises(RunError, match=r"loss\.kl_reference: the run began with the weights of .*model"):
+        with pytest.raises(RunError, match=r"the run began with the weights of .*model"):
             quiet_trainer(resumable(model, tmp_path, "run", 2))
     finally:
         torch.use_deterministic_algorithms(False)

@@ -16,7 +16,8 @@ from truestep.losses.labels import Labels
 from truestep.losses.objective import Denominator, Objective
 from truestep.metrics.types import Max, Mean, Metric, Min
 from truestep.policy.cuts.pieces import Piece, pieces_of
-from truestep.policy.loading import load
+from truestep.policy.loading import adapting, load
+from truestep.policy.model.adapter import LoraLinear
 from truestep.policy.model.context import Context
 from truestep.policy.weights import sharded, whole
 from truestep.policy.weights.protocol import StagePass
@@ -308,3 +309,25 @@ def steered_by_one_micro_batch() -> None:
     StepRunner.steered = lambda self, metrics: dataclasses.replace(  # type: ignore[method-assign]
         self, objective=self.objective.steered(last[0])
     )
+
+
+def adapter_without_its_scale() -> None:
+    """A product with an adapter that forgets alpha / rank."""
+    honest = LoraLinear.__init__
+
+    def unscaled(self: LoraLinear, *arguments: Any) -> None:
+        honest(self, *arguments)
+        self.scale = 1.0
+
+    LoraLinear.__init__ = unscaled  # type: ignore[method-assign]
+
+
+def base_trained_with_its_adapter() -> None:
+    """The base gets gradients and updates of its own."""
+    honest = adapting.attach
+
+    def thawed(model: Any, *arguments: Any) -> None:
+        honest(model, *arguments)
+        model.requires_grad_(True)
+
+    adapting.attach = thawed

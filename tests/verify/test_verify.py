@@ -109,6 +109,42 @@ def test_frozen_weights_pass_and_a_trained_one_is_found(examples: Path, tmp_path
     assert any(line.startswith("gradient ") and "the reference has none" in line for line in complaints(found))
 
 
+# Also targets by patterns of layers that the reduced model does not have.
+ADAPTER = ["--adapter.rank=3", "--adapter.targets=[q_proj, down_proj, model.layers.17.mlp.*_proj]"]
+
+
+def test_adapters_pass(examples: Path, tmp_path: Path) -> None:
+    config = load_config(examples / "grpo.yaml", [*ADAPTER, "--model.dtype=float32"])
+    verdicts = verify(config, tmp_path / "out", only=some_layouts, documents=6)
+    assert len(verdicts) == 6 and not [complaint for verdict in verdicts for complaint in complaints(verdict)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("layout", "plant", "complaint"),
+    [
+        ("one process", faults.adapter_without_its_scale, "log-prob "),
+        ("FSDP 2", faults.base_trained_with_its_adapter, "the reference has none"),
+        ("tensor 2", faults.norms_not_summed_over_tensor_ranks, "lora_A"),
+    ],
+)
+def test_faults_of_adapters_are_found(
+    layout: str, plant: Callable[[], None], complaint: str, examples: Path, tmp_path: Path
+) -> None:
+    config = load_config(examples / "grpo.yaml", [*ADAPTER, "--model.dtype=float32"])
+    (found,) = verify(config, tmp_path / "out", only=lambda known: known.name == layout, plant=plant, documents=6)
+    assert any(complaint in line for line in complaints(found))
+
+
+@pytest.mark.long
+def test_adapters_pass_under_every_layout(examples: Path, tmp_path: Path) -> None:
+    """Half precision among them."""
+    arguments = ["verify", str(examples / "gspo.yaml"), "--adapter.rank", "8", "--output", str(tmp_path / "out")]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 0, done.output
+    check_proof(tmp_path / "out")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["gspo", "dppo", "cross_entropy"])
 def test_examples_of_each_kind_pass_under_every_layout(name: str, examples: Path, tmp_path: Path) -> None:

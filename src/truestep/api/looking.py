@@ -84,6 +84,22 @@ def plan(config: Config | str | Path, *, ranks: int = 1, memory: float | None = 
     return MemoryPlan(tuple(planned), text, fits)
 
 
-def export(source: str | Path, output: str | Path, *, dtype: str = "bfloat16", trust_remote_code: bool = False) -> Path:
-    """Write a checkpoint, or the last one of a run's directory, as a Hugging Face directory; give the checkpoint."""
-    return export_here(Path(source), Path(output), dtype, trust_remote_code)
+def export(
+    source: str | Path,
+    output: str | Path,
+    *,
+    dtype: str = "bfloat16",
+    trust_remote_code: bool = False,
+    adapter_alone: bool = False,
+    model: str | Path | None = None,
+) -> Path:
+    """Write a checkpoint, or the last one of a run's directory, as a Hugging Face directory; give the checkpoint. An
+    adapter is merged into its model (`model`: where that is now), or with `adapter_alone` written as peft does."""
+    return export_here(
+        Path(source),
+        Path(output),
+        dtype,
+        trust_remote_code,
+        model=None if model is None else Path(model),
+        adapter_alone=adapter_alone,
+    )

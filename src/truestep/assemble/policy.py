@@ -1,7 +1,10 @@
 """Makes the ranks of a run, and the policy on them."""
 
+from pathlib import Path
+
 from truestep.config.schema import Config
 from truestep.head.logits import HeadSettings
+from truestep.policy.loading.adapting import adapter_source
 from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
 from truestep.ranks.axes import AXES, RankLayout
@@ -15,11 +18,13 @@ def join_ranks(config: Config) -> Ranks:
 
 
 def make_policy(config: Config, ranks: Ranks, path: str | None = None, *, frozen: bool = False) -> Policy:
-    """Load the policy, or with `frozen` a model beside it whose weights are never trained."""
+    """Load the policy, or with `frozen` a model beside it whose weights are never trained. `path`: that model, or the
+    checkpoint that the policy comes from."""
     model, head = config.model, config.model.head
+    adapter = None if frozen else adapter_source(config.adapter, config.seed, None if path is None else Path(path))
     chunk = None if head.logits_chunk_size == "auto" else head.logits_chunk_size
     return load_policy(
-        path or model.path,
+        model.path if adapter is not None else path or model.path,
         dtype=model.dtype,
         device=model.device,
         head=HeadSettings(
@@ -40,4 +45,5 @@ def make_policy(config: Config, ranks: Ranks, path: str | None = None, *, frozen
         frozen=frozen,
         masters_on_host=not frozen and getattr(config.optimizer, "offload", "none") == "all",
         freeze=() if frozen else (model.freeze or ()),
+        adapter=adapter,
     )

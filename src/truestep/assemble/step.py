@@ -110,7 +110,9 @@ def make_before_updates(
     chooser = None if rule is None else Chooser(rule, config.seed)
     if options is None or takes_reference_of_records(config):
         return BeforeUpdates(keeps_own=keeps_own, chooser=chooser)
-    policy = make_reference(options.path)
+    # Of an adapter, the first weights are those without it: they are here already.
+    is_here = options.path is None and runner.policy.adapter is not None
+    policy = runner.policy.without_adapter() if is_here else make_reference(options.path)
     if policy.vocabulary_size != runner.policy.vocabulary_size:
         raise ModelError(
             f"loss.kl_reference.path: {policy.path} has a vocabulary of {policy.vocabulary_size} tokens, and the "

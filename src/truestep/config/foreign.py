@@ -369,6 +369,13 @@ FOREIGN: dict[str, Foreign] = {
     "torch_dtype": Foreign((TRL, TRANSFORMERS), "model.dtype", "", _dtype),
     "gradient_checkpointing": Foreign((TRL, TRANSFORMERS, OPENRLHF), "model.activation_checkpointing"),
     "enable_gradient_checkpointing": Foreign((VERL,), "model.activation_checkpointing"),
+    "use_peft": Foreign((TRL,), "adapter.type", "lora", _UNKNOWN),
+    "lora_r": Foreign((TRL,), "adapter.rank"),
+    "lora_rank": Foreign((VERL, OPENRLHF), "adapter.rank", "0 there is no section adapter here"),
+    "lora_alpha": Foreign((TRL, VERL, OPENRLHF), "adapter.alpha"),
+    "lora_target_modules": Foreign((TRL,), "adapter.targets"),
+    "target_modules": Foreign((VERL, OPENRLHF), "adapter.targets"),
+    "lora_dropout": Foreign((TRL, OPENRLHF), None, "a score is a function of the weights: nothing is dropped"),
     "torch_compile": Foreign((TRL, TRANSFORMERS), "model.compile"),
     "attn_implementation": Foreign(
         (TRL, TRANSFORMERS, OPENRLHF), "model.attention", "auto: FlashAttention 4 where it can be used", _attention
@@ -405,7 +412,9 @@ FOREIGN: dict[str, Foreign] = {
     "eval_steps": Foreign((TRL, TRANSFORMERS, OPENRLHF), "evaluation.every"),
     "test_freq": Foreign((VERL,), "evaluation.every"),
     "eval_interval": Foreign((SLIME,), "evaluation.every"),
-    "report_to": Foreign((TRL, TRANSFORMERS), "logging.wandb or logging.tensorboard", "", _UNKNOWN),
+    "report_to": Foreign(
+        (TRL, TRANSFORMERS), "logging.wandb or logging.tensorboard or logging.mlflow or logging.trackio", "", _UNKNOWN
+    ),
     "run_name": Foreign((TRL, TRANSFORMERS), "logging.wandb.name"),
     "wandb_project": Foreign((OPENRLHF, SLIME), "logging.wandb.project"),
     "project_name": Foreign((VERL,), "logging.wandb.project"),

@@ -37,6 +37,7 @@ class Config(Section, metaclass=_MadeInPython):
             *,
             model: Given,
             preset: str | Sequence[str] | None = None,
+            adapter: Given | None = None,
             loss: Given = ...,
             data: Given = ...,
             sampler: Given | None = None,
@@ -55,6 +56,8 @@ class Config(Section, metaclass=_MadeInPython):
     has the options of each."""
     model: sections.ModelConfig
     """The policy."""
+    adapter: sections.AdapterConfig | None = None
+    """The adapter that is trained in place of the policy's own weights. null: the policy's own weights are trained."""
     loss: LossConfig = default_loss()
     """The loss that is minimised; `type` picks it."""
     data: sections.DataConfig = sections.DataConfig()
@@ -328,8 +331,39 @@ def _reference(config: "Config") -> Iterator[str]:
         yield "loss.kl_reference.path: records needs records that carry reference_logprobs; a sampler's have none"
 
 
+def _adapter(config: "Config") -> Iterator[str]:
+    sampler = config.sampler
+    if sampler is not None and sampler.type == "server" and sampler.adapter == "served":
+        if config.adapter is None:
+            yield "sampler.adapter: served is for an adapter, and there is no section adapter"
+        if sampler.pause == "keep":
+            yield (
+                "sampler.pause: keep lets completions go on with new weights, and with sampler.adapter: served they "
+                "end with the adapter that they began with: set sampler.pause: wait or abort"
+            )
+        if sampler.protocol == "sglang":
+            yield "sampler.adapter: served needs sampler.protocol: vllm; with sglang set sampler.adapter: merged"
+    if config.adapter is None:
+        return
+    if config.model.freeze is not None:
+        yield (
+            "model.freeze does nothing with adapter, which freezes every weight of the model: leave layers without an "
+            "adapter by adapter.targets"
+        )
+    if config.checkpoint.hugging_face_every:
+        yield (
+            "checkpoint.hugging_face_every is for whole models, and with adapter a checkpoint holds the adapter alone: "
+            "leave it out, and use truestep export, which merges the adapter"
+        )
+    if config.adapter.path is not None:
+        for name in ("rank", "alpha", "targets"):
+            if name in config.adapter.model_fields_set:
+                yield f"adapter.{name} and adapter.path are both given: the adapter of adapter.path has its own {name}"
+
+
 _RULES = (
     _presets,
+    _adapter,
     _attention,
     _reference,
     _documents,

@@ -4,12 +4,15 @@ tensor that autograd saves is counted.
 
 import functools
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import AttentionInterface
+
+from truestep.policy.model.adapter import Adapter, attach
 
 _NAME = "truestep_plan"
 _TOKENS = 32
@@ -52,20 +55,25 @@ def _attend(
 AttentionInterface.register(_NAME, _attend)
 
 
-def measure_activations(config: Any, dtype: torch.dtype, *, compiled: bool) -> Activations:
-    """Count what a layer keeps, as the difference between models of two layers and of one."""
+def measure_activations(
+    config: Any, dtype: torch.dtype, *, compiled: bool, adapter: Adapter | None = None
+) -> Activations:
+    """Count what a layer keeps, as the difference between models of two layers and of one. Every layer is taken to have
+    the adapters that any of them has."""
     kind: Any = type(config)
-    layer, boundary = _measure(kind, config.to_json_string(use_diff=False), dtype)
+    rank = 0 if adapter is None else adapter.rank
+    adapted = frozenset(_within_layer(name) for name in (() if adapter is None else adapter.modules))
+    layer, boundary = _measure(kind, config.to_json_string(use_diff=False), dtype, rank, adapted)
     return Activations(layer * (_COMPILED if compiled else 1.0), boundary)
 
 
 @functools.lru_cache(maxsize=8)  # a plan asks for many layouts of one model
-def _measure(kind: Any, written: str, dtype: torch.dtype) -> tuple[float, float]:
+def _measure(kind: Any, written: str, dtype: torch.dtype, rank: int, adapted: frozenset[str]) -> tuple[float, float]:
     config = kind.from_dict(json.loads(written))
     text = config.get_text_config()
     size = torch.empty((), dtype=dtype).element_size()
     try:
-        one, two = (_saved_bytes(config, layers, dtype) for layers in (1, 2))
+        one, two = (_saved_bytes(config, layers, dtype, rank, adapted) for layers in (1, 2))
     except Exception:  # a model whose code looks at values, such as experts
         return _by_formula(text, size), text.hidden_size * size
     return (two - one) / _TOKENS, text.hidden_size * size
@@ -82,13 +90,25 @@ def _by_formula(text: Any, size: int) -> float:
     return numbers * (size + 4)
 
 
-def _saved_bytes(config: Any, layers: int, dtype: torch.dtype) -> int:
+def _within_layer(name: str) -> str:
+    """Give a module's name without what names its layer: `self_attn.q_proj` of `model.layers.3.self_attn.q_proj`."""
+    return re.sub(r"^.*?\.\d+\.", "", name)
+
+
+def _attach(model: Any, rank: int, adapted: frozenset[str]) -> None:
+    modules = tuple(name for name, _ in model.named_modules() if _within_layer(name) in adapted)
+    attach(model, Adapter(rank, 1.0, modules), lambda name, shape: torch.empty(shape, dtype=model.dtype, device="meta"))
+
+
+def _saved_bytes(config: Any, layers: int, dtype: torch.dtype, rank: int, adapted: frozenset[str]) -> int:
     from transformers import AutoModelForCausalLM
 
     small = _with_layers(config, layers)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(small, dtype=dtype, attn_implementation=_NAME)
     model.train()
+    if adapted:
+        _attach(model, rank, adapted)
     known = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     seen: dict[int, tuple[int, Any]] = {}
 

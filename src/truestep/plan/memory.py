@@ -39,7 +39,7 @@ class RankMemory:
 def plan_memory(config: Config, shape: ModelShape, layout: RankLayout) -> list[RankMemory]:
     """Compute the memory of a rank of each stage, at the peak of a step."""
     dtype = getattr(torch, config.model.dtype)
-    activations = measure_activations(shape.config, dtype, compiled=config.model.compile)
+    activations = measure_activations(shape.config, dtype, compiled=config.model.compile, adapter=shape.adapter)
     stages = range(layout.by_name["pipeline"])
     return [RankMemory(stage, _kinds(config, shape, layout, stage, activations)) for stage in stages]
 
@@ -60,7 +60,7 @@ def _kinds(
         MASTERS: 0.0 if masters_offloaded(config) else _FLOAT32 * own,
         WEIGHTS: _computed(config, part, trained.all, shards, size, largest),
         GRADIENTS: _FLOAT32 * own,
-        STATES: 0.0 if offloaded(config) else state_bytes(config, shape, part) / shards,
+        STATES: 0.0 if offloaded(config) else state_bytes(config, shape, trained) / shards,
     }
     if shards > 1:
         several = _several(config) and not config.parallel.reduce_each_micro_batch
@@ -104,10 +104,26 @@ def masters_offloaded(config: Config) -> bool:
     return getattr(config.optimizer, "offload", "none") == "all"
 
 
+def staged_bytes(config: Config, shape: ModelShape, layout: RankLayout) -> float:
+    """Count the bytes of host memory to which a rank copies its part of a checkpoint, of the rank that has most."""
+    sizes = layout.by_name
+    size = torch.empty((), dtype=getattr(torch, config.model.dtype)).element_size()
+    sharing = sizes["data_shard"] * sizes["context"] * sizes["data_replicate"]
+
+    def of_stage(stage: int) -> float:
+        place = (stage, sizes["pipeline"], config.parallel.stages_per_rank, sizes["tensor"])
+        part, trained = shape.part(*place), shape.part(*place, trained=True)
+        frozen = 0 if config.adapter is not None else part.all - trained.all  # what an adapter is put on is not saved
+        weights = _FLOAT32 * trained.all + size * frozen
+        return (weights + state_bytes(config, shape, trained)) / sharing
+
+    return max(of_stage(stage) for stage in range(sizes["pipeline"]))
+
+
 def state_bytes(config: Config, shape: ModelShape, part: Part) -> float:
-    """Count the bytes of the optimizer's state of a part of the model: a user's own is taken for one moment."""
+    """Count the bytes of the optimizer's state of a part's trained weights: a user's own is taken for one moment."""
     ends = (shape.embedding, shape.head)
-    inner = {name: size for name, size in shape.weights.items() if name not in ends}
+    inner = {name: size for name, size in shape.weights.items() if name not in ends and name not in shape.frozen}
     of_inner = _mean_bytes(config, inner, at_end=False)
     of_ends = _mean_bytes(config, {name: shape.weights[name] for name in ends}, at_end=True)
     return of_inner * (sum(part.layers) + part.others) + of_ends * (part.embedding + part.head)
@@ -132,7 +148,10 @@ def _number_bytes(config: Config, shape: tuple[int, ...], at_end: bool) -> float
 
 def _has_reference(config: Config) -> bool:
     reference = getattr(config.loss, "kl_reference", None)
-    return reference is not None and reference.path != "records"
+    if reference is None or reference.path == "records":
+        return False
+    # An adapter's first weights are here already: those that it was put on.
+    return config.adapter is None or reference.path is not None
 
 
 def _logits(config: Config, shape: ModelShape, layout: RankLayout) -> float:

@@ -8,7 +8,16 @@ from typing import Any
 from truestep.config.schema import Config
 from truestep.files import write_whole
 from truestep.plan.advice import layout_of, layouts_that_fit, savings
-from truestep.plan.memory import GIB, LABELS, RankMemory, masters_offloaded, offloaded, plan_memory, state_bytes
+from truestep.plan.memory import (
+    GIB,
+    LABELS,
+    RankMemory,
+    masters_offloaded,
+    offloaded,
+    plan_memory,
+    staged_bytes,
+    state_bytes,
+)
 from truestep.plan.shape import ModelShape, read_shape
 from truestep.ranks.axes import RankLayout
 
@@ -33,8 +42,10 @@ def make_plan_report(config: Config, ranks: int, memory: float | None, output: P
 
 def _title(config: Config, shape: ModelShape, layout: RankLayout) -> str:
     sizes = ", ".join(f"{name} {size}" for name, size in layout.by_name.items() if size > 1) or "one rank"
+    trained = shape.part(0, 1, 1, 1, trained=True).all
+    some = f", {trained / 1e6:,.1f} million of them trained" if trained < shape.total else ""
     return (
-        f"{config.model.path}: {shape.total / 1e9:.2f} billion weights, {config.model.dtype}, {sizes}\n"
+        f"{config.model.path}: {shape.total / 1e9:.2f} billion weights{some}, {config.model.dtype}, {sizes}\n"
         f"micro-batches of {config.data.tokens_per_microbatch:,} tokens"
     )
 
@@ -52,14 +63,14 @@ def _table(planned: Sequence[RankMemory]) -> list[str]:
 
 
 def _remarks(config: Config, shape: ModelShape, layout: RankLayout) -> list[str]:
-    whole = shape.part(0, 1, 1, 1)
-    saved = _FLOAT32 * shape.total + state_bytes(config, shape, whole)
+    trained = shape.part(0, 1, 1, 1, trained=True)
+    staged = staged_bytes(config, shape, layout)
     lines = [
         f"The plan takes {LABELS:.0%} of the tokens for labels. The allocator holds a few percent more than the peak.",
-        f"While a checkpoint is written, rank 0 needs {saved / GIB:.1f} GiB of host memory.",
+        f"From the first save on, a rank holds up to {staged / GIB:.1f} GiB of host memory for what it saves.",
     ]
     if offloaded(config):
-        held = saved if masters_offloaded(config) else saved - _FLOAT32 * shape.total
+        held = state_bytes(config, shape, trained) + (_FLOAT32 * trained.all if masters_offloaded(config) else 0)
         what = "the optimizer's state" + (" and float32 weights" if masters_offloaded(config) else "")
         lines.append(f"Host memory holds {what}: {held / GIB:.1f} GiB, shared among ranks as weights are.")
     if config.sampler is not None and config.sampler.type == "in_process":

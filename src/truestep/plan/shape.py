@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ from truestep.config.schema import Config
 from truestep.policy.cuts.layers import active_weights, layers_of
 from truestep.policy.cuts.stages import cut_by_cost
 from truestep.policy.cuts.tensor import tensor_plan
-from truestep.policy.errors import ModelError
+from truestep.policy.errors import ModelError, no_model
+from truestep.policy.loading.adapting import adapter_source, attach_adapter
+from truestep.policy.model.adapter import DOWN, UP, Adapter
 from truestep.policy.model.freezing import freeze_weights
 from truestep.text import printable
 
@@ -42,6 +44,7 @@ class ModelShape:
     head: str  # the embedding's name where it is tied
     norm_names: frozenset[str]
     frozen: frozenset[str] = frozenset()  # the names of weights that are not trained
+    adapter: Adapter | None = None
 
     @property
     def vocabulary(self) -> int:
@@ -86,8 +89,12 @@ def _cut_names(config: Any, tensor: int) -> re.Pattern[str] | None:
     if tensor == 1:
         return None
     plan = tensor_plan(config, tensor)
-    names = [re.escape(name).replace(r"\*", r"\d+") for name in (*plan.columns, *plan.rows)]
-    return re.compile(f"({'|'.join(names)})\\.")
+
+    def any_of(names: Sequence[str]) -> str:
+        return "|".join(re.escape(name).replace(r"\*", r"\d+") for name in names)
+
+    # By columns, an adapter's B is cut and every rank has all of A; by rows it is the other way round.
+    return re.compile(rf"({any_of(plan.columns)})\.(weight|bias|{UP})|({any_of(plan.rows)})\.(weight|{DOWN})")
 
 
 def read_shape(config: Config) -> ModelShape:
@@ -96,7 +103,7 @@ def read_shape(config: Config) -> ModelShape:
 
     directory, trust = Path(config.model.path), config.model.trust_remote_code
     if not (directory / "config.json").is_file():
-        raise ModelError(f"model.path: {directory} is not a Hugging Face model directory: it has no config.json")
+        raise ModelError(no_model(directory))
     try:
         settings = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust)
         with torch.device("meta"):
@@ -105,11 +112,13 @@ def read_shape(config: Config) -> ModelShape:
         raise ModelError(
             f"model.path: {directory} could not be made: {type(error).__name__}: {printable(error, 2000)}"
         ) from error
-    freeze_weights(model, config.model.freeze or ())
-    return shape_of(model)
+    if config.model.freeze:
+        freeze_weights(model, config.model.freeze)
+    source = adapter_source(config.adapter, config.seed)
+    return shape_of(model, None if source is None else attach_adapter(model, source))
 
 
-def shape_of(model: Any) -> ModelShape:
+def shape_of(model: Any, adapter: Adapter | None = None) -> ModelShape:
     name, layers = layers_of(model)
     if not layers:
         raise ModelError(f"{type(model).__name__} has no list of its layers: its memory cannot be planned")
@@ -124,4 +133,5 @@ def shape_of(model: Any) -> ModelShape:
         head=names[id(model.get_output_embeddings().weight)],
         norm_names=frozenset(name for name, parameter in model.named_parameters() if parameter.dim() < 2),
         frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
+        adapter=adapter,
     )

@@ -4,8 +4,8 @@ Dimensions: S tokens of the micro-batch, H hidden, V vocabulary.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from truestep.policy.cuts.layers import active_weights
 from truestep.policy.cuts.pieces import slice_of
 from truestep.policy.cuts.stages import Stages
 from truestep.policy.model import attention
+from truestep.policy.model.adapter import Adapter
 from truestep.policy.model.context import Context
 from truestep.policy.weights.protocol import Weights
 from truestep.ranks.exchange import gather_same
@@ -68,6 +69,8 @@ class Policy:
     stages: Stages | None = None  # how it is cut; None: all of it is here
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of all its layers, where some are elsewhere
     attends: attention.Choice = attention.BY_TORCH
+    adapter: Adapter | None = None  # then it alone is trained
+    adapts: bool = True  # False: it computes without its adapter
 
     @property
     def device(self) -> torch.device:
@@ -108,12 +111,17 @@ class Policy:
 
         Between stages, each rank has its own tokens. The last stage gathers them, so that tensor ranks all have their
         context rank's; each of them must be given the full gradient."""
-        if self.stages is None:
-            hidden = packed_hidden(self.model, tokens, self.device, self.context)
-        else:
-            hidden = stage_hidden(self.model, self.stages, stage, tokens, self.device, received, self.context)
+        with nullcontext() if self.adapter is None or self.adapts else self.adapter.off():
+            if self.stages is None:
+                hidden = packed_hidden(self.model, tokens, self.device, self.context)
+            else:
+                hidden = stage_hidden(self.model, self.stages, stage, tokens, self.device, received, self.context)
         group = self.weights.ranks.group("tensor")
         return hidden if group is None or stage < self.pipeline.last else gather_same(hidden, group)
+
+    def without_adapter(self) -> "Policy":
+        """Give the model that the adapter was put on, on the very same weights."""
+        return replace(self, adapts=False)
 
     def plain_attention(self) -> AbstractContextManager[None]:
         return plain_attention(self.model)

@@ -117,10 +117,11 @@ class StepRunner:
         computed = [number for number in range(len(micro_batches)) if _any_label(plan, plan.at_once(number))]
 
         def run(numbers: Sequence[int], backward: bool) -> Passes:
+            scored: list[tuple[MicroBatch, RowStatistics]] = []
+
             def head(micro_batch: MicroBatch, rows: torch.Tensor) -> torch.Tensor | None:
                 statistics, gradient = self._head(micro_batch, plan.totals, rows, backward)
-                if self.reports_metrics:
-                    self._measure(sums, micro_batch, plan, statistics)
+                scored.append((micro_batch, statistics))
                 return gradient
 
             def packed(number: int) -> MicroBatch:
@@ -129,6 +130,9 @@ class StepRunner:
             count, group = len(numbers), self.breadth_first
             passes = Passes(self.policy, count, packed, head, backward=backward, group=group, stopwatch=self.stopwatch)
             passes.run()
+            # Only now: metrics wait for the device, which would have nothing to do between two passes.
+            for micro_batch, statistics in scored if self.reports_metrics else ():
+                self._measure(sums, micro_batch, plan, statistics)
             return passes
 
         # Their metrics are those of every document's own; their gradient is 0.

@@ -18,7 +18,7 @@ from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.files import write_json_lines
 from truestep.policy.cuts.tensor import tensor_plan
-from truestep.policy.errors import ModelError
+from truestep.policy.errors import ModelError, no_model
 from truestep.policy.loading.load import load_policy
 from truestep.policy.model.context import check_heads
 from truestep.ranks.axes import RankLayout
@@ -26,6 +26,7 @@ from truestep.ranks.group import Ranks
 from truestep.verify.layouts import Layout
 from truestep.verify.oracle.records import Record
 from truestep.verify.reduced import (
+    draw_adapter,
     record_of,
     redraw_logprobs,
     reduce_model,
@@ -53,6 +54,7 @@ class Case:
     reference: Path | None = None  # the model that the policy is held near to, where the loss has one
     # Those of layouts in half precision, whose rounding decides nothing either; None: the same as of the others.
     half_records: list[Record] | None = None
+    adapter: Path | None = None  # that every layout begins with
 
     def steps(self, records: Sequence[Record]) -> list[list[Record]]:
         """Cut records into the batches of the steps; a batch comes once for each update on it."""
@@ -69,9 +71,10 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
     seed = config.seed
     model = Path(config.model.path)
     if not (model / "config.json").is_file():
-        raise VerifyError(f"model.path: {model} is not a Hugging Face model directory: it has no config.json")
+        raise VerifyError(no_model(model))
     if not full:
         model = reduce_model(model, scratch / "model", seed, config.model.trust_remote_code)
+    adapter = None if config.adapter is None else _adapter(config, model, scratch, full)
     over_step = not config.loss.supervised and advantage_rule(config).scale == "step"
     records = _invented(documents, seed, over_step) if config.data.path is None else _of_user(config, documents)
     if not full:
@@ -81,9 +84,9 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
         objective, remote = make_objective(config), config.model.trust_remote_code
         if config.model.dtype == "bfloat16":
             half = copy.deepcopy(records)
-            redraw_logprobs(model, half, objective, seed, remote, half_precision=True)
+            redraw_logprobs(model, half, objective, seed, remote, adapter, half_precision=True)
             write_json_lines(scratch / HALF, half)
-        redraw_logprobs(model, records, objective, seed, remote)
+        redraw_logprobs(model, records, objective, seed, remote, adapter)
     reference, loss = _reference(config, model, scratch, full)
     longest = max(len(record["input_ids"]) for record in records)
     budget = config.data.tokens_per_microbatch if full else 3 * longest
@@ -93,6 +96,7 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
         freeze = still_matching(model, freeze, config.model.trust_remote_code)
     options = {
         "model": config.model.model_dump() | {"path": str(model), "dtype": "float32", "freeze": freeze},
+        "adapter": None if adapter is None else {"path": str(adapter)},
         "loss": loss | {"metrics": "full"},
         "data": {
             "path": str(scratch / "rollouts.jsonl"),
@@ -112,7 +116,7 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
         "logging": {"console": False, "rollouts": None, "custom_metrics": config.logging.custom_metrics},
         "seed": seed,
     }
-    return Case(scratch, model, options, records, budget, reference, half)
+    return Case(scratch, model, options, records, budget, reference, half, adapter)
 
 
 def _reference(config: Config, model: Path, scratch: Path, full: bool) -> tuple[Path | None, dict[str, Any]]:
@@ -129,6 +133,14 @@ def _reference(config: Config, model: Path, scratch: Path, full: bool) -> tuple[
     if not full:
         reference = reduce_model(reference, scratch / "reference", config.seed + 1, config.model.trust_remote_code)
     return reference, loss | {"kl_reference": options | {"path": str(reference)}}
+
+
+def _adapter(config: Config, model: Path, scratch: Path, full: bool) -> Path:
+    """Find the adapter that the layouts begin with, or draw one: of a new one, B is zero, and A has no gradient."""
+    assert config.adapter is not None
+    if full and config.adapter.path is not None:
+        return Path(config.adapter.path)
+    return draw_adapter(config.adapter, model, scratch / "adapter", config.seed, config.model.trust_remote_code)
 
 
 def _optimizer(config: Config) -> dict[str, Any]:

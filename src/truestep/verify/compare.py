@@ -112,7 +112,8 @@ class Comparer:
                 digest.update(tensors[name].numpy().tobytes())
         key = digest.hexdigest()
         if key not in self._references:
-            model = Reference(self._case.model, weights, self._case.options["model"]["trust_remote_code"])
+            trusted = self._case.options["model"]["trust_remote_code"]
+            model = Reference(self._case.model, weights, trusted, self._case.adapter)
             model.freeze(self._case.options["model"]["freeze"] or ())
             data = self._case.options["data"]
             if data["advantages"] != "none":
@@ -136,7 +137,9 @@ class Comparer:
         self, model: Path, weights: Mapping[str, torch.Tensor] | None, records: Sequence[Record]
     ) -> list[list[float]]:
         trusted = self._case.options["model"]["trust_remote_code"]
-        return oracle_logprobs(Reference(model, weights, trusted), list(records))
+        # Without weights it is a reference, which has no adapter.
+        adapter = None if weights is None else self._case.adapter
+        return oracle_logprobs(Reference(model, weights, trusted, adapter), list(records))
 
 
 def _other_documents(trained: Sequence[str], wanted: Sequence[str]) -> str:

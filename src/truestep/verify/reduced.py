@@ -8,6 +8,7 @@ one's, so the sampler's are made anew around them, with ratios on both sides of 
 
 import math
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,12 @@ from typing import Any
 
 import torch
 
+from truestep.config.sections import AdapterConfig
 from truestep.losses.label_losses import Switch
 from truestep.losses.objective import Objective
+from truestep.policy.adapter_files import read_adapter, write_adapter
 from truestep.policy.errors import ModelError
+from truestep.policy.model.adapter import DOWN, Adapter, attach, matches, target_modules
 from truestep.types import Rollout
 from truestep.verify.custom import document_labels
 from truestep.verify.oracle.records import Document, Record, read_document
@@ -103,6 +107,42 @@ def still_matching(model: Path, patterns: Sequence[str], trust_remote_code: bool
     return kept
 
 
+def draw_adapter(given: AdapterConfig, model: Path, directory: Path, seed: int, trust_remote_code: bool) -> Path:
+    """Write a random adapter with a user's options, neither of whose matrices is zero. A reduced model has few layers:
+    targets that it does not have are left out; if none is left, they are taken by their names within a layer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=trust_remote_code)
+    loader: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        made = loader.from_config(config, trust_remote_code=trust_remote_code)
+    wanted = None if given.path is None else read_adapter(Path(given.path))[0]
+    targets = given.targets if wanted is None else list(wanted.modules)
+    rank, alpha = (given.rank, given.alpha) if wanted is None else (wanted.rank, wanted.alpha)
+    adapter = Adapter(rank, alpha, _modules(made, targets))
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+
+    def draw(name: str, shape: torch.Size) -> torch.Tensor:
+        # A layer's outputs change by about a tenth of an input.
+        size = shape[1] ** -0.5 if f".{DOWN}." in name else 0.1 / (rank**0.5 * adapter.scale)
+        tensors[name] = size * torch.randn(shape, generator=generator)
+        return tensors[name]
+
+    attach(made, adapter, draw)
+    write_adapter(directory, adapter, tensors, model)
+    return directory
+
+
+def _modules(model: Any, targets: str | Sequence[str]) -> tuple[str, ...]:
+    if isinstance(targets, str):
+        return target_modules(model, targets)
+    names = [name for name, _ in model.named_modules()]
+    left = [target for target in targets if any(matches(name, target) for name in names)]
+    within = sorted({re.sub(r"^.*\.([^.]*[\d*\]][^.]*)\.", "", target) for target in targets})
+    return target_modules(model, left or within)
+
+
 def record_of(document: Rollout) -> Record:
     """Write a document as one line of a rollout file; its advantages are made of rewards already."""
     record: Record = {
@@ -149,12 +189,13 @@ def redraw_logprobs(
     objective: Objective,
     seed: int,
     trust_remote_code: bool,
+    adapter: Path | None = None,
     *,
     half_precision: bool = False,
 ) -> None:
     """Draw the records' log-probs anew, in place: on both sides of every bound of the objective, and never so near one
     that float32 would decide on which side; with `half_precision`, nor that bfloat16 would for a whole document."""
-    new = oracle_logprobs(Reference(model, None, trust_remote_code), list(records))
+    new = oracle_logprobs(Reference(model, None, trust_remote_code, adapter), list(records))
     documents = [read_document(record, 1.0) for record in records]
     for spread in _SPREADS:
         draw = random.Random(seed)

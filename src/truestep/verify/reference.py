@@ -4,12 +4,14 @@ transformers computes norms, rotary embeddings and softmax in float32, whatever 
 for float32 becomes one for float64.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -23,10 +25,24 @@ class _Float64(TorchFunctionMode):
         return function(*wider, **named)
 
 
-class Reference:
-    """The float64 model of a Hugging Face directory, with other weights in place of its own where they are given."""
+def _read_adapter(directory: Path) -> dict[str, Tensor]:
+    tensors = load_file(directory / "adapter_model.safetensors")
+    return {
+        name.removeprefix("base_model.model."): tensor.double().requires_grad_() for name, tensor in tensors.items()
+    }
 
-    def __init__(self, directory: Path, weights: Mapping[str, Tensor] | None = None, trust_remote_code: bool = False):
+
+class Reference:
+    """The float64 model of a Hugging Face directory, with other weights in place of its own where they are given. With
+    an adapter, the weights of its layers are merged ones, and it alone is differentiated for."""
+
+    def __init__(
+        self,
+        directory: Path,
+        weights: Mapping[str, Tensor] | None = None,
+        trust_remote_code: bool = False,
+        adapter: Path | None = None,
+    ):
         from transformers import AutoModelForCausalLM
 
         loader: Any = AutoModelForCausalLM
@@ -45,11 +61,27 @@ class Reference:
         self.parameters: dict[str, Tensor] = dict(self._model.named_parameters())  # a tied tensor once
         ends = [self._model.get_input_embeddings().weight, self._model.get_output_embeddings().weight]
         self.ends = {name for name, value in self.parameters.items() if any(value is end for end in ends)}
+        adapters = {} if adapter is None else _read_adapter(adapter)
+        self.parameters |= adapters
         with torch.no_grad():
             for name in self.parameters.keys() & (weights or {}).keys():
                 self.parameters[name].copy_((weights or {})[name])
         # A padding token's row of the embedding learns like any other: see policy/embedding.
         self._model.get_input_embeddings().padding_idx = None
+        if adapter is not None:
+            self._merge(adapter, adapters)
+            self.parameters = adapters
+
+    def _merge(self, adapter: Path, adapters: Mapping[str, Tensor]) -> None:
+        """Put W + (alpha / rank) · B A in the place of W: a gradient goes through it to A and B."""
+        settings = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+        for name, down in adapters.items():
+            if name.endswith("lora_A.weight"):
+                layer = self._model.get_submodule(name.removesuffix(".lora_A.weight"))
+                plain = layer.weight.detach()
+                up = adapters[name.replace("lora_A", "lora_B")]
+                del layer._parameters["weight"]
+                layer.weight = plain + settings["lora_alpha"] / settings["r"] * up @ down
 
     def freeze(self, patterns: Sequence[str]) -> None:
         """Differentiate no more for the weights whose names match; a tied one has two names."""

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 
 from truestep.policy.cuts.pieces import Piece, slice_of
 from truestep.policy.errors import ModelError
+from truestep.policy.model.adapter import LoraLinear, product
 from truestep.ranks.exchange import gather_tokens, sum_to_own_tokens
 from truestep.ranks.group import Ranks
 
@@ -84,7 +84,7 @@ def cut_model(
         if pattern in plan.halves:
             _gather_for(module, cuts.group)
         elif pattern in (*plan.columns, *plan.rows):
-            if type(module) is not torch.nn.Linear:
+            if type(module) not in (torch.nn.Linear, LoraLinear):
                 raise _refusal(f"{name} is a {type(module).__name__} and not a plain linear layer")
             if pattern in plan.columns:
                 cuts.columns(name, module)
@@ -125,15 +125,19 @@ class _Cuts:
             raise _refusal(f"{name} has {linear_layer.out_features} outputs, which tensor ranks do not divide")
         self._cut(linear_layer, "weight", 0)
         self._cut(linear_layer, "bias", 0)
+        if isinstance(linear_layer, LoraLinear):
+            self._cut(linear_layer.lora_B, "weight", 0)
         linear_layer.out_features = linear_layer.weight.shape[0]
 
     def rows(self, linear_layer: Any) -> None:
         self._cut(linear_layer, "weight", 1)
+        if isinstance(linear_layer, LoraLinear):
+            self._cut(linear_layer.lora_A, "weight", 1)
         linear_layer.in_features = linear_layer.weight.shape[1]
         group = self.group
 
         def forward(inputs: torch.Tensor) -> torch.Tensor:
-            summed = sum_to_own_tokens(linear(inputs, linear_layer.weight), group)
+            summed = sum_to_own_tokens(product(linear_layer, inputs), group)
             # Once, of the tokens that are here; every rank has all of it.
             return summed if linear_layer.bias is None else summed + linear_layer.bias
 
@@ -179,7 +183,7 @@ def _compute_needed_heads(linear_layer: Any, keys: int, queries: int, ranks: Ran
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:
         bias = None if linear_layer.bias is None else linear_layer.bias.index_select(0, chosen)
-        return linear(inputs, linear_layer.weight.index_select(0, chosen), bias)
+        return product(linear_layer, inputs, chosen, bias)
 
     linear_layer.forward = forward
 

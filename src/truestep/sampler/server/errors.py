@@ -15,6 +15,10 @@ class UnreachableError(Exception):
     """No answer, or none of the server's own making: the request may succeed later, or elsewhere."""
 
 
+class ForgottenError(UnreachableError):
+    """The server answers, and no longer has what it was given: it is another process by now."""
+
+
 class BadAnswerError(Exception):
     """An answer that must not become a document. The reason is for rejected.jsonl."""
 

@@ -14,7 +14,14 @@ from pathlib import Path
 from truestep import progress
 from truestep.sampler.server import answer
 from truestep.sampler.server.check import explain_raw
-from truestep.sampler.server.errors import BadAnswerError, ServerError, UnreachableError, VoidedError, WeightsError
+from truestep.sampler.server.errors import (
+    BadAnswerError,
+    ForgottenError,
+    ServerError,
+    UnreachableError,
+    VoidedError,
+    WeightsError,
+)
 from truestep.sampler.server.probe import Expected, measure
 from truestep.sampler.server.protocol import Choice, CompletionRequest, InferenceServer
 
@@ -289,7 +296,11 @@ class Fleet:
         assert self._current is not None
         await server.remote.describe()
         await server.remote.resume()  # a sync that was cut short left it standing still
-        if not await self._has_its_weights(server):
+        try:
+            has_them = await self._has_its_weights(server)
+        except ForgottenError:
+            has_them = False
+        if not has_them:
             self._void(server)
             await self._load(server, self._current)
         elif server.version != self._current.version:

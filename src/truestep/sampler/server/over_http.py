@@ -60,10 +60,18 @@ class HttpServer(InferenceServer):
     async def _post(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
         return await self._json("POST", path, body, timeout or self._timeout)
 
-    async def _json(self, method: str, path: str, body: Any, timeout: float) -> Any:
+    async def _tell(self, path: str, body: Any, timeout: float) -> None:
+        """Send what is answered by a status alone, or with a text for people."""
+        await self._request("POST", path, body, timeout)
+
+    async def _request(self, method: str, path: str, body: Any, timeout: float) -> httpx.Response:
         async with _reaching(path, timeout):
             response = await self._http.request(method, path, json=body)
         self._check_status(path, response.status_code, response.text)
+        return response
+
+    async def _json(self, method: str, path: str, body: Any, timeout: float) -> Any:
+        response = await self._request(method, path, body, timeout)
         try:
             return response.json() if response.content else None
         except (ValueError, RecursionError) as error:  # RecursionError: nested without end

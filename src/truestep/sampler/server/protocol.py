@@ -97,7 +97,8 @@ class InferenceServer(Protocol):
         ...
 
     async def load(self, weights: Path) -> None:
-        """Load a Hugging Face directory into the paused server, and forget all that the old weights computed."""
+        """Load a Hugging Face directory into the paused server, and forget all that the old weights computed. With
+        `sampler.adapter: served` it is the directory of an adapter, in peft's format, to be used from now on."""
         ...
 
     async def resume(self) -> None:

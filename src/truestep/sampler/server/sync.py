@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from truestep.policy.policy import Policy
-from truestep.policy.save import stream_policy
+from truestep.policy.save import save_adapter, stream_policy
 
 _PREFIX = "truestep-weights-"
 _KEPT = 2  # the newest is being read, and a server that was away may still ask for the one before
@@ -18,8 +18,10 @@ _KEPT = 2  # the newest is being read, and a server that was away may still ask 
 class WeightsDirectory:
     """A directory on a disk that the servers see too. One run writes it."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, *, adapter_alone: bool = False):
+        """Take a directory. `adapter_alone`: the servers have the model, and get the policy's adapter."""
         self.path = path.absolute()  # a server stands in another working directory
+        self._adapter_alone = adapter_alone
 
     def write(self, policy: Policy, version: int, dtype: torch.dtype) -> Path:
         """Write weights under a name that no server has read before: an engine may know a file by its name. Every rank
@@ -27,7 +29,10 @@ class WeightsDirectory:
         ranks = policy.weights.ranks
         name = ranks.share(lambda: f"{_PREFIX}{version:012d}-{secrets.token_hex(4)}")
         partial = self.path / f".{name}.partial"
-        stream_policy(policy, partial, dtype)
+        if self._adapter_alone and policy.adapter is not None:
+            save_adapter(policy, policy.adapter, partial, dtype)
+        else:
+            stream_policy(policy, partial, dtype)
         return ranks.share(lambda: self._complete(partial, self.path / name))
 
     def _complete(self, partial: Path, final: Path) -> Path:

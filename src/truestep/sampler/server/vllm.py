@@ -1,12 +1,14 @@
 """A vLLM server: all that the trainer knows of vLLM's paths, bodies, status codes and oddities."""
 
+import contextlib
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from truestep.sampler.server.errors import BadAnswerError, ServerError, UnreachableError
-from truestep.sampler.server.over_http import HttpServer
+from truestep.policy.adapter_files import is_adapter
+from truestep.sampler.server.errors import BadAnswerError, ForgottenError, ServerError, UnreachableError
+from truestep.sampler.server.over_http import QUICK_SECONDS, HttpServer
 from truestep.sampler.server.protocol import Advice, Choice, CompletionRequest
 from truestep.text import printable
 
@@ -22,6 +24,12 @@ _PLAIN_SAMPLING: dict[str, Any] = {
 }
 
 
+_ADAPTERS = (
+    " For adapters start the server with --enable-lora, --max-lora-rank (adapter.rank or more) and "
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+)
+
+
 class Vllm(HttpServer):
     hints: ClassVar[Mapping[int, str]] = {
         **HttpServer.hints,
@@ -34,6 +42,8 @@ class Vllm(HttpServer):
         emptied_cache="although /reset_prefix_cache was called",
         loaded="although reload_weights was called",
     )
+
+    _adapter: str | None = None  # the name of the adapter that was loaded last: each has a name of its own
 
     async def complete(self, request: CompletionRequest) -> list[Choice]:
         return read_choices(await self._post("/v1/completions", self._body(request)), request)
@@ -58,7 +68,7 @@ class Vllm(HttpServer):
     def _body(self, request: CompletionRequest) -> dict[str, Any]:
         """No seed: vLLM's engine for CPUs dies of a seeded request whose prompt it reads in two parts."""
         return {
-            "model": self.model,
+            "model": self._adapter or self.model,
             "prompt": list(request.prompt),
             "n": request.n,
             "temperature": request.temperature,
@@ -73,7 +83,7 @@ class Vllm(HttpServer):
         self, prompt: tuple[int, ...], temperature: float, count: int, *, past_the_cache: bool = False
     ) -> dict[int, float]:
         body = {
-            "model": self.model,
+            "model": self._adapter or self.model,
             "prompt": list(prompt),
             "max_tokens": 1,
             "temperature": temperature,
@@ -93,6 +103,9 @@ class Vllm(HttpServer):
         await self._post(f"/pause?mode={mode}")
 
     async def load(self, weights: Path) -> None:
+        if is_adapter(weights):
+            await self._load_adapter(weights)
+            return
         try:
             await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}})
         except UnreachableError as error:
@@ -105,6 +118,36 @@ class Vllm(HttpServer):
                 "/reset_prefix_cache did not succeed: something still holds the cache of the old weights"
             )
 
+    async def _load_adapter(self, weights: Path) -> None:
+        """Load an adapter under a name that no other one had, so that no cache knows it; the one before goes."""
+        before, name = self._adapter, weights.name
+        if before == name:  # the same again: a probe found it wrong, or the server is another process
+            await self._unload(name)
+        try:
+            await self._tell("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(weights)}, self._timeout)
+        except UnreachableError as error:
+            await self._blame(weights, error)
+        except ServerError as error:
+            raise ServerError(f"{error}{_ADAPTERS}") from error
+        self._adapter = name
+        if before not in (None, name):
+            await self._unload(before)
+
+    async def _unload(self, name: str | None) -> None:
+        with contextlib.suppress(ServerError):  # a server that was started anew does not know it
+            await self._tell("/v1/unload_lora_adapter", {"lora_name": name}, QUICK_SECONDS)
+
+    async def close(self) -> None:
+        if self._adapter is not None:
+            with contextlib.suppress(UnreachableError):
+                await self._unload(self._adapter)
+        await super().close()
+
+    def _check_status(self, path: str, status: int, text: str) -> None:
+        if status == 404 and self._adapter is not None and path == "/v1/completions":
+            raise ForgottenError(f"it no longer knows the adapter {self._adapter}: it was restarted")
+        super()._check_status(path, status, text)
+
     async def _blame(self, weights: Path, error: UnreachableError) -> None:
         """Raise `error`, or a ServerError where the server lives on: it would refuse the same weights again."""
         if not await self._lives() or "answered 500" not in str(error):
@@ -112,6 +155,7 @@ class Vllm(HttpServer):
         raise ServerError(
             f"sampler.urls: {self.url} could not load the weights in {weights}: {error}. Is that directory on a disk "
             "that the server sees (sampler.weights_directory), and is the served model of the trainer's architecture?"
+            f"{_ADAPTERS if is_adapter(weights) else ''}"
         ) from error
 
     async def resume(self) -> None:
