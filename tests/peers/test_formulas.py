@@ -76,7 +76,7 @@ def prime_rl(low: float, high: float) -> LabelLoss:
 
     def loss(logprob: Tensor, given: Tensors, row: int, at: int) -> Tensor:
         advantage, old = given.advantages[row], given.old[row, at]
-        moved = float(logprob.exp() - old.exp())
+        moved = float(logprob.detach().exp() - old.exp())
         masked = moved > high if advantage > 0 else moved < -low
         return torch.zeros_like(logprob) if masked else -advantage * (logprob - old).exp()
 
