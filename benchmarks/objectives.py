@@ -270,7 +270,7 @@ def text_of(found: Sequence[dict[str, Any]]) -> str:
     if not found:
         return ""
     last = [100 * line["final"] for line in found]
-    parts = [f"{statistics.mean(last):.0f} ({min(last):.0f}–{max(last):.0f})"]
+    parts = [f"{statistics.mean(last):.0f}" + (f" ({min(last):.0f}–{max(last):.0f})" if len(last) > 1 else "")]
     reached = [line["steps_to_90"] for line in found if line["steps_to_90"] is not None]
     if 2 * len(reached) > len(found):
         parts.append(f"@{statistics.median_low(reached)}")

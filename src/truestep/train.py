@@ -138,16 +138,15 @@ def make_trainer(
         steps=config.schedule.steps,
         evaluator=evaluator,
         evaluate_every=config.evaluation.every if config.evaluation else 0,
-        state=RunState(
-            progress.step,
-            queue.documents_seen,
-            ranks.share(directory.last_evaluated),
-            progress.step if latest else None,
-        ),
+        state=_state(progress, queue, ranks.share(directory.last_evaluated), latest),
         put_aside=directory.not_in_ledger(source.drain_put_aside()),
         keeper=make_keeper(config, directory, policy, display.say),
         callbacks=told,
     )
+
+
+def _state(progress: Progress, queue: PlanQueue, last_evaluated: int | None, latest: Path | None) -> RunState:
+    return RunState(progress.step, queue.documents_seen, last_evaluated, progress.step if latest else None)
 
 
 def _say_notes(display: Display, config: Config, notes: Sequence[str]) -> None:
