@@ -54,6 +54,7 @@ BASIC = {
     *("clipped_fraction", "clamped_ratios"),
     *("advantage", "max_advantage", "min_advantage", "zero_advantage_fraction", "reward", "max_reward", "min_reward"),
     *("staleness", "max_staleness", "min_staleness", "effective_sample_size", "effective_sample_share", "entropy"),
+    "logprob_advantage_covariance",
     *("response_length", "max_response_length", "min_response_length", "reward_std"),
     *("response_length_rewarded", "response_length_unrewarded"),
 }

@@ -25,7 +25,7 @@ from truestep.assemble.step import (
 from truestep.callbacks import Callback, Callbacks, Run
 from truestep.checkpoint.checksums import find_damage
 from truestep.checkpoint.saves import SaveRule, Saves
-from truestep.checkpoint.store import CheckpointStore, read_progress
+from truestep.checkpoint.store import CheckpointStore, Progress, read_progress
 from truestep.config.load import dump_config
 from truestep.config.schema import Config
 from truestep.files import write_whole
@@ -108,24 +108,24 @@ def make_trainer(
     evaluator = make_evaluator(config, policy, raters, source)
     seed_random(config.seed)
     told = Callbacks(Run(directory.path), callbacks if ranks.first else ())
-    step, sizes = (0, (0, None)) if latest is None else _restore(latest, queue, optimizer, policy, told)
+    progress = Progress(0, {}, (), 0) if latest is None else _restore(latest, queue, optimizer, policy, told)
     rejected = source.drain_rejected()
     sinks: list[Sink] = []
     if ranks.first:
-        notes = damaged + run_notes(directory, config, policy, source, rejected, latest, step)
-        sinks = make_sinks(config, directory, display, title, step)
+        notes = damaged + run_notes(directory, config, policy, source, rejected, latest, progress.step)
+        sinks = make_sinks(config, directory, display, title, progress.step)
         directory.lock()
-        notes += _lay_out(directory, config, rejected, step, sizes)
+        notes += _lay_out(directory, config, rejected, progress)
         _say_notes(display, config, [*what_runs(config, policy, directory, source, ranks.size), *notes])
     if latest is not None:  # a kill may have come after its completion, and before the source was told
-        source.checkpointed(latest, step, queue.documents_seen)
+        source.checkpointed(latest, progress.step, queue.documents_seen)
     return Trainer(
         policy=policy,
         source=source,
         plans=PlansAhead(queue, ranks, overlap=source.plans_ahead),
         ranks=ranks,
         watch=watch,
-        runner=runner,
+        runner=runner.with_entropy_bonus(progress.entropy_bonus),
         before=before,
         optimizer=optimizer,
         learning_rate=make_learning_rate(config),
@@ -138,7 +138,12 @@ def make_trainer(
         steps=config.schedule.steps,
         evaluator=evaluator,
         evaluate_every=config.evaluation.every if config.evaluation else 0,
-        state=RunState(step, queue.documents_seen, ranks.share(directory.last_evaluated), step if latest else None),
+        state=RunState(
+            progress.step,
+            queue.documents_seen,
+            ranks.share(directory.last_evaluated),
+            progress.step if latest else None,
+        ),
         put_aside=directory.not_in_ledger(source.drain_put_aside()),
         keeper=make_keeper(config, directory, policy, display.say),
         callbacks=told,
@@ -222,9 +227,8 @@ def _damage_of(checkpoint: Path, ranks: Ranks) -> str | None:
 
 def _restore(
     checkpoint: Path, queue: PlanQueue, optimizer: torch.optim.Optimizer, policy: Policy, callbacks: Callbacks
-) -> tuple[int, tuple[int, int | None]]:
-    """Put the run back to where the checkpoint left it; return its step, and the sizes of rejected.jsonl and
-    ledger.jsonl by then."""
+) -> Progress:
+    """Put the run back to where the checkpoint left it."""
     try:
         progress = read_progress(checkpoint, policy.weights.ranks.rank)
         queue.restore(progress.queue, list(progress.carried))
@@ -232,7 +236,7 @@ def _restore(
     except _ODD_CONTENT as error:
         raise _damaged(checkpoint, f"{type(error).__name__}: {error}") from error
     callbacks.restore(progress.callbacks, progress.step, queue.documents_seen)
-    return progress.step, (progress.rejected_bytes, progress.ledger_bytes)
+    return progress
 
 
 def _damaged(checkpoint: Path, problem: object) -> TrainingError:
@@ -250,18 +254,17 @@ def _lay_out(
     directory: RunDirectory,
     config: Config,
     rejected: Sequence[Rejected],
-    step: int,
-    sizes: tuple[int, int | None],
+    progress: Progress,
 ) -> list[str]:
-    """Roll the run's files back to the end of `step`, when rejected.jsonl and ledger.jsonl had these sizes. Nothing is
-    written before everything else could be built.
+    """Roll the run's files back to where the checkpoint left them. Nothing is written before everything else could be
+    built.
 
     What is found damaged in them is given, a sentence each.
     """
-    faults = directory.roll_back(step, *sizes)
+    faults = directory.roll_back(progress.step, progress.rejected_bytes, progress.ledger_bytes)
     if config.data.path is not None:
         write_rejected(directory.path, rejected)  # of the whole data, read anew at every start
-    if step == 0 and (config.adapter is not None or starts_from_first_weights(config)):
+    if progress.step == 0 and (config.adapter is not None or starts_from_first_weights(config)):
         directory.note_first_weights(config.model.path)
     write_whole(directory.config, dump_config(config, without_secrets=True).encode())
     return faults

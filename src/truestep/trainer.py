@@ -231,6 +231,7 @@ class Trainer:
             clip_gradients(self.policy.weights.gradients, norm, self.gradient_clip)
             self.saves.before_update()
             update(self.optimizer, self.policy.weights, rate)
+        self.runner = self.runner.steered(accumulated.metrics)
         self.state.step = number
         self.state.documents_seen = plan.documents_seen_after
         self.watch.phase(f"ending step {number}")
@@ -335,6 +336,7 @@ class Trainer:
             rejected_bytes=self.directory.rejected_bytes(),
             ledger_bytes=self.directory.ledger_bytes(),
             callbacks=self.callbacks.state(),
+            entropy_bonus=self.runner.objective.steered_weight,
         )
         optimizer_state = optimizer_parts(self.optimizer, self.policy.weights)
         hugging_face = self.save_rule.is_hugging_face(self.step)

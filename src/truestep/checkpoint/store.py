@@ -58,6 +58,7 @@ class Progress:
     rejected_bytes: int  # the size of rejected.jsonl
     ledger_bytes: int | None = None  # the size of ledger.jsonl; None in a checkpoint of an older version
     callbacks: dict[str, Any] = field(default_factory=dict)  # what they have to remember
+    entropy_bonus: float | None = None  # its weight in the next step; None in a checkpoint of an older version
 
 
 @dataclass(frozen=True)
@@ -202,6 +203,7 @@ def _write_progress(folder: Path, progress: Progress) -> None:
         "queue": progress.queue,
         "rejected_bytes": progress.rejected_bytes,
         "ledger_bytes": progress.ledger_bytes,
+        "entropy_bonus": progress.entropy_bonus,
     }
     if progress.callbacks:
         state["callbacks"] = progress.callbacks
@@ -220,6 +222,7 @@ def read_progress(checkpoint: Path, rank: int = 0) -> Progress:
         rejected_bytes=state["rejected_bytes"],
         ledger_bytes=state.get("ledger_bytes"),
         callbacks=state.get("callbacks", {}),
+        entropy_bonus=state.get("entropy_bonus"),
     )
 
 
