@@ -112,11 +112,10 @@ def make_trainer(
     rejected = source.drain_rejected()
     sinks: list[Sink] = []
     if ranks.first:
-        notes = damaged + run_notes(directory, config, policy, source, rejected, latest, progress.step)
+        notes = [*what_runs(config, policy, directory, source, ranks.size), *damaged]
+        notes += run_notes(directory, config, policy, source, rejected, latest, progress.step)
         sinks = make_sinks(config, directory, display, title, progress.step)
-        directory.lock()
-        notes += _lay_out(directory, config, rejected, progress)
-        _say_notes(display, config, [*what_runs(config, policy, directory, source, ranks.size), *notes])
+        _say_notes(display, config, notes + _lay_out(directory, config, rejected, progress))
     if latest is not None:  # a kill may have come after its completion, and before the source was told
         source.checkpointed(latest, progress.step, queue.documents_seen)
     return Trainer(
@@ -138,16 +137,15 @@ def make_trainer(
         steps=config.schedule.steps,
         evaluator=evaluator,
         evaluate_every=config.evaluation.every if config.evaluation else 0,
-        state=RunState(
-            progress.step,
-            queue.documents_seen,
-            ranks.share(directory.last_evaluated),
-            progress.step if latest else None,
-        ),
+        state=_state(progress, queue, ranks.share(directory.last_evaluated)),
         put_aside=directory.not_in_ledger(source.drain_put_aside()),
         keeper=make_keeper(config, directory, policy, display.say),
         callbacks=told,
     )
+
+
+def _state(progress: Progress, queue: PlanQueue, last_evaluated: int | None) -> RunState:
+    return RunState(progress.step, queue.documents_seen, last_evaluated, progress.step or None)
 
 
 def _say_notes(display: Display, config: Config, notes: Sequence[str]) -> None:
@@ -261,6 +259,7 @@ def _lay_out(
 
     What is found damaged in them is given, a sentence each.
     """
+    directory.lock()
     faults = directory.roll_back(progress.step, progress.rejected_bytes, progress.ledger_bytes)
     if config.data.path is not None:
         write_rejected(directory.path, rejected)  # of the whole data, read anew at every start
