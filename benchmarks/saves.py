@@ -117,12 +117,13 @@ def fingerprint(trainer: Trainer) -> dict[str, int]:
 
 
 def measure(given: argparse.Namespace, trainer: Trainer) -> dict[str, Any]:
-    memory, times, most, saving = Memory(), [], [], []
+    memory, times, most, saving, processor = Memory(), [], [], [], []
 
     def seen(*_: object) -> None:
         if given.device == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter())
+        processor.append(time.process_time())
         most.append(memory.most())
         saving.append(trainer.saves.under_way)
 
@@ -136,9 +137,17 @@ def measure(given: argparse.Namespace, trainer: Trainer) -> dict[str, Any]:
     spent = {i: times[i] - times[i - 1] for i in steps}
     plain = [spent[i] for i in steps if i not in overlaps]
     typical = statistics.median(plain)
+    busy = {i: processor[i] - processor[i - 1] for i in steps}
+    usual = statistics.median(busy[i] for i in steps if i not in overlaps)
+    saves = sum(i % given.every == 0 for i in steps)
+    part = trainer.saves._staging._room.nbytes
+    before, after = statistics.median(most[2 : given.every]), most[given.every + 1 :]
     return {
-        "part_gib": trainer.saves._staging._room.nbytes / GIB,
-        "grown": (max(most[given.every + 1 :]) - max(most[2 : given.every])) / trainer.saves._staging._room.nbytes,
+        "part_gib": part / GIB,
+        "grown": (statistics.median(after) - before) / part,
+        "grown_at_most": (max(after) - max(most[2 : given.every])) / part,
+        "processor_seconds_of_a_step": usual,
+        "and_of_a_save": sum(busy[i] - usual for i in overlaps) / max(1, saves),
         "step": typical,
         "spread": statistics.quantiles(plain, n=10)[-1] / typical - 1,
         "first_save_takes": sum(spent[i] - typical for i in overlaps if i < 2 * given.every),
