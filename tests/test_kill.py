@@ -75,7 +75,7 @@ def _result(run: Path) -> dict[str, Any]:
         if (run / name).is_file()
     }
     return {
-        "weights": (last / "model.safetensors").read_bytes(),
+        "weights": next(last.glob("*.safetensors")).read_bytes(),  # the model's, or its adapter's
         "optimizer": (last / "truestep" / "optimizer.safetensors").read_bytes(),
         "ledger": (run / "ledger.jsonl").read_bytes(),
         "checkpoints": sorted(path.name for path in (run / "checkpoints").iterdir()),
@@ -104,6 +104,12 @@ def test_kills_change_nothing_where_states_have_eight_bits_and_lie_on_the_host(
 ) -> None:
     optimizer = {"type": "adamw_8bit", "offload": "states", "learning_rate": 1e-3}
     config = _file_config(tmp_path, tiny_model("qwen3_tied"), documents=23) | {"optimizer": optimizer}
+    whole = _start(tmp_path, "whole", config, [])
+    _compare(whole, _start(tmp_path, "killed", config, [("event", 16), ("event", 25)]))
+
+
+def test_kills_change_nothing_where_an_adapter_is_trained(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    config = _file_config(tmp_path, tiny_model("qwen3_tied"), documents=23) | {"adapter": {"rank": 4}}
     whole = _start(tmp_path, "whole", config, [])
     _compare(whole, _start(tmp_path, "killed", config, [("event", 16), ("event", 25)]))
 
