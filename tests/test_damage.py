@@ -7,6 +7,8 @@ import fcntl
 import io
 import json
 import os
+import re
+import shutil
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -281,7 +283,7 @@ def test_a_flipped_byte_of_any_file_of_a_checkpoint_is_named(config: Config, tmp
     said(config)
     checkpoint = tmp_path / "run/checkpoints/step-00000004"
     files = sorted(file for file in checkpoint.rglob("*") if file.is_file())
-    assert {"model.safetensors", "optimizer.safetensors", "carried.jsonl", "state.json"} <= {
+    assert {"part-00000.safetensors", "tensors.json", "carried.jsonl", "state.json", "random-00000.json"} <= {
         file.name for file in files
     }
     random = np.random.default_rng(0)
@@ -302,15 +304,19 @@ def test_a_flipped_byte_of_any_file_of_a_checkpoint_is_named(config: Config, tmp
 def test_a_damaged_checkpoint_names_the_one_before_it(config: Config, tmp_path: Path) -> None:
     said(config)
     before, last = (tmp_path / f"run/checkpoints/step-0000000{step}" for step in (2, 4))
-    flip(last / "truestep/optimizer.safetensors", 2000)  # a number of AdamW's state: nothing else would notice it
+    part = last / "truestep/part-00000.safetensors"
+    flip(part, part.stat().st_size - 2000)  # a number of AdamW's state: nothing else would notice it
     why = (
-        r"step-00000004 cannot be read: truestep/optimizer\.safetensors is damaged in its bytes 0 to .*Without it the "
-        r"run goes on from .*step-00000002\. For that, remove that directory and start again"
+        r"step-00000004 is damaged: truestep/part-00000\.safetensors is damaged in its bytes 0 to .* The run goes on "
+        r"from .*step-00000002, and the damaged one is kept as .*/checkpoints/damaged-step-00000004\n"
     )
-    with pytest.raises(TrainingError, match=why):
-        make_trainer(config, Console(file=io.StringIO()))
-    os.rename(last, tmp_path / "damaged")
-    flip(before / "model.safetensors", -1 + (before / "model.safetensors").stat().st_size)
+    ledger = (tmp_path / "run/ledger.jsonl").read_bytes()
+    assert re.search(why, said(config))
+    assert (tmp_path / "run/ledger.jsonl").read_bytes() == ledger
+    assert find_damage(last) is None and (last.parent / "damaged-step-00000004").is_dir()
+    shutil.rmtree(last)
+    part = before / "truestep/part-00000.safetensors"
+    flip(part, -1 + part.stat().st_size)
     with pytest.raises(TrainingError, match=r"starts again from its beginning: it has no other"):
         make_trainer(config, Console(file=io.StringIO()))
 

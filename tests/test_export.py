@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from checkpoints import read_weights, save
 from documents import same_bits
 from small_runs import word_model
 from truestep.checkpoint.store import CheckpointStore, Progress
@@ -36,7 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with torch.no_grad():
             for master in policy.weights.master.values():
                 master += step / 300
-        store.save(policy, Progress(step, {}, [], 0, {"a": torch.zeros(1)}))
+        save(store, policy, Progress(step, {}, [], 0))
     return base / "run"
 
 
@@ -44,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_latest_checkpoint_of_a_run(run: Path, tmp_path: Path, dtype: str) -> None:
     checkpoint = export(run, tmp_path / "deep" / "out", dtype)
     assert checkpoint.name == "step-00000002"
-    out, masters = tmp_path / "deep" / "out", load_file(checkpoint / "model.safetensors")
+    out, masters = tmp_path / "deep" / "out", read_weights(checkpoint)
     tensors = load_file(out / "model.safetensors")
     assert set(tensors) == set(masters)
     for name, tensor in tensors.items():
@@ -59,7 +60,7 @@ def test_the_latest_checkpoint_of_a_run(run: Path, tmp_path: Path, dtype: str) -
 def test_one_checkpoint_by_its_name(run: Path, tmp_path: Path) -> None:
     first = RunDirectory(run).checkpoints / "step-00000001"
     assert export(first, tmp_path / "out", "float32") == first
-    exported, saved = (load_file(path / "model.safetensors") for path in (tmp_path / "out", first))
+    exported, saved = load_file(tmp_path / "out" / "model.safetensors"), read_weights(first)
     assert all(same_bits(exported[name], tensor) for name, tensor in saved.items())
 
 
@@ -92,14 +93,13 @@ def test_what_is_no_checkpoint(run: Path, tmp_path: Path) -> None:
 def test_a_failure_leaves_nothing(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, at: str
 ) -> None:
-    real = export_module.save_policy
+    real = export_module._write
 
-    def interrupted(policy: object, directory: Path, *options: object) -> None:
+    def interrupted(model: object, checkpoint: Path, directory: Path, *options: object) -> None:
         if at == "begin":
-            directory.mkdir(parents=True)
             (directory / "model.safetensors").write_bytes(b"half")
         else:
-            real(policy, directory, *options)
+            real(model, checkpoint, directory, *options)
         raise error
 
     def no_rename(*_: object) -> None:
@@ -109,7 +109,7 @@ def test_a_failure_leaves_nothing(
         if at == "rename":
             patch.setattr(os, "replace", no_rename)
         else:
-            patch.setattr(export_module, "save_policy", interrupted)
+            patch.setattr(export_module, "_write", interrupted)
         with pytest.raises(type(error)):
             export(run, tmp_path / "out", "float32")
     assert list(tmp_path.iterdir()) == []
@@ -118,14 +118,14 @@ def test_a_failure_leaves_nothing(
 
 def test_a_kill_leaves_no_output(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kill cleans nothing up, and still there is no output: the same command works again."""
-    real = export_module.save_policy
+    real = export_module._write
 
     def killed(*arguments: object) -> None:
         real(*arguments)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(export_module, "save_policy", killed)
+        patch.setattr(export_module, "_write", killed)
         patch.setattr(shutil, "rmtree", lambda *_, **__: None)
         with pytest.raises(KeyboardInterrupt):
             export(run, tmp_path / "out", "float32")

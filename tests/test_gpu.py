@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,12 +13,17 @@ import torch
 from oracles.step import oracle_logprobs, oracle_step
 from scoring import check_against_oracle, run_score, write_records
 from step.test_score_oracle import LOSSES, OPTIONS, config_for, records_for
+from tiny import make_model
 from truestep.head.chunked import HeadRows, forward_backward
 from truestep.head.logits import HeadSettings, row_statistics, scaled_logits
+from truestep.losses.label_losses import Grpo
+from truestep.losses.objective import Denominator, Objective
 from truestep.policy.loading.load import load_policy
 from truestep.policy.model import attention, flash
 from truestep.rollouts.packing import pack, pack_tokens
 from truestep.rollouts.record import Checks, Needs, parse_record
+from truestep.step.plan import StepRule, plan_exactly
+from truestep.step.runner import StepRunner
 from truestep.types import Coefficients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -176,14 +183,15 @@ def test_flash_attention_of_a_document_does_not_depend_on_its_neighbours(heads: 
 
 @FLASH
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mistral"])
-def test_a_step_with_flash_attention_compiles_once(kind: str, tiny_model: Callable[[str], Path]) -> None:
-    """One graph for all layers of a kind, whatever the packing, and nothing that breaks it."""
+def test_a_step_with_flash_attention_compiles_once(kind: str, tmp_path: Path) -> None:
+    """One graph for each kind of layer, whatever the packing, and nothing that breaks it."""
+    model = make_model(tmp_path / "model", kind, head_dim=64)  # of heads of 8 the kernels make wrong gradients
     torch._dynamo.reset()
     counted = torch._dynamo.utils.counters
     counted.clear()
-    policy = load_policy(tiny_model(kind), dtype="bfloat16", device="cuda", compiled=True)
+    policy = load_policy(model, dtype="bfloat16", device="cuda", compiled=True)
     assert policy.attends.name == attention.FLASH, policy.attends
-    plain = load_policy(tiny_model(kind), dtype="bfloat16", device="cuda", attending="torch")
+    plain = load_policy(model, dtype="bfloat16", device="cuda", attending="torch")
     graphs = []
     for lengths in ((9, 4), (3, 8, 5, 12), (30,), (7, 7, 7, 7, 7), (50, 2)):
         tokens = pack_tokens([torch.arange(length) % 61 for length in lengths])
@@ -193,3 +201,40 @@ def test_a_step_with_flash_attention_compiles_once(kind: str, tiny_model: Callab
         graphs.append(counted["stats"]["unique_graphs"])
     assert graphs[-1] == graphs[1], graphs
     assert not counted["graph_break"], dict(counted["graph_break"])
+
+
+@FLASH
+def test_shapes_that_the_kernels_get_wrong_are_found() -> None:
+    """flash-attn-4 4.0.0b36 makes wrong gradients of queries for heads of 8. Where that is mended, this fails."""
+    said = flash.problem((flash.Heads(4, 2, 8, 8, 8**-0.5),), torch.bfloat16, torch.device("cuda"))
+    assert said is not None and said.startswith("its dq are off by")
+
+
+def test_the_host_waits_only_where_it_must(tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
+    """Between passes: for how many rows the head's backward pass has, one number each chunk. Nothing else is waited for
+    before the last pass has been launched."""
+    model = tiny_model("llama")
+    records = records_for(model, "grpo")
+    policy = load_policy(model, dtype="bfloat16", device="cuda")
+    needs = Needs(logprobs=True, advantages=True, advantage_rule="none")
+    documents = [parse_record(record, str(i), Checks(needs, vocabulary_size=61)) for i, record in enumerate(records)]
+    plan = plan_exactly(documents, StepRule(len(documents), False, 1, 1, 60), 0)
+    assert len(plan.micro_batches) > 2
+    runner = StepRunner(policy, Objective(Grpo(0.2, 0.2), Denominator("labels")))
+    runner.accumulate(plan)
+    waits: list[list[str]] = []
+
+    def note(*_: object, **__: object) -> None:
+        waits.append([f"{Path(frame.filename).name}:{frame.name}" for frame in traceback.extract_stack()])
+
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = note
+            runner.accumulate(plan)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    between = [stack for stack in waits if any(place.endswith("passes.py:run") for place in stack)]
+    assert between, "the mode sees what waits"
+    assert all("chunked.py:_chunk" in stack for stack in between), [stack[-6:] for stack in between]

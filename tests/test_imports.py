@@ -25,7 +25,7 @@ FLOORS = (
     ("step", "plan"),
     ("policy", "environments"),
     ("head", "losses"),
-    ("metrics", "rollouts", "report", "callbacks"),
+    ("metrics", "rollouts", "report", "callbacks", "terminal"),
     ("kept",),
     ("types", "config", "files", "randomness", "ranks"),
     ("custom", "progress", "text"),

@@ -75,8 +75,8 @@ def _result(run: Path) -> dict[str, Any]:
         if (run / name).is_file()
     }
     return {
-        "weights": next(last.glob("*.safetensors")).read_bytes(),  # the model's, or its adapter's
-        "optimizer": (last / "truestep" / "optimizer.safetensors").read_bytes(),
+        "parts": [file.read_bytes() for file in sorted((last / "truestep").glob("part-*"))],
+        "random": [file.read_bytes() for file in sorted((last / "truestep").glob("random-*"))],
         "ledger": (run / "ledger.jsonl").read_bytes(),
         "checkpoints": sorted(path.name for path in (run / "checkpoints").iterdir()),
         "rollouts": [row for file in list_files(run / "rollouts") for row in read_rows(file)],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import time
@@ -12,8 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from rich.console import Console
+from safetensors.torch import load_file
 
 from small_runs import (
     file_config,
@@ -29,9 +33,8 @@ from small_runs import (
 from truestep.config.load import dump_config
 from truestep.config.schema import Config
 from truestep.demo import model as demo_model
-from truestep.metrics.sinks import ConsoleSink
+from truestep.run_notes import what_next
 from truestep.train import make_trainer
-from truestep.trainer import TrainingError
 
 Model = Callable[[str], Path]
 
@@ -56,16 +59,18 @@ def test_a_run_that_starts_over_says_that_it_removes_steps(config: Config, tmp_p
     assert "run has no checkpoint: starting again, its 4 steps are removed" in said(config)
 
 
-@pytest.mark.parametrize("broken", ["model.safetensors", "truestep/optimizer.safetensors", "truestep/state.json"])
-def test_a_damaged_checkpoint_is_named_and_the_way_around_it(broken: str, config: Config, tmp_path: Path) -> None:
+@pytest.mark.parametrize("broken", ["part-00000.safetensors", "tensors.json", "state.json", "checksums.json"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(broken: str, config: Config, tmp_path: Path) -> None:
     said(config)
     before = [line["step"] for line in read_lines(tmp_path / "run" / "ledger.jsonl")]
-    (tmp_path / "run/checkpoints/step-00000004" / broken).write_bytes(b"torn")
-    with pytest.raises(TrainingError, match="step-00000004 cannot be read: .* remove that directory and start again"):
-        said(config)
-    shutil.rmtree(tmp_path / "run/checkpoints/step-00000004")
-    assert "going on after step 2" in said(config)
+    (tmp_path / "run/checkpoints/step-00000004/truestep" / broken).write_bytes(b"torn")
+    text = said(config)
+    assert re.search(
+        "warning: the checkpoint .*step-00000004 is damaged: truestep/.* goes on from .*step-00000002", text
+    )
+    assert "going on after step 2" in text
     assert [line["step"] for line in read_lines(tmp_path / "run" / "ledger.jsonl")] == before
+    assert (tmp_path / "run/checkpoints/damaged-step-00000004").is_dir()
 
 
 def test_a_model_that_never_ends_a_text_is_warned_of(tmp_path: Path) -> None:
@@ -80,27 +85,39 @@ def test_a_model_that_never_ends_a_text_is_warned_of(tmp_path: Path) -> None:
     assert demo_model.END not in text
 
 
-@pytest.mark.parametrize(("ratio", "warned"), [(1.0, False), (1.0005, False), (0.99, True), (float("nan"), True)])
-def test_a_ratio_off_at_step_one_is_a_warning(ratio: float, warned: bool) -> None:
-    written = io.StringIO()
-    sink = ConsoleSink(Console(file=written), steps=3)
-    sink.step({"step": 1, "ratio_new_old": ratio})
-    sink.step({"step": 2, "ratio_new_old": 0.5})
-    assert written.getvalue().count("warning:") == warned
+def test_a_run_says_what_runs_on_what(config: Config, tmp_path: Path) -> None:
+    lines = said(config).splitlines()
+    weights = sum(tensor.numel() for tensor in load_file(Path(config.model.path) / "model.safetensors").values())
+    assert lines[0] == f"run: grpo, steps until the data ends of 5 documents, in {tmp_path / 'run'}"
+    assert lines[1] == f"model: {config.model.path} (LlamaForCausalLM), {weights:,} parameters, computes in float32"
+    assert lines[2] == f"device: cpu, {torch.get_num_threads()} threads"
+    assert lines[3] == f"documents: 20 of {tmp_path / 'r.jsonl'}"
+    assert re.fullmatch(r"memory planned: \d+\.\d GiB at the peak of a step, on the rank that needs most", lines[4])
+    assert lines[-1] == f"the data ended after step 4; the run is in {tmp_path / 'run'}"
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
-def test_the_live_line_fits_the_terminal_and_keeps_the_step(width: int) -> None:
-    written = io.StringIO()
-    console = Console(file=written, width=width, force_terminal=True, color_system=None)
-    sink = ConsoleSink(console, steps=3000, title="training")
-    numbers = {"reward": 0.5, "loss": -0.1, "new_logprobs": -3.2, "ratio_new_old": 1.0, "grad_norm": 0.1}
-    sink.step({"step": 1234, **numbers, "clipped_ratio_fraction": 0.1, "tokens_per_second": 12345.0})
-    sink._progress.refresh()
-    sink.close()
-    line = [text for text in written.getvalue().replace("\r", "\n").splitlines() if "1234/3000" in text][-1]
-    assert "reward 0.500" in line
-    assert "…" not in line
+def test_a_run_that_samples_says_its_prompts_and_its_trained_weights(tmp_path: Path) -> None:
+    prompts = write_lines(tmp_path / "prompts.jsonl", sort_prompts(4))
+    config = sampled_config(word_model(tmp_path / "model"), prompts, tmp_path / "run", schedule={"steps": 1})
+    frozen = config.model.model_copy(update={"freeze": ["model.embed_tokens.*"]})
+    text = said(config.model_copy(update={"model": frozen}))
+    assert f"documents: 4 prompts of {prompts}, {config.data.group_size} completions of each, sampled here\n" in text
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    total = sum(tensor.numel() for tensor in weights.values())
+    trained = total - weights["model.embed_tokens.weight"].numel()
+    assert f"{total:,} parameters, {trained:,} of them trained, computes in" in text
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_the_commands_that_come_next_can_be_typed(finished: bool) -> None:
+    typed = ["truestep", "train", "a b.yaml", "--schedule.steps", "4", "--seed", "1"]
+    head, *lines = what_next(Path("runs/a b"), finished, typed)
+    assert head == "next:"
+    commands = [shlex.split(line.partition(": ")[2]) for line in lines]
+    again = ["truestep", "train", "a b.yaml", "--seed", "1", "--schedule.steps", "NUMBER"] if finished else typed
+    assert commands[0] == ["truestep", "report", "runs/a b"]
+    assert commands[1] == ["truestep", "export", "runs/a b", "--output", "DIRECTORY"]
+    assert commands[2] == again
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

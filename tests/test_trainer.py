@@ -19,6 +19,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from checkpoints import read_weights
 from small_runs import (
     file_config,
     file_hashes,
@@ -35,6 +36,7 @@ from tiny import label_positions
 from truestep.config.schema import Config
 from truestep.metrics.sinks import Sink
 from truestep.metrics.spent import of_the_machine
+from truestep.rollouts.source import Interrupted
 from truestep.train import train
 from truestep.trainer import Hooks, Trainer, TrainingError
 from truestep.types import StepPlan
@@ -52,6 +54,7 @@ BASIC = {
     *("clipped_fraction", "clamped_ratios"),
     *("advantage", "max_advantage", "min_advantage", "zero_advantage_fraction", "reward", "max_reward", "min_reward"),
     *("staleness", "max_staleness", "min_staleness", "effective_sample_size", "effective_sample_share", "entropy"),
+    "logprob_advantage_covariance",
     *("response_length", "max_response_length", "min_response_length", "reward_std"),
     *("response_length_rewarded", "response_length_unrewarded"),
 }
@@ -159,7 +162,7 @@ def first_change(model: Path, run_directory: Path, rollouts: Path, clip: float |
     )
     run(config)
     before = load_file(model / "model.safetensors")
-    after = load_file(run_directory / "checkpoints/step-00000001/model.safetensors")
+    after = read_weights(run_directory / "checkpoints/step-00000001")
     change = torch.cat([(after[name] - before[name]).flatten() for name in sorted(before)])
     return change, read_lines(run_directory / "metrics.jsonl")[0]["grad_norm"]
 
@@ -235,7 +238,7 @@ def test_a_signal_ends_the_run_after_the_step_in_hand(kind: signal.Signals, tiny
     for name in ("metrics.jsonl", "ledger.jsonl"):
         together = without_times(read_lines(tmp_path / "run" / name))
         assert together == without_times(read_lines(tmp_path / "whole" / name)), "bit for bit the uninterrupted run"
-    last = "checkpoints/step-00000004/model.safetensors"
+    last = "checkpoints/step-00000004/truestep/part-00000.safetensors"
     assert (tmp_path / "run" / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
 
 
@@ -282,6 +285,30 @@ def test_evaluations_are_at_the_start_every_so_many_steps_and_at_the_end(
         assert evaluations(directory) == lines
     run(evaluated_config(words, prompts, tmp_path / "even", schedule={"steps": 4}))
     assert [line["step"] for line in evaluations(tmp_path / "even")] == [0, 2, 4]
+
+
+def test_a_run_that_is_stopped_in_its_last_evaluation_keeps_its_steps_and_makes_it_next(
+    words: Path, prompts: Path, tmp_path: Path
+) -> None:
+    whole, config = (evaluated_config(words, prompts, tmp_path / name) for name in ("whole", "stopped"))
+    quiet_trainer(whole).run()
+    trainer = quiet_trainer(config)
+    assert trainer.evaluator is not None
+    run = trainer.evaluator.run
+
+    def stopped(step: int, documents_seen: int, asked_to_stop: Callable[[], bool]) -> dict[str, Any]:
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert asked_to_stop()
+            raise Interrupted
+        return run(step, documents_seen, asked_to_stop)
+
+    object.__setattr__(trainer.evaluator, "run", stopped)
+    assert trainer.run() == "stopped by a signal after step 5; the same command goes on from here"
+    assert not trainer.finished and trainer.stopped_by == signal.SIGINT
+    assert trainer.checkpoints.latest() == tmp_path / "stopped/checkpoints/step-00000005"
+    assert quiet_trainer(config).run() == "all 5 steps are done"
+    assert evaluations(tmp_path / "stopped") == evaluations(tmp_path / "whole")
 
 
 def test_a_crash_rolls_back_to_the_last_checkpoint(words: Path, prompts: Path, tmp_path: Path) -> None:

@@ -19,7 +19,15 @@ from pathlib import Path, PurePosixPath
 ROOT = Path(__file__).resolve().parents[1]
 # The navigation. A page of docs/ that is not in it comes under More.
 NAVIGATION: dict[str, list[str]] = {
-    "Begin": ["README.md", "docs/tutorial.md", "examples/README.md", "docs/troubleshooting.md", "docs/coming-from.md"],
+    "Begin": [
+        "README.md",
+        "docs/tutorial.md",
+        "examples/README.md",
+        "docs/terminal.md",
+        "docs/troubleshooting.md",
+        "docs/mistakes.md",
+        "docs/coming-from.md",
+    ],
     "Rollouts": ["docs/rollouts.md", "docs/engine.md", "docs/sampling.md", "docs/sft.md", "docs/parity.md"],
     "Training": [
         "docs/objectives.md",

@@ -46,7 +46,7 @@ class StopWhenGood(Callback):
             run.stop(f"held-out reward {evaluation['greedy_reward']:.2f}")
 
     def on_checkpoint(self, run: Run, checkpoint: Path) -> None:
-        print(f"a Hugging Face directory: {checkpoint}")
+        print(f"a checkpoint: {checkpoint}")
 
 
 if __name__ == "__main__":

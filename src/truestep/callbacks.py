@@ -67,7 +67,8 @@ class Callback:
         """Called after an evaluation, with its line of evaluation.jsonl."""
 
     def on_checkpoint(self, run: Run, checkpoint: Path) -> None:
-        """Called when a checkpoint is complete: a Hugging Face directory."""
+        """Called when a checkpoint is complete; the run waits for it. `export` makes a Hugging Face directory of it, or
+        `checkpoint.hugging_face_every` makes it one."""
 
     def on_end(self, run: Run, ended: str) -> None:
         """Called at the end of a run, also of one that was stopped, with the sentence that says how it ended."""
@@ -101,6 +102,11 @@ class Callbacks:
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
         self._each("on_evaluation", lambda callback: callback.on_evaluation(self.run, line))
+
+    @property
+    def hear_of_checkpoints(self) -> bool:
+        """True where one of them does something when a checkpoint is complete."""
+        return any(type(callback).on_checkpoint is not Callback.on_checkpoint for callback in self.callbacks)
 
     def checkpoint(self, path: Path) -> None:
         if path == self._last_checkpoint:  # the run ends after the step that it was saved at

@@ -16,6 +16,7 @@ from truestep.text import printable, shown
 
 if TYPE_CHECKING:  # each command imports what it runs: help must not wait for torch
     from truestep.config.schema import Config
+    from truestep.terminal.display import Display
 
 _FREE_OPTIONS = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 
@@ -49,6 +50,7 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
             # A file where a directory should be, no permission, a full disk.
             _fail(f"{error.filename}: {error.strerror}")
         except KeyboardInterrupt:
+            click.echo("stopped", err=True)
             sys.exit(130)
 
     return guarded
@@ -64,6 +66,21 @@ def _fail(message: str) -> NoReturn:
 def _print(text: str) -> None:
     """Print text as it is: paths and names may look like markup."""
     Console().print(shown(text), highlight=False, markup=False, soft_wrap=True)
+
+
+def _as_typed() -> list[str]:
+    """Give the words of this process's command, without options of its own."""
+    context = click.get_current_context()
+    return ["truestep", context.info_name or "", str(context.params["config"]), *context.params["overrides"]]
+
+
+def _display() -> "Display":
+    """Make what shows how far a command has come: on the first rank, where a person looks on."""
+    from truestep import progress
+    from truestep.terminal.display import Display
+
+    progress.phase("starting")
+    return Display(Console(stderr=True, quiet=bool(int(os.environ.get("RANK", "0")))))
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -101,11 +118,17 @@ def train(config: "Config", explain: bool) -> None:
         if not int(os.environ.get("RANK", "0")):
             _print(write_out(config))
         return
-    from truestep.ranks.group import leave
-    from truestep.train import train as run
+    with _display():
+        from truestep.ranks.group import leave
+        from truestep.run_notes import what_next
+        from truestep.train import train as run
 
-    stopped_by = run(config, Console()).stopped_by
+    trainer = run(config, Console())
+    stopped_by = trainer.stopped_by
     leave()
+    if config.logging.console and trainer.ranks.first:
+        for line in what_next(trainer.directory.path, trainer.finished, _as_typed()):
+            _print(line)
     if stopped_by is not None:
         sys.exit(128 + stopped_by)
 
@@ -129,16 +152,17 @@ def plan(config: "Config", ranks: int | None, memory: float | None, output: Path
 @click.option("--gradients", is_flag=True, help="Also the backward pass: gradients.safetensors and grad_norm.")
 def score(config: "Config", output: Path, gradients: bool) -> None:
     """Run all of data.path as one step, update nothing, and write what the step is made of."""
-    from truestep.metrics.tables import step_table
-    from truestep.ranks.group import leave
-    from truestep.score import score as run
+    with _display():
+        from truestep.metrics.tables import step_table
+        from truestep.ranks.group import leave
+        from truestep.score import score as run
 
-    result = run(config, output, gradients=gradients)
+        result = run(config, output, gradients=gradients)
     leave()
     if int(os.environ.get("RANK", "0")):  # the first rank alone prints
         return
     Console().print(step_table(result.step))
-    _print(f"written to {output}")
+    _print(f"weights: {result.weights}; written to {output}")
 
 
 @_config_command
@@ -153,17 +177,13 @@ def verify(config: "Config", output: Path, full: bool, ranks: int, documents: in
     from truestep.ranks import forks
 
     forks.begin()
-    from truestep.files import write_json, write_text_whole
-    from truestep.verify import report
-    from truestep.verify.judge import verify as run
-
     console = Console()
-    with console.status("making the case") as status:
+    with _display():
+        from truestep.files import write_json, write_text_whole
+        from truestep.verify import report
+        from truestep.verify.judge import verify as run
 
-        def show(name: str) -> None:
-            status.update(f"running: {name}")
-
-        verdicts = run(config, output, most_ranks=ranks, documents=documents, full=full, progress=show)
+        verdicts = run(config, output, most_ranks=ranks, documents=documents, full=full)
     write_json(output / "verify.json", report.as_json(verdicts))
     write_text_whole(output / "verify.svg", report.figure(verdicts))
     console.print(report.table(verdicts))
@@ -189,14 +209,16 @@ def verify(config: "Config", output: Path, full: bool, ranks: int, documents: in
 )
 def parity(config: "Config", output: Path, documents: int, older: tuple[Path, ...]) -> None:
     """Measure how far the sampler's log-probs are from the trainer's, and try each possible cause alone."""
-    from truestep.files import write_json, write_text_whole
-    from truestep.parity import report
-    from truestep.parity.gap import parity as run
+    with _display():
+        from truestep.files import write_json, write_text_whole
+        from truestep.parity import report
+        from truestep.parity.gap import parity as run
 
-    result = run(config, documents=documents, older=older)
+        result = run(config, documents=documents, older=older)
     write_json(output / "parity.json", report.as_json(result))
     write_text_whole(output / "parity.svg", report.figure(result))
     Console().print(report.table(result))
+    _print(f"weights: {result.weights}")
     worst = result.worst
     _print(
         f"worst: document {worst.document}, position {worst.position}, token {worst.token} {worst.text!r}: sampler "
@@ -229,9 +251,10 @@ def export(
 ) -> None:
     """Turn a checkpoint, or the last one of a run's directory SOURCE, into a Hugging Face directory. An adapter is
     merged into its model."""
-    from truestep.export import export as run
+    with _display():
+        from truestep.export import export as run
 
-    checkpoint = run(source, output, dtype, trust_remote_code, model=model, adapter_alone=adapter_alone)
+        checkpoint = run(source, output, dtype, trust_remote_code, model=model, adapter_alone=adapter_alone)
     _print(f"{checkpoint} -> {output} ({dtype})")
 
 
@@ -255,13 +278,23 @@ def data() -> None:
     show_default=True,
     help="The temperature of records that have none.",
 )
+@click.option("--group-size", type=click.IntRange(min=1), help="The run's data.group_size, which must fit a group.")
 @_guarded
-def check(files: tuple[str, ...], model: Path | None, tokens_per_microbatch: int | None, temperature: float) -> None:
+def check(
+    files: tuple[str, ...],
+    model: Path | None,
+    tokens_per_microbatch: int | None,
+    temperature: float,
+    group_size: int | None,
+) -> None:
     """Show the counts, lengths, groups and rejected records of rollout FILES, with the reasons."""
-    from truestep.rollouts.check import check_files, render
+    with _display():
+        from truestep.rollouts.check import check_files, render
 
-    vocabulary_size = None if model is None else _vocabulary_size(model)
-    summary = check_files(files, vocabulary_size, temperature, tokens_per_microbatch, _chat_template(model))
+        vocabulary_size = None if model is None else _vocabulary_size(model)
+        summary = check_files(
+            files, vocabulary_size, temperature, tokens_per_microbatch, _chat_template(model), group_size
+        )
     Console().print(render(summary))
 
 

@@ -2,18 +2,22 @@
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from truestep import progress
 from truestep.checkpoint.checksums import find_damage
 from truestep.checkpoint.store import CheckpointStore
 from truestep.errors import TruestepError
 from truestep.files import sync_directory, sync_tree
-from truestep.policy.adapter_files import base_of, is_adapter
-from truestep.policy.loading.load import load_policy
-from truestep.policy.model.adapter import AdapterSource
-from truestep.policy.save import save_adapter, save_policy
+from truestep.policy.adapter_files import base_of, is_adapter, write_adapter
+from truestep.policy.loading.load import read_model
+from truestep.policy.model.adapter import Adapter, AdapterSource, is_adapters, merged
+from truestep.policy.save import model_files, read_companions, saved_buffers, write_weights
+from truestep.policy.weights.unread import Unread, place_buffers
 from truestep.run_directory import RunDirectory
 
 
@@ -43,19 +47,45 @@ def export(
         raise ExportError(f"{output} is there already; name a directory that is not")
     if (damage := find_damage(checkpoint)) is not None:
         raise ExportError(f"the checkpoint {checkpoint} cannot be exported: {damage}")
-    policy = load_policy(base, device="cpu", trust_remote_code=trust_remote_code, adapter=adapter)
+    progress.phase("loading the checkpoint")
+    whole, attached = read_model(base, trust_remote_code, adapter)
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process of the same number that was killed
     try:
-        if adapter_alone and policy.adapter is not None:
-            save_adapter(policy, policy.adapter, partial, getattr(torch, dtype))
-        else:
-            save_policy(policy, partial, getattr(torch, dtype))
-        sync_tree(partial)
+        progress.phase("exporting")
+        with progress.working("writing", "bytes written"):
+            if adapter_alone and attached is not None:
+                weights = {name: _values(weight) for name, weight in whole.named_parameters() if is_adapters(name)}
+                write_adapter(partial, attached, {n: w.to(getattr(torch, dtype)) for n, w in weights.items()}, base)
+            else:
+                partial.mkdir(parents=True)
+                _write(whole, attached, base, partial, getattr(torch, dtype))
+            sync_tree(partial)
         os.replace(partial, output)
         sync_directory(output.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return checkpoint
+
+
+def _write(model: Any, adapter: Adapter | None, source: Path, directory: Path, dtype: torch.dtype) -> None:
+    """Write the model's files, reading a few of its weights at a time; an adapter is merged into them."""
+    for name, content in model_files(model, read_companions(source), dtype).items():
+        (directory / name).write_bytes(content)
+    weights = dict(model.named_parameters())
+    place_buffers(model, torch.device("cpu"))
+
+    def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
+        tensors = {name: _values(weights[name]) for name in names}
+        if adapter is not None:
+            return merged(tensors, adapter, dtype)
+        return {name: tensor.to(dtype) for name, tensor in tensors.items()}
+
+    write_weights(model, weights, read, saved_buffers(model), directory)
+
+
+def _values(weight: torch.Tensor) -> torch.Tensor:
+    return weight.read() if isinstance(weight, Unread) else weight.detach()
 
 
 def _checkpoint_of(source: Path) -> Path:

@@ -38,3 +38,18 @@ def restore_random(state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> N
     torch.set_rng_state(tensors["cpu"])
     if "cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])
+
+
+def encode_random() -> dict[str, Any]:
+    """Give the random state of this moment as JSON."""
+    return random_state() | {name: tensor.numpy().tobytes().hex() for name, tensor in random_tensors().items()}
+
+
+def restore_encoded(state: dict[str, Any]) -> None:
+    """Put back what `encode_random` gave."""
+    tensors = {name: _from_hex(value) for name, value in state.items() if name in ("cpu", "cuda")}
+    restore_random(state, tensors)
+
+
+def _from_hex(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

@@ -236,7 +236,7 @@ def _without_later_put_aside(ledger: Path, size: int, kept_bytes: int) -> int:
 def _describe_weights(directory: Path) -> dict[str, list[Any]]:
     """Describe the weights' files by their sizes and a digest of their ends."""
     found: dict[str, list[Any]] = {}
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in sorted([*directory.glob("*.safetensors"), *directory.glob("truestep/part-*.safetensors")]):
         size = file.stat().st_size
         with file.open("rb") as handle:
             digest = hashlib.sha256(handle.read(_END))

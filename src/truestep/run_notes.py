@@ -1,13 +1,22 @@
-"""The notes that a run prints before its first step: where it goes on, which options changed, what was rejected."""
+"""What a run prints before its first step (what runs on what, where it goes on, what changed) and after its last."""
 
+import math
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from truestep.config.load import ConfigError, load_config
 from truestep.config.schema import Config
+from truestep.config.sections import InProcessSampler
+from truestep.errors import TruestepError
 from truestep.files import count_lines
+from truestep.plan.advice import layout_of, most_of
+from truestep.plan.memory import GIB
+from truestep.plan.shape import read_shape
 from truestep.policy.policy import Policy
 from truestep.rollouts.rejects import reason_kind
 from truestep.rollouts.source import FileSource, Source
@@ -38,6 +47,12 @@ def run_notes(
         reasons = "; ".join(f"{count} × {kind}" for kind, count in kinds.most_common(3))
         total = f"of {len(rejected) + len(source.documents)} " if isinstance(source, FileSource) else ""
         notes.append(f"{len(rejected)} {total}records are rejected: {reasons}; see {directory.rejected}")
+    wanted = config.schedule.docs_per_step
+    if isinstance(source, FileSource) and 0 < source.total < wanted:
+        notes.append(
+            f"warning: schedule.docs_per_step: {wanted} is more than the {source.total} documents that there are: the "
+            "whole run is one step of these"
+        )
     if config.sampler is not None and not stop_ids(policy):
         notes.append(
             "warning: neither the model's configuration nor its tokenizer names an end-of-text token: every completion "
@@ -68,3 +83,79 @@ def _flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in options.items():
         flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return flat
+
+
+def what_runs(config: Config, policy: Policy, directory: RunDirectory, source: Source, ranks: int) -> list[str]:
+    """Say what runs on what, before the first step."""
+    pieces = policy.weights.pieces.values()
+    weights = sum(math.prod(piece.shape) for piece in pieces)
+    trained = sum(math.prod(piece.shape) for piece in pieces if piece.trained)
+    some = "" if trained == weights else f", {_many(trained)} of them trained"
+    kind = type(policy.model).__name__
+    return [
+        f"run: {config.loss.type}, {_steps(config)}, in {directory.path}",
+        f"model: {config.model.path} ({kind}), {_many(weights)} parameters{some}, computes in {config.model.dtype}",
+        f"device: {_device(policy.device)}{f', {ranks} ranks' if ranks > 1 else ''}",
+        f"documents: {_documents(config, source)}",
+        f"memory planned: {_memory(config, ranks)}",
+    ]
+
+
+def _steps(config: Config) -> str:
+    schedule = config.schedule
+    steps = "steps until the data ends" if schedule.steps is None else f"{schedule.steps:,} steps"
+    return f"{steps} of {schedule.docs_per_step:,} documents" if schedule.docs_per_step else steps
+
+
+def _many(count: int) -> str:
+    for unit, name in ((10**9, "billion"), (10**6, "million")):
+        if count >= unit:
+            return f"{count / unit:.2f} {name}"
+    return f"{count:,}"
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        facts = torch.cuda.get_device_properties(device)
+        return f"{facts.name}, {facts.total_memory / GIB:.0f} GiB"
+    return f"{device.type}, {torch.get_num_threads()} threads"
+
+
+def _documents(config: Config, source: Source) -> str:
+    sampler = config.sampler
+    if sampler is not None:
+        prompts = getattr(source, "prompts", None)
+        count = "" if prompts is None else f"{len(prompts):,} "
+        by = "here" if isinstance(sampler, InProcessSampler) else "by " + ", ".join(map(printable, sampler.urls))
+        group = config.data.group_size
+        return f"{count}prompts of {printable(sampler.prompts)}, {group} completions of each, sampled {by}"
+    if isinstance(source, FileSource):
+        times = f", {source.epochs} times" if source.epochs > 1 else ""
+        return f"{len(source.documents):,} of {printable(config.data.path)}{times}"
+    return printable(config.data.path) if config.data.path is not None else "sent while the run goes on"
+
+
+def _memory(config: Config, ranks: int) -> str:
+    try:
+        planned = most_of(config, read_shape(config), layout_of(config, ranks))
+    except TruestepError as error:  # a model whose layers are not found: the run does not need the plan
+        return f"not known ({printable(error, 100)})"
+    return f"{planned / GIB:.1f} GiB at the peak of a step, on the rank that needs most"
+
+
+def what_next(directory: Path, finished: bool, command: Sequence[str]) -> list[str]:
+    """Name the commands that come after a run; `command` is the one that trained it, word by word."""
+    again = list(command)
+    if finished:
+        while "--schedule.steps" in again[:-1]:
+            place = again.index("--schedule.steps")
+            del again[place : place + 2]
+        again += ["--schedule.steps", "NUMBER"]
+    run = str(directory)
+    rows = {
+        "the page of this run": ["truestep", "report", run],
+        "its model, for other programs": ["truestep", "export", run, "--output", "DIRECTORY"],
+        "train further" if finished else "go on from here": again,
+    }
+    width = max(map(len, rows)) + 1
+    return ["next:", *(f"  {what + ':':<{width}} {shlex.join(typed)}" for what, typed in rows.items())]

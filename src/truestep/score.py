@@ -33,6 +33,7 @@ from truestep.types import DocumentScore, Rejected, Rollout, StepPlan
 class Score:
     step: dict[str, Any]
     documents: list[dict[str, Any]]
+    weights: Path  # the directory that they were read from
 
 
 def score(config: Config, output: Path, *, gradients: bool) -> Score:
@@ -68,6 +69,7 @@ def _score(config: Config, output: Path, gradients: bool, ranks: Ranks, watch: W
     result = Score(
         _step_line(accumulated, plan, policy, gradients, len(rejected)),
         [_document_line(rollout, score, objective) for rollout, score in scored],
+        policy.path,
     )
     watch.phase("writing the scores")
     tensors = policy.weights.collect_gradients() if gradients else None

@@ -24,7 +24,8 @@ from truestep.assemble.step import (
 )
 from truestep.callbacks import Callback, Callbacks, Run
 from truestep.checkpoint.checksums import find_damage
-from truestep.checkpoint.store import CheckpointStore, read_progress
+from truestep.checkpoint.saves import SaveRule, Saves
+from truestep.checkpoint.store import CheckpointStore, Progress, read_progress
 from truestep.config.load import dump_config
 from truestep.config.schema import Config
 from truestep.files import write_whole
@@ -33,17 +34,19 @@ from truestep.plan.beside import planned_beside
 from truestep.plan.exhausted import exhaustion_explained
 from truestep.policy.errors import ModelError
 from truestep.policy.policy import Policy
+from truestep.policy.tensor_parts import StoredTensors
 from truestep.randomness import seed_random
 from truestep.ranks.group import ALONE, Ranks
 from truestep.ranks.watch import Watch
 from truestep.rollouts.rejects import write_rejected
 from truestep.run_directory import RunDirectory
-from truestep.run_notes import run_notes
+from truestep.run_notes import run_notes, what_runs
 from truestep.step.ahead import PlansAhead
 from truestep.step.optimizer import restore_optimizer
 from truestep.step.queue import PlanQueue
 from truestep.step.runner import StepRunner
 from truestep.step.scoring import BeforeUpdates
+from truestep.terminal.display import Display
 from truestep.text import keep_secrets_of, printable, shown
 from truestep.trainer import RunState, Trainer, TrainingError
 from truestep.types import Rejected
@@ -63,24 +66,21 @@ def train(
     alone."""
     ranks = join_ranks(config)
     watch = Watch(ranks, config.schedule.stall_timeout)
-    with watch.watching(), exhaustion_explained(config, ranks.size, lambda: watch.doing):
-        trainer = make_trainer(config, console, title, ranks, watch, callbacks)
+    display = Display(console) if config.logging.console and ranks.first else Display(Console(quiet=True))
+    with watch.watching(), exhaustion_explained(config, ranks.size, lambda: watch.doing), display:
+        trainer = make_trainer(config, console, title, ranks, watch, callbacks, display)
+        display.asked_to_stop = lambda: trainer.stopped_by
         if ranks.first:
             trainer.sinks = [*trainer.sinks, *sinks]
         if config.logging.console and ranks.first and trainer.policy.device.type == "cuda":
-            trainer.sinks = [*trainer.sinks, planned_beside(config, ranks.size, partial(_say, console))]
+            trainer.sinks = [*trainer.sinks, planned_beside(config, ranks.size, display.say)]
         try:
             trainer.run()
         finally:
             for sink in trainer.sinks:
                 sink.close()
-    if config.logging.console and ranks.first:
-        _say(console, f"{trainer.ended}; the run is in {trainer.directory.path}")
+    display.say(f"{trainer.ended}; the run is in {shown(trainer.directory.path)}")
     return trainer
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(shown(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def make_trainer(
@@ -90,13 +90,13 @@ def make_trainer(
     ranks: Ranks = ALONE,
     watch: Watch | None = None,
     callbacks: Sequence[Callback] = (),
+    display: Display | None = None,
 ) -> Trainer:
-    watch = watch or Watch(ranks, config.schedule.stall_timeout)
+    display, watch = display or Display(console), watch or Watch(ranks, config.schedule.stall_timeout)
     directory = _check(config, ranks)
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
-    latest = ranks.share(lambda: _latest(directory, store))
     watch.phase("loading the model")
-    _check_damage(latest, ranks)
+    latest, damaged = _undamaged(store, directory, ranks)
     policy = _policy_of(config, ranks, latest, directory)
     runner = make_runner(config, policy)
     before = _before_updates(config, runner, directory, latest)
@@ -108,41 +108,50 @@ def make_trainer(
     evaluator = make_evaluator(config, policy, raters, source)
     seed_random(config.seed)
     told = Callbacks(Run(directory.path), callbacks if ranks.first else ())
-    step, sizes = (0, (0, None)) if latest is None else _restore(latest, queue, optimizer, policy, told)
+    progress = Progress(0, {}, (), 0) if latest is None else _restore(latest, queue, optimizer, policy, told)
     rejected = source.drain_rejected()
     sinks: list[Sink] = []
     if ranks.first:
-        notes = run_notes(directory, config, policy, source, rejected, latest, step)
-        sinks = make_sinks(config, directory, console, title, step)
+        notes = damaged + run_notes(directory, config, policy, source, rejected, latest, progress.step)
+        sinks = make_sinks(config, directory, display, title, progress.step)
         directory.lock()
-        notes += _lay_out(directory, config, rejected, step, sizes)
-        for note in notes if config.logging.console else ():
-            _say(console, note)
+        notes += _lay_out(directory, config, rejected, progress)
+        _say_notes(display, config, [*what_runs(config, policy, directory, source, ranks.size), *notes])
     if latest is not None:  # a kill may have come after its completion, and before the source was told
-        source.checkpointed(latest, step, queue.documents_seen)
+        source.checkpointed(latest, progress.step, queue.documents_seen)
     return Trainer(
         policy=policy,
         source=source,
         plans=PlansAhead(queue, ranks, overlap=source.plans_ahead),
         ranks=ranks,
         watch=watch,
-        runner=runner,
+        runner=runner.with_entropy_bonus(progress.entropy_bonus),
         before=before,
         optimizer=optimizer,
         learning_rate=make_learning_rate(config),
         gradient_clip=config.optimizer.gradient_clip,
         directory=directory,
         checkpoints=store,
-        checkpoint_every=config.checkpoint.every,
+        saves=Saves(store, ranks),
+        save_rule=_save_rule(config),
         sinks=sinks,
         steps=config.schedule.steps,
         evaluator=evaluator,
         evaluate_every=config.evaluation.every if config.evaluation else 0,
-        state=RunState(step, queue.documents_seen, ranks.share(directory.last_evaluated)),
+        state=_state(progress, queue, ranks.share(directory.last_evaluated), latest),
         put_aside=directory.not_in_ledger(source.drain_put_aside()),
-        keeper=make_keeper(config, directory, policy, partial(_say, console)),
+        keeper=make_keeper(config, directory, policy, display.say),
         callbacks=told,
     )
+
+
+def _state(progress: Progress, queue: PlanQueue, last_evaluated: int | None, latest: Path | None) -> RunState:
+    return RunState(progress.step, queue.documents_seen, last_evaluated, progress.step if latest else None)
+
+
+def _say_notes(display: Display, config: Config, notes: Sequence[str]) -> None:
+    for note in notes if config.logging.console else ():
+        display.say(shown(note))
 
 
 def _check(config: Config, ranks: Ranks) -> RunDirectory:
@@ -172,12 +181,6 @@ def _before_updates(
     return make_before_updates(config, runner, make_reference)
 
 
-def _latest(directory: RunDirectory, store: CheckpointStore) -> Path | None:
-    if directory.path.exists():  # before its checkpoints are looked at; a new one is made when all else could be
-        directory.lock()
-    return store.latest()
-
-
 def _policy_of(config: Config, ranks: Ranks, checkpoint: Path | None, directory: RunDirectory) -> Policy:
     if checkpoint is not None and config.adapter is not None:  # which is of no use on other weights
         base = ranks.share(lambda: directory.first_weights(config.model.path))
@@ -188,28 +191,51 @@ def _policy_of(config: Config, ranks: Ranks, checkpoint: Path | None, directory:
         raise error if checkpoint is None else _damaged(checkpoint, error) from error
 
 
-def _check_damage(checkpoint: Path | None, ranks: Ranks) -> None:
-    """Compare the checkpoint with its checksums, each rank a part of it; all ranks raise what one of them finds."""
-    if checkpoint is None:
-        return
-    found = [damage for damage in ranks.gather(find_damage(checkpoint, ranks.rank, ranks.size)) if damage is not None]
-    if found:
-        raise _damaged(checkpoint, found[0])
+def _save_rule(config: Config) -> SaveRule:
+    given, source = config.checkpoint, config.data.source
+    announced = source is not None and source.type != "custom"  # others load the checkpoints
+    announced &= config.adapter is None  # whose checkpoints they load as they are
+    nth = int(announced) if given.hugging_face_every is None else given.hugging_face_every
+    return SaveRule(given.every, nth, given.grace)
+
+
+def _undamaged(store: CheckpointStore, directory: RunDirectory, ranks: Ranks) -> tuple[Path | None, list[str]]:
+    """Find the newest checkpoint that is what was written; put aside newer ones, and say so, a sentence each."""
+    ranks.share(lambda: directory.lock() if directory.path.exists() else None)
+    said: list[str] = []
+    while (latest := ranks.share(store.latest)) is not None:
+        damage = _damage_of(latest, ranks)
+        if damage is None:
+            break
+        before = ranks.share(partial(store.before, latest))
+        if before is None:
+            raise _damaged(latest, damage)
+        kept = ranks.share(partial(store.put_aside, latest))
+        said.append(
+            f"warning: the checkpoint {latest} is damaged: {printable(damage)}. The run goes on from {before}, and "
+            f"the damaged one is kept as {kept}"
+        )
+    return latest, said
+
+
+def _damage_of(checkpoint: Path, ranks: Ranks) -> str | None:
+    """Compare a checkpoint with its checksums, each rank a part of it."""
+    found = ranks.gather(find_damage(checkpoint, ranks.rank, ranks.size))
+    return next((damage for damage in found if damage is not None), None)
 
 
 def _restore(
     checkpoint: Path, queue: PlanQueue, optimizer: torch.optim.Optimizer, policy: Policy, callbacks: Callbacks
-) -> tuple[int, tuple[int, int | None]]:
-    """Put the run back to where the checkpoint left it; return its step, and the sizes of rejected.jsonl and
-    ledger.jsonl by then."""
+) -> Progress:
+    """Put the run back to where the checkpoint left it."""
     try:
-        progress = read_progress(checkpoint)
+        progress = read_progress(checkpoint, policy.weights.ranks.rank)
         queue.restore(progress.queue, list(progress.carried))
-        restore_optimizer(optimizer, policy.weights, progress.optimizer)
+        restore_optimizer(optimizer, policy.weights, StoredTensors(checkpoint))
     except _ODD_CONTENT as error:
         raise _damaged(checkpoint, f"{type(error).__name__}: {error}") from error
     callbacks.restore(progress.callbacks, progress.step, queue.documents_seen)
-    return progress.step, (progress.rejected_bytes, progress.ledger_bytes)
+    return progress
 
 
 def _damaged(checkpoint: Path, problem: object) -> TrainingError:
@@ -227,18 +253,17 @@ def _lay_out(
     directory: RunDirectory,
     config: Config,
     rejected: Sequence[Rejected],
-    step: int,
-    sizes: tuple[int, int | None],
+    progress: Progress,
 ) -> list[str]:
-    """Roll the run's files back to the end of `step`, when rejected.jsonl and ledger.jsonl had these sizes. Nothing is
-    written before everything else could be built.
+    """Roll the run's files back to where the checkpoint left them. Nothing is written before everything else could be
+    built.
 
     What is found damaged in them is given, a sentence each.
     """
-    faults = directory.roll_back(step, *sizes)
+    faults = directory.roll_back(progress.step, progress.rejected_bytes, progress.ledger_bytes)
     if config.data.path is not None:
         write_rejected(directory.path, rejected)  # of the whole data, read anew at every start
-    if step == 0 and (config.adapter is not None or starts_from_first_weights(config)):
+    if progress.step == 0 and (config.adapter is not None or starts_from_first_weights(config)):
         directory.note_first_weights(config.model.path)
     write_whole(directory.config, dump_config(config, without_secrets=True).encode())
     return faults

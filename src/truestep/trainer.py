@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from truestep.callbacks import Callbacks, Run
+from truestep.checkpoint.saves import Complete, SaveRule, Saves
 from truestep.checkpoint.store import CheckpointStore, Progress
 from truestep.errors import TruestepError
 from truestep.kept.keeper import Keeper
@@ -19,6 +20,7 @@ from truestep.metrics.sinks import ShowsRollouts, Sink
 from truestep.metrics.spent import StepTimes
 from truestep.metrics.types import Max
 from truestep.policy.policy import Policy
+from truestep.progress import working
 from truestep.ranks.group import Ranks
 from truestep.ranks.watch import Watch
 from truestep.rollouts.source import Interrupted, Source
@@ -27,7 +29,7 @@ from truestep.step.ahead import Planned, PlansAhead
 from truestep.step.blame import find_not_finite
 from truestep.step.clipping import clip_gradients, gradient_norm
 from truestep.step.machine import gpu_metrics
-from truestep.step.optimizer import LearningRate, optimizer_tensors, update
+from truestep.step.optimizer import LearningRate, optimizer_parts, update
 from truestep.step.runner import Accumulated, StepRunner
 from truestep.step.scoring import BeforeUpdates
 from truestep.text import printable
@@ -62,8 +64,10 @@ class RunState:
     step: int = 0  # done so far
     documents_seen: int = 0
     last_evaluated: int | None = None  # after which step
+    saved: int | None = None  # the step of the last checkpoint that this start made or went on from
     planned: Planned | None = None  # of the step that was made last
     stopped_by: int | None = None  # the signal that asked
+    asked_at: float = math.inf  # to stop, by the clock `time.monotonic`
 
 
 @dataclass
@@ -79,13 +83,14 @@ class Trainer:
     gradient_clip: float | None
     directory: RunDirectory
     checkpoints: CheckpointStore
-    checkpoint_every: int
+    saves: Saves
     sinks: Sequence[Sink]
     ranks: Ranks
     watch: Watch
     steps: int | None = None
     evaluator: Evaluates | None = None
     evaluate_every: int = 0
+    save_rule: SaveRule = field(default_factory=SaveRule)
     state: RunState = field(default_factory=RunState)
     hooks: Hooks = Hooks()
     callbacks: Callbacks = field(default_factory=lambda: Callbacks(Run(Path())))
@@ -108,6 +113,7 @@ class Trainer:
     def ask_to_stop(self, number: int) -> None:
         """End the run after the step in hand, as the signal of that number does."""
         self.state.stopped_by = number
+        self.state.asked_at = min(self.state.asked_at, time.monotonic())
 
     def run(self) -> str:
         """Train until the steps or the data end, or a signal asks to stop; say how it ended."""
@@ -132,9 +138,13 @@ class Trainer:
             if self.state.last_evaluated is None or self._evaluation_due():  # due: it was interrupted
                 self._evaluate()
             ended = self._steps()
-        if ended is not None and self.state.last_evaluated != self.step:
-            self._evaluate()
-        self._save()
+            if ended is not None and self.state.last_evaluated != self.step:
+                self._evaluate()
+                if self._lacks_evaluation() and self._asked_to_stop():
+                    ended = None  # the run that goes on from here makes it
+            stopped = ended is None and self.stopped_by is not None
+            grace = self.save_rule.grace
+            self._save_last(self.state.asked_at + grace if stopped and grace is not None else None)
         if ended is not None:
             self.state.stopped_by = None  # it came too late to stop anything
         ended_by = ended or self._stopped()
@@ -144,6 +154,11 @@ class Trainer:
     def _stopped(self) -> str:
         reason = self.callbacks.run.stop_reason
         by = "stopped by a signal" if self.stopped_by is not None else f"stopped by a callback ({printable(reason)})"
+        if self.hooks.saves and self.state.saved != self.step:
+            latest = self.ranks.share(self.checkpoints.latest)
+            place = "starts again from the beginning" if latest is None else f"goes on from {latest}"
+            late = f"it could not be saved within checkpoint.grace: {self.save_rule.grace:g}"
+            return f"{by} after step {self.step}; {late}, so the same command {place}"
         return f"{by} after step {self.step}; the same command goes on from here"
 
     def _steps(self) -> str | None:
@@ -174,7 +189,7 @@ class Trainer:
             self._train(plan, start, waited, num_rejected)
             if self._evaluation_due():
                 self._evaluate()
-            if self.checkpoint_every and self.step % self.checkpoint_every == 0:
+            if self.save_rule.due(self.step):
                 self._save()
         return f"all {self.steps} steps are done"
 
@@ -187,11 +202,12 @@ class Trainer:
     def _asked_to_stop(self) -> bool:
         """Agree with all ranks, so that they end after the same step, whichever of them was asked, and go on with the
         same learning rate. A signal that comes while they tell each other is for the next step."""
-        told = self.ranks.gather((self.stopped_by, self.callbacks.asked))
-        agreed = next((number for number, _ in told if number is not None), None)
+        told = self.ranks.gather((self.stopped_by, self.callbacks.asked, self.saves.report()))
+        agreed = next((number for number, *_ in told if number is not None), None)
         if agreed is not None and self.stopped_by is None:
             self.ask_to_stop(agreed)
         self.callbacks.agree(told[0][1])
+        self._saved(self.saves.hear([report for *_, report in told]))
         return agreed is not None or self.callbacks.run.stop_reason is not None
 
     def _end_of_data(self, dropped: int) -> str:
@@ -211,9 +227,11 @@ class Trainer:
         if self.hooks.on_gradient is not None:
             self.hooks.on_gradient(plan, accumulated, norm)
         rate = self.learning_rate.at(number) * self.callbacks.applied_factor
-        with self.runner.stopwatch.measure("optimizer"):
+        with self.runner.stopwatch.measure("optimizer"), working("updating weights", "numbers updated"):
             clip_gradients(self.policy.weights.gradients, norm, self.gradient_clip)
+            self.saves.before_update()
             update(self.optimizer, self.policy.weights, rate)
+        self.runner = self.runner.steered(accumulated.metrics)
         self.state.step = number
         self.state.documents_seen = plan.documents_seen_after
         self.watch.phase(f"ending step {number}")
@@ -263,6 +281,7 @@ class Trainer:
         return accumulated
 
     def _not_finite(self, number: int, plan: StepPlan, accumulated: Accumulated, norm: float) -> TrainingError:
+        self._finish_save()
         self.watch.phase(f"looking for the documents that make the gradient of step {number} {norm}")
         names = ", ".join(printable(name) for name in find_not_finite(self.runner, plan))
         made_by = f"these documents alone make it so: {names}" if names else "no document alone makes it so"
@@ -274,6 +293,9 @@ class Trainer:
     def _evaluation_due(self) -> bool:
         every = self.evaluate_every
         return every > 0 and self.step % every == 0 and self.state.last_evaluated != self.step
+
+    def _lacks_evaluation(self) -> bool:
+        return self.evaluator is not None and self.state.last_evaluated != self.step
 
     def _evaluate(self) -> None:
         if self.evaluator is None:
@@ -291,13 +313,18 @@ class Trainer:
         self.callbacks.evaluation(line)
 
     def _save(self) -> None:
+        """Begin to save; a save that is under way is waited for first."""
         if not self.hooks.saves:
             return
+        self._finish_save()
         self.watch.phase(f"saving after step {self.step}")
         with self.times.measure("save"):
-            self._save_now()
+            self._saved(self._begin_save())
+        # What callbacks do then must not depend on how fast a disk is.
+        if self.ranks.share(lambda: self.callbacks.hear_of_checkpoints or self.source.waits_for_checkpoints):
+            self._finish_save()
 
-    def _save_now(self) -> None:
+    def _begin_save(self) -> Complete | None:
         if self.keeper is not None:
             self.keeper.sync()
         self.directory.sync()
@@ -308,12 +335,35 @@ class Trainer:
             carried=self.before.carried(planned.carried),
             rejected_bytes=self.directory.rejected_bytes(),
             ledger_bytes=self.directory.ledger_bytes(),
-            optimizer=optimizer_tensors(self.optimizer, self.policy.weights),
             callbacks=self.callbacks.state(),
+            entropy_bonus=self.runner.objective.steered_weight,
         )
-        checkpoint = self.checkpoints.save(self.policy, progress)
-        self.callbacks.checkpoint(checkpoint)
-        self.source.checkpointed(checkpoint, self.step, self.state.documents_seen)
+        optimizer_state = optimizer_parts(self.optimizer, self.policy.weights)
+        hugging_face = self.save_rule.is_hugging_face(self.step)
+        return self.saves.begin(self.policy, optimizer_state, progress, self.state.documents_seen, hugging_face)
+
+    def _save_last(self, deadline: float | None) -> None:
+        """Save where the run ends, by a deadline if there is one."""
+        self._finish_save(deadline)
+        if deadline is not None and self.ranks.share(lambda: time.monotonic() > deadline):
+            return
+        self._save()
+        self._finish_save(deadline)
+
+    def _finish_save(self, deadline: float | None = None) -> None:
+        """Wait for the save that is under way, but no longer than the deadline."""
+        if not self.saves.under_way:
+            return
+        self.watch.phase(f"saving after step {self.step}")
+        with self.times.measure("save"):
+            self._saved(self.saves.finish(deadline))
+
+    def _saved(self, complete: Complete | None) -> None:
+        if complete is None:
+            return
+        self.state.saved = complete.step
+        self.callbacks.checkpoint(complete.path)
+        self.source.checkpointed(complete.path, complete.step, complete.documents_seen)
 
     @contextmanager
     def _stop_between_steps(self) -> Iterator[None]:

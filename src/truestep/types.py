@@ -38,6 +38,7 @@ class Rollout:
     reference_logprobs: np.ndarray | None = None  # [L] float32, a reference's or a teacher's; 0 off the mask
     # [L] float32, the trainer's own, of the weights before the first update on this document; 0 off the mask
     recomputed_logprobs: np.ndarray | None = None
+    chosen: np.ndarray | None = None  # [L] bool: labels that loss.clip_cov or loss.kl_cov holds back in this step
     truncated: bool | None = None  # it ended at a length limit and not by itself; None: unknown
     rewards: Mapping[str, float] = field(default_factory=dict)  # the parts of the reward, by name
     # The reward less its group's baseline, where it is to be scaled over the whole step and the step is not known yet.
@@ -143,6 +144,13 @@ class StepPlan:
         return content.hexdigest()
 
 
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor to a device without waiting for what the device still does: a GPU reads it from pinned memory."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 @dataclass(frozen=True, eq=False)
 class PackedTokens:
     """Documents laid end to end, as the model reads them. Padding comes last, as a segment that is no document."""
@@ -157,7 +165,7 @@ class PackedTokens:
         return len(self.input_ids)
 
     def to(self, device: torch.device) -> PackedTokens:
-        input_ids, position_ids = (ids.to(device, non_blocking=True) for ids in (self.input_ids, self.position_ids))
+        input_ids, position_ids = (sent(ids, device) for ids in (self.input_ids, self.position_ids))
         return replace(self, input_ids=input_ids, position_ids=position_ids)
 
 
@@ -183,6 +191,7 @@ class PackedLabels:
     model_version: torch.Tensor = field(metadata=per_label("model_version"))
     recomputed_logprobs: torch.Tensor = field(metadata=per_label("recomputed_logprobs", np.float32))
     reference_logprobs: torch.Tensor = field(metadata=per_label("reference_logprobs", np.float32))
+    chosen: torch.Tensor = field(metadata=per_label("chosen"))  # 1 where loss.clip_cov or loss.kl_cov holds it back
     # Per document.
     num_labels: torch.Tensor  # [D] int64
     reward: torch.Tensor  # [D] float32; 0 where the document has none
@@ -206,7 +215,7 @@ class PackedLabels:
         def moved(value: Any) -> Any:
             if isinstance(value, Mapping):
                 return {name: moved(item) for name, item in value.items()}
-            return value.to(device, non_blocking=True)
+            return sent(value, device)
 
         return replace(self, **{item.name: moved(getattr(self, item.name)) for item in fields(self)})
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from safetensors.torch import load_file
 
 import truestep
+from checkpoints import latest, read_weights
 from ranks.cases import on_ranks
 from small_runs import file_config, read_lines, sampled_config, sort_prompts, without_times, word_model, write_lines
 from small_runs import write_rollouts as write
@@ -39,7 +39,7 @@ class Journal(Callback):
         self.heard.append(f"evaluation {evaluation['step']}")
 
     def on_checkpoint(self, run: Run, checkpoint: Path) -> None:
-        assert (checkpoint / "model.safetensors").is_file()
+        assert (checkpoint / "truestep" / "checksums.json").is_file()
         self.heard.append(f"checkpoint {checkpoint.name[-2:]}")
 
     def on_end(self, run: Run, ended: str) -> None:
@@ -125,7 +125,7 @@ def test_a_callback_stops_a_run_and_the_run_goes_on(config: Config, tmp_path: Pa
 
 
 def weights(run: Path) -> dict[str, Any]:
-    return load_file(sorted((run / "checkpoints").glob("step-*"))[-1] / "model.safetensors")
+    return read_weights(latest(run))
 
 
 def test_the_learning_rate_is_multiplied_and_a_run_that_goes_on_has_it(model: Path, tmp_path: Path) -> None:

@@ -12,13 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from checkpoints import read_states, read_weights
+from checkpoints import save as save_checkpoint
 from documents import make_documents, same_bits, same_document
 from truestep.checkpoint import store as store_module
+from truestep.checkpoint.checksums import find_damage
+from truestep.checkpoint.staging import Staging
 from truestep.checkpoint.store import CheckpointStore, Progress, read_progress
 from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
+from truestep.policy.tensor_parts import STATE, TensorPart
 from truestep.randomness import random_state, random_tensors, restore_random
 
 Made = Callable[[str], Path]
@@ -44,29 +48,38 @@ def progress(step: int) -> Progress:
         queue={"documents_seen": 3 * step, "micro_batches": [[0], [1]], "source": {"position": step}},
         carried=make_documents([3, 5], seed=step),
         rejected_bytes=step,
-        optimizer={
-            "model.norm.weight.exp_avg": torch.arange(4.0) / 3 + step,
-            "model.norm.weight.step": torch.tensor(step),
-        },
     )
+
+
+def states(step: int) -> dict[str, torch.Tensor]:
+    """The state of an optimizer."""
+    return {
+        "model.norm.weight.exp_avg": torch.arange(4.0) / 3 + step,
+        "model.norm.weight.step": torch.tensor(step),
+        "model.norm.weight.codes": torch.arange(7, dtype=torch.int8).view(7, 1) + step,
+        "lm_head.weight.empty": torch.zeros(0, 3),
+    }
 
 
 def save(store: CheckpointStore, policy: Policy, step: int) -> Path:
     set_step(policy, step)
-    return store.save(policy, progress(step))
+    parts = [TensorPart(STATE + k, tuple(v.shape), (0,) * v.ndim, v.clone()) for k, v in states(step).items()]
+    return save_checkpoint(store, policy, progress(step), parts)
 
 
 def check(checkpoint: Path, step: int) -> None:
     """That it is whole, weights and all."""
-    weights = load_file(checkpoint / "model.safetensors")
+    weights = read_weights(checkpoint)
     assert len(weights) == 21
     assert all((weight == 1 + step).all() for weight in weights.values())
     assert (checkpoint / "config.json").is_file()
     read, expected = read_progress(checkpoint), progress(step)
     assert (read.step, read.queue, read.rejected_bytes) == (step, expected.queue, expected.rejected_bytes)
     assert all(same_document(one, other) for one, other in zip(read.carried, expected.carried, strict=True))
-    assert set(read.optimizer) == set(expected.optimizer)
-    assert all(same_bits(read.optimizer[name], tensor) for name, tensor in expected.optimizer.items())
+    found = read_states(checkpoint)
+    assert set(found) == set(states(step))
+    assert all(same_bits(found[name], tensor) for name, tensor in states(step).items())
+    assert find_damage(checkpoint) is None
 
 
 def steps_in(directory: Path) -> list[str]:
@@ -90,7 +103,7 @@ def test_the_newest_are_kept(policy: Policy, tmp_path: Path, keep: int) -> None:
 def test_what_is_incomplete_is_no_checkpoint(policy: Policy, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, 2)
     first = save(store, policy, 1)
-    shutil.copytree(first, tmp_path / "step-00000002", ignore=shutil.ignore_patterns("state.json"))
+    shutil.copytree(first, tmp_path / "step-00000002", ignore=shutil.ignore_patterns("checksums.json"))
     shutil.copytree(first, tmp_path / ".step-00000003.partial")
     (tmp_path / "step-00000004").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
@@ -129,7 +142,7 @@ class Disk:
             (Path, "write_text"),
             (Path, "mkdir"),
             (store_module, "write_tensors"),
-            (store_module, "save_trained"),
+            (Staging, "stage"),
         ):
             monkeypatch.setattr(owner, name, self._counted(name, getattr(owner, name)))
 
@@ -140,7 +153,7 @@ class Disk:
                 return real(*arguments, **options)
             half = Path(arguments[0]) if name == "rmtree" else None
             if half is not None:
-                (half / "model.safetensors").unlink()  # removed in part
+                (half / "truestep" / "part-00000.safetensors").unlink(missing_ok=True)  # removed in part
             elif name in ("write_bytes", "write_text"):
                 real(arguments[0], arguments[1][: len(arguments[1]) // 2])  # written in part
             raise Killed
@@ -185,7 +198,7 @@ def test_a_kill_at_any_instant(policy: Policy, tmp_path: Path, keep: int) -> Non
 
 
 def test_a_failed_save_is_told(policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError("no space left on device")
 
     store = CheckpointStore(tmp_path, 1)

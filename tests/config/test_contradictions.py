@@ -43,6 +43,11 @@ CASES = [
         "without an adapter by adapter.targets",
     ),
     (
+        MODEL + "adapter: {}\ncheckpoint: {hugging_face_every: 2}\n",
+        "3, run.yaml:2: checkpoint.hugging_face_every is for whole models, and with adapter a checkpoint holds the "
+        "adapter alone: leave it out, and use truestep export, which merges the adapter",
+    ),
+    (
         served("adapter: served"),
         "4: sampler.adapter: served is for an adapter, and there is no section adapter",
     ),
@@ -296,6 +301,18 @@ SECTION_CASES = [
         MODEL + "loss:\n  kl_reference: {weight: 1.0, in: reward, estimator: k3}\n",
         "3: loss.kl_reference: estimator: k3 is for in: loss; in the reward it is k1",
     ),
+    (
+        MODEL + "loss:\n  clip_cov: {low: 5, high: 1}\n",
+        "3: loss.clip_cov: low: 5 is not below high: 1, so no label could be chosen",
+    ),
+    (
+        MODEL + "loss:\n  clip_cov: {}\n  kl_cov: {}\n",
+        "3, run.yaml:4: loss: clip_cov and kl_cov both choose labels by their covariance: remove one of the two",
+    ),
+    (
+        MODEL + "loss: {entropy_bonus: 0.2, entropy_target: {entropy: 0.5}}\n",
+        "2: loss: entropy_bonus: 0.2 is above entropy_target.largest_weight: 0.1; the weight starts between 0 and that",
+    ),
 ]
 
 
@@ -365,5 +382,5 @@ def test_every_rule_has_a_case() -> None:
 def test_every_rule_of_a_section_has_a_case() -> None:
     sources = [inspect.getsource(module) for module in (sections, losses)]
     raised = [node for source in sources for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise)]
-    # The three others are of custom losses, in tests/doors/test_loss.py.
-    assert len(raised) == len({text for _, text in SECTION_CASES if "max_labels" not in text}) + 1 + 3
+    # The four others are of custom losses, in tests/doors/test_loss.py.
+    assert len(raised) == len({text for _, text in SECTION_CASES if "max_labels" not in text}) + 1 + 4

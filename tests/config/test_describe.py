@@ -198,7 +198,10 @@ OPTION_ERRORS = [
     ("wandb: {}", "2: wandb is unknown: option 'wandb' is in section logging: logging.wandb"),
     ("logit_chunk_size: 3", "2: logit_chunk_size is unknown: did you mean model.head.logits_chunk_size?"),
     ("sched: {}", "2: sched is unknown: did you mean schedule?"),
-    ("checkpoint: {qqqq: 3}", "2: checkpoint.qqqq is unknown: section checkpoint has directory, every, keep, lock"),
+    (
+        "checkpoint: {qqqq: 3}",
+        "2: checkpoint.qqqq is unknown: section checkpoint has directory, every, keep, hugging_face_every, grace, lock",
+    ),
     ("loss.type: gspo", "2: 'loss.type' is unknown: in a file it is type under loss"),
     ("loss: {type: reinforce, ratio_capp: 1}", "2: loss.ratio_capp is unknown: did you mean loss.ratio_cap?"),
     ("loss: {type: grpo, ratio_capp: 1}", "2: loss.ratio_capp is unknown: did you mean loss.ratio_cap?"),

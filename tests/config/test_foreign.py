@@ -78,7 +78,8 @@ def test_an_answer_names_options_that_exist(name: str) -> None:
         assert "truestep has none like it" in said
         return
     words = ours.split(" and " if " and " in ours else " or ")
-    assert all(word in options() or word in ("logging.wandb", "data.overlong_penalty") for word in words), ours
+    sections = ("logging.wandb", "logging.mlflow", "logging.trackio", "data.overlong_penalty")
+    assert all(word in options() or word in sections for word in words), ours
 
 
 def test_no_foreign_name_hides_one_of_ours() -> None:

@@ -163,6 +163,9 @@ CHANGES = {
     "kl_reference": (None, {"weight": 0.1}),
     "correction": (None, {"type": "truncate", "high": 2.0, "level": "document_mean"}),
     "off_policy_mask": (None, 0.5),
+    "entropy_target": (None, {"entropy": 0.5}),
+    "clip_cov": (None, {"share": 0.01}),
+    "kl_cov": (None, {"share": 0.01}),
     "epsilon_low": (0.1, 0.15),
     "epsilon_high": (0.1, 0.15),
     "dual_clip": (None, 3.0),
@@ -185,6 +188,8 @@ def test_every_option_of_every_loss_is_in_its_explanation(kind: str, option: str
     base: dict[str, Any] = {"type": kind}
     if kind == "custom":
         base |= {"function": "doors.toy_losses:Saturating", "options": {"sharpness": 1.0}}
+    if kind == "custom" and option == "clip_cov":  # it needs a loss of single labels
+        base |= {"function": "truestep.losses.label_losses:Sapo", "options": {"tau_positive": 1.0, "tau_negative": 1.0}}
     if option == "max_labels":
         base["normalize_by"] = "constant"
     texts = {

@@ -136,6 +136,10 @@ def test_a_supervised_loss_needs_no_advantage(tiny_model: Callable[[str], Path],
             "correction: {type: mask, high: 2.0}}",
             "correction.level: label weighs the labels of a document apart",
         ),
+        (
+            "{type: custom, function: doors.toy_losses:Saturating, options: {sharpness: 1.0}, clip_cov: {}}",
+            "clip_cov takes single labels out of a document",
+        ),
         ("{type: custom, function: plain}", "write it as package.module:function"),
     ],
 )

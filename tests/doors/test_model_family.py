@@ -46,7 +46,7 @@ def config(directory: Path, folder: Path, trusted: bool = True, **sections: Any)
 
 def test_it_trains_and_its_checkpoint_is_a_directory_of_the_same_kind(tmp_path: Path) -> None:
     model = own_directory(tmp_path / "own")
-    trainer = quiet_trainer(config(model, tmp_path, schedule={"steps": 3}))
+    trainer = quiet_trainer(config(model, tmp_path, schedule={"steps": 3}, checkpoint={"hugging_face_every": 1}))
     assert type(trainer.policy.model).__name__ == "OwnForCausalLM"
     trainer.run()
     checkpoint = max((tmp_path / "run" / "checkpoints").glob("step-*"))

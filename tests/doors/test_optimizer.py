@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from checkpoints import latest, read_states, read_weights
 from doors.own_optimizer import Momentum
 from ranks.cases import on_ranks, train_all
 from small_runs import file_config, file_hashes, quiet_trainer, read_lines, write_rollouts
@@ -48,10 +48,6 @@ def masters(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: weight.detach().clone() for name, weight in trainer.policy.weights.master.items()}
 
 
-def latest(run: Path) -> Path:
-    return max((run / "checkpoints").glob("step-*"))
-
-
 def test_it_trains_with_its_options_and_the_runs_learning_rate(tiny_model: Model, tmp_path: Path) -> None:
     """By hand: the first update of a weight is its rate times its clipped gradient."""
     given = config(tiny_model("llama"), tmp_path / "run", schedule={"steps": 1}, checkpoint={"every": 0})
@@ -85,7 +81,7 @@ def test_a_run_that_goes_on_is_bitwise_the_uninterrupted_one(tiny_model: Model, 
     finally:
         torch.use_deterministic_algorithms(False)
     assert file_hashes(resumed) == file_hashes(uninterrupted)
-    kept = load_file(resumed / "truestep" / "optimizer.safetensors")
+    kept = read_states(resumed)
     assert {name.rpartition(".")[2] for name in kept} == {"velocity", "updates:number", "trust"}
     assert kept["model.norm.weight.updates:number"] == 4
 
@@ -101,8 +97,8 @@ def test_over_two_ranks_it_makes_the_same_updates_and_its_state_moves_to_one(
         given = config(model, tmp_path / name, checkpoint={"every": 2}, **sections)
         on_ranks(size, train_all, [given.model_dump()])
     assert read_lines(tmp_path / "moved" / "ledger.jsonl") == read_lines(tmp_path / "still" / "ledger.jsonl")
-    for file in ("model.safetensors", "truestep/optimizer.safetensors"):
-        moved, still = (load_file(latest(tmp_path / name) / file) for name in ("moved", "still"))
+    for read in (read_weights, read_states):
+        moved, still = (read(latest(tmp_path / name)) for name in ("moved", "still"))
         assert moved.keys() == still.keys()
         for name, value in still.items():
             assert (moved[name] - value).double().norm() <= 1e-4 * value.double().norm(), name
@@ -158,7 +154,7 @@ def test_one_without_a_state_needs_none(tiny_model: Model, tmp_path: Path) -> No
     plain = {"type": "custom", "function": "doors.own_optimizer:make_sgd", "learning_rate": 1e-2}
     for steps in (2, 4):
         train(config(tiny_model("llama"), tmp_path / "run", plain, schedule={"steps": steps}))
-    assert load_file(latest(tmp_path / "run") / "truestep" / "optimizer.safetensors") == {}
+    assert read_states(latest(tmp_path / "run")) == {}
 
 
 @pytest.mark.parametrize(

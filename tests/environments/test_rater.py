@@ -41,11 +41,11 @@ OUTCOMES: dict[str, float | str] = {
     "replaced_frames": SAID,
     "answers_late_from_a_thread": 0.25,
     "looks_for_other_requests": 0.25,
-    "exits": r"^the reward raised SystemExit: 3$",
+    "exits": r"^the reward raised SystemExit: 3 \(at hostile_reward\.py:\d+\)$",
     "exits_at_once": rf"{LOST}exit code 7\)$",
     "aborts": rf"{LOST}signal 6\)",
     "crashes": rf"{LOST}signal 11\)",
-    "interrupts": r"^the reward raised KeyboardInterrupt$",
+    "interrupts": r"^the reward raised KeyboardInterrupt \(at hostile_reward\.py:\d+\)$",
     "terminates_itself": rf"{LOST}signal 15\)$",
     "kills_its_parent": rf"{LOST}no exit code is known\)$",
     "stops_its_parent": LATE,
@@ -58,7 +58,7 @@ OUTCOMES: dict[str, float | str] = {
     "reads_its_input": 0.0,
     "forks_without_end": rf"^the reward started more than 256 processes$|{LATE}",
     # Some attacks are met by two guards, and which of them is first depends on how busy the machine is.
-    "takes_all_memory": rf"^the reward raised MemoryError$|{TOO_LARGE}|{LATE}",
+    "takes_all_memory": rf"^the reward raised MemoryError|{TOO_LARGE}|{LATE}",
     "shares_all_memory": rf"{TOO_LARGE}|{LATE}",
     "prints_without_end": rf"^0\.25$|{LATE}",
     "opens_every_file": rf"^the reward raised OSError: \[Errno 24\] Too many open files|{LATE}",
@@ -81,9 +81,9 @@ OUTCOMES: dict[str, float | str] = {
     "returns_text": r"^the reward returned '1\.0', which is not a number$",
     "returns_nothing": r"^the reward returned None, which is not a number$",
     "returns_an_evil_object": r"^the reward returned \(an object that cannot be shown\), which is not a number$",
-    "raises_escapes": r"^the reward raised ValueError: \\x1b\]0;owned\\x07\\x1b\[2Jhaha[ha]*…$",
+    "raises_escapes": r"^the reward raised ValueError: \\x1b\]0;owned\\x07\\x1b\[2Jhaha[ha]*…",
     "raises_what_cannot_be_shown": r"^the reward raised UnreadableError: .*cannot be shown",
-    "raises_a_base_exception": r"^the reward raised Base: no Exception$",
+    "raises_a_base_exception": r"^the reward raised Base: no Exception \(at hostile_reward\.py:\d+\)$",
 }
 
 

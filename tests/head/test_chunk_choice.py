@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoints import latest
 from small_runs import file_config, quiet_trainer, write_rollouts
 from tiny import VOCABULARY
 from truestep.head import logits
@@ -52,7 +53,7 @@ def test_a_deterministic_run_is_bitwise_the_same_whatever_is_free(
                 schedule={"steps": 3},
             )
             quiet_trainer(config).run()
-            saved.append((tmp_path / name / "checkpoints" / "step-00000003" / "model.safetensors").read_bytes())
+            saved.append((latest(tmp_path / name) / "truestep" / "part-00000.safetensors").read_bytes())
     finally:
         torch.use_deterministic_algorithms(False)
     assert saved[0] == saved[1]

@@ -13,6 +13,7 @@ import torch
 
 from oracles.step import Document, LabelValues, complete_loss_config
 from truestep.losses.corrections import Correction, OffPolicyMask
+from truestep.losses.exploration import ClipCov, EntropyTarget, KlCov
 from truestep.losses.label_losses import (
     Cispo,
     CrossEntropy,
@@ -60,6 +61,13 @@ CORRECTIONS: tuple[dict[str, Any], ...] = (
     {"off_policy_mask": 0.1},
     {"correction": {"type": "mask", "level": "document_mean", "low": 0.6, "high": 1.3}, "off_policy_mask": 0.0},
 )
+# Labels that are held back, with and without constant weights. The choice itself: tests/step/test_chosen.py.
+EXPLORING: tuple[dict[str, Any], ...] = (
+    {**LOSSES[1], "clip_cov": {"share": 0.3}},
+    {**LOSSES[3], "clip_cov": {"share": 0.3}, "entropy_target": {"entropy": 1.0}, "entropy_bonus": 0.05},
+    {**LOSSES[1], "kl_cov": {"share": 0.3, "weight": 0.7}},
+    {**LOSSES[8], "kl_cov": {"share": 0.3, "weight": 0.7}, **CORRECTIONS[1]},
+)
 CORRECTED: tuple[dict[str, Any], ...] = tuple(
     {**loss, **correction}
     for number, correction in enumerate(CORRECTIONS)
@@ -82,6 +90,10 @@ class Case:
     label_ids: torch.Tensor  # [T]
     old_logprobs: torch.Tensor  # [T]
     advantages: torch.Tensor  # [T]
+
+    @property
+    def chosen(self) -> torch.Tensor:  # [T] int64: every third label
+        return (torch.arange(len(self.label_ids)) % 3 == 1).long()
 
     @property
     def document(self) -> torch.Tensor:  # [T]
@@ -139,6 +151,7 @@ def label_loss(loss: dict[str, Any]) -> LabelLoss:
 def make_objective(loss: dict[str, Any]) -> Objective:
     options = complete_loss_config(loss)
     correction, threshold = options["correction"], options["off_policy_mask"]
+    target = options["entropy_target"] and {"rate": 0.005, "largest_weight": 0.1, **options["entropy_target"]}
     return Objective(
         label_loss(loss),
         Denominator(options["normalize_by"], options["max_labels"]),
@@ -147,6 +160,9 @@ def make_objective(loss: dict[str, Any]) -> Objective:
         gradient_divisor=options["gradient_divisor"] or 1.0,
         correction=None if correction is None else Correction(**correction),
         off_policy_mask=None if threshold is None else OffPolicyMask(threshold),
+        entropy_target=EntropyTarget(**target) if target else None,
+        clip_cov=ClipCov(low=1.0, high=5.0, **options["clip_cov"]) if options["clip_cov"] else None,
+        kl_cov=KlCov(**options["kl_cov"]) if options["kl_cov"] else None,
     )
 
 
@@ -155,7 +171,7 @@ def labels_of(**known: Any) -> Labels:
     count, documents = len(known["document"]), len(known["num_labels"])
     dtype = known["logprobs"].dtype
     per_label = {item.name: torch.zeros(count, dtype=dtype) for item in Labels.label_fields()}
-    integers = {name: torch.zeros(count, dtype=torch.int64) for name in ("rows", "ids", "model_version")}
+    integers = {name: torch.zeros(count, dtype=torch.int64) for name in ("rows", "ids", "model_version", "chosen")}
     has = {name: torch.ones(documents, dtype=torch.bool) for name in OPTIONAL_FIELDS}
     per_document = {
         "reward": torch.zeros(documents, dtype=dtype),
@@ -177,6 +193,7 @@ def make_labels(case: Case, denominator: Denominator, dtype: torch.dtype = torch
         logsumexp=case.logits.logsumexp(-1).to(dtype),
         old_logprobs=case.old_logprobs.to(dtype),
         advantages=case.advantages.to(dtype),
+        chosen=case.chosen,
         document=case.document,
         weight=denominator.label_weights(num_labels[case.document], case.totals).to(dtype),
         num_labels=num_labels,
@@ -209,6 +226,7 @@ def oracle_inputs(case: Case, logits: torch.Tensor) -> tuple[list[Document], lis
                 advantages=case.advantages[rows.start : rows.stop].tolist(),
                 versions=None,
                 reward=None,
+                chosen=case.chosen[rows.start : rows.stop].bool().tolist(),
             )
         )
         values.append([_label_values(logits[row], int(case.label_ids[row])) for row in rows])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from losses.label_cases import (
     CORRECTED,
+    EXPLORING,
     LOSSES,
     Case,
     loss_name,
@@ -164,7 +165,7 @@ def test_the_levels() -> None:
         "clipped_fraction", "clamped_ratios",
         "advantage",
         "max_advantage", "min_advantage", "reward", "max_reward", "min_reward", "staleness", "max_staleness",
-        "min_staleness", "effective_sample_size", "effective_sample_share", "entropy",
+        "min_staleness", "effective_sample_size", "effective_sample_share", "entropy", "logprob_advantage_covariance",
         "truncated_fraction", "zero_advantage_fraction",
     }  # fmt: skip
     assert full - basic == {f"log_ratio_p{percentile}" for percentile in LOG_RATIO_PERCENTILES}
@@ -233,7 +234,7 @@ def micro_batch(case: Case, objective: Objective, facts: Facts, chosen: list[int
     documents=st.lists(
         st.tuples(st.integers(0, 4), st.sampled_from(EVERY_COMBINATION), st.integers(0, 3)), min_size=1, max_size=9
     ),
-    loss=st.sampled_from(LOSSES + CORRECTED),
+    loss=st.sampled_from(LOSSES + CORRECTED + EXPLORING),
     normalize_by=st.sampled_from(["labels", "documents", "document_means"]),
     seed=st.integers(0, 99),
 )

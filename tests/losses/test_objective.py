@@ -11,6 +11,7 @@ import torch
 from losses.label_cases import (
     CORRECTED,
     DENOMINATORS,
+    EXPLORING,
     LOSSES,
     Case,
     loss_name,
@@ -53,7 +54,7 @@ def gradient_of_logits(coefficients: Coefficients, case: Case) -> torch.Tensor: 
     return log_p.exp() * (coefficients.a[:, None] + b * log_p) - coefficients.c[:, None] * one_hot
 
 
-@pytest.mark.parametrize("loss", LOSSES + CORRECTED, ids=loss_name)
+@pytest.mark.parametrize("loss", LOSSES + CORRECTED + EXPLORING, ids=loss_name)
 @pytest.mark.parametrize("denominator", DENOMINATORS, ids=loss_name)
 def test_coefficients_equal_autograd_of_the_whole_loss(loss: dict[str, Any], denominator: dict[str, Any]) -> None:
     case = make_case(seed=3)
@@ -64,12 +65,12 @@ def test_coefficients_equal_autograd_of_the_whole_loss(loss: dict[str, Any], den
         sums, wanted = oracle_gradient(case, options)
         coefficients = objective.coefficients(labels, case.totals)
         torch.testing.assert_close(gradient_of_logits(coefficients, case), wanted, rtol=1e-10, atol=1e-14)
-        assert (coefficients.b is None) == ("entropy_bonus" not in extra)
+        assert (coefficients.b is None) == ("entropy_bonus" not in options)
         terms = {name: float(term.sum()) for name, term in objective.terms(labels).items()}
         assert terms == {name: pytest.approx(value, rel=1e-11, abs=1e-14) for name, value in sums.items()}
 
 
-@pytest.mark.parametrize("loss", LOSSES + CORRECTED, ids=loss_name)
+@pytest.mark.parametrize("loss", LOSSES + CORRECTED + EXPLORING, ids=loss_name)
 @pytest.mark.parametrize("chunk", [1, 4, None])
 def test_the_head_and_the_objective_together_equal_autograd(loss: dict[str, Any], chunk: int | None) -> None:
     """Documents are cut by the chunks, and a loss of whole documents does not notice."""
@@ -159,7 +160,7 @@ def test_a_label_by_hand() -> None:
     assert coefficients.c.tolist() == [pytest.approx(0.05)]
 
 
-@pytest.mark.parametrize("loss", LOSSES + CORRECTED, ids=loss_name)
+@pytest.mark.parametrize("loss", LOSSES + CORRECTED + EXPLORING, ids=loss_name)
 @pytest.mark.parametrize("denominator", DENOMINATORS, ids=loss_name)
 def test_micro_batches_add_up_to_the_step(loss: dict[str, Any], denominator: dict[str, Any]) -> None:
     """A micro-batch has some of the documents and the step's totals; its coefficients are those of the whole step."""

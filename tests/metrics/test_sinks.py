@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import io
 import json
 import math
 import os
@@ -16,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from truestep.files import read_json_lines
-from truestep.metrics.sinks import ConsoleSink, JsonLines, SinkError, TensorBoardSink, WandbSink, live_line
+from truestep.metrics.sinks import JsonLines, SinkError, TensorBoardSink, WandbSink
+from truestep.metrics.trackers import MlflowSink, TrackioSink
 
 EVALUATION = {
     "step": 2,
@@ -78,6 +77,21 @@ def test_tensorboard_events_hold_steps_and_evaluations(tmp_path: Path) -> None:
     assert not any("examples" in name for name in events.Tags()["scalars"])
 
 
+def test_tensorboard_shows_rollouts_as_text(tmp_path: Path) -> None:
+    sink = TensorBoardSink(str(tmp_path))
+    for step in (1, 2, 10):
+        sink.rollouts({"step": step}, [{"step": step, "completion": "a|b\nc\x1b[2J", "reward": 0.5}])
+    sink.rollouts({"step": 20}, [])
+    sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    texts = events.Tensors("rollouts/text_summary")
+    assert [event.step for event in texts] == [1, 10]
+    head, _, row = texts[0].tensor_proto.string_val[0].decode().splitlines()
+    assert head.startswith("| step | group_id | prompt | completion |")
+    assert "| a\\|b ⏎ c\\x1b[2J | 0.5 |" in row
+
+
 def test_tensorboard_forgets_the_steps_that_a_restart_rolled_back(tmp_path: Path) -> None:
     first = TensorBoardSink(str(tmp_path))
     for step in (1, 2, 3):
@@ -129,10 +143,11 @@ from rich.console import Console
 from truestep.assemble.sinks import make_sinks
 from truestep.config.load import load_config
 from truestep.run_directory import RunDirectory
+from truestep.terminal.display import Display
 
 config = load_config(Path(sys.argv[2]), sys.argv[3:])
 assert "hunter2-secret" in config.data.source.url and "hunter2-secret" in str(sys.argv)
-(sink,) = make_sinks(config, RunDirectory(Path(config.checkpoint.directory)), Console(), "title", 0)
+(sink,) = make_sinks(config, RunDirectory(Path(config.checkpoint.directory)), Display(Console()), "title", 0)
 assert "hunter2-secret" in str(sys.argv)  # they are hidden from wandb alone
 sink.step({"step": 1, "documents_seen": 8, "loss": 0.5})
 sink.close()
@@ -168,7 +183,15 @@ def test_a_password_given_on_the_command_line_is_in_no_file_of_wandb(tmp_path: P
     assert b"stream.example" in written[log]  # text is found there as it is
 
 
-@pytest.mark.parametrize(("module", "extra"), [("torch.utils.tensorboard", "tensorboard"), ("wandb", "wandb")])
+@pytest.mark.parametrize(
+    ("module", "extra"),
+    [
+        ("torch.utils.tensorboard", "tensorboard"),
+        ("wandb", "wandb"),
+        ("mlflow", "mlflow"),
+        ("trackio", "trackio"),
+    ],
+)
 def test_without_the_package_the_extra_is_named(
     module: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +206,10 @@ def test_without_the_package_the_extra_is_named(
     with pytest.raises(SinkError, match=rf"pip install 'truestep\[{extra}\]'"):
         if extra == "wandb":
             WandbSink(tmp_path / "run", project="p", name=None, mode="offline", config={})
+        elif extra == "mlflow":
+            MlflowSink(tmp_path / "run", {})
+        elif extra == "trackio":
+            TrackioSink(tmp_path / "run", {}, project="p")
         else:
             TensorBoardSink(str(tmp_path / "board"))
     assert list(tmp_path.iterdir()) == []
@@ -199,48 +226,11 @@ def test_wandb_that_refuses_is_one_message(tmp_path: Path, monkeypatch: pytest.M
         WandbSink(tmp_path, project="p", name=None, mode="online", config={})
 
 
-def test_a_file_gets_a_plain_line_a_step() -> None:
-    written = io.StringIO()
-    sink = ConsoleSink(Console(file=written, width=40), steps=9)
-    for step in (1, 2):
-        sink.step(step_line(step))
-    sink.evaluation(EVALUATION)
-    sink.close()
-    first, second, evaluation, *rest = written.getvalue().splitlines()
-    assert not any(line.strip() for line in rest)
-    assert first == f"step 1/9  {live_line(step_line(1))}"
-    assert second.startswith("step 2/9  reward 0.750  loss -0.2500")
-    assert evaluation == "held-out after step 2: greedy 0.500, sampled 0.250 over 4 prompts"
-    assert "\x1b" not in written.getvalue()
-
-
-def test_an_evaluation_without_a_mean_is_shown_as_such(tmp_path: Path) -> None:
-    written = io.StringIO()
-    unrated = EVALUATION | {"greedy_reward": None, "num_unrated": 4, "problems": ["the reward raised KeyError"]}
-    ConsoleSink(Console(file=written), steps=None).evaluation(unrated)
-    assert "greedy none could be rated, sampled 0.250" in written.getvalue()
-    assert "4 completions have no reward: the reward raised KeyError" in written.getvalue()
+def test_an_evaluation_without_a_mean_leaves_it_out(tmp_path: Path) -> None:
     board = TensorBoardSink(str(tmp_path))
-    board.evaluation(unrated)
+    board.evaluation(EVALUATION | {"greedy_reward": None, "num_unrated": 4, "problems": ["the reward raised KeyError"]})
     board.close()
-
-
-def test_a_line_shows_what_there_is() -> None:
-    assert live_line({"step": 1, "loss": 0.5, "entropy": 3.0}) == "loss +0.5000"
-    assert live_line({"step": 1, "loss": math.nan, "grad_norm": math.inf}) == "loss +nan  grad inf"
-    assert live_line({}) == ""
-
-
-@pytest.mark.parametrize("steps", [None, 3])
-def test_a_terminal_gets_a_bar_with_the_last_numbers(steps: int | None) -> None:
-    written = io.StringIO()
-    sink = ConsoleSink(Console(file=written, force_terminal=True, width=200), steps=steps, done=1, title="training")
-    for step in (2, 3):
-        sink.step(step_line(step))
-    sink.evaluation(EVALUATION)
-    sink.close()
-    shown = written.getvalue()
-    assert "loss -0.3750" in shown
-    assert "held-out after step 2" in shown
-    assert ("3/3" if steps else "3") in shown
-    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") > 0, "the cursor must come back"
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert "evaluation/sampled_reward" in events.Tags()["scalars"]
+    assert "evaluation/greedy_reward" not in events.Tags()["scalars"]

@@ -76,7 +76,6 @@ def test_a_run_says_what_was_planned_and_what_it_took() -> None:
     for step in range(1, 6):
         beside.step({"step": step})
     assert said == [
-        "memory planned: 62.0 GiB at the peak of a step, on the rank that needs most",
         "memory after 3 steps: 63.2 GiB at the peak on rank 0, 62.0 GiB planned",
     ]
 

@@ -5,13 +5,14 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints import Held, optimizer_tensors
 from truestep.policy.cuts.pieces import Piece, pieces_of, sum_parts
 from truestep.policy.weights.whole import WholeWeights
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks, join, leave
 from truestep.ranks.launch import run_ranks
 from truestep.step.clipping import gradient_norm
-from truestep.step.optimizer import make_adamw, optimizer_tensors, restore_optimizer, update
+from truestep.step.optimizer import make_adamw, restore_optimizer, update
 from truestep.step.optimizers.adamw import AdamWOptions
 
 SHAPES = {"embedding": (7, 3), "columns": (2, 8), "norm": (5,), "late": (4,)}
@@ -83,7 +84,7 @@ def _check_pieces() -> None:
         assert not kept and not gradients and not moments
     given = {f"{name}.exp_avg": value for name, value in _whole(3.0).items()}
     given |= {f"{name}.exp_avg_sq": value for name, value in _whole(5.0).items()}
-    restore_optimizer(optimizer, weights, given | {f"{name}.step": torch.tensor(7.0) for name in SHAPES})
+    restore_optimizer(optimizer, weights, Held(given | {f"{name}.step": torch.tensor(7.0) for name in SHAPES}))
     for name, master in weights.master.items():
         state = optimizer.state[master]
         assert torch.equal(state["exp_avg"], pieces[name].slice(3 * whole[name], ranks))

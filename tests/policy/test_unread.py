@@ -12,9 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from checkpoints import save
 from documents import same_bits
 from selection import long_except
 from tiny import KINDS, make_model
+from truestep.checkpoint.store import CheckpointStore, Progress
+from truestep.export import export
 from truestep.policy.errors import ModelError
 from truestep.policy.loading.load import load_policy
 from truestep.policy.save import save_policy
@@ -138,6 +141,14 @@ def test_tensors_that_transformers_joins(tmp_path: Path) -> None:
     saved, came = (load_file(folder / "model.safetensors") for folder in (tmp_path / "saved", path))
     assert set(saved) == set(came)
     assert all(same_bits(saved[name], value) for name, value in came.items())
+    # The same by a checkpoint in parts, which has them joined.
+    policy = load_policy(path, device="cpu")
+    checkpoint = save(CheckpointStore(tmp_path / "checkpoints", 1), policy, Progress(1, {}, [], 0))
+    again = load_policy(checkpoint, device="cpu")
+    assert all(same_bits(again.weights.master[name], value) for name, value in policy.weights.master.items())
+    export(checkpoint, tmp_path / "exported", "bfloat16")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert set(exported) == set(came) and all(same_bits(exported[name], value) for name, value in came.items())
 
 
 def test_buffers_that_a_file_has(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from checkpoints import latest, read_states, read_weights
 from ranks.cases import on_ranks, train_all
 from small_runs import file_config, merged, quiet_trainer, read_lines, write_rollouts
 from truestep.assemble.policy import join_ranks, make_policy
@@ -33,10 +33,6 @@ def in_half(config: Config) -> dict[str, Any]:
     return merged(config.model_dump(), {"model": {"dtype": "bfloat16"}})
 
 
-def latest(run: Path) -> Path:
-    return max((run / "checkpoints").glob("step-*"))
-
-
 @pytest.mark.parametrize(
     "name", [*SHORT, *(pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS if name not in SHORT)]
 )
@@ -58,8 +54,8 @@ def test_a_run_in_half_precision_is_the_same_bit_for_bit(
             configs.append(in_half(given))
     on_ranks(size, train_all, configs)
     first, second = (latest(tmp_path / offload) for offload in ("none", "all"))
-    for file in ("model.safetensors", "truestep/optimizer.safetensors"):
-        plain, offloaded = load_file(first / file), load_file(second / file)
+    for read in (read_weights, read_states):
+        plain, offloaded = read(first), read(second)
         assert plain.keys() == offloaded.keys()
         assert all(torch.equal(plain[key], value) for key, value in offloaded.items())
     plain_lines, lines = (read_lines(tmp_path / offload / "metrics.jsonl") for offload in ("none", "all"))

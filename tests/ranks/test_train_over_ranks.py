@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from checkpoints import latest, read_states, read_weights
 from ranks.cases import on_ranks, train_all
 from selection import long_except
 from small_runs import merged, read_lines, sort_prompts, without_times, word_model, write_lines, write_rollouts
@@ -35,12 +35,11 @@ def config(model: Path, rollouts: Path | str, run: Path, **sections: Any) -> dic
 
 
 def weights_of(run: Path) -> dict[str, torch.Tensor]:
-    latest = sorted((run / "checkpoints").glob("step-*"))[-1]
-    return load_file(latest / "model.safetensors")
+    return read_weights(latest(run))
 
 
 def optimizer_of(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(sorted((run / "checkpoints").glob("step-*"))[-1] / "truestep" / "optimizer.safetensors")
+    return read_states(latest(run))
 
 
 def check_same_run(run: Path, reference: Path) -> None:

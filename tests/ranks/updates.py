@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from checkpoints import Held, optimizer_tensors
 from truestep.assemble.step import make_optimizer
 from truestep.config.schema import Config
 from truestep.policy.loading.load import load_policy
 from truestep.policy.weights.protocol import Weights
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import join
-from truestep.step.optimizer import optimizer_tensors, restore_optimizer, update
+from truestep.step.optimizer import restore_optimizer, update
 
 Tensors = dict[str, torch.Tensor]
 RATES = [1e-3 * (1 + step % 3) for step in range(20)]
@@ -61,7 +62,7 @@ def update_all(runs: list[tuple[dict[str, Any], dict[str, int], int, int, str]])
                 for name, master in weights.master.items():
                     master.copy_(weights.part_of(name, kept["weights"][name]))
             weights.publish()
-            restore_optimizer(optimizer, weights, kept["state"])
+            restore_optimizer(optimizer, weights, Held(kept["state"]))
         for step in range(first, last):
             set_gradients(weights, step)
             update(optimizer, weights, RATES[step])

@@ -124,6 +124,7 @@ def _by_hand(documents: list[Rollout], padding: int) -> dict[str, list]:
                     ("model_version", document.model_version),
                     ("reference_logprobs", document.reference_logprobs),
                     ("recomputed_logprobs", document.recomputed_logprobs),
+                    ("chosen", document.chosen),
                 ):
                     made[name].append(0 if field is None else field[position])
         made["segments"].append(len(made["input_ids"]))

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from checkpoints import latest, read_weights
 from ranks.cases import on_ranks, train_all
 from server.conftest import Servers
 from server.models import make_model as make_served_model
@@ -165,11 +166,10 @@ def test_a_run_trains_on_policy_under_every_layout(
         assert abs(line["ratio_new_old"] - 1) < 1e-4 and line["kl_new_old"] < 1e-6 and line["max_staleness"] == 0
         assert line["grad_norm"] > 0
     assert fake.paths.count("/update_weights_from_disk") == 5, "before the first step and after each"
-    final = AutoModelForCausalLM.from_pretrained(
-        sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1], dtype=torch.float32
-    )
-    for name, value in fake._model.state_dict().items():
-        assert torch.equal(value, final.state_dict()[name]), f"{name}: the server has the weights of the last step"
+    final = read_weights(latest(tmp_path / "run"))
+    served = fake._model.state_dict()
+    for name, value in final.items():
+        assert torch.equal(served[name], value), f"{name}: the server has the weights of the last step"
 
 
 def evaluated(

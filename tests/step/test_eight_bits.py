@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints import Held, optimizer_tensors
 from truestep.policy.cuts.blocks import Blocks
 from truestep.policy.cuts.pieces import Piece
 from truestep.policy.weights.whole import WholeWeights
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks
-from truestep.step.optimizer import make_adamw_8bit, optimizer_tensors, restore_optimizer, update
+from truestep.step.optimizer import make_adamw_8bit, restore_optimizer, update
 from truestep.step.optimizers import by_weight, eight_bits
 from truestep.step.optimizers.adamw import AdamWOptions
 from truestep.step.optimizers.eight_bits import (
@@ -237,7 +238,7 @@ def test_state_is_kept_in_eight_bits_and_goes_on_bit_for_bit() -> None:
         for name, master in resumed.master.items():
             master.copy_(weights.master[name])
     other = make_adamw_8bit(resumed, OPTIONS)
-    restore_optimizer(other, resumed, kept)
+    restore_optimizer(other, resumed, Held(kept))
     go_on(weights, optimizer, range(3, 6))
     go_on(resumed, other, range(3, 6))
     assert all(torch.equal(resumed.master[name], weights.master[name]) for name in weights.master)

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
+from checkpoints import Held, optimizer_tensors
 from truestep.policy.weights.protocol import Weights
 from truestep.policy.weights.whole import WholeWeights
-from truestep.step.optimizer import LearningRate, make_adamw, optimizer_tensors, restore_optimizer, update
+from truestep.step.optimizer import LearningRate, make_adamw, restore_optimizer, update
 from truestep.step.optimizers.adamw import AdamWOptions
 
 
@@ -142,7 +143,7 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(dtype: torch.dtype, before: in
         for name, master in resumed.master.items():
             master.copy_(masters[name])
     other = make_adamw(resumed, AdamWOptions(**OPTIONS))
-    restore_optimizer(other, resumed, saved)
+    restore_optimizer(other, resumed, Held(saved))
     kept = {name: tensor.clone() for name, tensor in saved.items()}
     train(resumed, other, range(before, before + 4))
     for name, master in uninterrupted.master.items():

@@ -24,6 +24,7 @@ from truestep.policy.weights.protocol import StagePass
 from truestep.policy.weights.sharded import ShardedWeights
 from truestep.ranks.group import Ranks
 from truestep.step import runner
+from truestep.step.chosen import Chooser
 from truestep.step.label_shares import MicroBatch
 from truestep.step.passes import Passes
 from truestep.step.runner import StepRunner
@@ -278,6 +279,36 @@ def masked_whatever_way_they_move() -> None:
 def nothing_frozen() -> None:
     """The patterns of model.freeze are forgotten."""
     load.freeze_weights = lambda model, patterns: None
+
+
+def labels_chosen_in_each_micro_batch() -> None:
+    """Each micro-batch chooses its own share of labels."""
+    honest = StepRunner._pack
+
+    def choosing(self: StepRunner, plan: StepPlan, members: tuple[int, ...]) -> MicroBatch:
+        rule = self.objective.clip_cov or self.objective.kl_cov
+        assert rule is not None
+        own = Chooser(rule, 0).choose([plan.documents[index] for index in members], plan.documents_seen)
+        chosen = dict(zip(members, own, strict=True))
+        documents = tuple(chosen.get(index, document) for index, document in enumerate(plan.documents))
+        return honest(self, dataclasses.replace(plan, documents=documents), members)
+
+    StepRunner._pack = choosing  # type: ignore[method-assign]
+
+
+def steered_by_one_micro_batch() -> None:
+    """The weight of the entropy bonus follows the entropy of this rank's last micro-batch."""
+    honest, last = StepRunner._measure, [0.0]
+
+    def remembering(self: StepRunner, sums: Any, micro_batch: MicroBatch, plan: StepPlan, statistics: Any) -> None:
+        if len(statistics.entropy):
+            last[0] = float(statistics.entropy.mean())
+        honest(self, sums, micro_batch, plan, statistics)
+
+    StepRunner._measure = remembering  # type: ignore[method-assign]
+    StepRunner.steered = lambda self, metrics: dataclasses.replace(  # type: ignore[method-assign]
+        self, objective=self.objective.steered(last[0])
+    )
 
 
 def adapter_without_its_scale() -> None:

@@ -332,6 +332,46 @@ def test_references_pass_under_layouts_of_every_kind(examples: Path) -> None:
     assert len(verdicts) == len(names) and all(v.passed for v in verdicts), [complaints(v) for v in verdicts]
 
 
+EXPLORATION = {
+    "clip_cov": {"loss.clip_cov": "{share: 0.1, low: 0.1, high: 9.0}", "loss.entropy_target": "{entropy: 6.0}"},
+    "kl_cov": {"loss.kl_cov": "{share: 0.2, weight: 0.5}", "loss.entropy_bonus": "0.01"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "option"), long_except([("grpo", "clip_cov"), ("gspo", "kl_cov")], ("grpo", "clip_cov"))
+)
+def test_labels_held_back_and_a_steered_entropy_pass_under_layouts_of_every_kind(
+    name: str, option: str, examples: Path
+) -> None:
+    over = EXPLORATION[option] | {"model.dtype": "float32", "optimizer.learning_rate": "0.01"}
+    config = load_config(examples / f"{name}.yaml", [f"--{key}={value}" for key, value in over.items()])
+    verdicts = verify(config, Path("out"), only=some_layouts, documents=8)
+    assert len(verdicts) == 6 and all(v.passed for v in verdicts), [complaints(v) for v in verdicts]
+
+
+@pytest.mark.parametrize(
+    ("plant", "option", "named"),
+    long_except(
+        [
+            (faults.labels_chosen_in_each_micro_batch, "clip_cov", "clip_cov_fraction"),
+            (faults.labels_chosen_in_each_micro_batch, "kl_cov", "kl_cov_fraction"),
+            (faults.steered_by_one_micro_batch, "clip_cov", "entropy_bonus"),
+        ],
+        (faults.labels_chosen_in_each_micro_batch, "kl_cov", "kl_cov_fraction"),
+        (faults.steered_by_one_micro_batch, "clip_cov", "entropy_bonus"),
+    ),
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_fault_in_exploration_is_found_and_named(
+    plant: Callable[[], None], option: str, named: str, examples: Path
+) -> None:
+    over = {key.replace(".", "__"): value for key, value in EXPLORATION[option].items()}
+    verdict = judge(examples, "smallest micro-batches", plant, model__dtype="float32", **over)
+    assert verdict.failure is None, verdict.failure
+    assert any(named in complaint for complaint in complaints(verdict)), complaints(verdict)
+
+
 @pytest.mark.long
 def test_ranks_that_hang_are_a_failure_with_a_reason(examples: Path) -> None:
     # Two documents a step over four ranks.

@@ -33,7 +33,7 @@ class TrainingResult:
     directory: Path
     """The run's directory."""
     checkpoint: Path | None
-    """The last checkpoint, a Hugging Face directory."""
+    """The last checkpoint, of which `export` makes a Hugging Face directory."""
 
     def metrics(self) -> list[dict[str, Any]]:
         """Read the lines of metrics.jsonl, one for each step."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from truestep.config.schema import Config
 from truestep.environments.process import WorkerOptions
+from truestep.environments.prompts import first_fields
 from truestep.environments.rater import Rater, check_reward
 from truestep.environments.rewards import RewardError
 from truestep.ranks.group import Ranks
@@ -85,14 +86,18 @@ def _rewards(
 
 def check_rewards(config: Config, ranks: Ranks) -> None:
     """Refuse rewards that cannot be imported, and variables that are not there, before the model is loaded."""
-    found = [options for options in (sampler_rewards(config, ranks), evaluation_rewards(config, ranks)) if options]
-    for options, _ in dict.fromkeys(found):
+    sections = (
+        (config.sampler, sampler_rewards(config, ranks)),
+        (config.evaluation, evaluation_rewards(config, ranks)),
+    )
+    prompts = {found: section.prompts for section, found in reversed([*sections]) if section is not None and found}
+    for (options, _), file in prompts.items():
         for name in options.environment:
             if name not in os.environ:
                 raise RewardError(f"{options.section}.reward_environment: the environment has no variable {name}")
 
-        def check(options: WorkerOptions = options) -> None:
-            check_reward(options)
+        def check(options: WorkerOptions = options, file: str | None = file) -> None:
+            check_reward(options, None if file is None else first_fields(file))
 
         ranks.share(check)
 

@@ -2,18 +2,19 @@
 
 from collections.abc import Callable, Sequence
 
-from rich.console import Console
-
 from truestep.config.schema import Config
 from truestep.custom import load_custom
 from truestep.kept.keeper import Keeper
-from truestep.metrics.sinks import ConsoleSink, JsonLines, Sink, TensorBoardSink, WandbSink
+from truestep.metrics.sinks import JsonLines, Sink, TensorBoardSink, WandbSink
+from truestep.metrics.trackers import MlflowSink, TrackioSink
 from truestep.policy.policy import Policy
 from truestep.run_directory import RunDirectory
+from truestep.terminal.display import Display
+from truestep.terminal.run import ConsoleSink
 from truestep.text import redacted_options
 
 
-def make_sinks(config: Config, directory: RunDirectory, console: Console, title: str, done: int) -> list[Sink]:
+def make_sinks(config: Config, directory: RunDirectory, display: Display, title: str, done: int) -> list[Sink]:
     """Make the sinks that the options ask for. `done` steps were made before this start."""
     logging = config.logging
     sinks: list[Sink] = []
@@ -21,16 +22,19 @@ def make_sinks(config: Config, directory: RunDirectory, console: Console, title:
         sinks.append(JsonLines(directory.metrics))
     if logging.tensorboard is not None:
         sinks.append(TensorBoardSink(logging.tensorboard, done))
-    if logging.wandb is not None:
-        sinks.append(
-            WandbSink(directory.path, redacted_options(config.model_dump(mode="json")), **logging.wandb.model_dump())
-        )
+    options = redacted_options(config.model_dump(mode="json"))
+    for chosen, tracker in (
+        (logging.wandb, WandbSink),
+        (logging.mlflow, MlflowSink),
+        (logging.trackio, TrackioSink),
+    ):
+        if chosen is not None:
+            sinks.append(tracker(directory.path, options, **chosen.model_dump()))
     for name in logging.custom_sinks or ():
         directory.path.mkdir(parents=True, exist_ok=True)
-        maker = load_custom("logging.custom_sinks", name)
-        sinks.append(maker(directory.path, redacted_options(config.model_dump(mode="json")), done))
+        sinks.append(load_custom("logging.custom_sinks", name)(directory.path, options, done))
     if logging.console:
-        sinks.append(ConsoleSink(console, steps=config.schedule.steps, done=done, title=title))
+        sinks.append(ConsoleSink(display, steps=config.schedule.steps, done=done, title=title))
     return sinks
 
 

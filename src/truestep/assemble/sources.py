@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from truestep.environments.prompts import Prompt, find_prompts, load_prompts
 from truestep.policy.loading.load import load_tokenizer
 from truestep.policy.policy import Policy
 from truestep.ranks.group import Ranks
-from truestep.rollouts.advantages import AdvantageRule, OverlongPenalty
+from truestep.rollouts.advantages import AdvantageRule, OverlongPenalty, check_group_sizes
 from truestep.rollouts.chat import ChatTemplate
 from truestep.rollouts.files import DataError, Documents, expand_paths
 from truestep.rollouts.parts import PartedSource
@@ -36,7 +37,7 @@ from truestep.rollouts.stream.given import GivenTransport
 from truestep.rollouts.stream.ids import SeenIds
 from truestep.rollouts.stream.source import StreamSource
 from truestep.rollouts.stream.transport import Transport
-from truestep.rollouts.table.documents import open_documents
+from truestep.rollouts.table.documents import TableDocuments, open_documents
 from truestep.sampler.decode import DecodeOptions
 from truestep.sampler.groups import check_lengths
 from truestep.sampler.in_process import InProcessSource, stop_ids
@@ -47,6 +48,7 @@ from truestep.sampler.server.shared import SharedServerSource
 from truestep.sampler.server.source import AwaitedRewards, ServerSource
 from truestep.sampler.server.sync import WeightsDirectory
 from truestep.text import keep_secret
+from truestep.types import PutAside, Rejected, Rollout
 
 IDS_FILE = "stream_ids.bin"  # in the run's directory
 # A probe's mean over likely tokens. In float32 two engines differ by rounding alone; bfloat16 keeps three digits.
@@ -99,11 +101,23 @@ def _make_file_source(config: Config, policy: Policy, ranks: Ranks) -> Source:
     if not documents.rollouts and not parted:
         reasons = "; ".join(sorted({record.reason for record in documents.rejected})[:3]) or "the files are empty"
         raise DataError(f"data.path: no record of {config.data.path} can be trained on: {reasons}")
+    _check_group_size(config, documents)
     shuffle_seed = config.seed if config.data.shuffle else None
     files = FileSource(
         documents.rollouts, documents.rejected, config.data.epochs, shuffle_seed, put_aside=documents.put_aside
     )
     return PartedSource(files, ranks) if parted else files
+
+
+def _check_group_size(config: Config, documents: Documents) -> None:
+    if config.loss.supervised or not advantage_rule(config).from_rewards:
+        return
+    if isinstance(documents.rollouts, TableDocuments):
+        members = documents.rollouts.group_members
+    else:
+        items: list[Rollout | Rejected | PutAside] = [*documents.rollouts, *documents.rejected, *documents.put_aside]
+        members = list(Counter(item.group_id for item in items if item.group_id is not None).values())
+    check_group_sizes(members, config.data.group_size)
 
 
 def advantage_rule(config: Config) -> AdvantageRule:

@@ -9,6 +9,7 @@ from truestep.config.schema import Config
 from truestep.config.sections import AdamW8BitConfig, CustomOptimizer, MuonConfig
 from truestep.custom import load_custom
 from truestep.losses.corrections import Correction, OffPolicyMask
+from truestep.losses.exploration import ClipCov, EntropyTarget, KlCov
 from truestep.losses.label_losses import make_label_loss
 from truestep.losses.measure import Measure
 from truestep.losses.objective import Denominator, Objective
@@ -18,6 +19,7 @@ from truestep.policy.errors import ModelError
 from truestep.policy.policy import Policy
 from truestep.policy.weights.protocol import Weights
 from truestep.rollouts.source import Source
+from truestep.step.chosen import Chooser
 from truestep.step.optimizer import (
     LearningRate,
     load_optimizer,
@@ -40,6 +42,7 @@ def make_objective(config: Config) -> Objective:
     loss = config.loss
     # A supervised loss has no policy loss that could be corrected, and no such options.
     correction, threshold = getattr(loss, "correction", None), getattr(loss, "off_policy_mask", None)
+    choice = _choice(config)
     return Objective(
         label_loss=make_label_loss(loss),
         denominator=Denominator(loss.normalize_by, loss.max_labels),
@@ -50,7 +53,18 @@ def make_objective(config: Config) -> Objective:
         off_policy_mask=None if threshold is None else OffPolicyMask(threshold),
         recompute=recomputes(config),
         kl_reference=_kl_reference(config),
+        entropy_target=None if loss.entropy_target is None else EntropyTarget(**loss.entropy_target.model_dump()),
+        clip_cov=choice if isinstance(choice, ClipCov) else None,
+        kl_cov=choice if isinstance(choice, KlCov) else None,
     )
+
+
+def _choice(config: Config) -> ClipCov | KlCov | None:
+    """Make the rule by which the loss chooses labels, if it has one."""
+    clip, kl = (getattr(config.loss, name, None) for name in ("clip_cov", "kl_cov"))
+    if clip is not None:
+        return ClipCov(**clip.model_dump())
+    return None if kl is None else KlCov(**kl.model_dump())
 
 
 def recomputes(config: Config) -> bool:
@@ -61,7 +75,8 @@ def recomputes(config: Config) -> bool:
 def needs_logprobs(config: Config) -> bool:
     """Tell whether the loss needs the sampler's log-probs."""
     loss = config.loss
-    corrects = getattr(loss, "correction", None) is not None or getattr(loss, "off_policy_mask", None) is not None
+    options = ("correction", "off_policy_mask", "clip_cov", "kl_cov")
+    corrects = any(getattr(loss, name, None) is not None for name in options)
     return not loss.supervised and (corrects or not recomputes(config))
 
 
@@ -91,8 +106,10 @@ def make_before_updates(
     `loss.kl_reference.path`."""
     options = getattr(config.loss, "kl_reference", None)
     keeps_own = recomputes(config) and config.schedule.updates_per_batch > 1
+    rule = _choice(config)
+    chooser = None if rule is None else Chooser(rule, config.seed)
     if options is None or takes_reference_of_records(config):
-        return BeforeUpdates(keeps_own=keeps_own)
+        return BeforeUpdates(keeps_own=keeps_own, chooser=chooser)
     # Of an adapter, the first weights are those without it: they are here already.
     is_here = options.path is None and runner.policy.adapter is not None
     policy = runner.policy.without_adapter() if is_here else make_reference(options.path)
@@ -102,7 +119,7 @@ def make_before_updates(
             f"policy one of {runner.policy.vocabulary_size}: their log-probs cannot be compared"
         )
     reference = replace(runner, policy=policy, stopwatch=Stopwatch(policy.device))  # no part of the step's own passes
-    return BeforeUpdates(lambda: reference, keeps_own=keeps_own)
+    return BeforeUpdates(lambda: reference, keeps_own=keeps_own, chooser=chooser)
 
 
 def make_runner(config: Config, policy: Policy) -> StepRunner:

@@ -4,8 +4,9 @@
 file at a time, and so that the message says where the damage is.
 """
 
+import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,16 +31,42 @@ class _Stretch:
     checksum: int
 
 
-def write_checksums(checkpoint: Path) -> None:
-    """Write the checksums of all files of a checkpoint that is complete otherwise."""
+class RunningChecksums:
+    """The checksums of a file that is being written."""
+
+    def __init__(self) -> None:
+        self._bytes, self._crc32 = 0, [0]
+
+    def add(self, content: memoryview) -> None:
+        while content:
+            room = STRETCH - self._bytes % STRETCH
+            if self._bytes and room == STRETCH:
+                self._crc32.append(0)
+            self._crc32[-1] = zlib.crc32(content[:room], self._crc32[-1])
+            self._bytes, content = self._bytes + len(content[:room]), content[room:]
+
+    def entry(self) -> dict[str, Any]:
+        """Give the file's entry in the manifest."""
+        return {"bytes": self._bytes, "crc32": self._crc32 if self._bytes else []}
+
+
+def write_checksums(checkpoint: Path, known: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    """Write the checksums of all files of a checkpoint that is complete otherwise. `known`: the entries of files, by
+    name, that were made while they were written."""
     names = sorted(str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*") if file.is_file())
     sizes = {name: (checkpoint / name).stat().st_size for name in names if name != MANIFEST}
+    files: dict[str, dict[str, Any]] = {name: {"bytes": size, "crc32": []} for name, size in sizes.items()}
+    for name, entry in (known or {}).items():
+        with (checkpoint / name).open("rb") as file:  # another machine wrote it: opened, it is seen as it is
+            if (size := file.seek(0, os.SEEK_END)) != entry["bytes"]:
+                raise OSError(f"{checkpoint / name} has {size} bytes, and {entry['bytes']} were written")
+        files[name] = dict(entry)
     stretches = [
         _Stretch(name, start, min(STRETCH, size - start), 0)
         for name, size in sizes.items()
+        if name not in (known or {})
         for start in range(0, size, STRETCH)
     ]
-    files: dict[str, dict[str, Any]] = {name: {"bytes": size, "crc32": []} for name, size in sizes.items()}
     with ThreadPoolExecutor(_threads()) as pool:
         for stretch, found in zip(stretches, pool.map(lambda one: _checksum(checkpoint, one), stretches), strict=True):
             files[stretch.name]["crc32"].append(found)
@@ -57,7 +84,9 @@ def find_damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
     try:
         content = exact_object(manifest.read_bytes())
         stretches = list(_stretches(checkpoint, content))[part::parts]
-        with ThreadPoolExecutor(_threads()) as pool:
+        size = sum(stretch.length for stretch in stretches)
+        reading = progress.working("comparing the checkpoint with its checksums", "bytes read", size)
+        with reading, ThreadPoolExecutor(_threads()) as pool:
             found = pool.map(lambda one: _checksum(checkpoint, one), stretches)
             for stretch, checksum in zip(stretches, found, strict=True):
                 if checksum != stretch.checksum:

@@ -30,6 +30,7 @@ _ESTIMATORS = {
     "k3": "exp(-r) - 1 + r",
     "unbiased": "exp(logπ - logπ_old) · (exp(-r) - 1 + r)",
 }
+_COVARIANCE = "covariance: (logπ_sampler - its mean) · (A - its mean), with means over the step's labels"
 _BASELINES = {
     "group_mean": "reward - mean reward of the group",
     "leave_one_out": "reward - mean reward of the others of the group",
@@ -71,14 +72,24 @@ def _terms(config: Config) -> Iterator[Line]:
     terms = ["w · l" if _corrected(config) else "l"]
     if kl is not None and kl["in"] == "loss":
         terms.append(f"+ {short(kl['weight'])} · KL")
-    if loss.entropy_bonus:
+    if kl_cov := getattr(loss, "kl_cov", None):
+        terms.append(f"+ {short(kl_cov.weight)} · K")
+    if loss.entropy_target is not None:
+        terms.append("- w_H · H")
+    elif loss.entropy_bonus:
         terms.append(f"- {short(loss.entropy_bonus)} · H")
     if loss.z_loss:
         terms.append(f"+ {short(loss.z_loss)} · logsumexp(z)²")
     inner = " ".join(terms)
     yield f"{summed.format(max_labels=loss.max_labels)}, of {inner}", meaning
-    if loss.entropy_bonus:
+    if kl_cov:
+        yield (
+            f"K = ρ - log ρ - 1 at the {short(kl_cov.share)} N labels of the highest covariance, else 0",
+            f"ρ = exp(logπ - logπ_old); {_COVARIANCE}",
+        )
+    if loss.entropy_bonus or loss.entropy_target is not None:
         yield "H", "the entropy of the policy at the label"
+    yield from _entropy_target(config)
     if loss.z_loss:
         yield "z", "the logits at the label"
     if kl is not None and kl["in"] == "loss":
@@ -86,6 +97,16 @@ def _terms(config: Config) -> Iterator[Line]:
     if loss.gradient_divisor != "none":
         divisor = "D" if loss.gradient_divisor == "deepspeed" else short(loss.gradient_divisor)
         yield "", f"the gradient, and not the reported loss, is divided by {divisor} once more"
+
+
+def _entropy_target(config: Config) -> Iterator[Line]:
+    target = config.loss.entropy_target
+    if target is not None:
+        yield (
+            f"w_H starts at {short(config.loss.entropy_bonus)}; after each step it grows by {short(target.rate)} · "
+            f"({short(target.entropy)} - the step's entropy)",
+            f"held between 0 and {short(target.largest_weight)}",
+        )
 
 
 def _kl(config: Config) -> dict[str, Any] | None:
@@ -100,7 +121,7 @@ def _reference(options: dict[str, Any]) -> str:
 
 
 def _corrected(config: Config) -> bool:
-    return any(getattr(config.loss, name, None) is not None for name in ("correction", "off_policy_mask"))
+    return any(getattr(config.loss, name, None) is not None for name in ("correction", "off_policy_mask", "clip_cov"))
 
 
 def _recomputed(config: Config) -> bool:
@@ -127,8 +148,14 @@ def _weights(config: Config) -> Iterator[Line]:
         )
     if threshold is not None:
         yield f"w = 0 where A < 0 and the document's mean of logπ_sampler - logπ is above {short(threshold)}", ""
-        if correction is None:
-            yield "w = 1 elsewhere", ""
+    if (clip := loss.clip_cov) is not None:
+        yield (
+            f"w = 0 at {short(clip.share)} N labels, at random among those with {short(clip.low)} < covariance < "
+            f"{short(clip.high)}",
+            _COVARIANCE,
+        )
+    if correction is None:
+        yield "w = 1 elsewhere", ""
     yield "", "a label that weighs 0 still counts in the denominator"
 
 

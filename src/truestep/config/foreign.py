@@ -189,6 +189,13 @@ FOREIGN: dict[str, Foreign] = {
     "entropy_coeff": Foreign((VERL,), "loss.entropy_bonus"),
     "divide_advantage_by_std": Foreign((PIPELINE,), "data.advantages", "", _scale),
     "entropy_coef": Foreign((SLIME,), "loss.entropy_bonus"),
+    "clip_cov_ratio": Foreign((VERL,), "loss.clip_cov.share"),
+    "clip_cov_lb": Foreign((VERL,), "loss.clip_cov.low"),
+    "clip_cov_ub": Foreign((VERL,), "loss.clip_cov.high"),
+    "kl_cov_ratio": Foreign((VERL,), "loss.kl_cov.share"),
+    "ppo_kl_coef": Foreign(
+        (VERL,), "loss.kl_cov.weight", "of another estimate: abs(log ρ) there, ρ - log ρ - 1 here", _UNKNOWN
+    ),
     "entropy_loss_coef": Foreign((OPENRLHF,), "loss.entropy_bonus"),
     "cast_lm_head_to_fp32": Foreign(
         (TRL,), "model.head.fp32_lm_head", "the logits are float32 without a float32 copy of the weight"
@@ -405,7 +412,9 @@ FOREIGN: dict[str, Foreign] = {
     "eval_steps": Foreign((TRL, TRANSFORMERS, OPENRLHF), "evaluation.every"),
     "test_freq": Foreign((VERL,), "evaluation.every"),
     "eval_interval": Foreign((SLIME,), "evaluation.every"),
-    "report_to": Foreign((TRL, TRANSFORMERS), "logging.wandb or logging.tensorboard", "", _UNKNOWN),
+    "report_to": Foreign(
+        (TRL, TRANSFORMERS), "logging.wandb or logging.tensorboard or logging.mlflow or logging.trackio", "", _UNKNOWN
+    ),
     "run_name": Foreign((TRL, TRANSFORMERS), "logging.wandb.name"),
     "wandb_project": Foreign((OPENRLHF, SLIME), "logging.wandb.project"),
     "project_name": Foreign((VERL,), "logging.wandb.project"),

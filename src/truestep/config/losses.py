@@ -12,6 +12,8 @@ from pydantic import Field, Tag, create_model, model_validator
 from truestep.config.section import Count, NotNegative, Positive, Section, by_type
 from truestep.custom import CustomError, make_custom
 
+Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 NormalizeBy = Literal["labels", "documents", "document_means", "constant"]
 
 
@@ -30,6 +32,37 @@ def short(value: float) -> str:
     return f"{value:.10g}"
 
 
+class EntropyTargetConfig(Section):
+    entropy: NotNegative
+    """The entropy to hold, in nats: of the metric entropy, the mean over documents of each one's labels."""
+    rate: Positive = 0.005
+    """After each step the weight grows by rate x (this entropy less the step's), so it falls above the target."""
+    largest_weight: Positive = 0.1
+    """The weight stays between 0 and this."""
+
+
+class ClipCovConfig(Section):
+    share: Share = 2e-4
+    """The share of the step's labels that are chosen, at least one, at random among those in the band."""
+    low: Finite = 1.0
+    """Labels are chosen among those whose covariance is above this."""
+    high: Finite = 5.0
+    """Labels are chosen among those whose covariance is below this."""
+
+    @model_validator(mode="after")
+    def _band_is_one(self) -> "ClipCovConfig":
+        if self.low >= self.high:
+            raise ValueError(f"low: {self.low:g} is not below high: {self.high:g}, so no label could be chosen")
+        return self
+
+
+class KlCovConfig(Section):
+    share: Share = 2e-4
+    """The share of the step's labels that are chosen, at least one: those of the highest covariance above 0."""
+    weight: Positive = 1.0
+    """The weight of the divergence of the old policy from the new at the chosen labels."""
+
+
 class LossBase(Section):
     supervised: ClassVar[bool] = False  # True: the loss needs no advantage and no log-probs of a sampler
 
@@ -44,6 +77,9 @@ class LossBase(Section):
     batches hold one document a step of each rank."""
     entropy_bonus: NotNegative = 0.0
     """The weight w of the term -w x entropy, which has the same denominator as the loss."""
+    entropy_target: EntropyTargetConfig | None = None
+    """An entropy that the weight of the bonus follows: it starts at entropy_bonus, and moves after each step. null: the
+    weight stays."""
     z_loss: NotNegative = 0.0
     """The weight of the term logsumexp squared, which has the same denominator as the loss."""
     metrics: Literal["none", "basic", "full"] = "basic"
@@ -58,6 +94,16 @@ class LossBase(Section):
     def _constant_needs_its_constant(self) -> "LossBase":
         if (self.normalize_by == "constant") != (self.max_labels is not None):
             raise ValueError("normalize_by: constant and max_labels go together: set both or neither")
+        return self
+
+    @model_validator(mode="after")
+    def _bonus_starts_within_its_bounds(self) -> "LossBase":
+        target = self.entropy_target
+        if target is not None and self.entropy_bonus > target.largest_weight:
+            raise ValueError(
+                f"entropy_bonus: {self.entropy_bonus:g} is above entropy_target.largest_weight: "
+                f"{target.largest_weight:g}; the weight starts between 0 and that"
+            )
         return self
 
 
@@ -142,6 +188,18 @@ class PolicyLoss(LossBase):
     off_policy_mask: NotNegative | None = None
     """Labels of negative advantage weigh 0 in a document whose mean of the sampler's log-prob less the policy's is
     above this. null: none."""
+    clip_cov: ClipCovConfig | None = None
+    """Some labels lose their policy loss: a small share, at random, of those whose covariance of log-prob and advantage
+    lies in a band. They still count in the denominator. null: none."""
+    kl_cov: KlCovConfig | None = None
+    """The labels with the highest covariance of log-prob and advantage are held near to the old policy, by a divergence
+    that is a term of the loss. null: none."""
+
+    @model_validator(mode="after")
+    def _one_choice_of_labels(self) -> "PolicyLoss":
+        if self.clip_cov is not None and self.kl_cov is not None:
+            raise ValueError("clip_cov and kl_cov both choose labels by their covariance: remove one of the two")
+        return self
 
 
 class Clipped(PolicyLoss):
@@ -300,6 +358,11 @@ class CustomLoss(PolicyLoss):
             raise ValueError(
                 f"correction.level: label weighs the labels of a document apart, and {self.function} is a loss of "
                 "whole documents; take level: document or document_mean"
+            )
+        if self.clip_cov is not None and self._of_whole_documents:
+            raise ValueError(
+                f"clip_cov takes single labels out of a document, and {self.function} is a loss of whole documents; "
+                "take kl_cov"
             )
         return self
 

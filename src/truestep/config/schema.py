@@ -114,6 +114,10 @@ class Config(Section, metaclass=_MadeInPython):
         return self
 
 
+# Terms of a loss that have a gradient where the advantage is 0.
+_BESIDE_THE_ADVANTAGE = ("entropy_bonus", "entropy_target", "z_loss", "kl_reference", "kl_cov")
+
+
 # Each rule yields a sentence for every contradiction it finds; the first one is reported.
 
 
@@ -219,7 +223,7 @@ def _step_documents(config: "Config") -> Iterator[str]:
     if data.zero_advantage != "keep" and loss.supervised:
         yield f"data.zero_advantage is for advantages, and loss.type: {loss.type} has none"
     if data.zero_advantage == "skip":
-        terms = [name for name in ("entropy_bonus", "z_loss", "kl_reference") if getattr(loss, name, None)]
+        terms = [name for name in _BESIDE_THE_ADVANTAGE if getattr(loss, name, None)]
         if terms or loss.type == "custom":
             yield (
                 f"data.zero_advantage: skip leaves out backward passes that have no gradient, and "
@@ -345,6 +349,11 @@ def _adapter(config: "Config") -> Iterator[str]:
         yield (
             "model.freeze does nothing with adapter, which freezes every weight of the model: leave layers without an "
             "adapter by adapter.targets"
+        )
+    if config.checkpoint.hugging_face_every:
+        yield (
+            "checkpoint.hugging_face_every is for whole models, and with adapter a checkpoint holds the adapter alone: "
+            "leave it out, and use truestep export, which merges the adapter"
         )
     if config.adapter.path is not None:
         for name in ("rank", "alpha", "targets"):

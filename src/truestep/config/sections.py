@@ -435,6 +435,12 @@ class CheckpointConfig(Section):
     """The number of steps between checkpoints. 0: only one, at the end."""
     keep: Count = 3
     """The number of complete checkpoints that are kept."""
+    hugging_face_every: Annotated[int, Field(ge=0)] | None = None
+    """Every n-th checkpoint is a Hugging Face directory too, with float32 weights. 0: none; `truestep export` makes one
+    of any checkpoint. null: 1 with a stream or files as data.source, whose senders load checkpoints; 0 otherwise."""
+    grace: Annotated[float, Field(gt=0)] | None = None
+    """The seconds within which a run that a signal stops is saved. After them it keeps its last complete checkpoint and
+    says so. null: as long as it takes."""
     lock: bool = True
     """Lock the run's directory, so that no second process writes it. false: for a file system that has no locks."""
 
@@ -446,6 +452,29 @@ class WandbConfig(Section):
     """The run's name. null: wandb chooses."""
     mode: Literal["online", "offline"] = "online"
     """offline writes to the run's directory only."""
+    samples_every: Annotated[int, Field(ge=0)] = 10
+    """After the first step and every this many steps, the rollouts that are kept are logged as a table. 0: never."""
+
+
+class MlflowConfig(Section):
+    experiment: str = "truestep"
+    """The experiment that the run belongs to. It is made where it is not there."""
+    name: str | None = None
+    """The run's name. null: that of the run's directory."""
+    tracking_uri: str | None = None
+    """The server, such as https://host:5000, or a directory. null: that of MLFLOW_TRACKING_URI, else mlruns in the
+    run's directory. A database needs the whole mlflow package."""
+    samples_every: Annotated[int, Field(ge=0)] = 10
+    """After the first step and every this many steps, the rollouts that are kept are logged as a table. 0: never."""
+
+
+class TrackioConfig(Section):
+    project: str
+    """The project that the run is logged to. `trackio show --project NAME` shows it."""
+    name: str | None = None
+    """The run's name, with some letters behind it that make it unique. null: that of the run's directory."""
+    space: str | None = None
+    """The Space on the Hugging Face hub that the run is logged to, as owner/name. null: this machine (TRACKIO_DIR)."""
     samples_every: Annotated[int, Field(ge=0)] = 10
     """After the first step and every this many steps, the rollouts that are kept are logged as a table. 0: never."""
 
@@ -470,7 +499,12 @@ class LoggingConfig(Section):
     wandb: WandbConfig | None = None
     """Weights & Biases (extra: wandb)."""
     tensorboard: str | None = None
-    """A directory for TensorBoard's event files (extra: tensorboard)."""
+    """A directory for TensorBoard's event files (extra: tensorboard). Rollouts that are kept are there as text, after
+    the first step and every tenth."""
+    mlflow: MlflowConfig | None = None
+    """MLflow (extra: mlflow)."""
+    trackio: TrackioConfig | None = None
+    """trackio (extra: trackio)."""
     rollouts: RolloutsConfig | None = RolloutsConfig()
     """Rollouts are kept in the run's directory, to be read in the report. null: none are."""
     custom_metrics: list[str] | None = None

@@ -111,11 +111,12 @@ class Worker:
             kept.close()
             works.close()
 
-    def start(self) -> None:
+    def start(self, fields: Sequence[str] | None = None) -> None:
         """Wait until the reward is imported; a RewardError says why it cannot be."""
         nonce = secrets.token_hex(16)
         deadline = time.monotonic() + _START_SECONDS
-        start = {"reward": self._options.reward, "memory": self._options.memory, "nonce": nonce}
+        start: dict[str, Any] = {"reward": self._options.reward, "memory": self._options.memory, "nonce": nonce}
+        start["fields"] = None if fields is None else list(fields)
         try:
             self._control.send(frames.encode(start), deadline)
             self._answer(nonce, deadline)

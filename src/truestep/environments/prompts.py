@@ -57,6 +57,17 @@ def load_prompts(path: str | Path, tokenizer: Any, vocabulary_size: int | None =
     return prompts
 
 
+def first_fields(path: str | Path) -> list[str] | None:
+    """Name the fields that the first prompt hands to its reward; None where it cannot be read, which `load_prompts`
+    explains."""
+    try:
+        source = find_prompts(path)
+        record = next(_read_dataset(source) if source.is_dir() else _read_jsonl(source))[1]
+    except (PromptError, StopIteration):
+        return None
+    return [name for name in record if name not in ("prompt", "id", *_TAKEN)] if isinstance(record, dict) else None
+
+
 def _check_fields(fields: dict[str, Any], where: str) -> None:
     """Refuse what cannot be handed to the process that rates: it is sent as JSON."""
     for name, value in fields.items():

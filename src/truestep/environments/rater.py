@@ -6,7 +6,7 @@ its completion and is the RewardError of its future. A process that went wrong i
 
 import threading
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -237,11 +237,12 @@ class Rater:
         worker.end()
 
 
-def check_reward(options: WorkerOptions) -> None:
-    """Import the reward in a process of its own, as the run will; a RewardError says why it cannot be."""
+def check_reward(options: WorkerOptions, fields: Sequence[str] | None = None) -> None:
+    """Import the reward in a process of its own, as the run will, and hold its signature against the names of a
+    prompt's fields; a RewardError says what is wrong."""
     worker = Worker(options)
     try:
-        worker.start()
+        worker.start(fields)
     except LostError as error:
         raise RewardError(str(error)) from None
     finally:

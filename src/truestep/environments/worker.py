@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from truestep.environments import frames
-from truestep.environments.rewards import Reward, RewardError, call, load_reward
+from truestep.environments.rewards import Reward, RewardError, call, check_signature, load_reward
 
 _OPEN_FILES = 1024
 _LONGEST_FILE = 2**30
@@ -71,6 +71,7 @@ def _limit(memory: int) -> None:
 def _serve(channel: frames.Frames, start: dict[str, Any]) -> None:
     try:
         reward = load_reward(start["reward"])
+        check_signature(start["reward"], reward, start["fields"])
     except RewardError as error:
         channel.send(frames.encode({"number": 0, "nonce": start["nonce"], "problem": str(error)[:4000]}))
         return

@@ -172,7 +172,7 @@ def _chunk(
     logits_gradient = head.backward(rows, kept, statistics, coefficients)
     hidden, out = head.hidden[rows], gradient[rows]
     if count <= _WORTH_GATHERING * len(active):
-        index = active.nonzero().squeeze(-1)
+        index = active.logical_not().argsort(stable=True)[:count]  # `nonzero` would wait for its number again
         logits_gradient, hidden = logits_gradient[index], hidden[index]
         some = out.new_empty(hidden.shape)
         logits_gradient.of_hidden_(head.weight, some)

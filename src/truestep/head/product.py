@@ -193,7 +193,8 @@ def multiply(
     values = torch.empty(rows if keep else 1, -(-vocabulary // 64) * 64, dtype=hidden.dtype, device=device)
     if rows:
         holds_label = torch.zeros(groups, tiles, dtype=torch.uint8, device=device)
-        holds_label[torch.arange(rows, device=device) // ROWS.value, label_ids // PART] = 1
+        one = torch.ones((), dtype=torch.uint8, device=device)  # a number of Python's would be copied, and waited for
+        holds_label[torch.arange(rows, device=device) // ROWS.value, label_ids // PART] = one
         programs = min(torch.cuda.get_device_properties(device).multi_processor_count, groups // 2 * tiles)
         _product_kernel[(programs,)](
             _described(hidden, ROWS.value, DEPTH.value),

@@ -80,6 +80,8 @@ def _loss(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     metrics["loss"] = Sum(torch.stack([term.sum() for term in terms.values()]).sum())
     if len(terms) > 1:
         metrics |= {name: Sum(term.sum()) for name, term in terms.items()}
+    if (weight := step.objective.steered_weight) is not None:  # by the entropy, which is measured at every level then
+        metrics |= _entropy(labels, step) | {"entropy_bonus_weight": Max(weight)}
     return metrics
 
 
@@ -170,7 +172,7 @@ def _gradient_taken(labels: Labels, step: StepFacts) -> dict[str, Metric]:
 
 def _weighed_away(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     """Count the labels that corrections left out or cut down, by the kind of the correction."""
-    correction, mask = step.objective.correction, step.objective.off_policy_mask
+    correction, mask, objective = step.objective.correction, step.objective.off_policy_mask, step.objective
     counted = _counted(labels)
     total = counted.sum()
     metrics: dict[str, Metric] = {}
@@ -182,6 +184,9 @@ def _weighed_away(labels: Labels, step: StepFacts) -> dict[str, Metric]:
             metrics["corrected_fraction_low"] = Mean((counted & below).sum(), total)
     if mask is not None:
         metrics["off_policy_fraction"] = Mean((counted & (mask.weights(labels) == 0)).sum(), total)
+    for name, part in (("clip_cov_fraction", objective.clip_cov), ("kl_cov_fraction", objective.kl_cov)):
+        if part is not None:
+            metrics[name] = Mean((counted & (labels.chosen != 0)).sum(), total)
     return metrics
 
 
@@ -230,6 +235,19 @@ def _zero_advantage(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     return {"zero_advantage_fraction": Mean((nothing & counted).sum(), counted.sum())}
 
 
+def _covariance(labels: Labels, step: StepFacts) -> dict[str, Metric]:
+    """Measure the covariance of logπ and A over the labels: where it is above 0, an update lowers the entropy."""
+    counted = _counted(labels)
+    logprobs, advantages = (torch.where(counted, part, 0).double() for part in (labels.logprobs, labels.advantages))
+    products = (logprobs * advantages).sum()
+    sums = (Sum(products), Sum(logprobs.sum()), Sum(advantages.sum()), Sum(counted.sum()))
+    return {"logprob_advantage_covariance": Derived(sums, covariance)}
+
+
+def covariance(products: float, first: float, second: float, count: float) -> float | None:
+    return products / count - first / count * (second / count) if count else None
+
+
 def _entropy(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     return {"entropy": document_mean(labels, labels.entropy)}
 
@@ -249,5 +267,6 @@ BUILT_IN: tuple[tuple[str, Measure], ...] = (
     ("basic", _rewards),
     ("basic", _truncated),
     ("basic", _staleness),
+    ("basic", _covariance),
     ("basic", _entropy),
 )

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from truestep.losses.corrections import Correction, OffPolicyMask
+from truestep.losses.exploration import ClipCov, EntropyTarget, KlCov
 from truestep.losses.label_losses import LabelLoss, LabelTerm, Switch
 from truestep.losses.labels import Labels
 from truestep.losses.reference import KlReference
@@ -53,6 +54,20 @@ class Objective:
     off_policy_mask: OffPolicyMask | None = None
     recompute: bool = False  # old log-probs are the trainer's own
     kl_reference: KlReference | None = None
+    entropy_target: EntropyTarget | None = None  # `entropy_bonus` is then the weight of the step in hand
+    clip_cov: ClipCov | None = None
+    kl_cov: KlCov | None = None
+
+    @property
+    def steered_weight(self) -> float | None:
+        """The weight of the entropy bonus, where a target moves it."""
+        return None if self.entropy_target is None else self.entropy_bonus
+
+    def steered(self, entropy: float | None) -> "Objective":
+        """Give the objective of the step after one that had this entropy."""
+        if self.entropy_target is None or entropy is None:
+            return self
+        return replace(self, entropy_bonus=self.entropy_target.next_weight(self.entropy_bonus, entropy))
 
     @property
     def whole_documents(self) -> bool:
@@ -72,9 +87,13 @@ class Objective:
         """The divergence from the reference, where it is a term of the loss."""
         return None if self.kl_reference is None or self.kl_reference.in_reward else self.kl_reference
 
+    @property
+    def _weighing(self) -> tuple[Correction | OffPolicyMask | ClipCov | None, ...]:
+        return self.correction, self.off_policy_mask, self.clip_cov
+
     def policy_weights(self, labels: Labels) -> torch.Tensor | None:  # [T]
         """Compute the constant weight of each label's policy loss; None where nothing is corrected."""
-        parts = [part.weights(labels) for part in (self.correction, self.off_policy_mask) if part is not None]
+        parts = [part.weights(labels) for part in self._weighing if part is not None]
         return math.prod(parts[1:], start=parts[0]) if parts else None
 
     def policy_term(self, labels: Labels) -> LabelTerm:
@@ -93,6 +112,8 @@ class Objective:
         slope = self.policy_term(labels).slope * weight
         if self.kl_term is not None:
             slope = slope + self.kl_term.weight * self.kl_term(labels).slope * weight
+        if self.kl_cov is not None:
+            slope = slope + self.kl_cov.weight * self.kl_cov(labels).slope * weight
         a, b, c = -slope, None, -slope
         if self.entropy_bonus:
             b = self.entropy_bonus * weight
@@ -107,7 +128,9 @@ class Objective:
         terms = {"policy_loss": self.policy_term(labels).loss * weight}
         if self.kl_term is not None:
             terms["kl_reference"] = self.kl_term.weight * self.kl_term(labels).loss * weight
-        if self.entropy_bonus:
+        if self.kl_cov is not None:
+            terms["kl_cov"] = self.kl_cov.weight * self.kl_cov(labels).loss * weight
+        if self.entropy_bonus or self.entropy_target is not None:
             terms["entropy_bonus"] = -self.entropy_bonus * labels.entropy * weight
         if self.z_loss:
             terms["z_loss"] = self.z_loss * labels.logsumexp.double().square() * weight

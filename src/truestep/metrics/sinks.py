@@ -1,4 +1,4 @@
-"""The sinks of a run's numbers: metrics.jsonl, the console, Weights & Biases, TensorBoard."""
+"""The sinks of a run's numbers: metrics.jsonl, Weights & Biases, TensorBoard."""
 
 import re
 import sys
@@ -8,26 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Column
-
 from truestep.errors import TruestepError
 from truestep.files import append_json_line, write_whole
 from truestep.text import printable
 
-# The numbers that matter while watching, in order, with how to show them.
-_LIVE = {
-    "reward": "reward {:.3f}",
-    "loss": "loss {:+.4f}",
-    "new_logprobs": "logπ {:.3f}",
-    "ratio_new_old": "ratio {:.4f}",
-    "clipped_ratio_fraction": "clipped {:.1%}",
-    "grad_norm": "grad {:.3g}",
-    "tokens_per_second": "{:,.0f} tok/s",
-}
-
-_RATIO_TOLERANCE = 1e-3
 # The columns of a tracker's table of rollouts.
 SAMPLE_COLUMNS = (
     *("step", "group_id", "prompt", "completion", "reward", "advantage", "length", "truncated", "log_ratio"),
@@ -58,6 +42,19 @@ class ShowsRollouts(Protocol):
         ...
 
 
+class Samples:
+    """The rollouts that a tracker is given: after the first step, and after every so many."""
+
+    def __init__(self, every: int):
+        self._every = every
+
+    def of(self, line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+        """Give a table's rows, in the order of SAMPLE_COLUMNS; none where this step has none to show."""
+        if not self._every or (line["step"] != 1 and line["step"] % self._every):
+            return []
+        return [[row.get(name) for name in SAMPLE_COLUMNS] for row in rows]
+
+
 class JsonLines:
     def __init__(self, path: Path):
         self._path = path
@@ -71,94 +68,29 @@ class JsonLines:
     def close(self) -> None: ...
 
 
-def live_line(line: Mapping[str, Any], width: int | None = None) -> str:
-    """Format as many of the numbers as fit, the most telling first."""
-    shown = ""
-    for name, form in _LIVE.items():
-        if line.get(name) is not None:
-            longer = f"{shown}  {form.format(line[name])}".lstrip()
-            if width is not None and len(longer) > width:
-                break
-            shown = longer
-    return shown
-
-
-class ConsoleSink:
-    """A bar with a live line on a terminal; elsewhere, one plain line for each step."""
-
-    def __init__(self, console: Console, *, steps: int | None, done: int = 0, title: str = "training"):
-        self._console, self._steps, self._live = console, steps, console.is_terminal
-        counter = f"{steps or ''}/{steps}" if steps else "0000000"
-        # A narrow terminal goes without the time, and a narrower one without the bar.
-        room = console.width - len(title) - len(counter) - 5
-        wide, wider = room > 80, room > 104
-        self._numbers_width = room - 18 * wide - 24 * wider
-        unwrapped = Column(no_wrap=True)
-        columns: list[ProgressColumn] = [TextColumn("[bold]{task.description}", table_column=unwrapped)]
-        if wide:
-            columns.append(BarColumn(bar_width=16))
-        columns.append(TextColumn("{task.completed:.0f}" + (f"/{steps}" if steps else ""), table_column=unwrapped))
-        if wider:
-            columns += [TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()]
-        columns.append(TextColumn("{task.fields[numbers]}", style="cyan", table_column=unwrapped))
-        self._progress = Progress(*columns, console=console)
-        self._task = self._progress.add_task(title, total=steps, completed=done, numbers="")
-        if self._live:
-            self._progress.start()
-
-    def step(self, line: Mapping[str, Any]) -> None:
-        if self._live:
-            numbers = live_line(line, self._numbers_width)
-            self._progress.update(self._task, completed=line["step"], numbers=numbers)
-        else:
-            total = f"/{self._steps}" if self._steps else ""
-            self._console.print(f"step {line['step']}{total}  {live_line(line)}", highlight=False, soft_wrap=True)
-        ratio = line.get("ratio_new_old")
-        if line["step"] == 1 and ratio is not None and not abs(ratio - 1) <= _RATIO_TOLERANCE:
-            self._console.print(
-                f"[bold yellow]warning:[/] ratio_new_old is {ratio:.4f} at step 1, where the policy is still the "
-                "sampler's: they do not give the same probabilities (temperature, head precision, other weights, or "
-                "rollouts of an older policy)",
-                highlight=False,
-                soft_wrap=True,
-            )
-
-    def evaluation(self, line: Mapping[str, Any]) -> None:
-        if "loss" in line:
-            text = f"held-out after step {line['step']}: loss {line['loss']:.4f} over {line['num_labels']} labels"
-            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
-            return
-        rewards = ", ".join(
-            f"{kind} " + ("none could be rated" if reward is None else f"{reward:.3f}")
-            for kind, reward in (("greedy", line["greedy_reward"]), ("sampled", line["sampled_reward"]))
-        )
-        text = f"held-out after step {line['step']}: {rewards} over {line['num_prompts']} prompts"
-        if line["num_unrated"]:
-            text += f"; {line['num_unrated']} completions have no reward: "
-            text += "; ".join(printable(problem) for problem in line.get("problems", []))
-        self._console.print(printable(text, 2000), highlight=False, markup=False, soft_wrap=True)
-
-    def close(self) -> None:
-        self._progress.stop()
-
-
 class TensorBoardSink:
     """Event files for TensorBoard, which shows nothing that an earlier start wrote of steps after `done`."""
 
-    def __init__(self, directory: str, done: int = 0):
+    def __init__(self, directory: str, done: int = 0, samples_every: int = 10):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise SinkError("logging.tensorboard needs `pip install 'truestep[tensorboard]'`") from error
         self._writer = SummaryWriter(directory, purge_step=done + 1)
+        self._samples = Samples(samples_every)
 
     def step(self, line: Mapping[str, Any]) -> None:
-        for name, value in _numbers(line).items():
+        for name, value in numbers_of(line).items():
             self._writer.add_scalar(name, value, line["step"])
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
-        for name, value in _numbers(line).items():
+        for name, value in numbers_of(line).items():
             self._writer.add_scalar(f"evaluation/{name}", value, line["step"])
+
+    def rollouts(self, line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+        if table := self._samples.of(line, rows):
+            lines = [SAMPLE_COLUMNS, ["---"] * len(SAMPLE_COLUMNS), *(map(_cell, row) for row in table)]
+            self._writer.add_text("rollouts", "\n".join(f"| {' | '.join(line)} |" for line in lines), line["step"])
 
     def close(self) -> None:
         self._writer.close()
@@ -177,7 +109,7 @@ class WandbSink:
             raise SinkError("logging.wandb needs `pip install 'truestep[wandb]'`") from error
         # One run on the server for all starts of this one.
         id_file = directory / "wandb_id"
-        run_id = _run_id(id_file)
+        run_id = stored_name(id_file) or uuid.uuid4().hex[:12]
         try:
             with _no_arguments():
                 self._run = wandb.init(dir=str(directory), config=dict(config), id=run_id, resume="allow", **options)
@@ -185,19 +117,17 @@ class WandbSink:
             raise SinkError(f"logging.wandb: {printable(error)}") from error
         write_whole(id_file, run_id.encode())
         self._run.define_metric("*", step_metric="documents_seen")
-        self._samples_every, self._table = samples_every, wandb.Table
+        self._samples, self._table = Samples(samples_every), wandb.Table
 
     def step(self, line: Mapping[str, Any]) -> None:
-        self._run.log(_numbers(line))
+        self._run.log(numbers_of(line))
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
-        renamed = {f"evaluation/{name}": value for name, value in _numbers(line).items() if name != "documents_seen"}
+        renamed = {f"evaluation/{name}": value for name, value in numbers_of(line).items() if name != "documents_seen"}
         self._run.log(renamed | {"documents_seen": line["documents_seen"]})
 
     def rollouts(self, line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-        every = self._samples_every
-        if rows and every and (line["step"] == 1 or line["step"] % every == 0):
-            data = [[row.get(name) for name in SAMPLE_COLUMNS] for row in rows]
+        if data := self._samples.of(line, rows):
             table = self._table(columns=list(SAMPLE_COLUMNS), data=data)
             self._run.log({"rollouts": table, "documents_seen": line["documents_seen"]})
 
@@ -219,14 +149,19 @@ def _no_arguments() -> Iterator[None]:
         sys.argv = kept
 
 
-def _run_id(file: Path) -> str:
-    """Read the run's id at Weights & Biases; a new one where there is none, or a damaged one."""
-    if file.is_file():
-        found = file.read_bytes()[:100].decode("ascii", errors="replace").strip()
-        if re.fullmatch(r"[\w-]{1,64}", found, re.ASCII):
-            return found
-    return uuid.uuid4().hex[:12]
+def stored_name(file: Path) -> str | None:
+    """Read the name that a tracker knows the run by; None where there is none, or a damaged one."""
+    if not file.is_file():
+        return None
+    found = file.read_bytes()[:200].decode("ascii", errors="replace").strip()
+    return found if re.fullmatch(r"[\w-]{1,128}", found, re.ASCII) else None
 
 
-def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
+def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
+    """Give the numbers of a line, by name: what every tracker shows."""
     return {name: value for name, value in line.items() if isinstance(value, int | float)}
+
+
+def _cell(value: Any) -> str:
+    """Word a value for a cell of a Markdown table."""
+    return printable("" if value is None else str(value).replace("\n", " ⏎ "), 1000).replace("|", "\\|")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from truestep import progress
 from truestep.assemble.policy import make_policy
 from truestep.config.schema import Config
 from truestep.config.sections import AdapterConfig
@@ -64,13 +65,20 @@ class Trial:
         self.base = Tried("as it is", "nothing", "", self._wide.plain - self.sampler)
 
     def all(self) -> Iterator[Tried]:
-        yield from self._temperature()
-        yield from self._top_p()
-        yield from self._tokens()
-        yield from self._head()
-        yield from self._dtype()
-        yield from self._weights()
-        yield from self._rope()
+        kinds = {
+            "temperature": self._temperature,
+            "top-p": self._top_p,
+            "token ids": self._tokens,
+            "head": self._head,
+            "type": self._dtype,
+            "weights": self._weights,
+            "positions": self._rope,
+        }
+        with progress.working("tried", "causes", len(kinds)):
+            for name, tries in kinds.items():
+                progress.phase(f"trying what explains the gap ({name})")
+                yield from tries()
+                progress.made("causes")
 
     def _tried(self, cause: str, switch: str, advice: str, logprobs: np.ndarray) -> Tried:
         return Tried(cause, switch, advice, logprobs - self.sampler)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from truestep import progress
 from truestep.assemble.policy import make_policy
 from truestep.assemble.sources import read_documents, server_maker
 from truestep.checkpoint.store import CheckpointStore
@@ -22,6 +23,7 @@ from truestep.types import Rollout
 # The mean |log-ratio| that rounding alone gives between two engines that compute the same thing in the same type.
 NOISE = {"float32": 1e-4, "bfloat16": 2e-2}
 _EXPLAINS = 0.3  # a cause that explains a smaller share of the gap is a coincidence
+_ALONE = 0.8  # and one that explains less than this is not the only one
 _NAMED = 0.5  # a gap as small as rounding's has a cause if that explains more than this share of it
 _NOTHING = 1e-5
 
@@ -50,6 +52,7 @@ class Parity:
     tried: list[Tried]  # the best switch of each cause; the one that leaves the least gap comes first
     worst: Token
     noise: float
+    weights: Path  # the directory that the trainer's were read from: the run's last checkpoint, or model.path
     positions: np.ndarray  # [T] each label's place among its document's labels, from 0
 
     @property
@@ -70,6 +73,11 @@ class Parity:
         best = self.tried[0] if self.tried else None
         if best is None or self.explained(best) < _EXPLAINS:
             return f"a {gap} that no single cause explains: look at the worst token, and for a mixture of causes"
+        if self.explained(best) < _ALONE:
+            return (
+                f"no single cause found for a {gap}: {best.cause} ({best.switch}) explains {self.explained(best):.0%} "
+                f"of it, and something else the rest. Of this cause: {best.advice}"
+            )
         return f"{best.cause} ({best.switch}) explains {self.explained(best):.0%} of the gap: {best.advice}"
 
 
@@ -80,13 +88,16 @@ def parity(config: Config, *, documents: int = 64, older: Sequence[Path] = ()) -
         server_maker(config.sampler)  # finds what is wrong with the options before the model is loaded
     run = RunDirectory(Path(config.checkpoint.directory)) if config.checkpoint.directory else None
     checkpoints = [] if run is None else CheckpointStore(run.checkpoints, keep=1).complete()
+    progress.phase("loading the model")
     policy = make_policy(config, ALONE, None if not checkpoints else str(checkpoints[-1]))
     if checkpoints and config.adapter is not None:
         config = config.model_copy(update={"adapter": AdapterConfig(path=str(checkpoints[-1]))})
     # Stale weights may also be those of the run's checkpoints before its last, or those that it began with.
     first = [Path(config.model.path)] if checkpoints or config.adapter is not None else []
     stale = [*older, *reversed(checkpoints[:-1]), *first]
+    progress.phase("sampling rollouts" if config.sampler is not None else "reading rollouts")
     chosen = _documents(config, policy, documents)
+    progress.phase("scoring rollouts")
     trial = Trial(config, policy, chosen, stale)
     best: dict[str, Tried] = {}
     for tried in trial.all():
@@ -100,6 +111,7 @@ def parity(config: Config, *, documents: int = 64, older: Sequence[Path] = ()) -
         tried=sorted(best.values(), key=lambda tried: tried.gap),
         worst=_worst(chosen, trial, policy),
         noise=NOISE[config.model.dtype],
+        weights=policy.path,
         positions=positions,
     )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from truestep import progress
 from truestep.head.logits import HeadSettings, scaled_logits
 from truestep.policy.policy import Policy
 from truestep.rollouts.packing import fill_in_order, pack
@@ -34,8 +35,9 @@ def score(
     plain: list[np.ndarray] = []
     by_temperature: dict[float, list[np.ndarray]] = defaultdict(list)
     by_top_p: dict[float, list[np.ndarray]] = defaultdict(list)
-    with torch.no_grad():
-        for members in fill_in_order([document.num_tokens for document in documents], budget):
+    batches = list(fill_in_order([document.num_tokens for document in documents], budget))
+    with torch.no_grad(), progress.working("scoring", "micro-batches", len(batches)):
+        for members in batches:
             batch = pack([documents[index] for index in members]).to(policy.device)
             packed = batch.labels
             rows = policy.hidden(batch.tokens).index_select(0, packed.rows)
@@ -50,6 +52,7 @@ def score(
                         by_temperature[value].append(_label_logprobs(z * (recorded / value), labels))
                     for value, logprobs in _nucleus_logprobs(z, labels):
                         by_top_p[value].append(logprobs)
+            progress.made("micro-batches")
     return Scores(
         np.concatenate([np.zeros(0), *plain]),
         {value: np.concatenate(arrays) for value, arrays in by_temperature.items()},

@@ -1,4 +1,4 @@
-"""The plan of a run beside what it takes, on a GPU: a line at the start, and one after three steps."""
+"""The plan of a run's memory beside what it takes on a GPU, in a line after three steps."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,12 +14,11 @@ _STEPS = 3
 
 
 class PlannedBeside:
-    """Says what was planned, and after three steps what was measured."""
+    """Says after three steps what was measured, and what was planned."""
 
     def __init__(self, planned: float, say: Callable[[str], None], measure: Callable[[], float] | None = None):
         self._planned, self._say, self._steps = planned, say, 0
         self._measure: Callable[[], float] = measure or torch.cuda.max_memory_allocated
-        say(f"memory planned: {planned / GIB:.1f} GiB at the peak of a step, on the rank that needs most")
 
     def step(self, line: Mapping[str, Any]) -> None:
         self._steps += 1

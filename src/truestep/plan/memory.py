@@ -104,6 +104,22 @@ def masters_offloaded(config: Config) -> bool:
     return getattr(config.optimizer, "offload", "none") == "all"
 
 
+def staged_bytes(config: Config, shape: ModelShape, layout: RankLayout) -> float:
+    """Count the bytes of host memory to which a rank copies its part of a checkpoint, of the rank that has most."""
+    sizes = layout.by_name
+    size = torch.empty((), dtype=getattr(torch, config.model.dtype)).element_size()
+    sharing = sizes["data_shard"] * sizes["context"] * sizes["data_replicate"]
+
+    def of_stage(stage: int) -> float:
+        place = (stage, sizes["pipeline"], config.parallel.stages_per_rank, sizes["tensor"])
+        part, trained = shape.part(*place), shape.part(*place, trained=True)
+        frozen = 0 if config.adapter is not None else part.all - trained.all  # what an adapter is put on is not saved
+        weights = _FLOAT32 * trained.all + size * frozen
+        return (weights + state_bytes(config, shape, trained)) / sharing
+
+    return max(of_stage(stage) for stage in range(sizes["pipeline"]))
+
+
 def state_bytes(config: Config, shape: ModelShape, part: Part) -> float:
     """Count the bytes of the optimizer's state of a part's trained weights: a user's own is taken for one moment."""
     ends = (shape.embedding, shape.head)

@@ -8,7 +8,16 @@ from typing import Any
 from truestep.config.schema import Config
 from truestep.files import write_whole
 from truestep.plan.advice import layout_of, layouts_that_fit, savings
-from truestep.plan.memory import GIB, LABELS, RankMemory, masters_offloaded, offloaded, plan_memory, state_bytes
+from truestep.plan.memory import (
+    GIB,
+    LABELS,
+    RankMemory,
+    masters_offloaded,
+    offloaded,
+    plan_memory,
+    staged_bytes,
+    state_bytes,
+)
 from truestep.plan.shape import ModelShape, read_shape
 from truestep.ranks.axes import RankLayout
 
@@ -55,10 +64,10 @@ def _table(planned: Sequence[RankMemory]) -> list[str]:
 
 def _remarks(config: Config, shape: ModelShape, layout: RankLayout) -> list[str]:
     trained = shape.part(0, 1, 1, 1, trained=True)
-    saved = _FLOAT32 * (shape.total if shape.adapter is None else trained.all) + state_bytes(config, shape, trained)
+    staged = staged_bytes(config, shape, layout)
     lines = [
         f"The plan takes {LABELS:.0%} of the tokens for labels. The allocator holds a few percent more than the peak.",
-        f"While a checkpoint is written, rank 0 needs {saved / GIB:.1f} GiB of host memory.",
+        f"From the first save on, a rank holds up to {staged / GIB:.1f} GiB of host memory for what it saves.",
     ]
     if offloaded(config):
         held = state_bytes(config, shape, trained) + (_FLOAT32 * trained.all if masters_offloaded(config) else 0)

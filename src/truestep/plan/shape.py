@@ -13,7 +13,7 @@ from truestep.config.schema import Config
 from truestep.policy.cuts.layers import active_weights, layers_of
 from truestep.policy.cuts.stages import cut_by_cost
 from truestep.policy.cuts.tensor import tensor_plan
-from truestep.policy.errors import ModelError
+from truestep.policy.errors import ModelError, no_model
 from truestep.policy.loading.adapting import adapter_source, attach_adapter
 from truestep.policy.model.adapter import DOWN, UP, Adapter
 from truestep.policy.model.freezing import freeze_weights
@@ -103,7 +103,7 @@ def read_shape(config: Config) -> ModelShape:
 
     directory, trust = Path(config.model.path), config.model.trust_remote_code
     if not (directory / "config.json").is_file():
-        raise ModelError(f"model.path: {directory} is not a Hugging Face model directory: it has no config.json")
+        raise ModelError(no_model(directory))
     try:
         settings = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust)
         with torch.device("meta"):

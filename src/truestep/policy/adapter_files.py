@@ -41,8 +41,8 @@ def is_adapter(directory: Path) -> bool:
 
 
 def write_adapter(directory: Path, adapter: Adapter, tensors: dict[str, torch.Tensor], base: Path) -> None:
-    """Write a new directory that peft loads; `tensors` by the names of the weights."""
-    directory.mkdir(parents=True)
+    """Write the files of a directory that peft loads; `tensors` by the names of the weights."""
+    directory.mkdir(parents=True, exist_ok=True)
     named = {_PREFIX + name: tensor.contiguous() for name, tensor in tensors.items() if is_adapters(name)}
     write_tensors(named, directory / TENSORS, {"format": "pt"})
     settings = {

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,9 +57,13 @@ def stream_policy(policy: Policy, directory: Path, dtype: torch.dtype) -> None:
 
 def weight_groups(policy: Policy) -> list[list[str]]:
     """Divide the names of all weights into those of each layer, and each other one alone; the same on every rank."""
-    layers = layers_of(policy.model)[0]
+    return _groups(policy.model, policy.weights.pieces)
+
+
+def _groups(model: Any, weights: Iterable[str]) -> list[list[str]]:
+    layers = layers_of(model)[0]
     groups: dict[str, list[str]] = {}
-    for name in policy.weights.pieces:
+    for name in weights:
         inside = name.removeprefix(f"{layers}.") if layers and name.startswith(f"{layers}.") else ""
         group = f"{layers}.{inside.partition('.')[0]}" if inside else owner_of(name)
         groups.setdefault(group, []).append(name)
@@ -85,19 +91,76 @@ def _write_group(
 
 def _complete(policy: Policy, directory: Path, dtype: torch.dtype) -> None:
     """Write the index of all files, and what belongs to a model besides its weights."""
-    files = sorted(directory.glob("*.safetensors"))
-    sizes: dict[str, int] = {}
-    weight_map: dict[str, str] = {}
-    for file in files:
-        for name, size in tensor_sizes(file).items():
-            weight_map[name], sizes[name] = file.name, size
-    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+    _write_index(directory)
     for file in (directory / _SCRATCH).iterdir():
         if not file.name.endswith(".index.json"):
             file.rename(directory / file.name)
     shutil.rmtree(directory / _SCRATCH)
-    _write_companions(policy, directory, dtype)
+    _write_companions(policy.companions, directory, dtype)
+
+
+def _write_index(directory: Path) -> None:
+    sizes: dict[str, int] = {}
+    weight_map: dict[str, str] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        for name, size in tensor_sizes(file).items():
+            weight_map[name], sizes[name] = file.name, size
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+
+def write_weights(
+    model: Any,
+    names: Iterable[str],
+    read: Callable[[Sequence[str]], dict[str, torch.Tensor]],
+    buffers: Mapping[str, torch.Tensor],
+    directory: Path,
+    most: int = 2**31,
+) -> None:
+    """Write the weights of a Hugging Face directory in files of about `most` bytes, of which one is in memory at a
+    time. `read` gives weights as they are to be written, by their names in the uncut model, a layer's at once."""
+    scratch, files = directory / _SCRATCH, 0
+    tensors: dict[str, torch.Tensor] = {}
+    scratch.mkdir()
+
+    def write() -> None:
+        nonlocal files
+        with transformers_write_tensors():  # it knows the names and groupings that this architecture's files use
+            model.save_pretrained(scratch, state_dict=dict(tensors), max_shard_size=2**60)
+        (scratch / "model.safetensors").rename(directory / f".{files:05d}.safetensors")
+        files += 1
+        tensors.clear()
+
+    for group in _groups(model, names):
+        more = read(group)
+        if tensors and sum(tensor.nbytes for tensor in (*tensors.values(), *more.values())) > most:
+            write()
+        tensors |= more
+    tensors |= buffers
+    write()
+    shutil.rmtree(scratch)
+    for number in range(files):
+        of_several = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
+        (directory / f".{number:05d}.safetensors").rename(
+            directory / (of_several if files > 1 else "model.safetensors")
+        )
+    if files > 1:
+        _write_index(directory)
+
+
+def model_files(model: Any, companions: Mapping[str, bytes], dtype: torch.dtype = torch.float32) -> dict[str, bytes]:
+    """Give the files of a Hugging Face directory but those of its weights, by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "model"
+        name, smallest = min(model.named_parameters(), key=lambda item: item[1].numel())
+        with transformers_write_tensors(lambda *_, **__: None):
+            model.save_pretrained(directory, state_dict={name: torch.zeros(smallest.shape)})
+        _write_companions(companions, directory, dtype)
+        return {
+            file.name: file.read_bytes()
+            for file in directory.iterdir()
+            if file.is_file() and file.suffix != ".safetensors"
+        }
 
 
 def _embedding_name(policy: Policy) -> str:
@@ -116,16 +179,7 @@ def save_policy(policy: Policy, directory: Path, dtype: torch.dtype = torch.floa
     # transformers knows the names and groupings that this architecture's files use; tied tensors are written once.
     with transformers_write_tensors():
         policy.model.save_pretrained(directory, state_dict=tensors)
-    _write_companions(policy, directory, dtype)
-
-
-def save_trained(policy: Policy, directory: Path) -> None:
-    """Write a new directory with what a run changes, in float32, as `save_policy` does: the model, or its adapter
-    alone."""
-    if policy.adapter is None:
-        save_policy(policy, directory)
-    else:
-        save_adapter(policy, policy.adapter, directory)
+    _write_companions(policy.companions, directory, dtype)
 
 
 def save_adapter(policy: Policy, adapter: Adapter, directory: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -146,8 +200,8 @@ def _plain(policy: Policy, tensors: dict[str, torch.Tensor], dtype: torch.dtype)
     return tensors if policy.adapter is None else merged(tensors, policy.adapter, dtype)
 
 
-def _write_companions(policy: Policy, directory: Path, dtype: torch.dtype) -> None:
-    for name, content in policy.companions.items():
+def _write_companions(companions: Mapping[str, bytes], directory: Path, dtype: torch.dtype) -> None:
+    for name, content in companions.items():
         (directory / name).write_bytes(content)
     config_file = directory / "config.json"
     config = json.loads(config_file.read_text(encoding="utf-8"))

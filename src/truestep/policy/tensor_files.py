@@ -6,7 +6,7 @@ are the same, byte for byte.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,18 +45,22 @@ _TYPES = {
     )
 }
 _ORDER = {dtype: place for place, dtype in enumerate(_TYPES)}
+TYPES_BY_NAME = {name: dtype for dtype, name in _TYPES.items()}
 
 
 def write_tensors(
-    tensors: Mapping[str, torch.Tensor], file: str | os.PathLike[str], metadata: Mapping[str, str] | None = None
+    tensors: Mapping[str, torch.Tensor],
+    file: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+    watch: Callable[[memoryview], None] | None = None,
 ) -> None:
-    """Write a safetensors file, and put it on the disk."""
+    """Write a safetensors file, and put it on the disk. `watch` is shown the bytes as they are written, in order."""
     unknown = {tensor.dtype for tensor in tensors.values()} - set(_TYPES)
     if unknown:
         raise TypeError(f"tensors of {min(map(str, unknown))} cannot be saved")
     names = sorted(tensors, key=lambda name: (_ORDER[tensors[name].dtype], name.encode()))
     with progress.waiting_for(f"the disk to write {file}"), open(file, "wb", buffering=0) as stream:
-        written = _Written(stream.fileno())
+        written = _Written(stream.fileno(), watch)
         written.add(_header(tensors, names, metadata))
         for name in names:
             written.add(_bytes_of(tensors[name]))
@@ -84,13 +88,15 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 class _Written:
     """What was written to a file, and what of it is not on the disk yet."""
 
-    def __init__(self, handle: int):
-        self._handle, self._waiting = handle, 0
+    def __init__(self, handle: int, watch: Callable[[memoryview], None] | None):
+        self._handle, self._waiting, self._watch = handle, 0, watch
 
     def add(self, content: bytes | memoryview) -> None:
         rest = memoryview(content)
         while rest:
             count = os.write(self._handle, rest[:_PIECE])
+            if self._watch is not None:
+                self._watch(rest[:count])
             progress.made("bytes written", count)
             rest, self._waiting = rest[count:], self._waiting + count
             if self._waiting >= _SYNCED:
@@ -112,23 +118,36 @@ def read_tensors(file: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     return found
 
 
+def _read_header(file: str | os.PathLike[str]) -> tuple[dict[str, Any], int]:
+    """Read the header of a safetensors file, and where its tensors begin."""
+    with open(file, "rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+    header.pop("__metadata__", None)
+    return header, 8 + size
+
+
 def tensor_sizes(file: str | os.PathLike[str]) -> dict[str, int]:
     """Read the names of a safetensors file's tensors, and the bytes of each, from its header alone."""
-    with open(file, "rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    entries = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
-    return {name: end - start for name, (start, end) in entries.items()}
+    offsets = {name: entry["data_offsets"] for name, entry in _read_header(file)[0].items()}
+    return {name: end - start for name, (start, end) in offsets.items()}
+
+
+def tensor_places(file: str | os.PathLike[str]) -> dict[str, tuple[str, int, list[int]]]:
+    """Read, from its header alone, the type of each tensor of a safetensors file, the byte it begins at, its shape."""
+    header, begin = _read_header(file)
+    return {name: (entry["dtype"], begin + entry["data_offsets"][0], entry["shape"]) for name, entry in header.items()}
 
 
 @contextmanager
-def transformers_write_tensors() -> Iterator[None]:
-    """Have transformers write its files by `write_tensors`. It is assumed to call `safe_save_file`; if it wrote in
-    another way, the files would be the same."""
+def transformers_write_tensors(write: Callable[..., None] = write_tensors) -> Iterator[None]:
+    """Have transformers write its files of tensors by `write_tensors`, or by another function. It is assumed to call
+    `safe_save_file`; if it wrote in another way, the files would be the same."""
     from transformers import modeling_utils
 
     module: Any = modeling_utils
     honest = getattr(module, "safe_save_file", None)
-    module.safe_save_file = write_tensors
+    module.safe_save_file = write
     try:
         yield
     finally:

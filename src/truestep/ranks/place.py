@@ -39,10 +39,13 @@ def find_place() -> Place:
     frames = sys._current_frames()
     main = threading.main_thread().ident or 0
     place = _place(frames.get(main))
-    waits = place.waits or progress.OTHER_RANKS in progress.waits(main)
+    waits, text = place.waits or progress.OTHER_RANKS in progress.waits(main), place.text
     if not waits and _waits_for_a_thread(frames.get(main)):
-        waits = any(_place(frame).waits for thread, frame in frames.items() if thread != main)
-    return Place(place.text, waits, place.debugged)
+        others = {thread: _place(frame) for thread, frame in frames.items() if thread != main}
+        waits = any(other.waits for other in others.values())
+        # Where that thread waits for something itself, as one that writes does, it says more.
+        text = next((other.text for thread, other in others.items() if progress.waits(thread) and other.text), text)
+    return Place(text, waits, place.debugged)
 
 
 def _place(frame: FrameType | None) -> Place:

@@ -150,7 +150,7 @@ class Watch:
     def phase(self, name: str) -> None:
         """Name what this rank does from now on: every rank names the same phases in the same order."""
         self._number, self._phase, self._since = self._number + 1, name, time.monotonic()
-        progress.made("phases")
+        progress.phase(name)
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -89,7 +89,7 @@ GROUPS: dict[str, tuple[Plan, ...]] = {
 
 # These are logged for other programs, or stand in a chart above as a part of another number.
 _NOT_DRAWN = re.compile(
-    r"step|documents_seen|num_\w+|ratio_new_old_\w+|log_ratio_p\d+|policy_loss|entropy_bonus|z_loss"
+    r"step|documents_seen|num_\w+|ratio_new_old_\w+|log_ratio_p\d+|policy_loss|entropy_bonus|z_loss|kl_cov"
     r"|zero_advantage_fraction|(?:max|min)_(?:reward|staleness|ratio_new_old)"
 )
 

@@ -1,6 +1,7 @@
 """Advantages from the rewards of a group, the rollouts of one prompt: a baseline and a scale."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -189,6 +190,23 @@ def scale_over_step(documents: Sequence[Rollout], floor: float) -> list[Rollout]
         document = documents[index]
         result[index] = replace(document, advantages=_on_labels(document, advantage), difference=None)
     return result
+
+
+class GroupSizeError(TruestepError):
+    """Groups of a size that the configuration does not mean."""
+
+
+def check_group_sizes(members: Sequence[int], group_size: int | None) -> None:
+    """Refuse a group size that not one of several groups has: it is a mistake, and every baseline would be wrong."""
+    if group_size is None or len(members) < 2 or any(count % group_size == 0 for count in members):
+        return
+    sizes = Counter(members).most_common(3)
+    found = ", ".join(f"{groups:,} of {count:,}" for count, groups in sizes)
+    more = f" and {len(set(members)) - len(sizes)} more sizes" if len(set(members)) > len(sizes) else ""
+    raise GroupSizeError(
+        f"data.group_size: {group_size} fits none of the {len(members):,} groups: there are {found} records{more}. "
+        f"Write data.group_size: {sizes[0][0]}, or leave it out: a file's groups then end where the data ends"
+    )
 
 
 def assign_advantages(

@@ -10,6 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from truestep import progress
+from truestep.rollouts.advantages import check_group_sizes
 from truestep.rollouts.chat import ChatTemplate
 from truestep.rollouts.files import expand_paths, load_documents
 from truestep.rollouts.record import Checks, Needs
@@ -77,10 +79,12 @@ def check_files(
     default_temperature: float = 1.0,
     max_tokens: int | None = None,
     chat: ChatTemplate | None = None,
+    group_size: int | None = None,
 ) -> DataSummary:
     """Summarise the files. What a loss will need is not known here: what is missing is counted, not rejected."""
     nothing = Needs(logprobs=False, advantages=False, advantage_rule="none")
     checks = Checks(nothing, vocabulary_size, default_temperature, max_tokens, chat=chat)
+    progress.phase("reading the records")
     documents = load_documents(expand_paths(paths if isinstance(paths, str) else list(paths)), checks)
     rollouts, rejected = documents.rollouts, documents.rejected
     lengths = [rollout.num_tokens for rollout in rollouts]
@@ -88,6 +92,7 @@ def check_files(
     labelled = [rollout for rollout, count in zip(rollouts, label_counts, strict=True) if count]
     items: tuple[Rollout | Rejected, ...] = (*rollouts, *rejected)
     members = Counter(item.group_id for item in items if item.group_id is not None)
+    check_group_sizes(list(members.values()), group_size)
     return DataSummary(
         records=len(rollouts) + len(rejected),
         documents=len(rollouts),

@@ -18,6 +18,7 @@ class SharedSource:
         """Share `source`, which is None on every rank but the first."""
         self._source, self._ranks = source, ranks
         self._asked_to_stop: Callable[[], bool] = never
+        self.waits_for_checkpoints = source is not None and source.waits_for_checkpoints
 
     @property
     def asked_to_stop(self) -> Callable[[], bool]:

@@ -56,6 +56,8 @@ class Source(Protocol):
 
     # True where its documents do not depend on what a step does: the next step's plan may be made during this step.
     plans_ahead: bool
+    # True where its next documents may only come when it was told of a checkpoint: the run waits for each save.
+    waits_for_checkpoints: bool
     asked_to_stop: Callable[[], bool]  # a source that waits for others looks at this and raises `Interrupted`
 
     def take(self, count: int, documents_seen: int) -> Sequence[Rollout]:
@@ -116,6 +118,7 @@ class StillSource:
     """A base for sources that do not react to new weights, checkpoints, the end or a request to stop."""
 
     plans_ahead = False
+    waits_for_checkpoints = False
     asked_to_stop: Callable[[], bool] = staticmethod(never)
     put_rejected: Callable[[Sequence[Rejected]], None] | None = None
 

@@ -52,15 +52,23 @@ def decode_here(
 ) -> list[Completion]:
     """Complete requests on this rank alone, in their order. `on_done` is called with the number of each, and with its
     completion, as soon as that ends: while others are sampled."""
+
+    def done(number: int, completion: Completion) -> None:
+        progress.made("completions")
+        if on_done is not None:
+            on_done(number, completion)
+
     with torch.no_grad(), policy.weights.gathered():
-        engine = engine_of(policy) if requests and options.engine else ""
-        if isinstance(engine, Engine):
-            return _decode_by_engine(policy, engine, requests, options, on_done)
-        return decode_plainly(policy, requests, options, on_done)
+        with progress.working("preparing the sampler", "kernels"):
+            engine = engine_of(policy) if requests and options.engine else ""
+        with progress.working("sampling", "completions", len(requests)):
+            if isinstance(engine, Engine):
+                return _decode_by_engine(policy, engine, requests, options, done)
+            return decode_plainly(policy, requests, options, done)
 
 
 def _decode_by_engine(
-    policy: Policy, engine: Engine, requests: Sequence[Request], options: DecodeOptions, on_done: Done | None
+    policy: Policy, engine: Engine, requests: Sequence[Request], options: DecodeOptions, on_done: Done
 ) -> list[Completion]:
     rows = min(len(requests), options.batch_size or _ROWS.get(policy.device.type, 256))
     longest = max(len(request.input_ids) for request in requests) + options.max_new_tokens
@@ -71,8 +79,7 @@ def _decode_by_engine(
         while session.busy:
             for number, completion in session.step():
                 completions[number] = completion
-                if on_done is not None:
-                    on_done(number, completion)
+                on_done(number, completion)
     return [completions[number] for number in range(len(requests))]
 
 

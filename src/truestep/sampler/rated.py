@@ -83,7 +83,8 @@ def decode_rated(
 def _wait(futures: dict[int, Future[float]], asked_to_stop: Callable[[], bool]) -> dict[int, float | str] | None:
     """Wait for rewards; None where the run was asked to stop before the last of them came."""
     pending = set(futures.values())
-    with progress.waiting_for("rewards"):
+    unrated = sum(not future.done() for future in pending)
+    with progress.waiting_for("rewards"), progress.working("rating", "rewards", unrated):
         while pending:
             pending = wait(pending, _POLL_SECONDS).not_done
             if pending and asked_to_stop():

@@ -32,24 +32,30 @@ def gradient_norm(weights: Weights) -> float:
 
 
 def _norm(
-    weights: Weights, gradients: Sequence[torch.Tensor], squares: Callable[[torch.Tensor], list[torch.Tensor]]
+    weights: Weights, gradients: Sequence[torch.Tensor], squares: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 ) -> float:
-    sums = [part for gradient in gradients for part in squares(gradient)]
+    sums = squares(gradients) if gradients else []
     total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=weights.device)
     for group in WEIGHT_PARTS:
         weights.ranks.sum_over(group, total)
     return math.sqrt(float(total))
 
 
-def _squares(gradient: torch.Tensor) -> list[torch.Tensor]:
-    """Sum the squares of a flat gradient: runs of it in float32, and the runs, and what is left over, in float64."""
+def _squares(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Sum the squares of flat gradients: runs of them in float32, and the runs, and what is left over, in float64. On a
+    GPU one kernel reads all of them; a thread of it adds few numbers, and these sums are added as a tree."""
+    if gradients[0].device.type == "cuda":
+        return [torch.stack(torch._foreach_norm(list(gradients))).double().square().sum()]
+    return [part.double().square().sum() for gradient in gradients for part in _runs(gradient)]
+
+
+def _runs(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     whole = len(gradient) // _RUN * _RUN
-    runs = torch.linalg.vector_norm(gradient[:whole].view(-1, _RUN), dim=1)
-    return [part.double().square().sum() for part in (runs, gradient[whole:])]
+    return torch.linalg.vector_norm(gradient[:whole].view(-1, _RUN), dim=1), gradient[whole:]
 
 
-def _exact_squares(gradient: torch.Tensor) -> list[torch.Tensor]:
-    return [part.double().square().sum() for part in gradient.split(_SLICE)]
+def _exact_squares(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [part.double().square().sum() for gradient in gradients for part in gradient.split(_SLICE)]
 
 
 @torch.no_grad()

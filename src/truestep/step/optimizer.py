@@ -1,14 +1,15 @@
 """The optimizer of the float32 weights, built in or a user's own, its state in checkpoints, and the learning rate."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from truestep.custom import check_options, load_custom
 from truestep.errors import TruestepError
+from truestep.policy.tensor_parts import NUMBER, STATE, TensorPart, Tensors, own_box, written_here
 from truestep.policy.weights.protocol import Weights
 from truestep.ranks import marks
 from truestep.step.optimizers.adamw import AdamW, AdamWOptions
@@ -99,7 +100,7 @@ def make_custom_optimizer(make: Callable[[Groups], torch.optim.Optimizer], weigh
     options = _numbers(optimizer)
 
     def check(*_: object) -> None:
-        _describe_state(optimizer, weights)
+        _kept_states(optimizer, weights)
         changed = {
             name for before, after in zip(options, _numbers(optimizer), strict=True) for name, _ in before ^ after
         }
@@ -130,29 +131,19 @@ def update(optimizer: torch.optim.Optimizer, weights: Weights, learning_rate: fl
     marks.mark("updates", weights.device)
 
 
-class Kept(NamedTuple):
-    """A tensor of a weight's state in checkpoints: the weight's shape, but for the size of its last dimension."""
-
-    dtype: torch.dtype
-    width: int
-
-
-# What a checkpoint keeps of a weight, by name: numbers, as tensors, and tensors with its dimensions.
-State = dict[str, Kept | torch.Tensor]
+# What a checkpoint keeps of this rank's part of a weight, by kind: tensors of the part's dimensions, and numbers.
+State = dict[str, torch.Tensor]
 _PYTHON = ":number"  # marks the name of a number that is Python's own, not a tensor without dimensions
 
 
-def _describe_state(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, State]:
-    """Describe the state of this rank's part of each weight, or refuse it."""
-    described: dict[str, State] = {}
+def _kept_states(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, State]:
+    """Give the state of this rank's part of each weight as a checkpoint keeps it, or refuse it."""
+    kept: dict[str, State] = {}
     for name, master in weights.master.items():
         for kind, value in optimizer.state.get(master, {}).items():
-            state = described.setdefault(name, {})
-            if isinstance(value, torch.Tensor) and _fits(optimizer, value, master):
-                whole, own = weights.pieces[name].shape, master.shape
-                state[kind] = Kept(value.dtype, value.shape[-1] * whole[-1] // own[-1] if own != value.shape else -1)
-            elif isinstance(value, torch.Tensor) and not value.ndim:
-                state[kind] = value.detach().cpu().clone()
+            state = kept.setdefault(name, {})
+            if isinstance(value, torch.Tensor) and (not value.ndim or _fits(optimizer, value, master)):
+                state[kind] = value.detach()
             elif isinstance(value, (int, float)):
                 dtype = torch.float64 if isinstance(value, float) else None
                 state[f"{kind}{_PYTHON}"] = torch.tensor(value, dtype=dtype)
@@ -162,60 +153,50 @@ def _describe_state(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[
                     f"optimizer.function: the state {kind} of {name} is {what}; a checkpoint keeps numbers, and "
                     f"tensors of the shape of the rank's part of the weight, {list(master.shape)}"
                 )
-    return described
+    return kept
 
 
 def _fits(optimizer: torch.optim.Optimizer, value: torch.Tensor, master: torch.Tensor) -> bool:
-    """Tell whether a checkpoint can join a tensor from the parts of ranks. Only built-in optimizers may divide rows."""
+    """Tell whether a tensor is cut as its weight is. Only built-in optimizers may divide rows."""
     if value.shape == master.shape:
         return True
     return isinstance(optimizer, ByWeight) and value.ndim > 1 and value.shape[:-1] == master.shape[:-1]
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, torch.Tensor]:
-    """Gather the optimizer's whole state on the first rank, as `NAME.KIND`, for a checkpoint. Every rank calls this."""
-    everywhere: dict[str, State] = {}
-    for described in reversed(weights.ranks.gather(_describe_state(optimizer, weights))):
-        for name, state in described.items():
-            everywhere.setdefault(name, {}).update(state)
-    trained = [name for name, piece in weights.pieces.items() if piece.trained and name in everywhere]
-    kept: dict[str, torch.Tensor] = {}
-    tensors = {(k, v.dtype): None for name in trained for k, v in everywhere[name].items() if isinstance(v, Kept)}
-    for kind, dtype in tensors:
-        parts: dict[str, torch.Tensor | None] = {}
-        widths: dict[str, int] = {}
-        for name in trained:
-            described_as = everywhere[name].get(kind)
-            if not isinstance(described_as, Kept) or described_as.dtype is not dtype:
+def optimizer_parts(optimizer: torch.optim.Optimizer, weights: Weights) -> Iterator[TensorPart]:
+    """Give the parts of the optimizer's state that this rank writes into a checkpoint, as `NAME.KIND`."""
+    kept = _kept_states(optimizer, weights)
+    for name in written_here(weights):
+        shape = weights.pieces[name].shape
+        own = own_box(weights, name, shape)
+        for kind, value in kept.get(name, {}).items() if own.numbers else ():
+            if not value.ndim and shape:
+                yield TensorPart(f"{STATE}{name}.{kind}", (), (), value)
                 continue
-            if described_as.width >= 0:
-                widths[name] = described_as.width
-            master = weights.master.get(name)
-            found = None if master is None else optimizer.state.get(master, {}).get(kind)
-            # An optimizer may keep nothing of an empty part.
-            parts[name] = torch.zeros_like(master, dtype=dtype) if found is None and master is not None else found
-        kept |= {f"{name}.{kind}": whole for name, whole in weights.on_first(parts, dtype, widths).items()}
-    if weights.ranks.first:
-        numbers = [(n, k, v) for n in trained for k, v in everywhere[n].items() if isinstance(v, torch.Tensor)]
-        kept |= {f"{name}.{kind}": value for name, kind, value in numbers}
-    return kept
+            whole = list(shape)
+            if value.shape != own.shape:
+                whole[-1] = value.shape[-1] * whole[-1] // own.shape[-1]
+            box = own_box(weights, name, whole)
+            assert box.shape == value.shape
+            yield TensorPart(f"{STATE}{name}.{kind}", tuple(whole), box.start, value)
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, weights: Weights, tensors: dict[str, torch.Tensor]) -> None:
-    """Give the optimizer this rank's part of the state that `optimizer_tensors` made, on any layout."""
+def restore_optimizer(optimizer: torch.optim.Optimizer, weights: Weights, tensors: Tensors) -> None:
+    """Give the optimizer this rank's part of the state that `optimizer_parts` gave, on any layout."""
     restored: dict[str, dict[str, Any]] = {}
-    for key, value in tensors.items():
-        name, _, kind = key.rpartition(".")
-        if name not in weights.master:
+    for key in tensors.keys():  # noqa: SIM118 - it is no dictionary
+        name, _, kind = key.removeprefix(STATE).rpartition(".")
+        if not key.startswith(STATE) or name not in weights.master:
             continue
-        state, master = restored.setdefault(name, {}), weights.master[name]
+        state, master, shape = restored.setdefault(name, {}), weights.master[name], tensors.shape(key)
         if kind.endswith(_PYTHON):
-            state[kind.removesuffix(_PYTHON)] = value.item()
-        elif value.shape == weights.pieces[name].shape or value.ndim:
-            part = weights.part_of(name, value)
-            state[kind] = part.clone() if isinstance(optimizer, ByWeight) else part.to(master.device, copy=True)
+            state[kind.removesuffix(_PYTHON)] = tensors.read(key, NUMBER).item()
+        elif shape or not weights.pieces[name].shape:
+            part = tensors.read(key, own_box(weights, name, shape))
+            state[kind] = part if isinstance(optimizer, ByWeight) else part.to(master.device)
         else:  # a number: a fused optimizer keeps it beside the weights, and others on the host
-            state[kind] = value.clone().to(master.device if optimizer.defaults.get("fused") else "cpu")
+            number = tensors.read(key, NUMBER)
+            state[kind] = number.to(master.device if optimizer.defaults.get("fused") else "cpu")
     for name, state in restored.items():
         master = weights.master[name]
         if isinstance(optimizer, ByWeight):

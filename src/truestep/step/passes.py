@@ -57,7 +57,9 @@ class Passes:
         self._activations: dict[tuple[int, int], _Activations] = {}
 
     def run(self) -> None:
-        with marks.layers_report():
+        name = "training" if self._backward else "scoring"
+        last = self._stages[0] if self._backward else self._stages[-1]  # of a micro-batch's passes here
+        with marks.layers_report(), progress.working(name, "micro-batches", self._micro_batches):
             for current in self._schedule.ranks[self._rank]:
                 with self._stopwatch.measure("forward" if current.forward else "backward"):
                     if current.forward:
@@ -65,6 +67,8 @@ class Passes:
                     else:
                         self._back(current)
                 marks.mark("passes", self._policy.device)
+                if current.stage == last and current.forward != self._backward:
+                    progress.made("micro-batches")
 
     def settle(self) -> None:
         """Let go of what was sent, which has been received once every rank has run its passes."""

@@ -5,7 +5,7 @@ Dimensions: S tokens of the micro-batch, T its labels, D its documents.
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -62,6 +62,17 @@ class StepRunner:
     skip_zero_advantage: bool = False  # no backward pass of micro-batches in which no label has an advantage
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
+    def steered(self, metrics: Mapping[str, Metric]) -> "StepRunner":
+        """Give the runner of the step after one with these metrics: its entropy may move the weight of the bonus."""
+        entropy = metrics.get("entropy")
+        return replace(self, objective=self.objective.steered(None if entropy is None else entropy.value()))
+
+    def with_entropy_bonus(self, weight: float | None) -> "StepRunner":
+        """Give the runner with the weight that a checkpoint has, where a target moves it."""
+        if weight is None or self.objective.steered_weight is None:
+            return self
+        return replace(self, objective=replace(self.objective, entropy_bonus=weight))
+
     @property
     def _ranks(self) -> Ranks:
         return self.policy.weights.ranks
@@ -106,10 +117,11 @@ class StepRunner:
         computed = [number for number in range(len(micro_batches)) if _any_label(plan, plan.at_once(number))]
 
         def run(numbers: Sequence[int], backward: bool) -> Passes:
+            scored: list[tuple[MicroBatch, RowStatistics]] = []
+
             def head(micro_batch: MicroBatch, rows: torch.Tensor) -> torch.Tensor | None:
                 statistics, gradient = self._head(micro_batch, plan.totals, rows, backward)
-                if self.reports_metrics:
-                    self._measure(sums, micro_batch, plan, statistics)
+                scored.append((micro_batch, statistics))
                 return gradient
 
             def packed(number: int) -> MicroBatch:
@@ -118,6 +130,9 @@ class StepRunner:
             count, group = len(numbers), self.breadth_first
             passes = Passes(self.policy, count, packed, head, backward=backward, group=group, stopwatch=self.stopwatch)
             passes.run()
+            # Only now: metrics wait for the device, which would have nothing to do between two passes.
+            for micro_batch, statistics in scored if self.reports_metrics else ():
+                self._measure(sums, micro_batch, plan, statistics)
             return passes
 
         # Their metrics are those of every document's own; their gradient is 0.

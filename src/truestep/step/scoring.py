@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from truestep.step.chosen import Chooser
 from truestep.step.runner import StepRunner
 from truestep.types import DocumentScore, Rollout, StepPlan
 
@@ -38,23 +39,36 @@ def with_logprobs(documents: Sequence[Rollout], name: Field, scores: Sequence[Do
 class BeforeUpdates:
     """The documents of the step in hand, with what was computed before the first update on them."""
 
-    def __init__(self, reference: Callable[[], StepRunner] | None = None, *, keeps_own: bool = False):
-        """`reference` gives the runner of the reference. `keeps_own`: further updates need the trainer's log-probs."""
+    def __init__(
+        self,
+        reference: Callable[[], StepRunner] | None = None,
+        *,
+        keeps_own: bool = False,
+        chooser: Chooser | None = None,
+    ):
+        """`reference` gives the runner of the reference. `keeps_own`: further updates need the trainer's log-probs.
+        `chooser` chooses labels, anew at every update."""
         self._reference = None if reference is None else reference()
         self.keeps_own = keeps_own
         self.has_reference = reference is not None
+        self._chooser = chooser
         self._documents: tuple[Rollout, ...] = ()
 
     def complete(self, plan: StepPlan) -> StepPlan:
         """Give a plan's documents what is known of them."""
-        if plan.repeated and self._documents:
+        if not (plan.repeated and self._documents):
+            self._documents = self._referred(plan)
+        if self._chooser is None:
             return replace(plan, documents=self._documents)
+        return replace(plan, documents=self._chooser.choose(self._documents, plan.documents_seen))
+
+    def _referred(self, plan: StepPlan) -> tuple[Rollout, ...]:
+        """Give a plan's documents the log-probs of the reference, if there is one."""
         documents = plan.documents
         # After a restart, documents come back with what was known of them.
         if self._reference is not None and not all(known.reference_logprobs is not None for known in documents):
-            documents = with_logprobs(documents, "reference_logprobs", score_documents(self._reference, plan))
-        self._documents = documents
-        return replace(plan, documents=documents)
+            return with_logprobs(documents, "reference_logprobs", score_documents(self._reference, plan))
+        return documents
 
     def computed(self, plan: StepPlan, scores: Sequence[DocumentScore]) -> None:
         """Keep the log-probs that the first update's own forward passes gave."""

@@ -18,7 +18,7 @@ from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.files import write_json_lines
 from truestep.policy.cuts.tensor import tensor_plan
-from truestep.policy.errors import ModelError
+from truestep.policy.errors import ModelError, no_model
 from truestep.policy.loading.load import load_policy
 from truestep.policy.model.context import check_heads
 from truestep.ranks.axes import RankLayout
@@ -71,7 +71,7 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
     seed = config.seed
     model = Path(config.model.path)
     if not (model / "config.json").is_file():
-        raise VerifyError(f"model.path: {model} is not a Hugging Face model directory: it has no config.json")
+        raise VerifyError(no_model(model))
     if not full:
         model = reduce_model(model, scratch / "model", seed, config.model.trust_remote_code)
     adapter = None if config.adapter is None else _adapter(config, model, scratch, full)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from truestep.metrics.spent import of_the_machine
 from truestep.step.optimizer import grouped, load_optimizer
 from truestep.verify.case import Case
+from truestep.verify.oracle.losses import next_entropy_bonus
 from truestep.verify.oracle.records import Record
 from truestep.verify.oracle.step import OracleResult, oracle_logprobs, oracle_step
 from truestep.verify.oracle.updates import Bounds, UpdateOracle
@@ -48,7 +49,7 @@ class Comparer:
     def differences(self, output: Path, steps: Sequence[Sequence[Record]]) -> Iterator[Difference]:
         """Compare every step that a layout wrote."""
         updates = _Updates(self._case.options["optimizer"], self._ends)
-        seen = 0
+        seen, bonus = 0, self._loss.get("entropy_bonus", 0.0)
         for number, records in enumerate(steps, start=1):
             folder = output / str(number)
             if not (folder / "step.json").is_file():
@@ -61,7 +62,8 @@ class Comparer:
                 yield Difference(number, "documents", _other_documents(written["documents"], wanted), math.inf)
             update = (number - 1) % self._case.options["schedule"]["updates_per_batch"]
             before = load_file(output / str(number - update) / "weights.safetensors") if update else None
-            oracle = self._reference(weights, records, seen, before)
+            oracle = self._reference(weights, records, seen, before, bonus)
+            bonus = next_entropy_bonus(self._loss | {"entropy_bonus": bonus}, oracle.metrics.get("entropy", (None,))[0])
             after = load_file(output / str(number + 1) / "weights.safetensors")
             for kind, name, value in chain(
                 _of_step(written, gradients, oracle),
@@ -97,12 +99,14 @@ class Comparer:
         records: Sequence[Record],
         seen: int,
         before: Mapping[str, torch.Tensor] | None = None,
+        bonus: float | None = None,
     ) -> OracleResult:
         """Compute a step of these weights. `before`: those of the first update on the same documents, if it was not
-        this one."""
+        this one. `bonus`: the weight of the entropy bonus, where a target has moved it."""
         recomputes = self._loss.get("old_logprobs") == "recompute"
         named = [(record["id"], record.get("logprobs")) for record in records]  # half precision has other log-probs
-        digest = hashlib.sha256(f"{seen} {named}".encode())
+        loss = self._loss if bonus is None else self._loss | {"entropy_bonus": bonus}
+        digest = hashlib.sha256(f"{seen} {named} {bonus}".encode())
         for tensors in (weights, *((before,) if before is not None and recomputes else ())):
             for name in sorted(tensors):
                 digest.update(tensors[name].numpy().tobytes())
@@ -114,7 +118,7 @@ class Comparer:
             data = self._case.options["data"]
             if data["advantages"] != "none":
                 data = data | {"advantages": "given"}
-            config = {"loss": self._loss, "data": data}
+            config = {"loss": loss, "data": data, "seed": self._case.options["seed"]}
             own = self._logprobs(self._case.model, before, records) if before is not None and recomputes else None
             theirs = None
             if self._case.reference is not None:
@@ -146,7 +150,7 @@ def _other_documents(trained: Sequence[str], wanted: Sequence[str]) -> str:
 
 def _unknown_metrics(metrics: dict[str, Any], oracle: OracleResult) -> list[str]:
     """List the metrics that measured something and that the oracle does not know."""
-    passed_over = {*_NOT_COMPARED, "policy_loss", "entropy_bonus", "z_loss", "kl_reference", *oracle.metrics}
+    passed_over = {*_NOT_COMPARED, "policy_loss", "entropy_bonus", "z_loss", "kl_reference", "kl_cov", *oracle.metrics}
     # Percentiles of a histogram are passed over: they are no sums of terms.
     return [
         name

@@ -63,6 +63,7 @@ def document_labels(
         model_version=vector(document.versions, torch.int64),
         reference_logprobs=vector(document.reference_logprobs),
         recomputed_logprobs=vector(None),
+        chosen=vector(None, torch.int64),
         sampler_logprobs=vector(document.sampler_logprobs or document.old_logprobs),
         recomputed=document.sampler_logprobs is not None,
         num_labels=torch.tensor([count]),

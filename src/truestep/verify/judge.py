@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from truestep import progress
 from truestep.assemble.step import make_objective
 from truestep.config.schema import Config
 from truestep.ranks.axes import RankError
@@ -61,7 +62,6 @@ def verify(
     full: bool = False,
     only: Callable[[Layout], bool] = lambda layout: True,
     plant: Callable[[], None] | None = None,
-    progress: Callable[[str], None] = lambda name: None,
 ) -> list[Verdict]:
     """Judge the configuration under every layout. `only` and `plant` are for the tests of this check itself."""
     if world_size() > 1:
@@ -70,6 +70,7 @@ def verify(
     if on_gpu:
         most_ranks = min(most_ranks, torch.cuda.device_count())
     with tempfile.TemporaryDirectory(prefix="truestep-verify-") as scratch:
+        progress.phase("making the case")
         case = make_case(config, Path(scratch), documents, full)
         interpreted_kernels = not on_gpu and find_spec("triton") is not None
         layouts = list(filter(only, layouts_for(case.budget, case.longest, most_ranks, interpreted_kernels)))
@@ -78,9 +79,13 @@ def verify(
         layouts = [layout for layout in layouts if permits(case, layout)]
         judge = _Judge(case, Comparer(case, oracle_loss(config)), plant)
         verdicts: list[Verdict] = []
-        for batch in _batches(layouts, alone=full):
-            progress(batch[0].name if len(batch) == 1 else f"{len(batch)} layouts of {batch[0].ranks} ranks")
-            verdicts += judge.judge(batch)
+        with progress.working("judged", "layouts", len(layouts)):
+            for batch in _batches(layouts, alone=full):
+                batch_name = batch[0].name if len(batch) == 1 else f"{len(batch)} layouts of {batch[0].ranks} ranks"
+                progress.phase(f"running {batch_name}")
+                for verdict in judge.judge(batch):
+                    verdicts.append(verdict)
+                    progress.made("layouts")
     output.mkdir(parents=True, exist_ok=True)
     return sorted(verdicts, key=lambda verdict: layouts.index(verdict.layout))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from truestep import progress
 from truestep.errors import TruestepError
 from truestep.files import LineError, exact_object
 from truestep.head.logits import HeadSettings
@@ -15,9 +16,10 @@ from truestep.policy.cuts.layers import layers_of
 from truestep.policy.cuts.pieces import Piece, pieces_of
 from truestep.policy.cuts.stages import Stages, check_layers, keep_own
 from truestep.policy.cuts.tensor import cut_model, tensor_plan
-from truestep.policy.errors import ModelError
+from truestep.policy.errors import ModelError, no_model
 from truestep.policy.loading.adapting import attach_adapter
 from truestep.policy.loading.borrowed import borrowed_weights
+from truestep.policy.loading.parts import model_of_parts
 from truestep.policy.loading.probe import (
     Probe,
     probe_context,
@@ -27,7 +29,7 @@ from truestep.policy.loading.probe import (
     probe_stages,
 )
 from truestep.policy.model import attention
-from truestep.policy.model.adapter import AdapterSource
+from truestep.policy.model.adapter import Adapter, AdapterSource
 from truestep.policy.model.compiled import compile_layers
 from truestep.policy.model.context import Context, check_heads
 from truestep.policy.model.embedding import accumulate_in_float32, every_token_counts
@@ -35,6 +37,7 @@ from truestep.policy.model.freezing import freeze_weights
 from truestep.policy.model.training import no_noise, recompute_activations
 from truestep.policy.policy import ModelFacts, Policy
 from truestep.policy.save import read_companions, saved_buffers
+from truestep.policy.tensor_parts import StoredTensors
 from truestep.policy.weights.protocol import Weights
 from truestep.policy.weights.sharded import ShardedWeights
 from truestep.policy.weights.unread import place_buffers, read_parameters, unread_files
@@ -88,7 +91,7 @@ def load_policy(
     if activation_checkpointing:
         recompute_activations(model)
     compute = getattr(torch, dtype)
-    with borrowed_weights(model, place):
+    with progress.working("checking what it computes", "layers"), borrowed_weights(model, place):
         probe, stages, choice = _probe(model, settings, place, compute, longest_document, ranks, pipeline, attending)
     if compiled:
         _compile(model)
@@ -114,6 +117,14 @@ def _compile(model: Any) -> None:
     if not layers:
         raise ModelError(f"model.compile: {type(model).__name__} has no list of layers to compile")
     compile_layers(layers)
+
+
+def read_model(
+    path: str | Path, trust_remote_code: bool = False, adapter: AdapterSource | None = None
+) -> tuple[Any, Adapter | None]:
+    """Make the model of a directory or a checkpoint, whose weights are not read yet, and put an adapter on it."""
+    model = _read(Path(path), trust_remote_code, ALONE, Pipeline())[0]
+    return model, None if adapter is None else attach_adapter(model, adapter)
 
 
 def _place(device: str) -> torch.device:
@@ -183,11 +194,13 @@ def _weights_of(
     reduce_each: bool,
 ) -> Weights:
     """Read this rank's part of the weights, whole or sharded."""
-    if ranks.shards > 1:
-        options = {"reshard": reshard, "reduce_each": reduce_each, "masters_on_host": masters_on_host}
-        return ShardedWeights(model, dtype, ranks, pieces, device=place, **options)
-    read_parameters(model, place, frozen_dtype=dtype)
-    return WholeWeights(model, dtype, ranks, pieces, masters_on_host=masters_on_host)
+    size = 4 * sum(parameter.numel() for parameter in model.parameters())  # they are read in float32
+    with progress.working("reading weights", "bytes read", size if ranks.shards == 1 else None):
+        if ranks.shards > 1:
+            options = {"reshard": reshard, "reduce_each": reduce_each, "masters_on_host": masters_on_host}
+            return ShardedWeights(model, dtype, ranks, pieces, device=place, **options)
+        read_parameters(model, place, frozen_dtype=dtype)
+        return WholeWeights(model, dtype, ranks, pieces, masters_on_host=masters_on_host)
 
 
 def _check_numbers(directory: Path, weights: Weights) -> None:
@@ -204,8 +217,9 @@ def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipe
 
     transformers_logging.disable_progress_bar()
     if not (directory / "config.json").is_file():
-        raise ModelError(f"model.path: {directory} is not a Hugging Face model directory: it has no config.json")
-    if not list(directory.glob("*.safetensors")):
+        raise ModelError(no_model(directory))
+    stored = StoredTensors(directory) if StoredTensors.has_weights(directory) else None
+    if stored is None and not list(directory.glob("*.safetensors")):
         raise ModelError(f"model.path: {directory} has no .safetensors file; other weight formats are not loaded")
     _check_config(directory)
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
@@ -215,6 +229,9 @@ def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipe
         if ranks.tensor > 1:  # refused before anything is read
             tensor_plan(config, ranks.tensor)
         check_layers(config.get_text_config().num_hidden_layers, pipeline)
+        if stored is not None:
+            model = model_of_parts(directory, config, stored, trust_remote_code)
+            return model.eval(), _read_tokenizer(directory, options)
         loader: Any = AutoModelForCausalLM  # its types do not know output_loading_info
         with unread_files():
             model, loading = loader.from_pretrained(

@@ -6,9 +6,11 @@
 | model/attention.py | AttentionInterface.register | attention over packed documents; a public door of transformers |
 | model/compiled.py | forward, gradient_checkpointing | compiled layers; the attribute that switches recomputation on |
 | model/embedding.py | forward, padding_idx | every token's gradient, in float32; nn.Embedding's own attributes |
+| model/flash.py | register_autograd | operators of torch.compile; public doors |
 | model/training.py | p, setattr | no dropout or jitter; floats of modules by their names |
 | loading/borrowed.py | register_forward_hook | layers with borrowed weights add a part; public hooks |
 | loading/load.py | register_forward_hook | layers report that they are done; public hooks |
+| loading/parts.py | register_parameter, generation_config | made without values; modules register weights by it |
 | ranks/group.py | _timeout | of gloo's groups in a mesh, which has no other door |
 | ranks/marks.py | register_hook | and so do their gradients |
 | cuts/stages.py | register_forward_pre_hook, setattr | layers elsewhere pass on; a loop over the list of layers |

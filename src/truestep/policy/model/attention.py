@@ -27,6 +27,7 @@ from transformers import AttentionInterface
 from truestep.policy.errors import ModelError
 from truestep.policy.model import flash
 from truestep.policy.model.context import Context
+from truestep.types import sent
 
 NAME, FLASH = "truestep_packed", "truestep_packed_fast"  # transformers looks for kernels where a name has "flash"
 _SCORES_BYTES = 256 * 2**20  # explicit score matrices that exist at a time
@@ -61,9 +62,9 @@ def make_layout(
     context: Context | None = None,
     send: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> PackedLayout:
-    """Make a layout from cumulative lengths on the host. `send` copies to the device, if need be without waiting."""
+    """Make a layout from cumulative lengths on the host. `send` copies them to the device in a way of its own."""
     bounds = segments.tolist()
-    there = segments.to(device) if send is None else send(segments)
+    there = sent(segments, device) if send is None else send(segments)
     spans = tuple(itertools.pairwise(bounds))
     return PackedLayout(there, max((end - start for start, end in spans), default=0), spans, context)
 

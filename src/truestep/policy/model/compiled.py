@@ -13,6 +13,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import modeling_layers
 
+from truestep import progress
+
 BACKEND = "inductor"
 
 
@@ -41,12 +43,23 @@ def _for_training(layer: Any) -> Any:
         layer.gradient_checkpointing = False
     compiled = torch.compile(own_forward(layer), dynamic=True, backend=BACKEND)
 
-    @functools.wraps(plain)
-    def forward(*arguments: Any, **options: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return plain(*arguments, **options)
+    def train(*arguments: Any, **options: Any) -> Any:
         if recompute and layer.training:
             return checkpoint(functools.partial(compiled, **options), *arguments, use_reentrant=False)
         return compiled(*arguments, **options)
+
+    ready = False
+
+    @functools.wraps(plain)
+    def forward(*arguments: Any, **options: Any) -> Any:
+        nonlocal ready
+        if not torch.is_grad_enabled():
+            return plain(*arguments, **options)
+        if ready:
+            return train(*arguments, **options)
+        with progress.working("compiling layers", "layers"):  # its first call; layers of one kind share the code
+            result = train(*arguments, **options)
+        ready = True
+        return result
 
     return forward

@@ -32,20 +32,31 @@ _READERS = 4  # tensors that are read at a time
 _MAPPED = 2**26  # bytes of a file that are looked at before it is opened anew
 
 
+# Gives what reads a view of a tensor; None if the view cannot be read alone.
+Narrower = Callable[[torch.Tensor], Callable[[], torch.Tensor] | None]
+
+
 class Unread(torch.Tensor):
     """A tensor of the meta device, whose operations are done to its values when they are read."""
 
-    _stored: Callable[[], torch.Tensor]  # its values, but for a conversion to its type
+    # Its values, but for a conversion to its type; and what reads a view of it alone, where something does.
+    _stored: tuple[Callable[[], torch.Tensor], Narrower | None]
 
     @classmethod
-    def of(cls, looks: torch.Tensor, stored: Callable[[], torch.Tensor]) -> "Unread":
+    def of(
+        cls,
+        looks: torch.Tensor,
+        stored: Callable[[], torch.Tensor],
+        narrower: Narrower | None = None,
+    ) -> "Unread":
+        """Make one. `narrower` gives what reads a view of it alone; without it, all of it is read and then viewed."""
         unread = looks.to("meta").as_subclass(cls)
-        unread._stored = stored
+        unread._stored = stored, narrower
         return unread
 
     def read(self) -> torch.Tensor:
         """Read all of it, on the host, in its own type."""
-        return self._stored().to(self.dtype)
+        return self._stored[0]().to(self.dtype)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
@@ -75,10 +86,18 @@ class Unread(torch.Tensor):
             return function(*tree_map(_values, arguments), **tree_map(_values, named))
 
         if isinstance(looks, torch.Tensor):
-            return cls.of(looks, stored)
+            narrower = _narrower_of(function, arguments)
+            alone = None if narrower is None else narrower(looks)
+            return cls.of(looks, stored) if alone is None else cls.of(looks, alone, narrower)
         if isinstance(looks, tuple | list) and any(isinstance(look, torch.Tensor) for look in looks):
             return [cls.of(look, partial(_member, stored, number)) for number, look in enumerate(looks)]
         return looks
+
+
+def _narrower_of(function: Any, arguments: Any) -> Narrower | None:
+    """Give the narrower of the tensor that a view is taken of."""
+    views = (torch.Tensor.__getitem__, torch.Tensor.narrow, torch.Tensor.detach)
+    return arguments[0]._stored[1] if function in views and isinstance(arguments[0], Unread) else None
 
 
 def _member(stored: Callable[[], Any], number: int) -> Any:
@@ -98,7 +117,7 @@ def _values(value: Any) -> Any:
 
 
 def _as_stored(value: Any) -> Any:
-    return value._stored() if isinstance(value, Unread) else value
+    return value._stored[0]() if isinstance(value, Unread) else value
 
 
 def _types(values: Any) -> set[torch.dtype]:
@@ -108,7 +127,7 @@ def _types(values: Any) -> set[torch.dtype]:
 @torch.no_grad()
 def read_into(place: torch.Tensor, tensor: torch.Tensor) -> None:
     """Copy a tensor, read or not: its values go to the device in their stored type, and are converted there."""
-    place.copy_((tensor._stored() if isinstance(tensor, Unread) else tensor).to(place.device))
+    place.copy_((tensor._stored[0]() if isinstance(tensor, Unread) else tensor).to(place.device))
     progress.made("bytes read", place.nbytes)
 
 

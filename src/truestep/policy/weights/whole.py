@@ -70,8 +70,8 @@ class WholeWeights(Weights):
         return self._buffers.get(parameter)
 
     def zero_gradients(self) -> None:
-        for gradient in self.gradients.values():
-            gradient.zero_()
+        if self._buffers:
+            torch._foreach_zero_(list(self._buffers.values()))
 
     @contextmanager
     def head(self, model: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
@@ -86,9 +86,9 @@ class WholeWeights(Weights):
 
     @torch.no_grad()
     def publish(self) -> None:
-        for parameter, master in self._computed.items():
-            if parameter is not master:
-                parameter.copy_(master)
+        rounded = [(parameter, master) for parameter, master in self._computed.items() if parameter is not master]
+        if rounded:
+            torch._foreach_copy_([parameter for parameter, _ in rounded], [master for _, master in rounded])
 
     @torch.no_grad()
     def publish_rows(self, name: str, rows: slice, values: torch.Tensor) -> None:

@@ -29,6 +29,7 @@ class StreamSource:
     """Documents in the order in which they became usable; the ledger logs this order."""
 
     plans_ahead = False  # more documents may only be sent when a step's weights are out
+    waits_for_checkpoints = True  # which announce those weights
 
     def __init__(
         self,
@@ -153,7 +154,7 @@ class StreamSource:
         self._documents_seen = documents_seen
 
     def checkpointed(self, checkpoint: Path, step: int, documents_seen: int) -> None:
-        self._documents_seen = documents_seen
+        self._documents_seen = max(self._documents_seen, documents_seen)  # more steps may have been made since
         held = max((seen for seen in self._places if seen <= documents_seen), default=None)
         if held is not None:
             self._transport.acknowledge(self._places[held])

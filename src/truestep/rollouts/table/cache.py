@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import tempfile
 import time
 import zlib
@@ -23,8 +22,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from truestep import progress
 from truestep.files import sync_directory, sync_tree
@@ -219,8 +216,8 @@ def _convert_into(path: Path, work: Path) -> None:
         jobs = jobs_of(path, work)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{printable(path)} cannot be read: {printable(error)}") from error
-    with _bar(path, sum(job.size for job in jobs)) as report:
-        results = convert(jobs, report)
+    with progress.working(f"converting {printable(path.name, 40)}", "bytes read", sum(job.size for job in jobs)):
+        results = convert(jobs)
     for result in results:
         if result.get("errno") in _FULL:
             raise OSError(result["errno"], result["error"])
@@ -242,15 +239,3 @@ def _placed(rows: pa.Table, lines_before: int, part: int) -> pa.Table:
     return rows.set_column(ROWS.names.index("line"), ROWS.field("line"), lines).set_column(
         ROWS.names.index("part"), ROWS.field("part"), parts
     )
-
-
-@contextlib.contextmanager
-def _bar(path: Path, total: int) -> Iterator[Callable[[int], None]]:
-    """Show how much of a file is converted, where a person looks on."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"converting {printable(path.name)}", total=total)
-        yield lambda size: bar.update(task, advance=size)

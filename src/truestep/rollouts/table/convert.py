@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -197,15 +197,14 @@ class _Worker:
                     continue
 
 
-def convert(jobs: Sequence[Job], report: Callable[[int], None]) -> list[dict[str, Any]]:
-    """Convert parts on all cores that this process may use. `report` is told the bytes of each that is done."""
+def convert(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """Convert parts on all cores that this process may use."""
     count = min(usable_cores(), len(jobs))
     if count <= 1:
         results = []
         for job in jobs:
             results.append(answer(job))
             progress.made("bytes read", job.size)
-            report(job.size)
         return results
     local, workers = threading.local(), []
 
@@ -228,7 +227,6 @@ def convert(jobs: Sequence[Job], report: Callable[[int], None]) -> list[dict[str
                 if "error" in made[number]:
                     return made
                 progress.made("bytes read", jobs[number].size)
-                report(jobs[number].size)
         return made
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

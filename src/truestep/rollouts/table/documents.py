@@ -245,9 +245,10 @@ class _Selection:
             found.append(Rejected(str(table.file), self._line(record), reason, identifier, group_id))
         return found
 
-    def groups(self, group_size: int | None) -> tuple[np.ndarray, np.ndarray]:
+    def groups(self, group_size: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Divide the documents into groups: those of group g are `members[starts[g]:starts[g + 1]]`, as indices into
-        the documents. A rejected record fills a place, and a group closes at `group_size`."""
+        the documents. A rejected record fills a place, and a group closes at `group_size`. Give also how many records
+        each group's name has in all."""
         names = self.column("group_id")
         if self._rejected:  # their groups, where those could be read
             records = pa.array(list(self._rejected), pa.int64())
@@ -262,7 +263,8 @@ class _Selection:
         order_of = np.argsort(codes, kind="stable")
         codes, records_in = codes[order_of], present[order_of]
         firsts = np.flatnonzero(np.diff(codes, prepend=-1))
-        place = np.arange(len(codes)) - np.repeat(firsts, np.diff(np.append(firsts, len(codes))))
+        members_of = np.diff(np.append(firsts, len(codes)))
+        place = np.arange(len(codes)) - np.repeat(firsts, members_of)
         new = (place == 0) if group_size is None else (place % group_size == 0)
         group = np.cumsum(new) - 1
         index_of = np.full(int(self._starts[-1]), -1)
@@ -271,7 +273,7 @@ class _Selection:
         kept = documents >= 0
         members, group = documents[kept], group[kept]
         starts = np.flatnonzero(np.diff(group, prepend=-1))
-        return members, np.append(starts, len(members))
+        return members, np.append(starts, len(members)), members_of
 
 
 def _codes(texts: Any) -> np.ndarray:
@@ -288,8 +290,10 @@ class TableDocuments(Sequence[Rollout]):
         self._selection, self._checks = selection, checks
         self._group_of: np.ndarray | None = None
         self._kept: OrderedDict[int, dict[int, Rollout]] = OrderedDict()  # groups that have their advantages
+        self.group_members: list[int] = []  # the records of each group, where advantages come from rewards
         if _from_rewards(checks) and len(selection.records):
-            self._members, self._group_starts = selection.groups(checks.group_size)
+            self._members, self._group_starts, members = selection.groups(checks.group_size)
+            self.group_members = members.tolist()
             self._group_of = np.full(len(selection.records), -1)
             sizes = np.diff(self._group_starts)
             self._group_of[self._members] = np.repeat(np.arange(len(sizes)), sizes)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from truestep import progress
 from truestep.policy.model.attention import PackedLayout
 from truestep.sampler.engine.cache import PagedCache
 from truestep.sampler.engine.rows import PAGES, idle_rows
@@ -163,7 +164,8 @@ class Graphs:
         if key[0] in self._broken:
             return
         try:
-            self._made[key] = self._capture(work)
+            with progress.working("compiling the sampler", "graphs"):
+                self._made[key] = self._capture(work)
         except Exception as error:  # a driver's, a compiler's or torch's own: they have no common type
             self._broken.add(key[0])
             log.warning(

@@ -74,6 +74,7 @@ class ServerSource:
     """A source whose documents come from inference servers, which get the policy's new weights after each update."""
 
     plans_ahead = False
+    waits_for_checkpoints = False
 
     def __init__(
         self,

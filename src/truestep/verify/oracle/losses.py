@@ -1,5 +1,6 @@
 """The loss term of every label, and its weight: docs/contract.md, sections 6 and 7."""
 
+import hashlib
 import math
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ DEFAULT_EPSILONS = {"grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0
 KNOWN_OPTIONS = {
     "type", "epsilon_low", "epsilon_high", "dual_clip", "ratio_cap", "tau_positive", "tau_negative", "divergence",
     "threshold", "old_logprobs", "kl_reference", "correction", "off_policy_mask", "normalize_by", "max_labels",
-    "gradient_divisor", "entropy_bonus", "z_loss", "metrics", "custom",
+    "gradient_divisor", "entropy_bonus", "entropy_target", "clip_cov", "kl_cov", "z_loss", "metrics", "custom",
 }  # fmt: skip
 LARGEST_LOG_RATIO = 20.0
 
@@ -57,6 +58,9 @@ def complete_loss_config(options: dict[str, Any]) -> dict[str, Any]:
         "max_labels": None,
         "gradient_divisor": None,
         "entropy_bonus": 0.0,
+        "entropy_target": None,
+        "clip_cov": None,
+        "kl_cov": None,
         "z_loss": 0.0,
     }
     complete = {**defaults, **{name: value for name, value in options.items() if value is not None}}
@@ -98,7 +102,10 @@ def loss_terms(
                 divergence = reference_divergence(document, label, index, loss_config["kl_reference"])
                 terms.append(("kl_reference", loss_config["kl_reference"]["weight"] * divergence / denominator))
             terms_of_document.append(label)
-            if loss_config["entropy_bonus"]:
+            if loss_config["kl_cov"]:
+                held = kl_of_chosen(document, label, len(terms_of_document) - 1)
+                terms.append(("kl_cov", loss_config["kl_cov"].get("weight", 1.0) * held / denominator))
+            if loss_config["entropy_bonus"] or loss_config["entropy_target"]:
                 terms.append(("entropy_bonus", -loss_config["entropy_bonus"] * label.entropy / denominator))
             if loss_config["z_loss"]:
                 terms.append(("z_loss", loss_config["z_loss"] * label.logsumexp**2 / denominator))
@@ -243,7 +250,54 @@ def policy_weights(document: Document, labels: list[LabelValues], loss_config: d
     """Compute the constant weight of every label's policy loss: the correction's times the off-policy mask's."""
     corrections = correction_weights(document, labels, loss_config)
     kept = off_policy_kept(document, labels, loss_config)
-    return [weight * mask for weight, mask in zip(corrections, kept, strict=True)]
+    weights = [weight * mask for weight, mask in zip(corrections, kept, strict=True)]
+    if loss_config["clip_cov"]:
+        weights = [0.0 if chosen else weight for weight, chosen in zip(weights, document.chosen or [], strict=True)]
+    return weights
+
+
+def kl_of_chosen(document: Document, label: LabelValues, index: int) -> Tensor:
+    """Compute rho - log rho - 1 of a label that kl_cov chose, and else 0."""
+    if not (document.chosen or [])[index]:
+        return constant(0.0)
+    log_ratio = label.logprob - (document.old_logprobs or [])[index]
+    if abs(log_ratio.item()) > LARGEST_LOG_RATIO:
+        log_ratio = constant(math.copysign(LARGEST_LOG_RATIO, log_ratio.item()))
+    return torch.exp(log_ratio) - log_ratio - 1.0
+
+
+def choose_labels(documents: list[Document], loss_config: dict[str, Any], seed: int, documents_seen: int) -> None:
+    """Choose the labels that clip_cov or kl_cov holds back, in place; before old log-probs are recomputed."""
+    rule = loss_config["clip_cov"] or loss_config["kl_cov"]
+    if not rule:
+        return
+    labels = [(document, place) for document in documents for place in range(len(document.positions))]
+    logprobs = [float32((document.old_logprobs or [])[place]) for document, place in labels]
+    advantages = [float32((document.advantages or [])[place]) for document, place in labels]
+    mean_logprob, mean_advantage = (sum(values) / max(len(values), 1) for values in (logprobs, advantages))
+    candidates: list[tuple[Any, Document, int]] = []  # with the number by which they are put in order
+    for (document, place), logprob, advantage in zip(labels, logprobs, advantages, strict=True):
+        covariance = (logprob - mean_logprob) * (advantage - mean_advantage)
+        if loss_config["kl_cov"]:
+            if covariance > 0:
+                candidates.append((-covariance, document, place))
+        elif rule.get("low", 1.0) < covariance < rule.get("high", 5.0):
+            text = f"{seed} {documents_seen} {document.positions[place]} {document.id}"
+            candidates.append((hashlib.sha256(text.encode(errors="surrogatepass")).digest(), document, place))
+    for document in documents:
+        document.chosen = [False] * len(document.positions)
+    candidates.sort(key=lambda candidate: candidate[0])  # a stable order: equal ones stay in that of the step
+    for _, document, place in candidates[: max(int(rule.get("share", 2e-4) * len(labels)), 1)]:
+        (document.chosen or [])[place] = True
+
+
+def next_entropy_bonus(loss_config: dict[str, Any], entropy: float | None) -> float:
+    """Compute the weight of the entropy bonus in the step after one that had this entropy."""
+    weight, target = loss_config.get("entropy_bonus") or 0.0, loss_config.get("entropy_target")
+    if not target or entropy is None:
+        return weight
+    moved = weight + target.get("rate", 0.005) * (target["entropy"] - entropy)
+    return min(max(moved, 0.0), target.get("largest_weight", 0.1))
 
 
 def importances(document: Document, labels: list[LabelValues], level: str) -> list[float]:

@@ -81,6 +81,7 @@ def step_metrics(
     metrics.update(answer_metrics(documents))
     metrics.update(ratio_metrics(ratios, loss_config))
     metrics.update(share_metrics(documents, values, loss_config))
+    metrics.update(covariance_metric(documents, values))
     metrics.update(distance_metrics(documents, values, loss_config))
     return metrics
 
@@ -168,7 +169,7 @@ def distance_metrics(
 def term_metrics(terms: list[tuple[str, Tensor]], loss_config: dict[str, Any]) -> dict[str, Metric]:
     """Compute the loss and what each kind of term adds to it."""
     metrics: dict[str, Metric] = {"loss": value_and_scale(terms)}
-    for name in ("policy_loss", "entropy_bonus", "z_loss", "kl_reference"):
+    for name in ("policy_loss", "entropy_bonus", "z_loss", "kl_reference", "kl_cov"):
         contribution = [term for term in terms if term[0] == name]
         if contribution:
             metrics[name] = value_and_scale(contribution)
@@ -176,6 +177,11 @@ def term_metrics(terms: list[tuple[str, Tensor]], loss_config: dict[str, Any]) -
         # Decision: near the reference a divergence is what is left of log-probs that cancel, so the scale counts those.
         value, scale = metrics["kl_reference"]
         metrics["kl_reference"] = (value, scale + loss_config["kl_reference"]["weight"])
+    if "kl_cov" in metrics:
+        value, scale = metrics["kl_cov"]
+        metrics["kl_cov"] = (value, scale + loss_config["kl_cov"].get("weight", 1.0))
+    if loss_config["entropy_target"]:
+        metrics["entropy_bonus_weight"] = (loss_config["entropy_bonus"], 1.0)
     return metrics
 
 
@@ -204,11 +210,29 @@ def share_metrics(
         if loss_config["off_policy_mask"] is not None:
             kept = off_policy_kept(document, labels, loss_config)
             shares["off_policy_fraction"] = [float(value == 0.0) for value in kept]
+        for name in ("clip_cov", "kl_cov"):
+            if loss_config[name]:
+                shares[f"{name}_fraction"] = [float(chosen) for chosen in document.chosen or []]
         for name, items in shares.items():
             found.setdefault(name, []).extend(items)
     # A mean of nothing is absent; a count of nothing is 0.
     metrics = {name: (sum(items) / len(items),) * 2 for name, items in found.items() if items}
     return metrics | ({"clamped_ratios": (clamped, clamped)} if knows_clamps else {})
+
+
+def covariance_metric(documents: list[Document], values: list[list[LabelValues]]) -> dict[str, Metric]:
+    """Compute the covariance of logπ and A over all labels that have what a policy loss needs."""
+    pairs = []
+    for document, labels in zip(documents, values, strict=True):
+        if document.old_logprobs is not None and document.advantages is not None:
+            pairs += [(label.logprob.item(), a) for label, a in zip(labels, document.advantages, strict=True)]
+    if not pairs:
+        return {}
+    first, second = (sum(pair[place] for pair in pairs) / len(pairs) for place in (0, 1))
+    value = sum((logprob - first) * (advantage - second) for logprob, advantage in pairs) / len(pairs)
+    # Decision: the terms are the products of values, and not of differences, which rounding of the means would make.
+    scale = sum(abs(logprob * advantage) for logprob, advantage in pairs) / len(pairs) + abs(first * second)
+    return {"logprob_advantage_covariance": (value, scale)}
 
 
 def ratio_metrics(ratios: list[list[float]], loss_config: dict[str, Any]) -> dict[str, Metric]:

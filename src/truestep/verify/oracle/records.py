@@ -24,6 +24,7 @@ class Document:
     rewards: dict[str, float] = field(default_factory=dict)
     sampler_logprobs: list[float] | None = None  # where old_logprobs are the trainer's own
     group_id: str | None = None
+    chosen: list[bool] | None = None  # by clip_cov or kl_cov; None: no label is
 
 
 def read_documents(records: list[Record], data_config: dict[str, Any]) -> list[Document]:

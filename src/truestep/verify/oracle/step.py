@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from truestep.verify.oracle.losses import Metric, complete_loss_config, loss_terms, sum_terms, value_and_scale
+from truestep.verify.oracle.losses import (
+    Metric,
+    choose_labels,
+    complete_loss_config,
+    loss_terms,
+    sum_terms,
+    value_and_scale,
+)
 from truestep.verify.oracle.metrics import metric_ratios, step_metrics
 from truestep.verify.oracle.records import Document, Record, read_document, read_documents
 from truestep.verify.oracle.values import Model, label_values
@@ -39,6 +46,7 @@ def oracle_step(
     """
     loss_config = complete_loss_config(config["loss"])
     documents = read_documents(records, config.get("data", {}))
+    choose_labels(documents, loss_config, config.get("seed", 0), documents_seen_before_step)
     values = [label_values(model, document) for document in documents]
     if loss_config["old_logprobs"] == "recompute":
         for index, (document, labels) in enumerate(zip(documents, values, strict=True)):

@@ -1,0 +1,184 @@
+"""Saves of a run: what they take of steps and of host memory, and whether a run goes on from one bit for bit.
+
+    torchrun --nproc-per-node 2 benchmarks/saves.py [--steps 81 --every 20]
+    torchrun --nproc-per-node 2 benchmarks/saves.py --device cpu --layers 8 --hidden 512 --intermediate 1536 \
+        --vocabulary 16384 --tokens 2048
+
+A random model of Qwen3's shape, supervised, documents of one length, so that all steps are alike. A step is counted
+from one gradient to the next, with all that is between them. Steps that save, and those while a checkpoint is written,
+are compared with the others. Host memory is what is a process's own (RssAnon), looked at 50 times a second; a rank's
+part is what it stages. Then the run is made anew from its last checkpoint, and weights and states are compared by sums
+of their bits. `--in-step` waits for each save, as the comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import statistics
+import tempfile
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from qwen import write_model
+from rich.console import Console
+
+from truestep.assemble.policy import join_ranks
+from truestep.config.schema import Config
+from truestep.ranks.group import Ranks, leave
+from truestep.train import make_trainer
+from truestep.trainer import Hooks, Trainer
+
+GIB = 2**30
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--intermediate", type=int, default=6144)
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--tokens", type=int, default=16_384, help="of a micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=4, help="of each rank")
+    parser.add_argument("--length", type=int, default=1024, help="of a document")
+    parser.add_argument("--steps", type=int, default=81)
+    parser.add_argument("--every", type=int, default=20)
+    parser.add_argument("--warm-up", type=int, default=3, help="steps that are not counted")
+    parser.add_argument("--in-step", action="store_true", help="wait for each save")
+    parser.add_argument("--offload", choices=("none", "states", "all"), default="none")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--folder", type=Path, help="where the run's files go; a new one by default")
+    return parser.parse_args()
+
+
+class Memory:
+    """The largest memory of a process's own, since it was last asked for."""
+
+    def __init__(self) -> None:
+        self._most = 0.0
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def _look(self) -> None:
+        while True:
+            self._most = max(self._most, self.now())
+            time.sleep(0.02)
+
+    @staticmethod
+    def now() -> float:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+    def most(self) -> float:
+        most, self._most = max(self._most, self.now()), 0.0
+        return most
+
+
+def prepare(given: argparse.Namespace, folder: Path, ranks: Ranks) -> dict[str, Any]:
+    documents = given.steps * given.micro_batches * (given.tokens // given.length) * ranks.size
+
+    def write() -> None:
+        write_model(folder / "model", given, device=given.device)
+        draw = np.random.default_rng(0)
+        with (folder / "rollouts.jsonl").open("w") as file:
+            for number in range(documents):
+                ids = draw.integers(0, given.vocabulary, given.length).tolist()
+                file.write(json.dumps({"id": str(number), "input_ids": ids, "prompt_length": 16}) + "\n")
+
+    ranks.share(write)
+    return {
+        "model": {"path": str(folder / "model"), "device": given.device, "activation_checkpointing": True},
+        "loss": {"type": "cross_entropy"},
+        "data": {"path": str(folder / "rollouts.jsonl"), "tokens_per_microbatch": given.tokens, "advantages": "none"},
+        "schedule": {"docs_per_step": documents // given.steps, "stall_timeout": 1800},
+        "optimizer": {"learning_rate": 1e-5, "offload": given.offload},
+        "checkpoint": {"directory": str(folder / "run"), "every": given.every, "keep": 1},
+        "logging": {"console": False},
+    }
+
+
+def fingerprint(trainer: Trainer) -> dict[str, int]:
+    """Sum the bits of each part of a weight and of its states."""
+    found = {}
+    for name, master in trainer.policy.weights.master.items():
+        states = dict(trainer.optimizer.state[master].items())
+        for kind, value in {"weight": master.detach(), **states}.items():
+            bits = value.contiguous().view(-1).view(torch.int32 if value.element_size() == 4 else torch.uint8)
+            places = torch.arange(1, len(bits) + 1, device=bits.device) % 65_521
+            found[f"{name} {kind}"] = int((bits.long() * places).sum())
+    return found
+
+
+def measure(given: argparse.Namespace, trainer: Trainer) -> dict[str, Any]:
+    memory, times, most, saving = Memory(), [], [], []
+
+    def seen(*_: object) -> None:
+        if given.device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter())
+        most.append(memory.most())
+        saving.append(trainer.saves.under_way)
+
+    trainer.hooks = Hooks(on_gradient=seen)
+    if given.in_step:
+        trainer.source.waits_for_checkpoints = True
+    trainer.run()
+    # From the gradient of step i to that of step i + 1: step i's checkpoint is begun between them, if it has one.
+    steps = range(given.warm_up, given.steps - 1)
+    overlaps = [i for i in steps if i % given.every == 0 or saving[i] or saving[i - 1]]
+    spent = {i: times[i] - times[i - 1] for i in steps}
+    plain = [spent[i] for i in steps if i not in overlaps]
+    typical = statistics.median(plain)
+    return {
+        "part_gib": trainer.saves._staging._room.nbytes / GIB,
+        "grown": (max(most[given.every + 1 :]) - max(most[2 : given.every])) / trainer.saves._staging._room.nbytes,
+        "step": typical,
+        "spread": statistics.quantiles(plain, n=10)[-1] / typical - 1,
+        "first_save_takes": sum(spent[i] - typical for i in overlaps if i < 2 * given.every),
+        "steps_that_overlap": [round(spent[i] / typical, 4) for i in overlaps],
+        "longer_on_average": sum(spent.values()) / len(spent) / typical - 1,
+    }
+
+
+def main() -> None:
+    given = options()
+    device = {"model": {"path": "", "device": given.device}, "data": {"path": ""}, "loss": {"type": "cross_entropy"}}
+    ranks = join_ranks(Config.model_validate(device))
+    folder = Path(ranks.share(lambda: str(given.folder or tempfile.mkdtemp())))
+    config = Config.model_validate(prepare(given, folder, ranks))
+    make = partial(make_trainer, config, Console(file=io.StringIO()), ranks=ranks)
+    trainer = make()
+    weights = sum(piece.shape.numel() for piece in trainer.policy.weights.pieces.values())
+    found = measure(given, trainer)
+    before = fingerprint(trainer)
+    latest = trainer.checkpoints.latest()
+    assert latest is not None
+    size = sum(file.stat().st_size for file in latest.rglob("*"))
+    trainer.policy.weights.master.clear()
+    del trainer
+    if given.device == "cuda":
+        torch.cuda.empty_cache()
+    start = time.perf_counter()
+    resumed = make()
+    found["resume_seconds"] = time.perf_counter() - start
+    found["bitwise"] = fingerprint(resumed) == before
+    of_ranks = ranks.gather(found)
+    if ranks.first:
+        print(f"{weights / 1e9:.3f} billion weights, {ranks.size} ranks, {size / GIB:.2f} GiB a checkpoint, "
+              f"torch {torch.__version__}, transformers {transformers.__version__}")  # fmt: skip
+        for number, rank in enumerate(of_ranks):
+            print(f"rank {number}: " + json.dumps(rank))
+    resumed.run()  # there is nothing left to do
+    leave()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    main()

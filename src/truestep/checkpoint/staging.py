@@ -1,0 +1,81 @@
+"""Parts are copied to host memory within a step, so that the next step may change what they were copied from."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from truestep import progress
+from truestep.policy.tensor_parts import TensorPart
+
+_ALIGNED = 64  # bytes
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Parts whose values are in host memory, as soon as the copies that were begun are done."""
+
+    parts: tuple[TensorPart, ...]
+    copied: Any = None  # the event of a GPU after which all copies are there
+
+    def wait(self) -> None:
+        """Wait for the copies."""
+        if self.copied is not None:
+            with progress.waiting_for("the GPU to copy a checkpoint to the host"):
+                self.copied.synchronize()
+
+    def before_update(self) -> None:
+        """Have the GPU finish the copies before it changes what is copied. Nothing on the host waits for it."""
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
+
+
+class Staging:
+    """The memory that parts are copied to: one piece, as large as the parts, and used again by the next save."""
+
+    def __init__(self) -> None:
+        self._room = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
+        self._stream: Any = None
+
+    def stage(self, parts: Iterable[TensorPart]) -> Staged:
+        """Begin to copy parts. Those of a GPU are copied beside what it computes next."""
+        given = list(parts)
+        device = next((part.values.device for part in given if part.values.is_cuda), None)
+        self._make_room(sum(_room_of(part.values) for part in given), device is not None)
+        if device is not None:
+            self._stream = self._stream or torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        staged, end = [], 0
+        for part in given:
+            start, end = end, end + _room_of(part.values)
+            copy = self._room[start : start + part.values.nbytes].view(part.values.dtype).view(part.values.shape)
+            if part.values.is_cuda:
+                with torch.cuda.stream(self._stream):
+                    copy.copy_(part.values, non_blocking=True)
+            else:
+                copy.copy_(part.values)
+            progress.made("bytes staged", part.values.nbytes)
+            staged.append(replace(part, values=copy))
+        return Staged(tuple(staged), None if device is None else self._stream.record_event())
+
+    def _make_room(self, size: int, pinned: bool) -> None:
+        if self._room.nbytes >= size and self._pinned >= pinned:
+            return
+        self.close()
+        self._room = torch.empty(size, dtype=torch.uint8)
+        if pinned and size:
+            # torch's own pinned memory comes in powers of two, which would be up to twice what is needed.
+            failed = torch.cuda.cudart().cudaHostRegister(self._room.data_ptr(), size, 0)
+            self._pinned = not int(failed)  # pageable memory does as well, if slower
+
+    def close(self) -> None:
+        """Give the memory back; nothing may be on its way to it."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._room.data_ptr())
+        self._room, self._pinned = torch.empty(0, dtype=torch.uint8), False
+
+
+def _room_of(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNED) * _ALIGNED

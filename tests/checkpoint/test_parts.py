@@ -1,0 +1,208 @@
+"""Parts of tensors: what each rank writes, and that any box is read from any cut, no more of the files than that."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from checkpoints import latest, read_states, read_weights
+from documents import same_bits
+from small_runs import file_config, quiet_trainer, read_lines, without_times, write_rollouts
+from truestep import progress
+from truestep.checkpoint.checksums import RunningChecksums, find_damage, write_checksums
+from truestep.checkpoint.staging import Staging
+from truestep.policy.loading.load import load_policy, read_model
+from truestep.policy.policy import Policy
+from truestep.policy.save import save_policy
+from truestep.policy.tensor_files import write_tensors
+from truestep.policy.tensor_parts import (
+    FOLDER,
+    STATE,
+    WEIGHT,
+    Box,
+    StoredTensors,
+    TensorPart,
+    describe_parts,
+    part_name,
+    unread_weight,
+    write_index,
+)
+from truestep.policy.weights.unread import Unread
+from truestep.randomness import random_state, random_tensors
+
+Model = Callable[[str], Path]
+
+
+def boxes_of(shape: tuple[int, ...], draw: random.Random) -> Iterator[Box]:
+    """Cut a shape by a random grid."""
+    borders = [sorted({0, size, *(draw.randrange(size + 1) for _ in range(draw.randrange(3)))}) for size in shape]
+    for cells in itertools.product(*(list(itertools.pairwise(each)) for each in borders)):
+        yield Box(tuple(a for a, _ in cells), tuple(b - a for a, b in cells))
+
+
+def write_cut(checkpoint: Path, tensors: dict[str, torch.Tensor], ranks: int, draw: random.Random) -> None:
+    """Write tensors as so many ranks would that have random boxes of them."""
+    (checkpoint / FOLDER).mkdir(parents=True)
+    shares: list[list[TensorPart]] = [[] for _ in range(ranks)]
+    for key, tensor in tensors.items():
+        for number, box in enumerate(boxes_of(tuple(tensor.shape), draw)):
+            values = tensor[box.inside(Box((0,) * tensor.ndim, tuple(tensor.shape)))]
+            free = [share for share in shares if all(part.key != key for part in share)]
+            if number >= ranks:  # a rank has one box of a tensor
+                shares.append([])
+                free = [shares[-1]]
+            draw.choice(free).append(TensorPart(key, tuple(tensor.shape), box.start, values))
+    described = []
+    for rank, share in enumerate(shares):
+        file = checkpoint / FOLDER / part_name(rank)
+        write_tensors({part.key: part.values for part in Staging().stage(share).parts}, file)
+        described.append(describe_parts(file, share))
+    write_index(checkpoint / FOLDER, described)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_box_is_read_from_any_cut(seed: int, tmp_path: Path) -> None:
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    tensors = {
+        "matrix": torch.randn(13, 7, generator=generator),
+        "half": torch.randn(6, 5, 4, generator=generator).bfloat16(),
+        "codes": torch.randint(-9, 9, (11,), generator=generator, dtype=torch.int8),
+        "number": torch.tensor(3.5),
+        "nothing": torch.zeros(0, 4),
+    }
+    write_cut(tmp_path, tensors, 4, draw)
+    stored = StoredTensors(tmp_path)
+    assert set(stored.keys()) >= {"matrix", "half", "codes", "number"}
+    for key in stored.keys():  # noqa: SIM118
+        whole, tensor = Box((0,) * tensors[key].ndim, tuple(tensors[key].shape)), tensors[key]
+        assert same_bits(stored.read_whole(key), tensor) and stored.dtype(key) == tensor.dtype
+        for _ in range(20):
+            start = tuple(draw.randrange(size + 1) for size in tensor.shape)
+            shape = tuple(draw.randrange(size - a + 1) for a, size in zip(start, tensor.shape, strict=True))
+            box = Box(start, shape)
+            assert same_bits(stored.read(key, box), tensor[box.inside(whole)].contiguous())
+
+
+def test_a_hole_is_refused(tmp_path: Path) -> None:
+    """A planted fault: a part that no file has."""
+    write_cut(tmp_path, {"a": torch.arange(12.0).view(6, 2)}, 3, random.Random(3))
+    file = tmp_path / FOLDER / "tensors.json"
+    index = json.loads(file.read_text())
+    index["tensors"]["a"]["parts"].pop()
+    file.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="a has .* of the 12 numbers"):
+        StoredTensors(tmp_path).read_whole("a")
+
+
+def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
+    """A view of a weight that is not read yet, cut over columns and then rows, reads its own numbers alone."""
+    tensor = torch.randn(64, 32)
+    write_cut(tmp_path, {WEIGHT + "w": tensor}, 4, random.Random(1))
+    stored = StoredTensors(tmp_path)
+    unread = torch.nn.Parameter(unread_weight(stored, WEIGHT + "w", torch.empty(64, 32, device="meta")))
+    part = torch.nn.Parameter(unread.detach().narrow(1, 8, 16))[10:20]
+    assert isinstance(part, Unread)
+    before = progress.amounts().get("bytes read", 0)
+    assert same_bits(part.read(), tensor[10:20, 8:24].contiguous())
+    assert progress.amounts()["bytes read"] - before == 10 * 16 * 4
+    assert same_bits((unread * 2).read(), tensor * 2), "any other operation reads all of it"
+
+
+@pytest.mark.parametrize("sizes", [[0], [5], [64, 3], [1, 63, 64, 65, 128]])
+def test_checksums_made_while_writing_are_those_of_the_file(
+    sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("truestep.checkpoint.checksums.STRETCH", 64)
+    (tmp_path / FOLDER).mkdir()
+    content = random.Random(1).randbytes(sum(sizes))
+    (tmp_path / "file").write_bytes(content)
+    running, place = RunningChecksums(), 0
+    for size in sizes:
+        running.add(memoryview(content)[place : place + size])
+        place += size
+    write_checksums(tmp_path)
+    manifest = tmp_path / FOLDER / "checksums.json"
+    assert json.loads(manifest.read_text())["files"]["file"] == running.entry()
+
+
+def test_the_staging_memory_is_used_again_and_is_no_larger_than_the_parts() -> None:
+    staging = Staging()
+    parts = [TensorPart(f"{n}", (100, n), (0, 0), torch.full((100, n), float(n))) for n in range(1, 9)]
+    first = staging.stage(parts)
+    place = staging._room.data_ptr()
+    for part in parts:
+        part.values.zero_()  # an update
+    assert all((part.values == float(part.key)).all() for part in first.parts)
+    staging.stage(parts)
+    assert staging._room.data_ptr() == place
+    assert staging._room.nbytes <= sum(part.values.nbytes for part in parts) + 64 * len(parts)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_tied", "gemma2", "mistral"])
+def test_a_checkpoint_is_the_model_that_was_saved(kind: str, tiny_model: Model, tmp_path: Path) -> None:
+    write_rollouts(tmp_path / "r.jsonl", 10)
+    trainer = quiet_trainer(file_config(tiny_model(kind), tmp_path / "r.jsonl", tmp_path / "run"))
+    trainer.run()
+    again = load_policy(latest(tmp_path / "run"), device="cpu")
+    check_same_policy(again, trainer.policy)
+    model = read_model(latest(tmp_path / "run"))[0]
+    assert all(isinstance(weight, Unread) for weight in model.parameters()), "nothing is read before it is needed"
+
+
+def check_same_policy(one: Policy, other: Policy) -> None:
+    assert one.weights.master.keys() == other.weights.master.keys()
+    assert all(same_bits(one.weights.master[name], value) for name, value in other.weights.master.items())
+    mine, theirs = one.model.state_dict(), other.model.state_dict()
+    assert mine.keys() == theirs.keys() and all(same_bits(mine[name], value) for name, value in theirs.items())
+    assert dict(one.companions) == dict(other.companions) and one.head == other.head
+    assert one.model.generation_config.to_dict() == other.model.generation_config.to_dict()
+
+
+def test_every_nth_checkpoint_is_a_hugging_face_directory(tiny_model: Model, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    write_rollouts(tmp_path / "r.jsonl", 40)
+    given = {"every": 2, "keep": 9, "hugging_face_every": 2}
+    quiet_trainer(file_config(tiny_model("llama"), tmp_path / "r.jsonl", tmp_path / "run", checkpoint=given)).run()
+    found = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    assert [file.name[-1] for file in found if (file / "model.safetensors").is_file()] == ["4", "8"]
+    assert len(found) == 4 and find_damage(found[1]) is None
+    theirs = AutoModelForCausalLM.from_pretrained(found[1]).state_dict()
+    assert all(same_bits(theirs[name], value) for name, value in read_weights(found[1]).items())
+
+
+def make_whole(checkpoint: Path, directory: Path) -> None:
+    """Write a checkpoint as version 0.1 did before: whole weights and states, and one random state."""
+    save_policy(load_policy(checkpoint, device="cpu"), directory)
+    folder = directory / FOLDER
+    folder.mkdir()
+    save_file(read_states(checkpoint), folder / "optimizer.safetensors")
+    save_file(random_tensors(), folder / "random.safetensors")
+    state = json.loads((checkpoint / FOLDER / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(state | {"random": random_state()}))
+    shutil.copy(checkpoint / FOLDER / "carried.jsonl", folder)
+    write_checksums(directory)
+
+
+def test_a_run_goes_on_from_a_whole_checkpoint_of_before(tiny_model: Model, tmp_path: Path) -> None:
+    write_rollouts(tmp_path / "r.jsonl", 30)
+    config = file_config(tiny_model("llama"), tmp_path / "r.jsonl", tmp_path / "new", schedule={"steps": 3})
+    quiet_trainer(config).run()
+    shutil.copytree(tmp_path / "new", tmp_path / "old")
+    shutil.rmtree(latest(tmp_path / "old"))
+    make_whole(latest(tmp_path / "new"), tmp_path / "old" / "checkpoints" / "step-00000003")
+    for name in ("new", "old"):
+        quiet_trainer(file_config(tiny_model("llama"), tmp_path / "r.jsonl", tmp_path / name)).run()
+    lines = [without_times(read_lines(tmp_path / name / "metrics.jsonl")) for name in ("new", "old")]
+    assert lines[0] == lines[1] and len(lines[0]) == 6
+    files = [(latest(tmp_path / name) / FOLDER / part_name(0)).read_bytes() for name in ("new", "old")]
+    assert files[0] == files[1]
+    assert set(StoredTensors(latest(tmp_path / "old")).named(STATE)) == set(read_states(latest(tmp_path / "new")))

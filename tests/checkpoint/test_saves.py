@@ -1,0 +1,179 @@
+"""Saves in the background: what is staged is what is written, one save at a time, and what fails is told to all."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from checkpoints import latest, read_states, read_weights
+from documents import same_bits
+from ranks.cases import on_ranks
+from ranks.test_train_over_ranks import config as over_ranks
+from small_runs import file_config, file_hashes, quiet_trainer, write_rollouts
+from truestep.callbacks import Callback, Run
+from truestep.checkpoint.store import CheckpointStore
+from truestep.config.schema import Config
+from truestep.ranks.axes import RankError
+from truestep.train import train
+from truestep.trainer import Hooks, Trainer
+
+Model = Callable[[str], Path]
+
+
+@pytest.fixture
+def config(tiny_model: Model, tmp_path: Path) -> Callable[..., Config]:
+    write_rollouts(tmp_path / "r.jsonl", 40)
+
+    def make(run: str, **checkpoint: Any) -> Config:
+        given = {"every": 2, "keep": 9, **checkpoint}
+        return file_config(tiny_model("llama"), tmp_path / "r.jsonl", tmp_path / run, checkpoint=given)
+
+    return make
+
+
+class Disk:
+    """Holds each writing of a part up until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.free, self.writing, self.most = threading.Event(), 0, 0
+        honest = CheckpointStore.write_part
+
+        def write_part(store: CheckpointStore, *arguments: Any) -> Any:
+            self.writing += 1
+            self.most = max(self.most, self.writing)
+            self.free.wait(60)
+            try:
+                return honest(store, *arguments)
+            finally:
+                self.writing -= 1
+
+        monkeypatch.setattr(CheckpointStore, "write_part", write_part)
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_and_do_not_show_in_it(
+    config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk stands still from step 2 to step 4, whose save waits for the first one."""
+    quiet_trainer(config("quick")).run()
+    trainer, seen = quiet_trainer(config("slow")), []
+    disk = Disk(monkeypatch)
+
+    def look(*_: object) -> None:
+        seen.append((trainer.step + 1, trainer.saves.under_way, trainer.checkpoints.latest()))
+        if trainer.step == 3:  # in the middle of step 4
+            threading.Timer(0.3, disk.free.set).start()
+
+    trainer.hooks = Hooks(on_gradient=look)
+    trainer.run()
+    assert seen[2:4] == [(3, True, None), (4, True, None)], "two more steps were made meanwhile"
+    assert disk.most == 1, "one save at a time"
+    for step in (2, 4, 6, 8):
+        slow, quick = (tmp_path / run / "checkpoints" / f"step-{step:08d}" for run in ("slow", "quick"))
+        assert file_hashes(slow) == file_hashes(quick), step
+
+
+def test_without_a_copy_later_steps_would_show(
+    config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planted fault: parts that are written as they are then."""
+    quiet_trainer(config("quick")).run()
+    trainer = quiet_trainer(config("slow"))
+    disk = Disk(monkeypatch)
+    monkeypatch.setattr("truestep.checkpoint.staging._room_of", lambda tensor: tensor.nbytes)
+    monkeypatch.setattr("truestep.checkpoint.staging.replace", lambda part, values: part)
+    trainer.hooks = Hooks(on_gradient=lambda *_: disk.free.set() if trainer.step == 3 else None)
+    trainer.run()
+    slow, quick = (read_weights(tmp_path / run / "checkpoints" / "step-00000002") for run in ("slow", "quick"))
+    assert not all(same_bits(slow[name], value) for name, value in quick.items())
+
+
+def stopped_in_step(trainer: Trainer, step: int) -> None:
+    trainer.hooks = Hooks(on_gradient=lambda *_: os.kill(os.getpid(), signal.SIGTERM) if trainer.step == step else None)
+
+
+def test_a_signal_saves_within_the_grace(config: Callable[..., Config], tmp_path: Path) -> None:
+    trainer = quiet_trainer(config("run", grace=50.0))
+    stopped_in_step(trainer, 4)
+    assert trainer.run() == "stopped by a signal after step 5; the same command goes on from here"
+    assert latest(tmp_path / "run").name == "step-00000005"
+
+
+@pytest.mark.parametrize("slow", ["disk", "step"])
+def test_after_the_grace_the_last_complete_checkpoint_is_kept_and_named(
+    slow: str, config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quiet_trainer(config("whole", every=3)).run()
+    trainer = quiet_trainer(config("run", every=3, grace=0.4))
+    disk = Disk(monkeypatch)
+    disk.free.set()
+
+    def look(*_: object) -> None:
+        under_way = trainer.saves._under_way
+        if under_way is not None and under_way.task is not None:
+            under_way.task.wait(None)  # so that the first checkpoint is complete by then
+        if trainer.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+            disk.free.clear() if slow == "disk" else time.sleep(0.5)
+
+    trainer.hooks = Hooks(on_gradient=look)
+    ended = trainer.run()
+    kept = tmp_path / "run" / "checkpoints" / "step-00000003"
+    assert ended == (
+        "stopped by a signal after step 5; it could not be saved within checkpoint.grace: 0.4, so the same command "
+        f"goes on from {kept}"
+    )
+    assert not trainer.finished and latest(tmp_path / "run") == kept
+    disk.free.set()
+    quiet_trainer(config("run", every=3)).run()
+    assert file_hashes(latest(tmp_path / "run")) == file_hashes(latest(tmp_path / "whole"))
+
+
+def test_a_callback_hears_of_a_checkpoint_before_the_next_step(config: Callable[..., Config], tmp_path: Path) -> None:
+    """What it does then must not depend on how fast a disk is."""
+    heard: list[str] = []
+
+    class Hears(Callback):
+        def on_step(self, run: Run, metrics: Any) -> None:
+            heard.append(f"step {run.step}")
+
+        def on_checkpoint(self, run: Run, checkpoint: Path) -> None:
+            heard.append(checkpoint.name[-1])
+
+    train(config("run", every=3), Console(file=io.StringIO()), callbacks=[Hears()])
+    assert heard == ["step 1", "step 2", "step 3", "3", "step 4", "step 5", "step 6", "6", "step 7", "step 8", "8"]
+
+
+def train_with_a_full_disk(options: dict[str, Any], rank: int) -> None:
+    """Train, with no space for what this rank writes of the second checkpoint."""
+    honest, saves = CheckpointStore.write_part, 0
+
+    def write_part(store: CheckpointStore, *arguments: Any) -> Any:
+        nonlocal saves
+        saves += 1
+        if saves == 2 and int(os.environ["RANK"]) == rank:
+            raise OSError(28, "No space left on device", "a part")
+        return honest(store, *arguments)
+
+    CheckpointStore.write_part = write_part  # type: ignore[method-assign]
+    train(Config.model_validate(options), Console(file=io.StringIO()))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_cannot_write_ends_all_and_leaves_the_checkpoint_before(
+    rank: int, tiny_model: Model, tmp_path: Path
+) -> None:
+    write_rollouts(tmp_path / "r.jsonl", 42)
+    options = over_ranks(tiny_model("llama"), tmp_path / "r.jsonl", tmp_path / "run")
+    with pytest.raises(RankError, match="No space left on device"):
+        on_ranks(2, train_with_a_full_disk, options, rank)
+    assert latest(tmp_path / "run").name == "step-00000002"
+    assert read_states(latest(tmp_path / "run"))

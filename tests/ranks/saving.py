@@ -1,0 +1,125 @@
+"""Runs that die in the middle of a save: the part of tests that ranks run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from ranks.cases import train_all
+from truestep.checkpoint import store
+from truestep.checkpoint.staging import Staged, Staging
+from truestep.checkpoint.store import CheckpointStore
+from truestep.policy import tensor_files
+from truestep.policy.tensor_parts import TensorPart
+
+MOMENTS = ("staging", "writing", "written", "completing", "manifest", "renamed", "removing")
+OF_FIRST = ("completing", "manifest", "renamed", "removing")  # what the first rank alone does
+
+
+_died = Path()  # a file that says so
+
+
+def _die() -> None:
+    _died.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)  # the signal is on its way
+
+
+def _die_too() -> None:
+    """End with the rank that is killed, as its machine would; alone, a rank waits for a while."""
+    while not _died.exists():
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _before(owner: Any, name: str, die: Callable[[], None]) -> None:
+    honest = getattr(owner, name)
+
+    def called(*arguments: Any, **options: Any) -> Any:
+        die()
+        return honest(*arguments, **options)
+
+    setattr(owner, name, called)
+
+
+def _after(owner: Any, name: str, die: Callable[[], None]) -> None:
+    honest = getattr(owner, name)
+
+    def called(*arguments: Any, **options: Any) -> Any:
+        result = honest(*arguments, **options)
+        die()
+        return result
+
+    setattr(owner, name, called)
+
+
+def _in_staging(die: Callable[[], None]) -> None:
+    honest = Staging.stage
+
+    def stage(self: Staging, parts: Iterable[TensorPart]) -> Staged:
+        given = list(parts)
+        honest(self, given[: len(given) // 2])
+        die()
+        return honest(self, given)
+
+    Staging.stage = stage  # type: ignore[method-assign]
+
+
+def _in_writing(die: Callable[[], None]) -> None:
+    honest = CheckpointStore.write_part
+
+    def write_part(self: CheckpointStore, *arguments: Any) -> Any:
+        written = tensor_files._Written
+        add, calls = written.add, 0
+
+        def some(one: Any, content: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 5:
+                die()
+            add(one, content)
+
+        written.add = some  # type: ignore[method-assign]
+        try:
+            return honest(self, *arguments)
+        finally:
+            written.add = add  # type: ignore[method-assign]
+
+    CheckpointStore.write_part = write_part  # type: ignore[method-assign]
+
+
+def die_at(moment: str, number: int) -> None:
+    """Have this process killed when it comes to a moment of a save for the so-many-th time."""
+    seen = 0
+
+    def die() -> None:
+        nonlocal seen
+        seen += 1
+        if seen == number:
+            _die()
+
+    {
+        "staging": lambda: _in_staging(die),
+        "writing": lambda: _in_writing(die),
+        "written": lambda: _after(CheckpointStore, "write_part", die),
+        "completing": lambda: _before(CheckpointStore, "write_rest", die),
+        "manifest": lambda: _after(store, "write_checksums", die),
+        "renamed": lambda: _before(CheckpointStore, "_remove_old", die),
+        "removing": lambda: _before(store.shutil, "rmtree", die),
+    }[moment]()
+
+
+def train_until_killed(config: dict[str, Any], moment: str, rank: int, number: int) -> None:
+    global _died
+    _died = Path(config["checkpoint"]["directory"]).with_suffix(".died")
+    _died.unlink(missing_ok=True)
+    if int(os.environ["RANK"]) == rank:
+        die_at(moment, number)
+    else:
+        threading.Thread(target=_die_too, daemon=True).start()
+    train_all([config])

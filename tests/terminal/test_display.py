@@ -1,0 +1,187 @@
+"""The lines at the bottom of a real pseudo-terminal, what others print above them, and terminals that fail."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from small_runs import file_config, read_lines, write_rollouts
+from terminal.screen import PseudoTerminal, Screen
+from truestep import progress
+from truestep.cli import main
+from truestep.config.load import dump_config
+from truestep.ranks.forks import fork_context
+from truestep.terminal.display import Display
+from truestep.terminal.run import ConsoleSink
+
+
+@pytest.fixture
+def terminal() -> Iterator[PseudoTerminal]:
+    made = PseudoTerminal()
+    yield made
+    made.close()
+
+
+def console_on(terminal: PseudoTerminal, width: int = 80) -> Console:
+    file = open(os.dup(terminal.slave), "w", encoding="utf-8")  # noqa: SIM115 - the console closes with the test
+    return Console(file=file, width=width, color_system=None, force_terminal=True)
+
+
+def test_work_is_shown_below_messages_and_leaves_when_it_is_done(terminal: PseudoTerminal) -> None:
+    progress.phase("waiting for the documents of step 3")
+    with Display(console_on(terminal)) as display:
+        with progress.working("sampling", "completions", 256):
+            progress.made("completions", 112)
+            assert terminal.wait_for(lambda text: "step 3: sampling 112/256 completions" in text)
+            display.say("a message")
+            display.say(Text("another", style="bold"))
+            assert terminal.wait_for(lambda text: text.startswith("a message\nanother\nwaiting for the doc"))
+        with progress.working("training", "micro-batches", 8):
+            progress.made("micro-batches", 2)
+            assert terminal.wait_for(lambda text: "training micro-batch 3/8" in text)
+    terminal.read()
+    assert terminal.screen.lines == ["a message", "another", ""], "only messages stay"
+
+
+def test_prints_of_others_come_above_the_lines(terminal: PseudoTerminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    console = console_on(terminal)
+    monkeypatch.setattr(sys, "stdout", console.file)
+    progress.phase("computing step 1")
+    with Display(console):
+        assert terminal.wait_for(lambda text: text.startswith("computing step 1"))
+        print("printed by a callback")
+        print("  0%|   | 0/4\r100%|###| 4/4", end="")  # a bar of some library
+        assert terminal.wait_for(lambda text: text.startswith("printed by a callback\ncomputing step 1"))
+    terminal.read()
+    assert terminal.screen.lines == ["printed by a callback", "100%|###| 4/4", ""]
+    assert sys.stdout is console.file
+
+
+def test_a_run_on_a_terminal_keeps_its_last_numbers(terminal: PseudoTerminal) -> None:
+    display = Display(console_on(terminal))
+    with display:
+        sink = ConsoleSink(display, steps=3, title="training")
+        for step in (1, 2, 3):
+            sink.step({"step": step, "reward": 0.25 * step, "loss": 0.5, "ratio_new_old": 1.0})
+        sink.evaluation({"step": 3, "loss": 0.5, "num_labels": 12})
+        assert terminal.wait_for(lambda text: "3/3" in text)
+    terminal.read()
+    evaluation, bar, numbers, rest = terminal.screen.lines
+    assert evaluation == "held-out after step 3: loss 0.5000 over 12 labels"
+    assert bar.startswith("training  ━") and "3/3" in bar and "╌" not in bar
+    assert numbers.startswith("reward 0.750")
+    assert not rest
+
+
+def test_a_terminal_that_got_narrower_is_drawn_anew_from_the_first_line() -> None:
+    """A terminal that becomes narrower wraps the lines that are there: they take more rows than were drawn."""
+    written = io.StringIO()
+    console = Console(file=written, width=80, force_terminal=True, color_system=None)
+    from truestep.terminal.display import _Screen
+
+    screen = _Screen(console)
+    screen.draw([], [Text("a" * 70), Text("b" * 30)])
+    wide = Screen(80)
+    wide.feed(written.getvalue())
+    narrow = Screen(40)  # which wraps what was sent as if it had been typed there
+    narrow.feed(written.getvalue())
+    assert narrow.lines == ["a" * 40, "a" * 30, "b" * 30]
+    console.width, start = 40, written.tell()
+    screen.draw([], [Text("c" * 20), Text("d" * 20)])
+    narrow.feed(written.getvalue()[start:])
+    assert narrow.lines == ["c" * 20, "d" * 20]
+
+
+def test_no_fault_of_a_terminal_reaches_the_run(terminal: PseudoTerminal) -> None:
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+        def isatty(self) -> bool:
+            return True
+
+    for console in (Console(file=Broken(), force_terminal=True), Console(file=Broken(), force_terminal=False)):
+        with Display(console) as display:
+            sink = ConsoleSink(display, steps=2)
+            for step in (1, 2):
+                sink.step({"step": step, "loss": 0.1})
+                display.say("a message")
+                time.sleep(0.3)
+    with Display(console_on(terminal)) as display:
+        display.lines = lambda width: [][width]  # type: ignore[assignment]
+        time.sleep(0.5)
+        display.say("still here")
+
+
+def test_a_terminal_that_stands_still_holds_nobody_up(
+    terminal: PseudoTerminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody reads: once its buffer is full, a write would wait for ever."""
+    monkeypatch.setattr("truestep.terminal.display._PATIENCE", 0.2)
+    display = Display(console_on(terminal))
+    with display:
+        for number in range(300):
+            display.say(f"message {number} " + "x" * 1000)  # far more than the terminal's buffer holds
+        time.sleep(0.5)
+        display.say("said at once")
+    assert display._broken
+    terminal.read()  # lets the thread end
+
+
+def test_what_is_no_terminal_gets_plain_lines_only() -> None:
+    written = io.StringIO()
+    with Display(Console(file=written)) as display, progress.working("sampling", "completions", 3):
+        display.asked_to_stop = lambda: int(signal.SIGINT)
+        display.say("a message")
+        time.sleep(0.6)
+    first, second = written.getvalue().splitlines()
+    assert first == "a message"
+    assert second.startswith("stopping (Ctrl-C): the work in hand ends first")
+    assert "\x1b" not in written.getvalue()
+
+
+def _command_on(name: str, arguments: list[str]) -> None:
+    os.setsid()
+    terminal = os.open(name, os.O_RDWR)  # the first one that a session opens is the one whose Ctrl-C it gets
+    for handle in (0, 1, 2):
+        os.dup2(terminal, handle)
+    os.environ.pop("COLUMNS", None)
+    os.environ["TERM"] = "xterm"
+    main(arguments, prog_name="truestep")
+
+
+def test_a_run_at_a_terminal_is_shown_stopped_and_gone_on_with(tiny_model, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    write_rollouts(tmp_path / "r.jsonl", 20)
+    config = file_config(tiny_model("llama"), tmp_path / "r.jsonl", tmp_path / "run")
+    shown = config.model_copy(update={"logging": config.logging.model_copy(update={"console": True})})
+    endless = shown.model_copy(update={"data": config.data.model_copy(update={"epochs": 10_000})})
+    (tmp_path / "run.yaml").write_text(dump_config(endless))
+    terminal = PseudoTerminal(width=200)
+    process = fork_context().Process(target=_command_on, args=(terminal.name, ["train", str(tmp_path / "run.yaml")]))
+    process.start()
+    try:
+        assert terminal.wait_for(lambda text: "documents: 20 of" in text and "\nreward " in text), terminal.screen.text
+        for said in ("run: grpo", "(LlamaForCausalLM)", "device: cpu", "memory planned: "):
+            assert said in terminal.screen.text
+        terminal.type(b"\x03")
+        assert terminal.wait_for(lambda text: "stopping (Ctrl-C): the work in hand ends first" in text)
+        assert terminal.wait_for(lambda text: "go on from here:" in text), terminal.screen.text
+        process.join(100)
+    finally:
+        process.kill()
+        process.join()
+        terminal.close()
+    assert process.exitcode == 130
+    steps = [line["step"] for line in read_lines(tmp_path / "run" / "ledger.jsonl")]
+    assert f"stopped by a signal after step {steps[-1]}; the same command goes on from here" in terminal.screen.text
+    assert f"go on from here:               truestep train {tmp_path / 'run.yaml'}" in terminal.screen.text
+    assert (tmp_path / "run/checkpoints" / f"step-{steps[-1]:08d}").is_dir()

@@ -1,0 +1,136 @@
+"""What a person sees of a run: plain lines in a file, a bar and numbers on a terminal of any width."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from truestep.terminal.display import Display
+from truestep.terminal.run import ConsoleSink, live_line, number_lines
+
+EVALUATION = {
+    "step": 2,
+    "documents_seen": 16,
+    "num_prompts": 4,
+    "greedy_reward": 0.5,
+    "sampled_reward": 0.25,
+    "num_unrated": 0,
+    "seconds": 0.1,
+    "examples": [{"prompt": "[bold]p[/]", "completion": "c", "reward": 1.0}],
+}
+HELD_OUT = "held-out after step 2: greedy 0.500, sampled 0.250 over 4 prompts"
+TELLING = ("reward 0.750", "length 48.5", "kl 1.2e-03", "grad 12.5", "12,346 tok/s")
+
+
+def step_line(step: int, **more: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "loss": -0.125 * step,
+        "reward": 0.75,
+        "new_logprobs": -1.5,
+        "ratio_new_old": 1.0001,
+        "clipped_ratio_fraction": 0.25,
+        "grad_norm": 12.5,
+        "tokens_per_second": 12345.6,
+        "documents_seen": 8 * step,
+        "response_length": 48.5,
+        "kl_new_old": 1.234e-3,
+        "entropy": 0.5,
+        "truncated_fraction": 0.0,
+        "step_time": 3.25,
+        "learning_rate": 1e-6,
+        "gpu_memory": 17.2,
+        "mfu": 0.41,
+        **more,
+    }
+
+
+def plain(width: int = 80) -> tuple[Display, io.StringIO]:
+    written = io.StringIO()
+    return Display(Console(file=written, width=width)), written
+
+
+def test_a_file_gets_a_plain_line_a_step() -> None:
+    display, written = plain(width=40)
+    sink = ConsoleSink(display, steps=9)
+    with display:
+        for step in (1, 2):
+            sink.step(step_line(step))
+        sink.evaluation(EVALUATION)
+        sink.close()
+    first, second, evaluation = written.getvalue().splitlines()
+    assert first == f"step 1/9  {live_line(step_line(1))}"
+    assert second.startswith("step 2/9  reward 0.750  loss -0.2500")
+    assert evaluation == HELD_OUT
+    assert "\x1b" not in written.getvalue()
+
+
+def test_an_evaluation_without_a_mean_is_shown_as_such() -> None:
+    display, written = plain(width=300)
+    unrated = EVALUATION | {"greedy_reward": None, "num_unrated": 4, "problems": ["the reward raised KeyError"]}
+    ConsoleSink(display, steps=None).evaluation(unrated)
+    assert "greedy none could be rated, sampled 0.250" in written.getvalue()
+    assert "4 completions have no reward: the reward raised KeyError" in written.getvalue()
+
+
+def test_a_line_shows_what_there_is() -> None:
+    assert live_line({"step": 1, "loss": 0.5, "entropy": 3.0}) == "loss +0.5000"
+    assert live_line({"step": 1, "loss": math.nan, "grad_norm": math.inf}) == "loss +nan  grad inf"
+    assert live_line({}) == ""
+    assert number_lines({"step": 3}, 80) == []
+    assert number_lines({"loss": 0.5, "grad_norm": math.inf}, 80) == ["loss +0.5000  grad inf"]
+
+
+@pytest.mark.parametrize(("ratio", "warned"), [(1.0, False), (1.0005, False), (0.99, True), (float("nan"), True)])
+def test_a_ratio_off_at_step_one_is_a_warning(ratio: float, warned: bool) -> None:
+    display, written = plain()
+    sink = ConsoleSink(display, steps=3)
+    sink.step({"step": 1, "ratio_new_old": ratio})
+    sink.step({"step": 2, "ratio_new_old": 0.5})
+    assert written.getvalue().count("warning:") == warned
+
+
+def test_a_wider_terminal_shows_more_and_nothing_is_lost() -> None:
+    display, _ = plain()
+    sink = ConsoleSink(display, steps=3000, done=1000)
+    for step in (1001, 1002):
+        sink.step(step_line(step))
+    before: set[str] = set()
+    for width in range(24, 260):
+        lines = [line.plain for line in sink.lines(width)]
+        assert all(len(line) <= width for line in lines[1:]), (width, lines)
+        cells = set("  ".join(lines[1:]).split("  "))
+        assert cells >= set(TELLING), (width, cells)
+        if width >= 64:  # from here on the telling ones are one line
+            assert len(lines) == 2
+            assert cells >= before, (width, before - cells)
+            before = cells
+    assert len(before) == 15, before
+    for width in (80, 120, 160):
+        bar = sink.lines(width)[0].plain
+        assert len(bar) <= width
+        assert "1,002/3,000" in bar and " gone, " in bar and " left" in bar
+
+
+@pytest.mark.parametrize("steps", [None, 4])
+def test_the_time_left_is_that_of_the_steps_left(steps: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("truestep.terminal.run.time.monotonic", lambda: now[0])
+    display, _ = plain()
+    sink = ConsoleSink(display, steps=steps)
+    assert "left" not in sink.lines(80)[0].plain, "nothing is known before the first step"
+    for step in (1, 2):
+        now[0] += 90  # with what comes between steps
+        sink.step(step_line(step))
+    bar = sink.lines(80)[0].plain
+    assert bar.endswith("3:00 gone, 3:00 left" if steps else "step 2  3:00 gone")
+    now[0] += 30
+    assert sink.lines(80)[0].plain.endswith("3:30 gone, 2:30 left" if steps else "3:30 gone")
+    for step in (3, 4):
+        now[0] += 90
+        sink.step(step_line(step))
+    assert "left" not in sink.lines(80)[0].plain
