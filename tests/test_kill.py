@@ -108,6 +108,12 @@ def test_kills_change_nothing_where_states_have_eight_bits_and_lie_on_the_host(
     _compare(whole, _start(tmp_path, "killed", config, [("event", 16), ("event", 25)]))
 
 
+def test_kills_change_nothing_where_an_adapter_is_trained(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    config = _file_config(tmp_path, tiny_model("qwen3_tied"), documents=23) | {"adapter": {"rank": 4}}
+    whole = _start(tmp_path, "whole", config, [])
+    _compare(whole, _start(tmp_path, "killed", config, [("event", 16), ("event", 25)]))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["files", "sampled"])
 def test_a_killed_run_ends_bitwise_like_one_that_was_not(

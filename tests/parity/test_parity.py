@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from adapters import write_adapter, write_merged
 from small_runs import merged
 from tiny import label_positions, make_model, make_records
 from truestep.config.schema import Config
@@ -240,3 +241,21 @@ def test_records_without_logprobs_are_refused(model: Path, tmp_path: Path) -> No
     records = make_records(4, documents=3, with_logprobs=False)
     with pytest.raises(Exception, match="no record of .* has both labels and log-probs"):
         look(model, records, tmp_path)
+
+
+def test_an_adapter_that_was_never_delivered_and_an_older_one(model: Path, tmp_path: Path) -> None:
+    for seed in (1, 2):
+        write_adapter(tmp_path / f"adapter-{seed}", model, seed=seed)
+        write_merged(model, tmp_path / f"adapter-{seed}", tmp_path / f"merged-{seed}")
+    given = {"path": str(tmp_path / "adapter-2")}
+    older = (tmp_path / "adapter-1",)
+
+    def seen(directory: Path) -> Parity:
+        engine = load(directory)
+        records = sampled(documents(), lambda record: logits_of(engine, record["input_ids"]))
+        return look(model, records, tmp_path, older, adapter=given)
+
+    agrees = seen(tmp_path / "merged-2")
+    assert agrees.fine and {"compute dtype", "rope settings"} <= {tried.cause for tried in agrees.tried}
+    check_named(seen(model), "stale weights", f"weights of {model.name}")
+    check_named(seen(tmp_path / "merged-1"), "stale weights", "weights of adapter-1")

@@ -12,6 +12,7 @@ import transformers
 from ranks.cases import on_ranks, train_and_keep
 from small_runs import file_config, merged, quiet_trainer, write_rollouts
 from tiny import make_model
+from truestep.config.load import load_config
 from truestep.config.schema import Config
 from truestep.plan.advice import layout_of, layouts_that_fit, savings
 from truestep.plan.memory import (
@@ -273,3 +274,36 @@ def test_an_adapter_by_hand(tmp_path: Path) -> None:
     # A frozen layer's products keep no input; an adapter keeps its own, and what lies between its two matrices.
     before = plan_memory(Config.model_validate(given), plain, layout_of(config, 1))[0].kinds[ACTIVATIONS]
     assert rank.kinds[ACTIVATIONS] < before
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "hidden", "intermediate", "heads", "weights", "room", "peak"),
+    [
+        ("lora-8b", 36, 4096, 12288, 32, 8_190_735_360, 24, 19),
+        ("lora-32b", 64, 5120, 25600, 64, 32_762_123_264, 120, 82),
+    ],
+)
+def test_the_examples_of_adapters_fit_the_cards_that_they_name(
+    name: str,
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    heads: int,
+    weights: int,
+    room: int,
+    peak: int,
+    tmp_path: Path,
+) -> None:
+    transformers.Qwen3Config(
+        architectures=["Qwen3ForCausalLM"], vocab_size=151936, hidden_size=hidden, intermediate_size=intermediate,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=8, head_dim=128,
+        tie_word_embeddings=False,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    file = Path(__file__).parents[2] / f"examples/{name}.yaml"
+    assert f"--memory {room}" in file.read_text(encoding="utf-8")
+    config = load_config(file, ["--model.path", str(tmp_path)])
+    shape = read_shape(config)
+    trained = shape.part(0, 1, 1, 1, trained=True).all
+    assert shape.total == weights + trained and trained < weights / 90
+    (rank,) = plan_memory(config, shape, layout_of(config, 1))
+    assert rank.total / GIB < peak < room

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,6 +22,8 @@ from truestep.policy.model.adapter import AdapterSettings, AdapterSource
 from truestep.policy.policy import Policy
 from truestep.policy.save import save_adapter, save_policy, stream_policy
 from truestep.rollouts.packing import pack_tokens
+from truestep.step.machine import training_operations
+from truestep.types import Rollout, StepPlan, StepTotals
 
 IDS = torch.tensor([5, 1, 7, 60, 33, 2, 19])
 
@@ -173,3 +176,21 @@ def test_experts_that_are_no_linear_layers_are_named(tmp_path: Path) -> None:
         adapted(model, rank=2, alpha=2.0)
     policy = adapted(model, rank=2, alpha=2.0, targets=["q_proj", "o_proj"])
     assert len(policy.weights.master) == 8
+
+
+def test_operations_of_weights_without_a_gradient_are_not_counted(tmp_path: Path) -> None:
+    model = make_model(tmp_path, "llama")
+    plain, policy = load_policy(model, device="cpu"), adapted(model, rank=2, alpha=2.0)
+    vectors = 5 * 32  # norms, which multiply too
+    layers = 2 * (4 * 32 * 32 // 4 * 3 + 3 * 32 * 48)  # keys and values have half of the heads
+    assert plain.facts.weights == layers + vectors and plain.facts.untrained == 0 and plain.facts.head_trained
+    assert policy.facts.untrained == layers + vectors and not policy.facts.head_trained
+    adapters = sum(master.numel() for master in policy.weights.master.values())
+    assert policy.facts.weights == layers + vectors + adapters
+    document = Rollout("a", np.arange(5), np.array([False, False, True, True, True]))
+    plan = StepPlan((document,), ((0,),), StepTotals(1, 3, 5), 0)
+    squares, head = plain.facts.attention * 5**2, 61 * 32
+    assert training_operations(plain.facts, plan) == 6 * (5 * (layers + vectors) + squares + 3 * head)
+    assert training_operations(policy.facts, plan) == (
+        4 * (5 * (layers + vectors) + 3 * head) + 6 * (5 * adapters + squares)
+    )

@@ -35,6 +35,7 @@ from truestep.assemble.policy import join_ranks
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.export import ExportError, export
+from truestep.head.logits import LogitsGradient
 from truestep.policy.errors import ModelError
 from truestep.policy.loading.load import load_policy
 from truestep.policy.model.adapter import AdapterSettings, AdapterSource
@@ -79,9 +80,18 @@ def check_scores(folder: Path, oracle: OracleResult) -> None:
         assert worst <= 1e-5
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "gemma2"])
-def test_gradients_are_those_of_the_merged_weights_on_every_layout(kind: str, tmp_path: Path) -> None:
-    model = make_model(tmp_path / kind, kind)
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("qwen3", {}),
+        ("qwen2", {"num_key_value_heads": 1}),  # with biases, and one key head for both tensor ranks
+        pytest.param("gemma2", {}, marks=pytest.mark.long),
+    ],
+)
+def test_gradients_are_those_of_the_merged_weights_on_every_layout(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    model = make_model(tmp_path / kind, kind, **changes)
     write_adapter(tmp_path / "adapter", model)
     config = config_of(tmp_path, model, adapter={"path": str(tmp_path / "adapter")})
     oracle = oracle_of(write_merged(model, tmp_path / "adapter", tmp_path / "merged"), config)
@@ -93,6 +103,16 @@ def test_gradients_are_those_of_the_merged_weights_on_every_layout(kind: str, tm
     for folder in [tmp_path / "one", *(Path(folder) for _, folder in runs)]:
         check_gradients(folder, expected)
         check_scores(folder, oracle)
+
+
+def test_an_adapters_head_runs_no_product_for_its_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(LogitsGradient, "add_of_weight_", lambda *arguments: calls.append("weight"))
+    config = config_of(tmp_path, make_model(tmp_path / "model", "qwen3"))
+    for adapter, runs in ((None, True), ({"rank": 2}, False)):
+        calls.clear()
+        score(Config.model_validate(merged(config, {"adapter": adapter})), tmp_path / "out", gradients=True)
+        assert bool(calls) == runs
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

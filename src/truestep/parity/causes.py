@@ -17,7 +17,9 @@ import numpy as np
 from truestep import progress
 from truestep.assemble.policy import make_policy
 from truestep.config.schema import Config
+from truestep.config.sections import AdapterConfig
 from truestep.parity.scores import score, score_after_stale_prompt
+from truestep.policy.adapter_files import is_adapter
 from truestep.policy.errors import ModelError
 from truestep.policy.policy import Policy
 from truestep.ranks.group import ALONE
@@ -151,7 +153,7 @@ class Trial:
 
     def _weights(self) -> Iterator[Tried]:
         for path in self._older:
-            if policy := _load(self._config, path):
+            if policy := _load_weights(self._config, path):
                 advice = f"the sampler still has the weights of {path}: sync them before it goes on"
                 logprobs = score(policy, self._documents, self._budget).plain
                 yield self._tried("stale weights", f"weights of {path.name}", advice, logprobs)
@@ -182,12 +184,21 @@ def _shifted(logprobs: np.ndarray, by: int) -> np.ndarray:
 
 
 def _load(config: Config, path: Path, dtype: str | None = None) -> Policy | None:
-    """Load other weights, or the weights in another type; None where that cannot be done."""
-    model = config.model if dtype is None else config.model.model_copy(update={"dtype": dtype})
+    """Load the model of another directory or in another type, with the adapter if there is one; None where that cannot
+    be done."""
+    changes = {"path": str(path)} | ({} if dtype is None else {"dtype": dtype})
     try:
-        return make_policy(config.model_copy(update={"model": model}), ALONE, str(path))
+        return make_policy(config.model_copy(update={"model": config.model.model_copy(update=changes)}), ALONE)
     except ModelError:
         return None
+
+
+def _load_weights(config: Config, path: Path) -> Policy | None:
+    """Load other weights: a model, or another adapter of the same one."""
+    if not is_adapter(path):
+        return _load(config.model_copy(update={"adapter": None}), path)
+    adapter = AdapterConfig(path=str(path))
+    return _load(config.model_copy(update={"adapter": adapter}), Path(config.model.path))
 
 
 def _rope_variants(model: Path) -> Iterator[tuple[str, dict[str, Any]]]:

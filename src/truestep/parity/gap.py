@@ -11,7 +11,7 @@ from truestep.assemble.policy import make_policy
 from truestep.assemble.sources import read_documents, server_maker
 from truestep.checkpoint.store import CheckpointStore
 from truestep.config.schema import Config
-from truestep.config.sections import ServerSampler
+from truestep.config.sections import AdapterConfig, ServerSampler
 from truestep.errors import TruestepError
 from truestep.parity.causes import Trial, Tried
 from truestep.parity.sample import sample
@@ -90,8 +90,11 @@ def parity(config: Config, *, documents: int = 64, older: Sequence[Path] = ()) -
     checkpoints = [] if run is None else CheckpointStore(run.checkpoints, keep=1).complete()
     progress.phase("loading the model")
     policy = make_policy(config, ALONE, None if not checkpoints else str(checkpoints[-1]))
+    if checkpoints and config.adapter is not None:
+        config = config.model_copy(update={"adapter": AdapterConfig(path=str(checkpoints[-1]))})
     # Stale weights may also be those of the run's checkpoints before its last, or those that it began with.
-    stale = [*older, *reversed(checkpoints[:-1]), *([Path(config.model.path)] if checkpoints else [])]
+    first = [Path(config.model.path)] if checkpoints or config.adapter is not None else []
+    stale = [*older, *reversed(checkpoints[:-1]), *first]
     progress.phase("sampling rollouts" if config.sampler is not None else "reading rollouts")
     chosen = _documents(config, policy, documents)
     progress.phase("scoring rollouts")

@@ -40,21 +40,24 @@ class ModelFacts:
     weights: float = 0.0  # that a token is multiplied with, the head's not among them
     head_weights: int = 0
     attention: int = 0  # layers x heads x head size
+    untrained: float = 0.0  # of `weights`: those that have no gradient
+    head_trained: bool = True
 
     @staticmethod
     def of(model: Any, device: torch.device) -> "ModelFacts":
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         config = model.config.get_text_config()
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        weights = active_weights(model, model)
+        weights, untrained = active_weights(model, model), active_weights(model, model, trained=False)
         if head is not embedding:
             weights -= embedding.numel()  # a tied matrix multiplies, once, as the head
+            untrained -= 0 if embedding.requires_grad else embedding.numel()
+        untrained -= 0 if head.requires_grad else head.numel()
         # Causal, forward: 2 · L · heads · E a token and layer against 2 a weight.
         attention = config.num_hidden_layers * config.num_attention_heads * head_size
         even_length = weights / (attention * (ATTENTION_SLOWNESS if device.type == "cuda" else 1.0))
-        return ModelFacts(
-            head.shape[0], head is embedding, even_length, device, weights - head.numel(), head.numel(), attention
-        )
+        counts = (weights - head.numel(), head.numel(), attention, untrained, head.requires_grad)
+        return ModelFacts(head.shape[0], head is embedding, even_length, device, *counts)
 
 
 @dataclass(eq=False)

@@ -38,11 +38,13 @@ def peak_of(device_name: str) -> float | None:
 
 
 def training_operations(facts: ModelFacts, plan: StepPlan) -> float:
-    """Count the operations of a step's products, forward and backward: 6 for each weight and token. The head has only
-    labels; attention is causal. Nothing that is computed twice counts twice."""
+    """Count the operations of a step's products, forward and backward: 6 for each weight and token, 4 where a weight is
+    not trained. The head has only labels; attention is causal. Nothing that is computed twice counts twice."""
     squares = sum(document.num_tokens**2 for document in plan.documents)
     layers = facts.weights * plan.totals.num_tokens + facts.attention * squares
-    return 6.0 * (layers + facts.head_weights * plan.totals.num_labels)
+    untrained = facts.untrained * plan.totals.num_tokens
+    untrained += 0 if facts.head_trained else facts.head_weights * plan.totals.num_labels
+    return 6.0 * (layers + facts.head_weights * plan.totals.num_labels) - 2.0 * untrained
 
 
 def gpu_metrics(policy: Policy, plan: StepPlan, times: Mapping[str, float]) -> dict[str, float]:

@@ -19,12 +19,14 @@ def layers_of(model: Any) -> tuple[str, list[torch.nn.Module]]:
     return "", []
 
 
-def active_weights(model: Any, part: torch.nn.Module) -> float:
-    """Count the weights of a part that a token meets; of experts, as many as are chosen for it."""
+def active_weights(model: Any, part: torch.nn.Module, trained: bool | None = None) -> float:
+    """Count the weights of a part that a token meets; of experts, as many as are chosen for it. `trained`: those alone
+    that are, or that are not."""
     config = model.config.get_text_config()
     experts = next((count for name in EXPERT_COUNTS if (count := getattr(config, name, None))), None)
     share = (getattr(config, "num_experts_per_tok", None) or 1) / experts if experts else 1.0
     return sum(
         parameter.numel() * (share if "experts." in name and "shared" not in name else 1.0)
         for name, parameter in part.named_parameters()
+        if trained is None or parameter.requires_grad is trained
     )
