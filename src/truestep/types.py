@@ -38,7 +38,7 @@ class Rollout:
     reference_logprobs: np.ndarray | None = None  # [L] float32, a reference's or a teacher's; 0 off the mask
     # [L] float32, the trainer's own, of the weights before the first update on this document; 0 off the mask
     recomputed_logprobs: np.ndarray | None = None
-    chosen: np.ndarray | None = None  # [L] bool: labels that loss.clip_cov or loss.kl_cov holds back in this step
+    chosen: np.ndarray | None = None  # [L] uint8, 1: loss.clip_cov or loss.kl_cov holds the label back in this step
     truncated: bool | None = None  # it ended at a length limit and not by itself; None: unknown
     rewards: Mapping[str, float] = field(default_factory=dict)  # the parts of the reward, by name
     # The reward less its group's baseline, where it is to be scaled over the whole step and the step is not known yet.

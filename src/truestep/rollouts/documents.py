@@ -16,7 +16,7 @@ ARRAYS: dict[str, type] = {
     "model_version": np.int64,
     "reference_logprobs": np.float32,
     "recomputed_logprobs": np.float32,
-    "chosen": np.bool_,
+    "chosen": np.uint8,
 }
 
 

@@ -30,8 +30,8 @@ class Chooser:
             candidates = np.flatnonzero((covariance > self.rule.low) & (covariance < self.rule.high))
             draws = self._draws(documents, candidates, documents_seen)
             picked = candidates[sorted(range(len(candidates)), key=draws.__getitem__)[:count]]
-        chosen = np.zeros(len(covariance), bool)
-        chosen[picked] = True
+        chosen = np.zeros(len(covariance), np.uint8)
+        chosen[picked] = 1
         return _with_chosen(documents, chosen)
 
     def _draws(self, documents: Sequence[Rollout], labels: np.ndarray, documents_seen: int) -> list[bytes]:
@@ -56,7 +56,7 @@ def covariances(documents: Sequence[Rollout]) -> np.ndarray:  # [labels of the s
 def _with_chosen(documents: Sequence[Rollout], chosen: np.ndarray) -> tuple[Rollout, ...]:
     marked, start = [], 0
     for document in documents:
-        values = np.zeros(document.num_tokens, bool)
+        values = np.zeros(document.num_tokens, np.uint8)
         values[document.loss_mask] = chosen[start : start + document.num_labels]
         start += document.num_labels
         marked.append(replace(document, chosen=values))
