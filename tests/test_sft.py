@@ -15,6 +15,7 @@ from rollouts.chat_models import FAMILIES, make_chat_model
 from small_runs import file_config, quiet_trainer, read_lines, write_lines
 from truestep.cli import main
 from truestep.config.load import load_config
+from truestep.export import export
 from truestep.policy.loading.load import load_tokenizer
 from truestep.rollouts.chat import ChatTemplate
 from truestep.score import score
@@ -86,8 +87,8 @@ def test_held_out_loss_is_over_labels_and_falls(tmp_path: Path) -> None:
     assert lines[0]["loss"] == pytest.approx(expected, rel=1e-5)
     assert {(line["num_documents"], line["num_labels"], line["num_rejected"]) for line in lines} == {(5, labels, 1)}
     assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
-    weights = tmp_path / "run" / "checkpoints" / "step-00000008"
-    assert lines[-1]["loss"] == pytest.approx(theirs(weights, conversations(5, first=3))[0], rel=1e-5)
+    export(tmp_path / "run", tmp_path / "exported", "float32")
+    assert lines[-1]["loss"] == pytest.approx(theirs(tmp_path / "exported", conversations(5, first=3))[0], rel=1e-5)
 
 
 def test_data_check_understands_messages(tmp_path: Path) -> None:
