@@ -44,7 +44,7 @@ def make_document(name: str, length: int, seed: int = 0, *, vocabulary: int = 61
         temperature=float(generator.uniform(0.5, 1.5)),
         model_version=on_labels(generator.integers(0, 100, length)),
         reference_logprobs=on_labels(-generator.exponential(1.0, length).astype(np.float32)),
-        chosen=mask & (generator.random(length) < 0.5),
+        chosen=(mask & (generator.random(length) < 0.5)).astype(np.uint8),
         truncated=bool(seed % 2),
         rewards={"format": float(generator.normal())} | ({"unit": 0.1} if seed % 3 else {}),
         metadata={"seed": seed},
