@@ -139,23 +139,31 @@ def test_damaged_run_directories(
 
 @pytest.mark.parametrize("count", [pytest.param(6, id="short"), pytest.param(60, id="whole", marks=pytest.mark.long)])
 def test_damaged_runs_are_resumed_or_refused(count: int, tiny_model: Model, tmp_path: Path) -> None:
-    """The whole command: what the checkpoint does not need costs nothing, and damage of the checkpoint is named."""
+    """The whole command: what the checkpoint does not need costs nothing, and damage of the checkpoint is named. The
+    run goes on from the one before, where there is one."""
     config = made_run(tiny_model("llama"), tmp_path)
-    longer = config.model_copy(update={"schedule": config.schedule.model_copy(update={"steps": 4})})
+    given = config.model_dump()
+    longer = Config.model_validate(given | {"schedule": given["schedule"] | {"steps": 4}, "logging": {}})
     whole, run, draw = tmp_path / "whole", tmp_path / "run", random.Random(7)
     shutil.copytree(run, whole)
     names = [path.relative_to(whole) for path in sorted(whole.rglob("*")) if path.is_file() and path.name != ".lock"]
-    for _ in range(count):
+    for index in range(count):
         name = draw.choice(names)
         content = (whole / name).read_bytes()
         damaged = damage(draw, content)
         (run / name).write_bytes(damaged)
         needed = str(name).startswith("checkpoints/step-00000003") and damaged != content
+        if alone := index % 2 == 0:
+            shutil.rmtree(run / "checkpoints/step-00000002")
+        said = io.StringIO()
         try:
-            trainer = train(longer, Console(file=io.StringIO()))
+            trainer = train(longer, Console(file=said, width=1000))
             assert trainer.step == 4
-            assert not needed or name.name == "checksums.json"
+            if needed and name.name != "checksums.json":
+                kept = run / "checkpoints/damaged-step-00000003" / name.relative_to("checkpoints/step-00000003")
+                assert not alone and name.name in said.getvalue() and kept.is_file()
         except TruestepError as error:
+            assert alone or not needed
             check_text(str(error), name.name if needed else "a file that the checkpoint does not need ended the run")
         shutil.rmtree(run)
         shutil.copytree(whole, run)

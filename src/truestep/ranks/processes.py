@@ -18,6 +18,7 @@ _COMPUTES = 0.2
 _LEAST_SECONDS = 0.01
 _STARVES = 0.5  # a main thread that is ready to run for this share of the time is not what stands still
 _BYTES_A_SECOND = 65536  # logs and the watch's own reading are less
+_EXITING = 0x4  # of a process's flags: it is on its way out, which may take seconds on a busy machine
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Identity:
         if not self.started or self.machine != _machine():
             return "unknown"
         fields = _stat(self.number)
-        if not fields or int(fields[19]) != self.started or fields[0] in ("Z", "X"):
+        if not fields or int(fields[19]) != self.started or fields[0] in ("Z", "X") or int(fields[6]) & _EXITING:
             return "gone"
         return "stopped" if fields[0] in ("T", "t") else "there"
 

@@ -192,6 +192,7 @@ class Watch:
         closed = any(word in str(error).lower() for word in _OF_AN_END)
         deadline = time.monotonic() + max(2 * silence, _CAUSE_SHOWS if closed else 0.0)
         while time.monotonic() < deadline:  # a connection breaks at once; what broke it is known a little later
+            progress.made("looks for a cause")  # a rank that looks for another's end does not stand still itself
             reason = self._reason_to_end(silence)[0]
             if reason is not None:
                 return reason
