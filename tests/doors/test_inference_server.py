@@ -58,7 +58,8 @@ def test_a_run_trains_on_what_a_server_of_its_users_own_samples(model: Path, tmp
     assert len(metrics) == STEPS
     for line in metrics:
         assert abs(line["ratio_new_old"] - 1) < 1e-4 and line["max_staleness"] == 0
-        assert line["grad_norm"] > 0
+        assert (line["grad_norm"] > 0) == (line["zero_advantage_groups"] < 1), "zero where rewards agree"
+    assert metrics[0]["grad_norm"] > 0
 
 
 def test_parity_asks_it_too(model: Path) -> None:

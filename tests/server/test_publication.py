@@ -164,7 +164,8 @@ def test_a_run_trains_on_policy_under_every_layout(
     assert len(metrics) == 4
     for line in metrics:
         assert abs(line["ratio_new_old"] - 1) < 1e-4 and line["kl_new_old"] < 1e-6 and line["max_staleness"] == 0
-        assert line["grad_norm"] > 0
+        assert (line["grad_norm"] > 0) == (line["zero_advantage_groups"] < 1), "zero where rewards agree"
+    assert metrics[0]["grad_norm"] > 0
     assert fake.paths.count("/update_weights_from_disk") == 5, "before the first step and after each"
     final = read_weights(latest(tmp_path / "run"))
     served = fake._model.state_dict()
