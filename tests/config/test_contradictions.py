@@ -278,6 +278,15 @@ CASES = [
         "5, run.yaml:4: loss.kl_reference.path: records needs records that carry reference_logprobs; a sampler's have "
         "none",
     ),
+    (
+        MODEL + "loss: {kl_reference: {weight: 1.0, path: records, offload: true}}\n",
+        "2: loss.kl_reference.offload is for a reference model, and with path: records there is none",
+    ),
+    (
+        MODEL + "adapter: {rank: 2}\nloss: {kl_reference: {weight: 1.0, offload: true}}\n",
+        "2: loss.kl_reference.offload: the reference of an adapter is the model that it is trained on, which has to stay: "
+        "leave out offload, or name another model with loss.kl_reference.path",
+    ),
 ]
 
 SECTION_CASES = [
@@ -300,6 +309,11 @@ SECTION_CASES = [
     (
         MODEL + "loss:\n  kl_reference: {weight: 1.0, in: reward, estimator: k3}\n",
         "3: loss.kl_reference: estimator: k3 is for in: loss; in the reward it is k1",
+    ),
+    (
+        MODEL + "loss:\n  entropy_normalize_by: labels\n",
+        "2: loss: entropy_normalize_by is the denominator of entropy_bonus, and there is none: set entropy_bonus or "
+        "entropy_target, or leave it out",
     ),
     (
         MODEL + "loss:\n  clip_cov: {low: 5, high: 1}\n",

@@ -156,6 +156,7 @@ def make_objective(loss: dict[str, Any]) -> Objective:
         label_loss(loss),
         Denominator(options["normalize_by"], options["max_labels"]),
         entropy_bonus=options["entropy_bonus"],
+        entropy_denominator=options["entropy_normalize_by"] and Denominator(options["entropy_normalize_by"]),
         z_loss=options["z_loss"],
         gradient_divisor=options["gradient_divisor"] or 1.0,
         correction=None if correction is None else Correction(**correction),

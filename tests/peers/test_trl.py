@@ -82,6 +82,11 @@ PAIRS = (
         {**GRPO, "off_policy_mask": 0.05},
     ),
     Pair("entropy_coef", {"loss_type": "dapo", "entropy_coef": 0.1, **CLIP}, {**GRPO, "entropy_bonus": 0.1}),
+    Pair(
+        "entropy_coef beside another denominator",
+        {"loss_type": "grpo", "entropy_coef": 0.1, **CLIP},
+        {**GRPO, "normalize_by": "document_means", "entropy_bonus": 0.1, "entropy_normalize_by": "labels"},
+    ),
     Pair("own old log-probs", {"loss_type": "bnpo", **CLIP}, {**GRPO, "old_logprobs": "recompute"}, old=False),
     corrected("token_truncate", type="truncate", level="label", high=1.2),
     corrected("token_mask", type="mask", level="label", low=0.8, high=1.3),
@@ -203,7 +208,7 @@ def our_result(pair: Pair, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor
     one_hot = torch.nn.functional.one_hot(tensors.ids[mask], VOCABULARY)
     gradient = torch.zeros_like(tensors.logits)
     gradient[mask] = log_p.exp() * (coefficients.a[:, None] + b * log_p) - coefficients.c[:, None] * one_hot
-    return torch.stack([term.sum() for term in objective.terms(labels).values()]).sum(), gradient
+    return torch.stack([term.sum() for term in objective.terms(labels, totals).values()]).sum(), gradient
 
 
 @pytest.fixture(scope="module")

@@ -99,6 +99,20 @@ def test_what_a_weight_takes_by_hand() -> None:
     assert halved.kinds[ACTIVATIONS] == rank.kinds[ACTIVATIONS] / 2
 
 
+def test_a_reference_that_is_offloaded_takes_nothing_at_the_peak() -> None:
+    """2 bytes a weight, but for the time of its own pass, which is less than what a step's own passes keep."""
+    loss = {"type": "grpo", "kl_reference": {"weight": 0.1}}
+    config = Config.model_validate(config_of(16384).model_dump(exclude_unset=True) | {"loss": loss})
+    layout = layout_of(config, 1)
+    (here,) = plan_memory(config, MIDDLE, layout)
+    assert here.kinds[REFERENCE] == 2 * MIDDLE.total
+    (away,) = plan_memory(config.changed({"loss.kl_reference.offload": True}), MIDDLE, layout)
+    assert away.kinds[REFERENCE] == 0.0
+    assert here.total - away.total == 2 * MIDDLE.total
+    options = [saving.option for saving in savings(config, MIDDLE, layout)]
+    assert "--loss.kl_reference.offload true" in options
+
+
 LAYOUTS: list[tuple[int, dict[str, int]]] = [
     (2, {}),
     (2, {"tensor": 2}),

@@ -317,12 +317,14 @@ def test_a_fault_before_the_update_is_found_and_named(
 
 @pytest.mark.long
 def test_references_pass_under_layouts_of_every_kind(examples: Path) -> None:
-    """With the trainer's own old log-probs, two updates on the same documents, and another model as the reference."""
+    """With the trainer's own old log-probs, two updates on the same documents, and another model as the reference, whose
+    weights lie on the host between its uses."""
     over = {
         "loss.old_logprobs": "recompute",
         "schedule.updates_per_batch": 2,
         "loss.kl_reference.weight": 0.1,
         "loss.kl_reference.path": "examples/model",
+        "loss.kl_reference.offload": "true",
         "optimizer.learning_rate": 0.01,
         "model.dtype": "float32",
     }
@@ -334,7 +336,7 @@ def test_references_pass_under_layouts_of_every_kind(examples: Path) -> None:
 
 EXPLORATION = {
     "clip_cov": {"loss.clip_cov": "{share: 0.1, low: 0.1, high: 9.0}", "loss.entropy_target": "{entropy: 6.0}"},
-    "kl_cov": {"loss.kl_cov": "{share: 0.2, weight: 0.5}", "loss.entropy_bonus": "0.01"},
+    "kl_cov": {"loss.kl_cov": "{share: 0.2, weight: 0.5}", "loss.entropy_bonus": "0.01", "loss.entropy_normalize_by": "labels"},
 }
 
 

@@ -89,6 +89,9 @@ def _terms(config: Config) -> Iterator[Line]:
         )
     if loss.entropy_bonus or loss.entropy_target is not None:
         yield "H", "the entropy of the policy at the label"
+        if loss.entropy_normalize_by is not None:
+            summed, meaning = _DENOMINATORS[loss.entropy_normalize_by]
+            yield f"the term of H alone: {summed}", meaning
     yield from _entropy_target(config)
     if loss.z_loss:
         yield "z", "the logits at the label"

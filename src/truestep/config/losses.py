@@ -77,6 +77,8 @@ class LossBase(Section):
     batches hold one document a step of each rank."""
     entropy_bonus: NotNegative = 0.0
     """The weight w of the term -w x entropy, which has the same denominator as the loss."""
+    entropy_normalize_by: Literal["labels", "documents", "document_means"] | None = None
+    """The denominator of the entropy bonus alone. null: that of the loss."""
     entropy_target: EntropyTargetConfig | None = None
     """An entropy that the weight of the bonus follows: it starts at entropy_bonus, and moves after each step. null: the
     weight stays."""
@@ -94,6 +96,15 @@ class LossBase(Section):
     def _constant_needs_its_constant(self) -> "LossBase":
         if (self.normalize_by == "constant") != (self.max_labels is not None):
             raise ValueError("normalize_by: constant and max_labels go together: set both or neither")
+        return self
+
+    @model_validator(mode="after")
+    def _denominator_of_a_bonus(self) -> "LossBase":
+        if self.entropy_normalize_by is not None and not self.entropy_bonus and self.entropy_target is None:
+            raise ValueError(
+                "entropy_normalize_by is the denominator of entropy_bonus, and there is none: set entropy_bonus or "
+                "entropy_target, or leave it out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -166,6 +177,14 @@ KlReferenceConfig = create_model(
                 None,
                 description="The reference: a Hugging Face directory of the same vocabulary. null: the run's first "
                 "weights. records: the records' own reference_logprobs.",
+            ),
+        ),
+        "offload": (
+            bool,
+            Field(
+                False,
+                description="true: the reference's weights lie in host memory, and are copied to the device for the one "
+                "pass of each step that needs them. It changes no number.",
             ),
         ),
     },  # type: ignore[call-overload]

@@ -329,6 +329,14 @@ def _reference(config: "Config") -> Iterator[str]:
     options = getattr(config.loss, "kl_reference", None)
     if options is not None and options.path == "records" and config.sampler is not None:
         yield "loss.kl_reference.path: records needs records that carry reference_logprobs; a sampler's have none"
+    if options is not None and options.offload:
+        if options.path == "records":
+            yield "loss.kl_reference.offload is for a reference model, and with path: records there is none"
+        if options.path is None and config.adapter is not None:
+            yield (
+                "loss.kl_reference.offload: the reference of an adapter is the model that it is trained on, which has "
+                "to stay: leave out offload, or name another model with loss.kl_reference.path"
+            )
 
 
 def _adapter(config: "Config") -> Iterator[str]:

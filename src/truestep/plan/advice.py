@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from truestep.config.schema import Config
 from truestep.config.sections import AdamW8BitConfig
 from truestep.errors import TruestepError
-from truestep.plan.memory import plan_memory
+from truestep.plan.memory import has_reference, offloads_reference, plan_memory
 from truestep.plan.shape import ModelShape
 from truestep.policy.model.context import check_heads
 from truestep.ranks.axes import RankLayout
@@ -55,6 +55,8 @@ def _proposals(config: Config, layout: RankLayout) -> Iterator[tuple[str, Any]]:
         yield "optimizer.offload", "states"
     if getattr(config.optimizer, "offload", "all") != "all":
         yield "optimizer.offload", "all"
+    if has_reference(config) and not offloads_reference(config):
+        yield "loss.kl_reference.offload", True
     if config.optimizer.type == "adamw":
         yield "optimizer.type", "adamw_8bit"
     if config.data.tokens_per_microbatch >= 2 * _FEWEST_TOKENS:

@@ -49,7 +49,7 @@ def _kinds(
 ) -> dict[str, float]:
     """Compute each kind's bytes on a rank of a stage."""
     sizes = layout.by_name
-    size = torch.empty((), dtype=getattr(torch, config.model.dtype)).element_size()
+    size = computed_size(config)
     shards = sizes["data_shard"] * sizes["context"]
     part = shape.part(stage, sizes["pipeline"], config.parallel.stages_per_rank, sizes["tensor"])
     tokens = config.data.tokens_per_microbatch / (sizes["context"] * sizes["tensor"])
@@ -65,8 +65,6 @@ def _kinds(
     if shards > 1:
         several = _several(config) and not config.parallel.reduce_each_micro_batch
         kinds[UNREDUCED] = _FLOAT32 * (trained.all if several else max(trained.layers, default=0))
-    if _has_reference(config):
-        kinds[REFERENCE] = size * part.all / shards
     last = stage == sizes["pipeline"] - 1
     # One forward, one backward: a stage keeps the activations of as many micro-batches as stages come behind it.
     under_way = sizes["pipeline"] - stage
@@ -74,7 +72,14 @@ def _kinds(
     embedded = size * shape.hidden * tokens
     kinds[ACTIVATIONS] = under_way * (each * len(part.layers) * tokens + embedded)
     recomputed = activations.layer * tokens if config.model.activation_checkpointing else 0.0
-    kinds[AT_ONCE] = max(_logits(config, shape, layout) if last else 0.0, recomputed)
+    logits = _logits(config, shape, layout) if last else 0.0
+    kinds[AT_ONCE] = max(logits, recomputed)
+    if has_reference(config):
+        whole = size * part.all / shards
+        # An offloaded one is gone when the step's own passes begin: what counts is what its pass needs beyond theirs.
+        during = whole + activations.layer * tokens + logits
+        step = sum(kinds.get(kind, 0.0) for kind in (UNREDUCED, ACTIVATIONS, AT_ONCE))
+        kinds[REFERENCE] = max(0.0, during - step) if offloads_reference(config) else whole
     return kinds
 
 
@@ -146,7 +151,16 @@ def _number_bytes(config: Config, shape: tuple[int, ...], at_end: bool) -> float
     return 2 * _FLOAT32
 
 
-def _has_reference(config: Config) -> bool:
+def computed_size(config: Config) -> int:
+    """Count the bytes of a number of the type that the model computes in."""
+    return torch.empty((), dtype=getattr(torch, config.model.dtype)).element_size()
+
+
+def offloads_reference(config: Config) -> bool:
+    return bool(getattr(getattr(config.loss, "kl_reference", None), "offload", False))
+
+
+def has_reference(config: Config) -> bool:
     reference = getattr(config.loss, "kl_reference", None)
     if reference is None or reference.path == "records":
         return False

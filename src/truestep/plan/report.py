@@ -12,8 +12,11 @@ from truestep.plan.memory import (
     GIB,
     LABELS,
     RankMemory,
+    computed_size,
+    has_reference,
     masters_offloaded,
     offloaded,
+    offloads_reference,
     plan_memory,
     staged_bytes,
     state_bytes,
@@ -73,6 +76,9 @@ def _remarks(config: Config, shape: ModelShape, layout: RankLayout) -> list[str]
         held = state_bytes(config, shape, trained) + (_FLOAT32 * trained.all if masters_offloaded(config) else 0)
         what = "the optimizer's state" + (" and float32 weights" if masters_offloaded(config) else "")
         lines.append(f"Host memory holds {what}: {held / GIB:.1f} GiB, shared among ranks as weights are.")
+    if has_reference(config) and offloads_reference(config):
+        held = computed_size(config) * shape.part(0, 1, 1, 1).all / GIB
+        lines.append(f"Host memory holds the reference's weights: {held:.1f} GiB, shared among ranks as weights are.")
     if config.sampler is not None and config.sampler.type == "in_process":
         lines.append("The sampler's cache takes what is free while it samples, and gives it back.")
     return lines

@@ -83,6 +83,10 @@ class Weights(Protocol):
         """Have all of the model here: inside, forward passes need no other rank."""
         return nullcontext()
 
+    def let_go_of_gathered(self) -> None:
+        """Free what is still gathered from other ranks; it is gathered again where it is needed."""
+        return
+
     def shard(self, name: str, piece: torch.Tensor) -> torch.Tensor:
         """Take this rank's part of what its shard group has of a tensor of this weight's shape."""
         return piece

@@ -242,6 +242,10 @@ class ShardedWeights(Weights):
                 kept = self._tied and module is self._head_module
                 module.set_reshard_after_forward(self._reshard and not kept, recurse=False)
 
+    def let_go_of_gathered(self) -> None:
+        for module in self._modules:
+            module.reshard()
+
     @torch.no_grad()
     def publish(self) -> None:
         """Do nothing, unless masters lie on the host: the next gather reads the masters' memory."""
