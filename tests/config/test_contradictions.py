@@ -284,8 +284,8 @@ CASES = [
     ),
     (
         MODEL + "adapter: {rank: 2}\nloss: {kl_reference: {weight: 1.0, offload: true}}\n",
-        "2: loss.kl_reference.offload: the reference of an adapter is the model that it is trained on, which has to stay: "
-        "leave out offload, or name another model with loss.kl_reference.path",
+        "3, run.yaml:2: loss.kl_reference.offload: the reference of an adapter is the model that it is trained on, which has to "
+        "stay: leave out offload, or name another model with loss.kl_reference.path",
     ),
 ]
 
@@ -299,12 +299,8 @@ SECTION_CASES = [
         "2: loss: normalize_by: constant and max_labels go together: set both or neither",
     ),
     (
-        MODEL + "loss:\n  correction: {type: truncate, low: 0.5, high: 2}\n",
-        "3: loss.correction: low is for mask and reject: truncate keeps small ratios as they are",
-    ),
-    (
         MODEL + "loss:\n  correction: {type: mask, low: 3, high: 2}\n",
-        "3: loss.correction: low: 3 is above high: 2, so every label would weigh 0",
+        "3: loss.correction: low: 3 is above high: 2, so no c lies between them",
     ),
     (
         MODEL + "loss:\n  kl_reference: {weight: 1.0, in: reward, estimator: k3}\n",
@@ -312,7 +308,7 @@ SECTION_CASES = [
     ),
     (
         MODEL + "loss:\n  entropy_normalize_by: labels\n",
-        "2: loss: entropy_normalize_by is the denominator of entropy_bonus, and there is none: set entropy_bonus or "
+        "3: loss: entropy_normalize_by is the denominator of entropy_bonus, and there is none: set entropy_bonus or "
         "entropy_target, or leave it out",
     ),
     (

@@ -33,6 +33,7 @@ def labels_of_ratios(*ratios: float, advantages: float = 1.0) -> Labels:
     ("kind", "level", "low", "high", "wanted"),
     [
         ("truncate", "label", 0.0, 2.0, [0.5, 1.0, 1.5, 2.0]),
+        ("truncate", "label", 0.6, 1.2, [0.6, 1.0, 1.2, 1.2]),
         ("mask", "label", 0.6, 2.0, [0.0, 1.0, 1.5, 0.0]),
         ("reject", "label", 0.6, 2.0, [0.0, 1.0, 1.0, 0.0]),
         ("truncate", "document", 0.0, 2.0, [2.0] * 4),  # the product is 3

@@ -139,7 +139,8 @@ def _weights(config: Config) -> Iterator[Line]:
     if correction is not None:
         inside = f"{short(correction.low)} ≤ c ≤ {short(correction.high)}"
         weight = {
-            "truncate": f"w = min(c, {short(correction.high)})",
+            "truncate": f"w = min(c, {short(correction.high)})"
+            + (f", at least {short(correction.low)}" if correction.low else ""),
             "mask": f"w = c where {inside}, else 0",
             "reject": f"w = 1 where {inside}, else 0",
         }[correction.type]

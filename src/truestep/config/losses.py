@@ -120,22 +120,20 @@ class LossBase(Section):
 
 class CorrectionConfig(Section):
     type: Literal["truncate", "mask", "reject"]
-    """The weight of a label, from its importance ratio c. truncate: min(c, high). mask: c inside [low, high], else 0.
-    reject: 1 inside [low, high], else 0."""
+    """The weight of a label, from its importance ratio c. truncate: c, held between low and high. mask: c inside
+    [low, high], else 0. reject: 1 inside [low, high], else 0."""
     level: Literal["label", "document", "document_mean"] = "label"
     """label: c is each label's own. document: the product over the document's labels. document_mean: the geometric
     mean over them."""
     high: Positive
     """The largest c."""
     low: NotNegative = 0.0
-    """The smallest c, for mask and reject."""
+    """The smallest c."""
 
     @model_validator(mode="after")
     def _bounds_agree(self) -> "CorrectionConfig":
-        if self.type == "truncate" and self.low > 0:
-            raise ValueError("low is for mask and reject: truncate keeps small ratios as they are")
         if self.low > self.high:
-            raise ValueError(f"low: {self.low:g} is above high: {self.high:g}, so every label would weigh 0")
+            raise ValueError(f"low: {self.low:g} is above high: {self.high:g}, so no c lies between them")
         return self
 
 
@@ -183,7 +181,7 @@ KlReferenceConfig = create_model(
             bool,
             Field(
                 False,
-                description="true: the reference's weights lie in host memory, and are copied to the device for the one "
+                description="true: the reference's weights lie in host memory, and are copied to the device for the "
                 "pass of each step that needs them. It changes no number.",
             ),
         ),

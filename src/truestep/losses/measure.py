@@ -182,7 +182,7 @@ def _weighed_away(labels: Labels, step: StepFacts) -> dict[str, Metric]:
         below, above = correction.outside(labels)
         metrics["correction_weight"] = Mean(torch.where(counted, correction.weights(labels), 0).double().sum(), total)
         metrics["corrected_fraction_high"] = Mean((counted & above).sum(), total)
-        if correction.type != "truncate":
+        if correction.type != "truncate" or correction.low > 0:
             metrics["corrected_fraction_low"] = Mean((counted & below).sum(), total)
     if mask is not None:
         metrics["off_policy_fraction"] = Mean((counted & (mask.weights(labels) == 0)).sum(), total)

@@ -323,7 +323,7 @@ def correction_weights(document: Document, labels: list[LabelValues], loss_confi
     for importance in importances(document, labels, correction.get("level", "label")):
         outside = is_below(importance, correction) or is_above(importance, correction)
         if correction["type"] == "truncate":
-            weights.append(min(importance, correction["high"]))
+            weights.append(max(min(importance, correction["high"]), correction.get("low", 0.0)))
         elif correction["type"] == "mask":
             weights.append(0.0 if outside else importance)
         elif correction["type"] == "reject":
