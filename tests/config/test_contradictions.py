@@ -284,8 +284,8 @@ CASES = [
     ),
     (
         MODEL + "adapter: {rank: 2}\nloss: {kl_reference: {weight: 1.0, offload: true}}\n",
-        "3, run.yaml:2: loss.kl_reference.offload: the reference of an adapter is the model that it is trained on, which has to "
-        "stay: leave out offload, or name another model with loss.kl_reference.path",
+        "3, run.yaml:2: loss.kl_reference.offload: the reference of an adapter is the model that it is trained on, "
+        "which has to stay: leave out offload, or name another model with loss.kl_reference.path",
     ),
 ]
 
