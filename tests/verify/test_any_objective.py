@@ -1,5 +1,5 @@
-"""Objectives drawn at random from all options that the losses have: what may stand together passes `verify`, and what may
-not is refused in a sentence that names an option."""
+"""Objectives drawn at random from all options that the losses have: what may stand together passes `verify`, and what
+may not is refused in a sentence that names an option."""
 
 from __future__ import annotations
 

@@ -211,8 +211,8 @@ class ServerSource:
         return fingerprint(self._prompts, self._sampling.seed, self._sampling.group_size)
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """Note which groups are open. What is put aside after that belongs to a group that is open here: a run that goes
-        on from here puts it aside again, so only what came before is given to the ledger."""
+        """Note which groups are open. What is put aside after that belongs to a group that is open here, and a run that
+        goes on from here puts it aside again: so only what came before is given to the ledger."""
 
         async def note() -> tuple[dict[str, Any], list[PutAside]]:
             sorted_out, self._sorting = self._sorting, []
