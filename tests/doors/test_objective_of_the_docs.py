@@ -39,7 +39,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
 
 
 def test_the_example_is_the_same() -> None:
-    example = (Path(__file__).parents[2] / "examples" / "own_objective.py").read_text(encoding="utf-8")
+    example = (Path(__file__).parents[2] / "examples" / "my_objective.py").read_text(encoding="utf-8")
     assert example.partition("\n\n")[2] == block("python")
 
 

@@ -28,7 +28,7 @@ def draw_loss(draw: random.Random, kind: str) -> dict[str, Any]:
 
     loss: dict[str, Any] = {"type": kind}
     if kind == "custom":
-        loss |= {"function": "examples.own_objective:Tanh", "options": {"sharpness": draw.choice([1.0, 3.0])}}
+        loss |= {"function": "examples.my_objective:Tanh", "options": {"sharpness": draw.choice([1.0, 3.0])}}
     if kind in ("grpo", "gspo", "cispo", "gmpo"):
         loss |= perhaps(0.5, epsilon_low=draw.choice([0.1, 0.3]), epsilon_high=draw.choice([0.1, 0.4]))
     if kind in ("grpo", "gspo"):
