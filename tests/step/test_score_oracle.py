@@ -1,8 +1,8 @@
 """`score` in float32 against the independent float64 plain-loop oracle: every architecture, loss and denominator, at
 every chunk size and packing budget.
 
-A loss meets every denominator, and every pair of a chunk size and a packing budget, and not all of the thirty-six
-products of the two: what a label is divided by is none of the head's business, nor the packing's.
+A loss meets every denominator, and every pair of a chunk size and a packing budget; all thirty-six products of the two
+with one model alone: what a label is divided by is none of the head's business, nor the packing's.
 """
 
 from __future__ import annotations
@@ -127,6 +127,25 @@ def test_score_equals_the_oracle_at_every_layout(
     wanted = fractions if loss in ("grpo", "gspo", "cispo", "gmpo") else set()
     wanted |= set() if loss in ("sapo", "cross_entropy") else {"clipped_fraction"}
     assert clipped == wanted, "both bounds must lie inside the tested range"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_product_of_denominator_chunk_and_budget(
+    loss: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """An entropy bonus has a denominator of its own in half of them."""
+    model = tiny_model("qwen3_tied")
+    records = records_for(model, loss, seed=5)
+    file = write_records(tmp_path / "rollouts.jsonl", records)
+    options = {"type": loss, "entropy_bonus": 0.1, **OPTIONS[loss]}
+    own = ({}, {"entropy_normalize_by": "document_means"}, {"entropy_normalize_by": "labels"}, {})
+    configs = [config_for(model, file, options | d | e) for d, e in zip(DENOMINATORS, own, strict=True)]
+    for config, oracle in zip(configs, oracle_steps(model, records, configs), strict=True):
+        for chunk, budget in itertools.product(CHUNKS, BUDGETS):
+            config["model"]["head"] = {"logits_chunk_size": chunk}
+            config["data"]["tokens_per_microbatch"] = budget
+            check_against_oracle(run_score(config, tmp_path / "out"), oracle)
 
 
 @pytest.mark.parametrize(("loss", "correction"), long_except(CORRECTIONS, CORRECTIONS[-1]))
