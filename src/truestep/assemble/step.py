@@ -1,7 +1,7 @@
 """Makes the parts of a step: its objective, its runner, its plans, the learning rate, the optimizer."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -122,7 +122,9 @@ def make_before_updates(
             f"policy one of {runner.policy.vocabulary_size}: their log-probs cannot be compared"
         )
     reference = replace(runner, policy=policy, stopwatch=Stopwatch(policy.device))  # no part of the step's own passes
-    at_use = HostCopies(policy.weights).on_device if options.offload else nullcontext
+    at_use: Callable[[], AbstractContextManager[None]] = nullcontext
+    if options.offload:
+        at_use = HostCopies(policy.weights).on_device
     return BeforeUpdates(reference, keeps_own=keeps_own, chooser=chooser, at_use=at_use)
 
 

@@ -123,7 +123,7 @@ class Objective:
             slope = slope + self.kl_cov.weight * self.kl_cov(labels).slope * weight
         a, b, c = -slope, None, -slope
         if self.entropy_bonus:
-            b = (self.entropy_bonus / divisor * self._entropy_weights(labels, totals)).to(slope.dtype)
+            b = (self.entropy_bonus * self._entropy_weights(labels, totals) / divisor).to(slope.dtype)
             a = a + b * labels.entropy
         if self.z_loss:
             a = a + 2 * self.z_loss * weight * labels.logsumexp

@@ -43,4 +43,4 @@ class HostCopies:
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
