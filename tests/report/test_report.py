@@ -408,6 +408,11 @@ def test_lines_that_coincide_are_told_apart(tmp_path: Path) -> None:
     assert [line["name"] for line in charts["Parts of the reward"]] == ["a", "b"]
     one, two = (make_run(tmp_path / name, metrics=metrics) for name in ("one", "two"))
     assert [line["below"] for line in page_of(one, two).charts["Training reward"]] == ["two", None]
+    short = make_run(tmp_path / "short", metrics=metrics[:5])
+    assert [line["below"] for line in page_of(short, one).charts["Training reward"]] == ["one", None]
+    metrics[3] = metrics[3] | {"reward": 0.9}
+    other = make_run(tmp_path / "other", metrics=metrics)
+    assert [line["below"] for line in page_of(one, other).charts["Training reward"]] == [None, None]
 
 
 def test_time_is_stacked_and_parts_that_take_none_are_left_out(tmp_path: Path) -> None:

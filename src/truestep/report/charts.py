@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -47,7 +48,7 @@ class Chart:
     def logarithmic(self) -> bool:
         return self.plan.logarithmic_if_wide and wants_logarithm(self.extremes)
 
-    @property
+    @cached_property
     def constant(self) -> str | None:
         """The chart as a few words, where every line of it is one value all along; None where one is not."""
         found = [_constant(line.points) for line in self.lines]
@@ -125,10 +126,19 @@ def _below(lines: Sequence[Line]) -> dict[int, int]:
     for first, line in enumerate(lines):
         for second in range(first + 1, len(lines)):
             other = lines[second].points
-            _, here, there = np.intersect1d(line.points.steps, other.steps, assume_unique=True, return_indices=True)
-            if len(here) < max(1, 0.9 * max(len(line.points), len(other))):
+            here, there = _shared(line.points.steps, other.steps)
+            # A run that ended earlier is compared as far as it came.
+            if len(here) < max(1, 0.9 * min(len(line.points), len(other))):
                 continue
             apart = np.abs(line.points.values[here] / 2 - other.values[there] / 2) * 2
             if first not in found and (np.isnan(apart) | (apart <= reach)).all():
                 found[first] = second
     return found
+
+
+def _shared(steps: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Find the places of the steps that both have."""
+    if np.array_equal(steps, others):
+        return (every := np.arange(len(steps))), every
+    _, here, there = np.intersect1d(steps, others, assume_unique=True, return_indices=True)
+    return here, there

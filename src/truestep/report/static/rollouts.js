@@ -128,7 +128,7 @@ const Rollouts = {start: async () => {
     let plot = null, ends = [0, 1];
     const size = () => Math.max(120, place.clientWidth);
     const open = counts => new uPlot({
-      width: size(), height: 92, legend: {show: false}, padding: [6, 8, 0, 0],
+      width: size(), height: 92, legend: {show: false}, padding: [6, 14, 0, 0],
       scales: {x: {time: false, range: () => ends}, y: {range: (own, low, high) => [0, Math.max(1, high)]}},
       series: [{}, {fill: colour, stroke: colour, width: 0, paths: uPlot.paths.bars({size: [1], gap: 1, align: 1}), points: {show: false}}],
       axes: [
