@@ -24,6 +24,9 @@ const unpack = async element => {
   return JSON.parse(await new Response(stream).text());
 };
 
+// A mark that turns the direction of text around is shown as its number where it would reach beyond its own place.
+const plain = text => text.replace(/[\u202a-\u202e\u2066-\u2069]/g, mark => '\\u' + mark.charCodeAt(0).toString(16));
+
 const minus = text => text.replace('-', '\u2212').replace('e-', 'e\u2212').replace('e+', 'e');
 const short = (value, digits = 4) => {
   if (value === null || value === undefined || Number.isNaN(value)) return '\u2013';

@@ -199,7 +199,7 @@ const Rollouts = {start: async () => {
     const most = Math.max(1, ...values.filter(one => one !== null).map(Math.abs));
     const box = make('div', 'text', parent);
     tokens[0].forEach((piece, at) => {
-      const span = make('span', '', box, piece);
+      const span = make('span', '', box, plain(piece));
       const one = values[at];
       if (one === null || one === undefined) return;
       const share = Math.round(70 * Math.abs(one) / most);
@@ -224,7 +224,7 @@ const Rollouts = {start: async () => {
       return;
     }
     const stored = texts.rows[at];
-    facts.unshift(stored[1] || '');
+    facts.unshift(plain(stored[1] || ''));
     for (const [name, part] of stored[4]) facts.push(name + ' ' + short(part));
     const more = make('div', 'more', box, facts.join(' \u00b7 ') + ' ');
     const group = index.groups[index.group[row]];
@@ -264,7 +264,7 @@ const Rollouts = {start: async () => {
     if (index.rejected[row]) cell('', 'rejected', ' flag');
     else cell('|log-ratio|', short(columns.largest_log_ratio[row]));
     const at = textAt[row];
-    make('span', 'excerpt', button, at < 0 ? '' : (texts.rows[at][3] || '').slice(0, 300).replace(/\s+/g, ' '));
+    make('span', 'excerpt', button, at < 0 ? '' : plain((texts.rows[at][3] || '').slice(0, 300).replace(/\s+/g, ' ')));
     const show = () => {
       button.setAttribute('aria-expanded', open.has(row));
       const there = item.querySelector('.body');
