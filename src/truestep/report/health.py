@@ -9,7 +9,14 @@ from typing import Literal
 
 import numpy as np
 
-from truestep.report.figures import first_ratio, format_deviation, format_percent, format_ratio, held_out_rewards
+from truestep.report.figures import (
+    first_ratio,
+    format_deviation,
+    format_percent,
+    format_ratio,
+    format_reward,
+    held_out_rewards,
+)
 from truestep.report.runs import Run, is_finite
 from truestep.report.scale import format_number
 from truestep.text import printable
@@ -190,7 +197,8 @@ def _fall(rewards: np.ndarray) -> Fall | None:
     means = (sums[window:] - sums[:-window]) / window
     best = int(means.argmax())
     last = rewards[-window:]
-    spread = math.sqrt((rewards[best : best + window].var(ddof=1) + last.var(ddof=1)) / window)
+    with np.errstate(over="ignore"):  # rewards of any size: those whose square is none have a spread that hides all
+        spread = math.sqrt((rewards[best : best + window].var(ddof=1) + last.var(ddof=1)) / window)
     drop = float(means[best] - means[-1])
     # The best of many windows is above the others by chance, by two or three times the spread.
     if best + window > len(rewards) - window or drop <= 4 * spread or drop <= SMALLEST_FALL * float(np.ptp(means)):
@@ -279,7 +287,7 @@ def _evaluation(run: Run) -> Iterator[Note]:
 
 def _change(run: Run, name: str, before: float, after: float) -> Note:
     """Say how a held-out reward changed from the first to the last evaluation, and whether chance explains it."""
-    change = f"The held-out {name} reward went from {before:.3f} to {after:.3f}"
+    change = f"The held-out {name} reward went from {format_reward(before)} to {format_reward(after)}"
     prompts = run.evaluations.value(len(run.evaluations) - 1, "num_prompts")
     margin = _margin(before, after, prompts)
     noise = f"what {format_number(prompts)} prompts of reward 0 or 1 vary by chance (about {margin or 0:.2f})"
@@ -304,7 +312,7 @@ def _below_best(run: Run, key: str) -> Note | None:
     if margin is None or highest - last <= 1.5 * margin:
         return None
     text = f"The held-out {key.partition('_')[0]} reward was best at step {format_number(float(steps[best]))}, "
-    return Note("warning", text + f"with {highest:.3f}, and fell to {last:.3f}.")
+    return Note("warning", text + f"with {format_reward(highest)}, and fell to {format_reward(last)}.")
 
 
 def _margin(before: float, after: float, prompts: float | None) -> float | None:
