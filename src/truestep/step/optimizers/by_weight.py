@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from truestep import progress
+from truestep.policy.weights.host import zeros_on_host
 from truestep.policy.weights.protocol import Weights
 from truestep.step.optimizers.conveyor import Conveyor
 
