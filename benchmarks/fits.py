@@ -2,9 +2,9 @@
 
     python benchmarks/fits.py [--cases full-offload full-8bit lora-8b lora-32b] [--limit 140] [--tiny]
 
-Each case is a process of its own with a time limit, and its line is printed when it ends. Weights are random and made on
-the device: no file has them, and no checkpoint is written. Documents have 1,024 tokens, half of them labels; a step has
-four micro-batches of 16k tokens (the 32B model: two). `--tiny` runs the same cases on a toy, on a CPU too.
+Each case is a process of its own with a time limit, and its line is printed when it ends. Weights are random and made
+on the device: no file has them, and no checkpoint is written. Documents have 1,024 tokens, half of them labels; a step
+has four micro-batches of 16k tokens (the 32B model: two). `--tiny` runs the same cases on a toy, on a CPU too.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
         results.append(result)
         print(f"{name}: {json.dumps(result)}", flush=True)
     print(f"\n{time.monotonic() - began:.0f} s in all\n")
-    print("| case | step, s | tokens/s | planned, s | peak, GiB | planned | goal | host, GiB |\n|---|---|---|---|---|---|---|---|")
+    print("| case | step, s | tokens/s | planned, s | peak, GiB | planned | goal | host, GiB |\n" + "| --- " * 8 + "|")
     for name, result in zip(given.cases, results, strict=True):
         print(row(name, result))
 
@@ -161,9 +161,7 @@ def made_up(device: str, directory: Path, *_: Any) -> tuple[Any, None]:
         return empty.normal_(0, 0.02, generator=generator)
 
     def unread(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        return torch.nn.Parameter(
-            Unread.of(parameter.detach(), partial(values, names[parameter], parameter.shape))
-        )
+        return torch.nn.Parameter(Unread.of(parameter.detach(), partial(values, names[parameter], parameter.shape)))
 
     replace_parameters(model, unread)
     return model.eval(), None
@@ -234,7 +232,13 @@ def run(name: str, given: argparse.Namespace) -> None:
 
 
 def planned_seconds(config: Any, shape: Any, layout: Any, given: argparse.Namespace, gpu: bool) -> float:
-    return 0.0
+    from truestep.plan.cards import CARDS, calibrate, card_here, find_card
+    from truestep.plan.time import Work, plan_time
+
+    card = find_card(given.card) if given.card else card_here() or (CARDS["H200"] if gpu else calibrate("cpu"))
+    tokens = config.schedule.docs_per_step * config.data.tokens_per_microbatch / (128 / 32 if given.tiny else 16)
+    length = 32 if given.tiny else LENGTH
+    return plan_time(config, shape, layout, card, Work(tokens, tokens / 2, length)).total
 
 
 if __name__ == "__main__":
