@@ -1,6 +1,6 @@
 """What fits one GPU: whole runs of three steps at Qwen3-8B's and Qwen3-32B's shape, with the plan beside each.
 
-    python benchmarks/fits.py [--cases full-offload full-8bit lora-8b lora-32b] [--limit 140] [--tiny]
+    python benchmarks/fits.py [--cases full-offload full-8bit lora-8b lora-32b] [--limit 200] [--tiny]
 
 Each case is a process of its own with a time limit, and its line is printed when it ends. Weights are random and made
 on the device: no file has them, and no checkpoint is written. Documents have 1,024 tokens, half of them labels; a step
@@ -19,34 +19,51 @@ import sys
 import tempfile
 import time
 import zlib
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 GIB = 2**30
-BIG, BIGGER = (36, 4096, 12288, 32), (64, 5120, 25600, 64)  # layers, hidden, intermediate, heads of queries
+BIG, BIGGER, HALF = (36, 4096, 12288, 32), (64, 5120, 25600, 64), (18, 4096, 12288, 32)
 LORA = {"adapter": {"rank": 32, "alpha": 32}}
-# The shape, micro-batches of a step, the goal in GiB, and what the configuration has besides.
-CASES: dict[str, tuple[tuple[int, int, int, int], int, float, dict[str, Any]]] = {
-    "lora-8b": (BIG, 4, 40, LORA),
-    "full-8bit": (BIG, 4, 125, {"optimizer": {"type": "adamw_8bit"}}),
-    "full-offload": (BIG, 4, 75, {"optimizer": {"offload": "all"}}),
-    "lora-32b": (BIGGER, 2, 120, LORA),
+
+
+@dataclass(frozen=True)
+class Case:
+    shape: tuple[int, int, int, int]  # layers, hidden, intermediate, heads of queries
+    micro_batches: int  # of a step
+    goal: float  # GiB
+    limit: float  # seconds
+    options: dict[str, Any]  # what the configuration has besides
+
+
+CASES = {
+    "lora-8b": Case(BIG, 4, 40, 100, LORA),
+    "full-8bit": Case(BIG, 4, 125, 120, {"optimizer": {"type": "adamw_8bit"}}),
+    "full-offload": Case(BIG, 4, 75, 190, {"optimizer": {"offload": "all"}}),
+    "lora-32b": Case(BIGGER, 2, 120, 160, LORA),
 }
+# Half of the 8B model's layers fit without offload: what offload costs.
+PAIR = {
+    "half-plain": Case(HALF, 4, 125, 100, {}),
+    "half-states": Case(HALF, 4, 75, 130, {"optimizer": {"offload": "states"}}),
+}
+ALL = CASES | PAIR
 STEPS, LENGTH = 3, 1024
 MARK = "RESULT "
 
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--limit", type=float, default=140, help="seconds of a case")
+    parser.add_argument("--cases", nargs="+", choices=ALL, default=list(CASES))
+    parser.add_argument("--limit", type=float, help="seconds of a case; without it, each has its own")
     parser.add_argument("--tiny", action="store_true", help="a toy's shape and short documents")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--card", help="the card that times are planned for; without it, the one that is here")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="options of every case")
-    parser.add_argument("--one", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--one", choices=ALL, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -77,14 +94,15 @@ def row(name: str, result: dict[str, Any]) -> str:
 
 def in_process(name: str, given: argparse.Namespace) -> dict[str, Any]:
     """Run a case in a process of its own; whatever becomes of it, the next one has its turn."""
+    limit = given.limit or ALL[name].limit
     command = [sys.executable, __file__, *sys.argv[1:], "--one", name]
     with tempfile.TemporaryFile("w+") as output:
         child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            child.wait(given.limit)
+            child.wait(limit)
             failed = f"exit code {child.returncode}"
         except subprocess.TimeoutExpired:
-            failed = f"not done within {given.limit:g} s"
+            failed = f"not done within {limit:g} s"
             os.killpg(child.pid, signal.SIGKILL)
             child.wait()
         output.seek(0)
@@ -100,7 +118,8 @@ def write_case(folder: Path, name: str, given: argparse.Namespace) -> dict[str, 
     import numpy as np
     from transformers import Qwen3Config
 
-    (layers, hidden, intermediate, heads), micro_batches, _, sections = CASES[name]
+    case = ALL[name]
+    layers, hidden, intermediate, heads = case.shape
     vocabulary, length, tokens = (256, 32, 128) if given.tiny else (151_936, LENGTH, 16 * LENGTH)
     if given.tiny:
         layers, hidden, intermediate, heads = 2, 64, 128, 16
@@ -110,7 +129,7 @@ def write_case(folder: Path, name: str, given: argparse.Namespace) -> dict[str, 
         max_position_embeddings=32_768, tie_word_embeddings=False,
     )  # fmt: skip
     config.save_pretrained(folder / "model")
-    draw, documents = np.random.default_rng(0), micro_batches * tokens // length
+    draw, documents = np.random.default_rng(0), case.micro_batches * tokens // length
     with (folder / "rollouts.jsonl").open("w", encoding="utf-8") as file:
         for number in range(STEPS * documents):
             record = {
@@ -135,7 +154,7 @@ def write_case(folder: Path, name: str, given: argparse.Namespace) -> dict[str, 
         "schedule": {"docs_per_step": documents, "steps": STEPS},
         "checkpoint": {"directory": str(folder / "run"), "every": 0},
         "logging": {"rollouts": None},
-        **sections,
+        **case.options,
     }
 
 
@@ -221,7 +240,7 @@ def run(name: str, given: argparse.Namespace) -> None:
         "peak": torch.cuda.max_memory_allocated() / GIB if gpu else 0.0,
         "reserved": torch.cuda.max_memory_reserved() / GIB if gpu else 0.0,
         "planned_peak": planned / GIB,
-        "goal": CASES[name][2],
+        "goal": ALL[name].goal,
         "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         "loss": [line["loss"] for line in lines.steps],
         "seconds": time.monotonic() - began,

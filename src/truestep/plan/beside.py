@@ -1,4 +1,4 @@
-"""The plan of a run's memory and time beside what it takes on a GPU, in lines at the start and after three steps."""
+"""The plan of a run's memory and time beside what it takes on a GPU, in two lines after three steps."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -58,7 +58,7 @@ class PlannedBeside:
 def planned_beside(
     config: Config, ranks: int, say: Callable[[str], None], card: Card | None = None
 ) -> PlannedBeside | None:
-    """Say what is planned, and give what says later what was measured; None for a model that cannot be planned."""
+    """Make what says after three steps what was measured; None for a model that cannot be planned."""
     try:
         shape, layout, card = read_shape(config), layout_of(config, ranks), card or card_here()
         planned = most_of(config, shape, layout)
@@ -69,9 +69,4 @@ def planned_beside(
         assert card is not None
         return plan_time(config, shape, layout, card, Work(tokens, labels, tokens / max(1.0, documents))).total
 
-    timed = ""
-    if card is not None:
-        step = plan_time(config, shape, layout, card)
-        timed = f", {step.total:.2f} s for a step of {step.tokens:,.0f} tokens on {card.name}"
-    say(f"planned: {planned / GIB:.1f} GiB at the peak{timed} (truestep plan shows the parts)")
     return PlannedBeside(planned, say, seconds=None if card is None else seconds)

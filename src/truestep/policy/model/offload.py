@@ -64,7 +64,8 @@ class ActivationOffload:
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, _Kept):
-            return packed  # type: ignore[no-any-return]
+            tensor: torch.Tensor = packed
+            return tensor
         self._fetch(packed)
         if packed.before is not None:
             self._fetch(packed.before)
