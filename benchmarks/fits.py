@@ -49,7 +49,14 @@ PAIR = {
     "half-plain": Case(HALF, 4, 125, 100, {}),
     "half-states": Case(HALF, 4, 75, 130, {"optimizer": {"offload": "states"}}),
 }
-ALL = CASES | PAIR
+# Runs that must fail, on a card that lends them little: each says what outgrew its plan.
+SMALL = (28, 2048, 6144, 16)
+FULL = {
+    "no-room-to-load": Case(SMALL, 2, 5, 60, {}),
+    "no-room-for-states": Case(SMALL, 2, 22, 60, {}),
+    "no-room-for-activations": Case(SMALL, 2, 45, 60, {"model": {"activation_checkpointing": False}}),
+}
+ALL = CASES | PAIR | FULL
 STEPS, LENGTH = 3, 1024
 MARK = "RESULT "
 
@@ -140,7 +147,7 @@ def write_case(folder: Path, name: str, given: argparse.Namespace) -> dict[str, 
                 "advantage": round(float(draw.normal()), 4),
             }
             file.write(json.dumps(record) + "\n")
-    return {
+    base: dict[str, Any] = {
         "model": {
             "path": str(folder / "model"),
             "dtype": "bfloat16",
@@ -154,8 +161,8 @@ def write_case(folder: Path, name: str, given: argparse.Namespace) -> dict[str, 
         "schedule": {"docs_per_step": documents, "steps": STEPS},
         "checkpoint": {"directory": str(folder / "run"), "every": 0},
         "logging": {"rollouts": None},
-        **case.options,
     }
+    return {**base, **{name: {**base.get(name, {}), **values} for name, values in case.options.items()}}
 
 
 def made_up(device: str, directory: Path, *_: Any) -> tuple[Any, None]:
@@ -222,6 +229,9 @@ def run(name: str, given: argparse.Namespace) -> None:
         shape = read_shape(config)
         layout = layout_of(config, 1)
         planned = most_of(config, shape, layout)
+        if name in FULL:
+            show_exhausted(config, ALL[name].goal)
+            return
         print(f"== {name}: {shape.total / 1e9:.2f}B weights, planned {planned / GIB:.1f} GiB", flush=True)
         trainer = make_trainer(config, Console(width=110))
         print(f"loaded after {time.monotonic() - began:.0f} s", flush=True)
@@ -248,6 +258,22 @@ def run(name: str, given: argparse.Namespace) -> None:
         "torch": torch.__version__,
     }
     print(MARK + json.dumps(result), flush=True)
+
+
+def show_exhausted(config: Any, room: float) -> None:
+    """Run on so many GiB of the card, and print the error that must come."""
+    import torch
+    from rich.console import Console
+
+    from truestep.plan.exhausted import MemoryExhaustedError
+    from truestep.train import train
+
+    torch.cuda.set_per_process_memory_fraction(room * GIB / torch.cuda.mem_get_info()[1])
+    try:
+        train(config, Console(width=110))
+        raise SystemExit("it ran, and was not to")
+    except MemoryExhaustedError as error:
+        print(MARK + json.dumps({"failed": str(error).replace("\n", " ")}), flush=True)
 
 
 def planned_seconds(config: Any, shape: Any, layout: Any, given: argparse.Namespace, gpu: bool) -> float:

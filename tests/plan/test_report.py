@@ -17,9 +17,12 @@ from rich.console import Console
 from small_runs import file_config, write_rollouts
 from tiny import make_model
 from truestep.cli import main
+from truestep.config.load import load_config
+from truestep.plan.advice import layout_of
 from truestep.plan.beside import PlannedBeside
-from truestep.plan.exhausted import MemoryExhaustedError
-from truestep.plan.memory import GIB
+from truestep.plan.exhausted import MemoryExhaustedError, explain_exhausted
+from truestep.plan.memory import GIB, GRADIENTS, MASTERS, STATES, WEIGHTS, plan_memory
+from truestep.plan.shape import read_shape
 from truestep.step.runner import StepRunner
 from truestep.train import train
 from truestep.trainer import Trainer
@@ -155,3 +158,18 @@ def test_memory_that_runs_out_is_explained(
     message = str(caught.value)
     assert "the GPU's memory ran out while" in message and said in message
     assert "would need" in message and "truestep plan" in message
+
+
+def test_states_that_have_no_room_are_named_and_not_activations(config: Path) -> None:
+    """The first update makes them: what was held before is less than what training keeps."""
+    given = load_config(config, [])
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has less.")
+    (planned,) = plan_memory(given, read_shape(given), layout_of(given, 1))
+    lasting = sum(planned.kinds[kind] for kind in (MASTERS, WEIGHTS, GRADIENTS, STATES))
+    message = explain_exhausted(given, 1, "computing step 1", 0.7 * lasting, error)
+    assert (
+        f"what training keeps (weights, gradients, the optimizer's state), planned with {lasting / GIB:.2f}" in message
+    )
+    assert "--optimizer.offload all would need" in message
+    message = explain_exhausted(given, 1, "computing step 1", lasting + 3 * GIB, error)
+    assert "the activations and the head's logits: 3.00 GiB of them" in message
