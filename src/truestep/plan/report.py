@@ -127,7 +127,8 @@ class Plan:
         found = fastest(self.given, self.shape, self.ranks, room, self.card or CARDS["H100"], self.length)
         if not found:
             return [f"No layout of {ranks} fits: use more (--ranks), or a smaller model."]
-        lines = [f"The fastest that fit {ranks}, with the same numbers:"]
+        same = "with the same numbers" if self.given.schedule.docs_per_step else "with a step's micro-batches a rank"
+        lines = [f"The fastest that fit {ranks}, {same}:"]
         for way in found[:_SHOWN]:
             lines += ["", f"  # {_said(way, self.card)}", *(f"  {line}" for line in way.as_yaml() or ["# as it is"])]
         return lines

@@ -62,7 +62,7 @@ def fastest(
         best = min(ways, key=lambda way: way.time.total, default=None)
         if best is not None:
             found.append(best)
-    return sorted(found, key=lambda way: way.time.total)
+    return sorted(found, key=lambda way: -way.time.tokens_per_second)
 
 
 def _layouts(config: Config, shape: ModelShape, ranks: int) -> Iterator[RankLayout]:
@@ -111,7 +111,9 @@ def _that_fit(
     """Try options that change no result, the fastest first; of each kind the first that fits."""
     sizes = layout.by_name
     tokens = config.data.tokens_per_microbatch
-    halves = [tokens // 2] if tokens // 2 >= max(_FEWEST_TOKENS, 2 * length) else []
+    # Where a step is so many micro-batches, their size is the step's.
+    halved = config.schedule.docs_per_step > 0 and tokens // 2 >= max(_FEWEST_TOKENS, 2 * length)
+    halves = [tokens // 2] if halved else []
     built_in = hasattr(config.optimizer, "offload")
     for micro_batch in (tokens, *halves):
         for place in ("none", "states", "all") if built_in else (None,):
