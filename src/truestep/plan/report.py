@@ -89,7 +89,7 @@ class Plan:
     def _time_lines(self) -> list[str]:
         step = self.time
         if step is None or self.card is None:
-            return [f"--card NAME plans the time too: {', '.join(CARDS)}, or a file of --calibrate."]
+            return ["--card NAME plans the time too (or --calibrate):", f"  {', '.join(CARDS)}"]
         width = max(map(len, step.parts))
         lines = [f"{'':<{width}}     seconds"]
         lines += [f"{name:<{width}}{seconds:>12.3f}" for name, seconds in step.parts.items()]

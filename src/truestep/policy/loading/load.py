@@ -92,8 +92,7 @@ def load_policy(
     no_noise(model)
     every_token_counts(model)
     settings = _head_settings(model, head or HeadSettings())
-    how = FULL if activation_checkpointing is True else activation_checkpointing
-    if how:
+    if how := FULL if activation_checkpointing is True else activation_checkpointing:
         recompute_activations(model, how)
     compute = getattr(torch, dtype)
     with progress.working("checking what it computes", "layers"), borrowed_weights(model, place):
@@ -114,9 +113,8 @@ def load_policy(
     model.set_attn_implementation(choice.name)
     companions = read_companions(directory)
     parts = (tokenizer, companions, stages, buffers, choice, adapted)
-    policy = Policy(model, directory, settings, weights, facts, *parts)
-    policy.activations_on_host = ActivationOffload(place) if offload_activations else None
-    return policy
+    on_host = ActivationOffload(place) if offload_activations else None
+    return Policy(model, directory, settings, weights, facts, *parts, activations_on_host=on_host)
 
 
 def _compile(model: Any, how: str | bool) -> None:
