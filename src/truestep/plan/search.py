@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,8 +42,13 @@ class Found:
         for name, value in {**{f"parallel.{name}": size for name, size in sizes.items()}, **self.changes}.items():
             section, _, option = name.partition(".")
             sections.setdefault(section, {})[option] = value
-        flow = partial(yaml.safe_dump, default_flow_style=True, sort_keys=False, width=1000)
-        return [f"{section}: {flow(options).strip()}" for section, options in sections.items()]
+        return [f"{section}: {_flow(options)}" for section, options in sections.items()]
+
+
+def _flow(options: Mapping[str, Any]) -> str:
+    """Write a section on one line."""
+    text: str = yaml.safe_dump(dict(options), default_flow_style=True, sort_keys=False, width=1000)
+    return text.strip()
 
 
 def fastest(
