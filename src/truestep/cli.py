@@ -134,14 +134,36 @@ def train(config: "Config", explain: bool) -> None:
 
 
 @_config_command
-@click.option("--ranks", type=click.IntRange(1), help="Plan for this many ranks. Without it: those of torchrun, or 1.")
+@click.option(
+    "--ranks", "--gpus", type=click.IntRange(1), help="Plan for this many. Without it: those of torchrun, or 1."
+)
 @click.option("--memory", type=click.FloatRange(0, min_open=True), help="GiB of each GPU; exit code 1 if too few.")
-@click.option("--output", type=click.Path(path_type=Path), help="Also write plan.json there.")
-def plan(config: "Config", ranks: int | None, memory: float | None, output: Path | None) -> None:
-    """Print the memory that CONFIG needs on each rank, without a GPU and without reading a weight."""
+@click.option("--card", help="Plan the time on it, and what is fastest: H200, H100, ... or a file of --calibrate.")
+@click.option("--length", type=click.FloatRange(1), help="Tokens of a document, for the time.")
+@click.option("--calibrate", is_flag=True, help="Measure the card that is here, for a second or two, and plan for it.")
+@click.option("--output", type=click.Path(path_type=Path), help="Also write plan.json there, and what was measured.")
+def plan(
+    config: "Config",
+    ranks: int | None,
+    memory: float | None,
+    card: str | None,
+    length: float | None,
+    calibrate: bool,
+    output: Path | None,
+) -> None:
+    """Print the memory that CONFIG needs on each rank and the time of its steps, without reading a weight."""
+    from truestep.plan import cards
     from truestep.plan.report import make_plan_report
 
-    text, fits = make_plan_report(config, ranks or int(os.environ.get("WORLD_SIZE", "1")), memory, output)
+    found = cards.find_card(card) if card else None
+    if calibrate:
+        found = cards.calibrate(config.model.device)
+        _print(cards.card_as_json(found))
+        if output is not None:
+            output.mkdir(parents=True, exist_ok=True)
+            (output / "card.json").write_text(cards.card_as_json(found))
+    size = ranks or int(os.environ.get("WORLD_SIZE", "1"))
+    text, fits = make_plan_report(config, size, memory, output, found or cards.card_here(), length)
     _print(text)
     if not fits:
         sys.exit(1)

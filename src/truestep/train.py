@@ -32,6 +32,7 @@ from truestep.files import write_whole
 from truestep.metrics.sinks import Sink
 from truestep.plan.beside import planned_beside
 from truestep.plan.exhausted import exhaustion_explained
+from truestep.plan.search import settle_on
 from truestep.policy.errors import ModelError
 from truestep.policy.policy import Policy
 from truestep.policy.tensor_parts import StoredTensors
@@ -65,15 +66,19 @@ def train(
     """Train to the end, and return the trainer that did it. Callbacks are called, and sinks written, by the first rank
     alone."""
     ranks = join_ranks(config)
+    config, switched_on = settle_on(config, ranks)
     watch = Watch(ranks, config.schedule.stall_timeout)
     display = Display(console) if config.logging.console and ranks.first else Display(Console(quiet=True))
+    for name, value in switched_on.items():
+        display.say(f"auto: {name} is {str(value).lower()} here, so that it fits or is faster")
     with watch.watching(), exhaustion_explained(config, ranks.size, lambda: watch.doing), display:
         trainer = make_trainer(config, console, title, ranks, watch, callbacks, display)
         display.asked_to_stop = lambda: trainer.stopped_by
         if ranks.first:
             trainer.sinks = [*trainer.sinks, *sinks]
         if config.logging.console and ranks.first and trainer.policy.device.type == "cuda":
-            trainer.sinks = [*trainer.sinks, planned_beside(config, ranks.size, display.say)]
+            beside = planned_beside(config, ranks.size, display.say)
+            trainer.sinks = [*trainer.sinks, *([beside] if beside else [])]
         try:
             trainer.run()
         finally:

@@ -54,7 +54,7 @@ class Option:
 
     @property
     def is_bool(self) -> bool:
-        return self.type == BOOL
+        return "false" in self.choices
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,14 @@ def _attention(config: "Config") -> Iterator[str]:
         yield f"model.attention: flash computes in bfloat16 on a GPU: it cannot be used with {which}"
 
 
+def _activations(config: "Config") -> Iterator[str]:
+    if config.model.activation_offload is True and not config.model.activation_checkpointing:
+        yield (
+            "model.activation_offload moves what recomputed layers keep: set model.activation_checkpointing too, full "
+            "or selective"
+        )
+
+
 def _documents(config: "Config") -> Iterator[str]:
     data = config.data
     if config.sampler is not None and data.path is not None:
@@ -373,6 +381,7 @@ _RULES = (
     _presets,
     _adapter,
     _attention,
+    _activations,
     _reference,
     _documents,
     _sampled_groups,

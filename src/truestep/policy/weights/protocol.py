@@ -34,12 +34,6 @@ class StagePass:
         return self.last or self.number % self.group == self.group - 1
 
 
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to the host, into memory that its GPU can read by itself."""
-    pinned = tensor.device.type == "cuda"
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor)
-
-
 class Weights(Protocol):
     """Float32 weights and gradients, of which each rank has a part, whatever type the model computes in.
 

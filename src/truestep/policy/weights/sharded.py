@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from truestep.policy.cuts.layers import layers_of
 from truestep.policy.cuts.pieces import Piece, pieces_of, sum_parts
 from truestep.policy.errors import ModelError
-from truestep.policy.weights.protocol import StagePass, Weights, to_host
+from truestep.policy.weights.host import to_host
+from truestep.policy.weights.protocol import StagePass, Weights
 from truestep.policy.weights.unread import read_all, replace_parameters
 from truestep.ranks.exchange import all_gather, reduce_scatter
 from truestep.ranks.group import Ranks
