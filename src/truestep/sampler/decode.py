@@ -60,7 +60,7 @@ def decode_here(
 
     with torch.no_grad(), policy.weights.gathered():
         with progress.working("preparing the sampler", "kernels"):
-            engine = engine_of(policy) if requests and options.engine else ""
+            engine = engine_of(policy, options.exact) if requests and options.engine else ""
         with progress.working("sampling", "completions", len(requests)):
             if isinstance(engine, Engine):
                 return _decode_by_engine(policy, engine, requests, options, done)
