@@ -14,9 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from truestep.exact.attention import BLOCK, Queries
+from truestep.exact.attention import Queries
 from truestep.exact.kernels import aligned
 
+_BLOCK, _WIDE_BLOCK = 64, 16  # rows of a tile: tokens times the query heads of one key-value head; in float32
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -113,6 +114,11 @@ def _attend_kernel(
     tl.store(target, (result / tl.where(live, total, 1.0)[:, None]).to(TYPE), mask=inside)
 
 
+def rows_of_tile(dtype: torch.dtype, group: int) -> int:
+    """Give the rows of every tile, for single tokens as for many: the type of the numbers has a say, and the model."""
+    return max(_WIDE_BLOCK if dtype == torch.float32 else _BLOCK, triton.next_power_of_2(group))
+
+
 def attend(
     queries: Queries,
     q: torch.Tensor,  # [T, Q, E]
@@ -132,7 +138,7 @@ def attend(
     q = aligned(q)
     (count, heads_of_queries, key_size), (_, heads, page_size, value_size) = q.shape, values.shape
     group = heads_of_queries // heads
-    block = max(BLOCK, triton.next_power_of_2(group))
+    block = rows_of_tile(q.dtype, group)
     tiles = queries.tiles(block // group)
     output = torch.zeros(count, heads_of_queries, value_size, dtype=q.dtype, device=q.device)
     _attend_kernel[(len(tiles.first), heads)](

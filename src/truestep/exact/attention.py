@@ -17,7 +17,6 @@ from truestep.exact import plain
 from truestep.exact.arithmetic import by_kernels
 
 _PAGES = {"cuda": 64}
-BLOCK = 64  # rows of a tile: tokens times the query heads of one key-value head
 Send = Callable[[np.ndarray], torch.Tensor]
 
 

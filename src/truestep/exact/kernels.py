@@ -104,7 +104,7 @@ def _join_kernel(highest_pointer, total_pointer, out_pointer, parts, BLOCK: tl.c
 def tiles(dtype: torch.dtype) -> dict[str, int]:
     """Give the one shape of tiles: nothing but the type of the numbers has a say."""
     if dtype == torch.float32:
-        return {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}
+        return {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}
     return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
 
 

@@ -10,14 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from transformers import AttentionInterface
 
+from truestep.exact import compiling
 from truestep.exact.attention import Queries, Span, attend, page_of
 from truestep.exact.operations import Exactly, InexactError, by_itself
+from truestep.policy.cuts.layers import layers_of
 from truestep.policy.model import attention
+from truestep.policy.model.compiled import own_forward
 from truestep.policy.policy import Policy
 from truestep.types import sent
 
@@ -68,11 +72,42 @@ def exact_attention(
         return attend(exact.queries, q, keys, values, scale, sliding_window, softcap, places)[None], None
 
 
+# The layers of models that run compiled, and their compiled code: the same for the sampler and for training.
+_COMPILED: WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = WeakKeyDictionary()
+
+
+def compile_exactly(model: Any, on: bool) -> None:
+    """Have the layers of exact passes run compiled, or not."""
+    _COMPILED.pop(model, None)
+    if on:
+        layers: list[Any] = layers_of(model)[1]
+        _COMPILED[model] = {layer: _compiled(layer) for layer in layers}
+
+
+def _compiled(layer: Any) -> Callable[..., Any]:
+    compute = torch.compile(own_forward(layer), dynamic=True, backend=compiling.backend)
+
+    def forward(*arguments: Any, **options: Any) -> Any:
+        # Torch compiles nothing within `Exactly`. What is compiled is exact by itself, and what is not must not run.
+        with by_itself(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            return compute(*arguments, **options)
+
+    return forward
+
+
 @contextmanager
 def exactly(model: Any) -> Iterator[None]:
-    """Have the model attend exactly."""
+    """Have the model attend exactly, and its layers run compiled where `compile_exactly` says so."""
+    compiled = _COMPILED.get(model, {})
+    before = {layer: layer.forward for layer in compiled}
     with attention.using(model, NAME):
-        yield
+        try:
+            for layer, forward in compiled.items():
+                layer.forward = forward
+            yield
+        finally:
+            for layer, forward in before.items():
+                layer.forward = forward
 
 
 @torch.no_grad()

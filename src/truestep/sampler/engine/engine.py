@@ -32,7 +32,7 @@ from truestep.sampler.engine.attend import Pieces, Rows, UnservedError, make_pie
 from truestep.sampler.engine.cache import PagedCache, page_bytes, pages_that_fit
 from truestep.sampler.engine.device import Result, device_of
 from truestep.sampler.engine.draw import key_of
-from truestep.sampler.engine.exact import check_exact, choose_exactly, exact_device, pieces_pass, rows_pass
+from truestep.sampler.engine.exact import choose_exactly, exact_device, make_exact, pieces_pass, rows_pass
 from truestep.sampler.engine.forward import compiled_layers, paged, probe, run_model, shapes_of
 from truestep.sampler.engine.graphs import FlatPrompts, Graphs, size_for
 from truestep.sampler.engine.rows import (
@@ -111,7 +111,7 @@ class Engine:
                 self.device = serve_with_kernels(self.device, policy, self.layers, self._compiled)
             if exact:
                 self.device = exact_device(self.device)
-                check_exact(policy, self.layers, self.device)
+                make_exact(policy, self.layers, self.device)
         self.graphs = Graphs(self.device.place, len(self.layers)) if self.device.graphs else None
 
     @contextmanager

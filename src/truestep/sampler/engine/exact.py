@@ -4,6 +4,7 @@ Prompts in pieces and single tokens attend over the cache with the code that tra
 samples so, it compares itself with training on this machine, bit by bit.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -13,12 +14,14 @@ import torch
 from truestep.exact.attention import Queries, Send, Span, page_of
 from truestep.exact.operations import InexactError
 from truestep.head.exact import exact_logprobs, exact_raw_logits
-from truestep.policy.exact import ExactPass, documents_hidden, exact_hidden, exactly
+from truestep.policy.exact import ExactPass, compile_exactly, documents_hidden, exact_hidden, exactly
 from truestep.policy.policy import Policy
 from truestep.sampler.engine.attend import places_of
 from truestep.sampler.engine.cache import LayerShape, PagedCache
 from truestep.sampler.engine.device import Device
 from truestep.sampler.engine.draw import Drawn, DrawRows
+
+log = logging.getLogger(__name__)
 
 Pools = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
 
@@ -79,6 +82,22 @@ def choose_exactly(hidden: torch.Tensor, policy: Policy, rows: DrawRows, draw: C
     drawn = draw(raw.clone(), rows, head)  # it may write over the logits
     temperature = torch.where(rows.temperature == 0, 1.0, rows.temperature)
     return replace(drawn, logprobs=exact_logprobs(raw, drawn.tokens, temperature, head))
+
+
+def make_exact(policy: Policy, layers: list[LayerShape], device: Device) -> None:
+    """Make a policy compute exactly: by compiled layers on a GPU where they do, else by its own code."""
+    if device.place.type == "cuda":
+        try:
+            compile_exactly(policy.model, True)
+            check_exact(policy, layers, device)
+            return
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a compiler's errors have no common type
+            compile_exactly(policy.model, False)
+            problem = f"{type(error).__name__}: {str(error)[:500]}"
+            log.warning("exact passes run without compiled layers, which is slower: %s", problem)
+    check_exact(policy, layers, device)
 
 
 def check_exact(policy: Policy, layers: list[LayerShape], device: Device) -> None:
