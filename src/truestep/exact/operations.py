@@ -148,6 +148,8 @@ if hasattr(aten, "_fused_rms_norm"):
 
 def keeps_rows_apart(operation: Any) -> bool:
     """Tell whether an operation moves numbers or treats every element alone."""
+    if operation.namespace in ("profiler", "fsdp"):  # marks for profilers; weights that are gathered
+        return True
     return operation.is_view or _name(operation) in _MOVES | _ROUNDED or torch.Tag.pointwise in operation.tags
 
 

@@ -25,7 +25,7 @@ BETWEEN = ("evaluation", "save")
 _OF_THE_MACHINE = frozenset(
     {
         *("tokens_per_second", "data_wait_time", "step_time", "seconds"),
-        *("sampling_time", "rating_time", "sampled_tokens_per_second"),
+        *("sampling_time", "rating_time", "sampled_tokens_per_second", "sampler_cache_use"),
         *("gpu_memory", "mfu"),
     }
 )
