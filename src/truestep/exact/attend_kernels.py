@@ -140,7 +140,9 @@ def attend(
     group = heads_of_queries // heads
     block = rows_of_tile(q.dtype, group)
     tiles = queries.tiles(block // group)
-    output = torch.zeros(count, heads_of_queries, value_size, dtype=q.dtype, device=q.device)
+    # Tokens between two documents are in no tile, and must be numbers.
+    make = torch.zeros if queries.rows is None else torch.empty
+    output = make(count, heads_of_queries, value_size, dtype=q.dtype, device=q.device)
     _attend_kernel[(len(tiles.first), heads)](
         *(places, q, output, tiles.first, tiles.count, tiles.start, tiles.sequence),
         *(queries.table, queries.table.stride(0), *keys.stride()[:3], *values.stride()[:3], scale, softcap or 1.0),

@@ -57,9 +57,9 @@ class Queries:
 
     def tiles(self, tokens: int) -> Tiles:
         """Give the tiles of so many tokens each."""
-        if self.rows is not None:
+        if tokens not in self._tiles and self.rows is not None:
             numbers = torch.arange(len(self.rows), device=self.rows.device)
-            return Tiles(numbers, torch.ones_like(numbers), self.rows, numbers)
+            self._tiles[tokens] = Tiles(numbers, torch.ones_like(numbers), self.rows.contiguous(), numbers)
         if tokens not in self._tiles:
             cut = [
                 (span.first + at, min(tokens, span.count - at), span.start + at, span.sequence)

@@ -76,6 +76,10 @@ def exact_attention(
 _COMPILED: WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = WeakKeyDictionary()
 
 
+# Code that torch stops to compile would run as it is, and round as it likes.
+_REFUSALS = {name: True for name in ("fail_on_recompile_limit_hit",) if hasattr(torch._dynamo.config, name)}
+
+
 def compile_exactly(model: Any, on: bool) -> None:
     """Have the layers of exact passes run compiled, or not."""
     _COMPILED.pop(model, None)
@@ -89,7 +93,7 @@ def _compiled(layer: Any) -> Callable[..., Any]:
 
     def forward(*arguments: Any, **options: Any) -> Any:
         # Torch compiles nothing within `Exactly`. What is compiled is exact by itself, and what is not must not run.
-        with by_itself(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        with by_itself(), torch._dynamo.config.patch(**_REFUSALS):
             return compute(*arguments, **options)
 
     return forward

@@ -149,6 +149,8 @@ def _by_engine(
     for number, pages in enumerate(own):
         table[number, : len(pages)] = pages
     while members := [number for number, ids in enumerate(documents) if done[number] < len(ids)]:
+        rest = len(members)
+        members = members if rest > 1 else members * 2  # compiled code treats a single row apart
         at = np.array([done[number] for number in members])
         rows = table[members]
         step = rows_pass(
@@ -161,7 +163,7 @@ def _by_engine(
         )
         ids = np.array([documents[number][done[number]] for number in members])
         hidden = exact_hidden(policy.model, send(ids), send(at), step)
-        for number, part in zip(members, hidden, strict=True):
+        for number, part in zip(members[:rest], hidden, strict=False):
             found[number].append(part[None])
             done[number] += 1
     return [torch.cat(parts) for parts in found]
