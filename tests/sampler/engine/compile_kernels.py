@@ -136,7 +136,6 @@ def compile_exact_attention(kind: str, size: int, group: int, window: int, cappe
 def main(which: str) -> None:
     if which == "some":
         compile_exact_product("bf16", True, False)
-        compile_exact_attention("bf16", 128, 2, 0, False)
         compile_draw("bf16", False, False)
         compile_attention("bf16", 128, 2, 64, 0, False)
         compile_attention("fp32", 64, 7, 64, 4096, True)
