@@ -282,10 +282,11 @@ def exact_case(policy: Policy, quick: bool) -> None:
         scored, found = timed(score)
         theirs = torch.cat([found[number] for number in range(256)]).cpu()
         ours = torch.cat([torch.tensor(answer.logprobs, dtype=torch.float32) for answer in answers])
+        off, worst = int((ours != theirs).sum()), float((ours - theirs).abs().max())
         print(
-            f"exact {exact}: {256 * new / took:,.0f} tokens/s (engine made in {made:.0f} s); {int((ours != theirs).sum())} "
-            f"of {len(ours)} labels differ from training's exact ones, by {float((ours - theirs).abs().max()):.1e} at "
-            f"most; training's exact pass {256 * (128 + new) / scored:,.0f} tokens/s",
+            f"exact {exact}: {256 * new / took:,.0f} tokens/s (engine made in {made:.0f} s); {off} of {len(ours)} "
+            f"labels differ from training's exact ones, by {worst:.1e} at most; training's exact pass "
+            f"{256 * (128 + new) / scored:,.0f} tokens/s",
             flush=True,
         )
 
