@@ -26,6 +26,16 @@ def _(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.new_empty(a.shape[0], b.shape[1])
 
 
+@torch.library.custom_op("truestep::exact_linear", mutates_args=())
+def _linear(a: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return arithmetic.product(a, weight)
+
+
+@_linear.register_fake
+def _(a: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return a.new_empty(a.shape[0], weight.shape[0])
+
+
 @torch.library.custom_op("truestep::exact_addmm", mutates_args=())
 def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return arithmetic.product(a, b.T, bias)
@@ -64,7 +74,13 @@ _SUMS: dict[Any, Any] = {
     aten.mean.dim: torch.ops.truestep.exact_mean.default,
     aten.sum.dim_IntList: torch.ops.truestep.exact_sum.default,
 }
-_KNOWN = {*_PRODUCTS.values(), *_SUMS.values(), prims.convert_element_type.default, prims.iota.default}
+_KNOWN = {
+    *_PRODUCTS.values(),
+    torch.ops.truestep.exact_linear.default,
+    *_SUMS.values(),
+    prims.convert_element_type.default,
+    prims.iota.default,
+}
 
 
 def rewrite(graph: torch.fx.Graph) -> None:
@@ -77,10 +93,21 @@ def rewrite(graph: torch.fx.Graph) -> None:
             if node.kwargs:
                 raise InexactError(f"a product that is scaled ({target})")
             node.target = _PRODUCTS[target]
+            weight = _transposed(node.args[-1])
+            if weight is not None and target is aten.mm.default:  # read where it lies: no view that might be copied
+                node.target, node.args = torch.ops.truestep.exact_linear.default, (node.args[0], weight)
         elif target in _SUMS:
             _rewrite_sum(graph, node, _SUMS[target])
         elif not (keeps_rows_apart(target) or target.namespace == "truestep" or "sym_" in str(target)):
             raise InexactError(str(target))
+
+
+def _transposed(node: Any) -> torch.fx.Node | None:
+    """Give the matrix of which a node is the transpose."""
+    if not isinstance(node, torch.fx.Node) or node.target not in (aten.t.default, aten.permute.default):
+        return None
+    swaps = node.target is aten.t.default or node.args[1] in ([1, 0], (1, 0))
+    return node.args[0] if swaps and isinstance(node.args[0], torch.fx.Node) else None
 
 
 def _rewrite_sum(graph: torch.fx.Graph, node: torch.fx.Node, operator: Any) -> None:

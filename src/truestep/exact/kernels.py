@@ -149,7 +149,7 @@ def logsumexp(z: torch.Tensor) -> torch.Tensor:  # [M, N] float32 -> [M]
     z = aligned(z)
     rows, columns = z.shape
     parts = triton.cdiv(columns, _PART)
-    highest, total = torch.empty(2, rows, parts, dtype=torch.float32, device=z.device)
+    highest, total = (torch.empty(rows, parts, dtype=torch.float32, device=z.device) for _ in range(2))
     out = torch.empty(rows, dtype=torch.float32, device=z.device)
     if rows:
         _part_kernel[(rows, parts)](z, highest, total, columns, PART=_PART, BLOCK=1024, num_warps=4)
