@@ -108,7 +108,8 @@ class Engine:
             if self.device.place.type == "cuda":
                 from truestep.sampler.engine.serving import serve_with_kernels
 
-                self.device = serve_with_kernels(self.device, policy, self.layers, self._compiled)
+                compiled = None if exact else self._compiled  # exact layers are compiled otherwise
+                self.device = serve_with_kernels(self.device, policy, self.layers, compiled)
             if exact:
                 self.device = exact_device(self.device)
                 make_exact(policy, self.layers, self.device)
