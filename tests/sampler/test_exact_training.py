@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
+from selection import long_except
 from small_runs import quiet_trainer, read_lines, sampled_config, sort_prompts, tokenised_model, word_model, write_lines
 from truestep.config.load import ConfigError
 
 
-def run(directory: Path, model: Path, **sections: Any) -> list[dict[str, Any]]:
+def run(directory: Path, weights: Path, **sections: Any) -> list[dict[str, Any]]:
     prompts = write_lines(directory / "prompts.jsonl", sort_prompts(6))
-    sampler = {"exact": True, "temperature": 0.9, **sections.pop("sampler", {})}
-    config = sampled_config(model, prompts, directory / "run", sampler=sampler, **sections)
+    usual = {"exact": True, "temperature": 0.9, "reward": "plain_rewards:letter_reward"}
+    sampler = {**usual, **sections.pop("sampler", {})}
+    config = sampled_config(weights, prompts, directory / "run", sampler=sampler, **sections)
     quiet_trainer(config).run()
     return read_lines(directory / "run" / "metrics.jsonl")
 
@@ -23,7 +25,7 @@ def is_exact(line: dict[str, Any]) -> bool:
     return line["ratio_new_old"] == 1.0 and line["clipped_ratio_fraction"] == 0.0 and line["kl_new_old"] == 0.0
 
 
-@pytest.mark.parametrize("kind", ["qwen3_tied", "gemma2"])
+@pytest.mark.parametrize("kind", long_except(["qwen3_tied", "gemma2"], "qwen3_tied"))
 def test_every_fresh_update_has_ratio_one(kind: str, tmp_path: Path) -> None:
     model = tokenised_model(tmp_path / "model", kind)
     lines = run(
@@ -32,7 +34,7 @@ def test_every_fresh_update_has_ratio_one(kind: str, tmp_path: Path) -> None:
         model={"dtype": "bfloat16", "head": {"fp32_lm_head": True}},
         loss={"type": "grpo", "epsilon_low": 1e-6, "epsilon_high": 1e-6, "metrics": "full"},
     )
-    assert len(lines) == 3 and len({line["loss"] for line in lines}) > 1
+    assert len(lines) == 3 and all(line["grad_norm"] > 0 for line in lines)
     assert all(map(is_exact, lines)), lines
     assert all(line["time/exact"] > 0 for line in lines)
 
@@ -50,7 +52,9 @@ def test_without_it_bfloat16_is_off(tmp_path: Path) -> None:
     assert all(line["clipped_ratio_fraction"] > 0 for line in lines)
 
 
-@pytest.mark.parametrize("loss", [{"type": "gspo"}, {"type": "grpo", "old_logprobs": "recompute"}])
+@pytest.mark.parametrize(
+    "loss", long_except([{"type": "gspo"}, {"type": "grpo", "old_logprobs": "recompute"}], {"type": "gspo"})
+)
 def test_later_updates_on_the_same_documents_move_away(loss: dict[str, Any], tmp_path: Path) -> None:
     lines = run(
         tmp_path,
@@ -87,7 +91,7 @@ def test_it_trains_as_without_it(tmp_path: Path) -> None:
     ("sampler", "named"),
     [
         ({"engine": False}, "leave out sampler.engine: false"),
-        ({"type": "server", "urls": ["http://localhost"], "model": "m"}, "sampler.exact"),
+        ({"type": "server", "urls": ["http://localhost"], "model": "m"}, "exact"),
     ],
 )
 def test_what_cannot_be_exact_is_refused_before_anything_is_loaded(
