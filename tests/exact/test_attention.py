@@ -6,29 +6,32 @@ import numpy as np
 import pytest
 import torch
 
+from interpreted import HALF, ON_GPU, use
 from truestep.exact import attention
 from truestep.exact.attention import Queries, Span, attend
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS = (70, 1, 16, 33)
-PAGE = 16 if DEVICE == "cpu" else 64
+PAGE = 64 if ON_GPU else 16
 
 
 @pytest.fixture(params=["plain", "kernels"])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    if request.param == "plain":
-        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-        return torch.device("cpu")
-    pytest.importorskip("triton")
-    if DEVICE == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-    return torch.device(DEVICE)
+    return use(request.param, monkeypatch)
 
 
 class Case:
     """Documents, their keys and values in pages that lie anywhere, and one document's queries in any portions."""
 
-    def __init__(self, place: torch.device, heads: int, group: int, size: int, window: int | None, cap: float | None):
+    def __init__(
+        self,
+        place: torch.device,
+        heads: int,
+        group: int,
+        size: int,
+        window: int | None,
+        cap: float | None,
+        dtype: torch.dtype,
+    ):
         generator = torch.Generator().manual_seed(0)
         self.place, self.how = place, (size**-0.5, window, cap)
         pages = [-(-length // PAGE) for length in LENGTHS]
@@ -37,12 +40,9 @@ class Case:
         for row, (count, end) in enumerate(zip(pages, np.cumsum(pages), strict=True)):
             self.table[row, :count] = numbers[end - count : end]
         self.pools = [
-            torch.randn(sum(pages), heads, PAGE, size, generator=generator).to(place, torch.bfloat16) for _ in range(2)
+            torch.randn(sum(pages), heads, PAGE, size, generator=generator).to(place, dtype) for _ in range(2)
         ]
-        self.q = [
-            torch.randn(length, heads * group, size, generator=generator).to(place, torch.bfloat16)
-            for length in LENGTHS
-        ]
+        self.q = [torch.randn(length, heads * group, size, generator=generator).to(place, dtype) for length in LENGTHS]
 
     def send(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.place)
@@ -103,13 +103,13 @@ def check(case: Case) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_company_and_portions_change_nothing(name: str, place: torch.device) -> None:
-    check(Case(place, *CASES[name]))
+    check(Case(place, *CASES[name], HALF))
 
 
 def test_another_tile_for_single_tokens_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page size of its own is another order of sums."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    case = Case(torch.device("cpu"), *CASES["groups of 3"])
+    case = Case(torch.device("cpu"), *CASES["groups of 3"], torch.float32)
     rows = attention._attend
 
     def other(q: torch.Tensor, *rest: object) -> torch.Tensor:

@@ -25,7 +25,7 @@ WEIGHT = torch.randn(33, 48, generator=torch.Generator().manual_seed(1))
         lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
         lambda x: torch.add(x, x, alpha=1),
         lambda x: x[:, :, None] @ x[:, None, :],
-        lambda x: x[None].expand(3, 9, 48) @ WEIGHT.T[None].expand(3, 48, 33),
+        lambda x: x[None].expand(3, -1, 48) @ WEIGHT.T[None].expand(3, 48, 33),
     ],
 )
 def test_what_is_replaced_agrees_with_torch_and_keeps_rows_apart(compute) -> None:  # type: ignore[no-untyped-def]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
+from interpreted import use
 from selection import long_except
 from tiny import VOCABULARY
 from truestep.head.logits import HeadSettings
@@ -150,14 +151,15 @@ def test_prompts_that_are_replayed_draw_the_same(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "dtype"), [("gemma2", "bfloat16"), ("qwen3", "float32")])
+@pytest.mark.parametrize("kind", ["gemma2", "qwen3"])
 def test_exact_kernels_and_replays_find_trainings_logprobs(
-    kind: str, dtype: str, tiny_model: Model, replays: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+    kind: str, tiny_model: Model, replays: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    use("kernels", monkeypatch)
     monkeypatch.setattr(engine_module, "make_exact", lambda *_: None)  # it has a test of its own
     generator = np.random.default_rng(5)
     asked = [Request(tuple(generator.integers(0, VOCABULARY, n).tolist()), (n, at)) for at, n in enumerate((3, 17, 1))]
-    policy = load_policy(tiny_model(kind), dtype=dtype, head=HeadSettings(fp32=True))
+    policy = load_policy(tiny_model(kind), head=HeadSettings(fp32=True))
     found = engine_of(policy, exact=True)
     assert isinstance(found, Engine)
     as_on_a_gpu(found)
