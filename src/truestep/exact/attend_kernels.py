@@ -28,15 +28,36 @@ def _pool(places_pointer, which: tl.constexpr, TYPE: tl.constexpr):
     return tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
 
 
+@triton.jit
+def _score(q, k, position, own, scale, softcap, WINDOW: tl.constexpr, CAPPED: tl.constexpr):
+    """Score a page's keys, in powers of 2; -inf: not seen."""
+    scores = tl.dot(q, k, input_precision="ieee") * scale
+    if CAPPED:
+        shrunk = tl.exp(-2 * tl.abs(scores / softcap))
+        tanh = (1 - shrunk) / (1 + shrunk)
+        scores = tl.where(scores < 0, -tanh, tanh) * softcap
+    seen = position[None, :] <= own[:, None]
+    if WINDOW > 0:
+        seen = seen & (position[None, :] > own[:, None] - WINDOW)
+    return tl.where(seen, scores * _LOG2_E, float("-inf"))
+
+
+@triton.jit
+def _update(result, total, highest, scores, v, TYPE: tl.constexpr):
+    """Add a page to what was seen so far."""
+    higher = tl.maximum(highest, tl.max(scores, axis=1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+    weights, rescale = tl.exp2(scores - base[:, None]), tl.exp2(highest - base)
+    result = result * rescale[:, None] + tl.dot(weights.to(TYPE), v, input_precision="ieee")
+    return result, total * rescale + tl.sum(weights, axis=1), higher
+
+
 @triton.jit(do_not_specialize=["table_row"])
 def _attend_kernel(
     places_pointer,  # [2] int64
     query_pointer,  # [T, Q, E]
     output_pointer,  # [T, Q, F]
-    first_pointer,  # [N] int64, as the three after it
-    count_pointer,
-    start_pointer,
-    sequence_pointer,
+    tiles_pointer,  # [4, N] int64
     table_pointer,  # [S, P] int64
     table_row,
     key_page,  # strides
@@ -60,10 +81,9 @@ def _attend_kernel(
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
 ):
-    tile, head = tl.program_id(0), tl.program_id(1)
-    first, count = tl.load(first_pointer + tile), tl.load(count_pointer + tile).to(tl.int32)
-    start = tl.load(start_pointer + tile).to(tl.int32)
-    table = table_pointer + tl.load(sequence_pointer + tile) * table_row
+    head, tile, tiles = tl.program_id(1), tiles_pointer + tl.program_id(0), tl.num_programs(0)
+    first, count = tl.load(tile), tl.load(tile + tiles).to(tl.int32)
+    start, table = tl.load(tile + 2 * tiles).to(tl.int32), table_pointer + tl.load(tile + 3 * tiles) * table_row
     keys, values = _pool(places_pointer, 0, TYPE), _pool(places_pointer, 1, TYPE)
     row, token = tl.arange(0, BLOCK_M), tl.arange(0, PAGE_SIZE)
     key_lane, value_lane = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
@@ -75,40 +95,18 @@ def _attend_kernel(
     highest, total = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
     result = tl.zeros((BLOCK_M, VALUE_BLOCK), tl.float32)
     last = start + count - 1
-    begin = 0
+    begin = start * 0
     if WINDOW > 0:
         begin = tl.maximum(start - WINDOW + 1, 0) // PAGE_SIZE
     for page in range(begin, last // PAGE_SIZE + 1):
-        place = tl.load(table + page)
-        position = page * PAGE_SIZE + token
+        place, position = tl.load(table + page), page * PAGE_SIZE + token
         written = position <= last  # what lies beyond may be no number
-        inside = written[None, :] & (key_lane[:, None] < KEY_SIZE)
-        k = tl.load(
-            keys + place * key_page + head * key_head + token[None, :] * key_token + key_lane[:, None],
-            mask=inside,
-            other=0.0,
-        )
-        scores = tl.dot(q, k, input_precision="ieee") * scale
-        if CAPPED:
-            shrunk = tl.exp(-2 * tl.abs(scores / softcap))
-            tanh = (1 - shrunk) / (1 + shrunk)
-            scores = tl.where(scores < 0, -tanh, tanh) * softcap
-        seen = position[None, :] <= own[:, None]
-        if WINDOW > 0:
-            seen = seen & (position[None, :] > own[:, None] - WINDOW)
-        scores = tl.where(seen, scores * _LOG2_E, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, axis=1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
-        weights, rescale = tl.exp2(scores - base[:, None]), tl.exp2(highest - base)
-        inside = written[:, None] & (value_lane[None, :] < VALUE_SIZE)
-        v = tl.load(
-            values + place * value_page + head * value_head + token[:, None] * value_token + value_lane[None, :],
-            mask=inside,
-            other=0.0,
-        )
-        result = result * rescale[:, None] + tl.dot(weights.to(TYPE), v, input_precision="ieee")
-        total = total * rescale + tl.sum(weights, axis=1)
-        highest = higher
+        k_line = keys + place * key_page + head * key_head + token[None, :] * key_token + key_lane[:, None]
+        k = tl.load(k_line, mask=written[None, :] & (key_lane[:, None] < KEY_SIZE), other=0.0)
+        v_line = values + place * value_page + head * value_head + token[:, None] * value_token + value_lane[None, :]
+        v = tl.load(v_line, mask=written[:, None] & (value_lane[None, :] < VALUE_SIZE), other=0.0)
+        scores = _score(q, k, position, own, scale, softcap, WINDOW, CAPPED)
+        result, total, highest = _update(result, total, highest, scores, v, TYPE)
     inside = live[:, None] & (value_lane[None, :] < VALUE_SIZE)
     target = output_pointer + line[:, None] * VALUE_SIZE + value_lane[None, :]
     tl.store(target, (result / tl.where(live, total, 1.0)[:, None]).to(TYPE), mask=inside)
@@ -143,9 +141,9 @@ def attend(
     # Tokens between two documents are in no tile, and must be numbers.
     make = torch.zeros if queries.rows is None else torch.empty
     output = make(count, heads_of_queries, value_size, dtype=q.dtype, device=q.device)
-    _attend_kernel[(len(tiles.first), heads)](
-        *(places, q, output, tiles.first, tiles.count, tiles.start, tiles.sequence),
-        *(queries.table, queries.table.stride(0), *keys.stride()[:3], *values.stride()[:3], scale, softcap or 1.0),
+    _attend_kernel[(tiles.shape[1], heads)](
+        *(places, q, output, tiles, queries.table, queries.table.stride(0)),
+        *(*keys.stride()[:3], *values.stride()[:3], scale, softcap or 1.0),
         TYPE=_TYPES[q.dtype],
         HEADS=heads,
         GROUP=group,

@@ -35,16 +35,6 @@ class Span:
     sequence: int  # of the table
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """Queries that a program attends with: some tokens of a sequence."""
-
-    first: torch.Tensor  # [N] int64, of the pass's tokens
-    count: torch.Tensor  # [N]
-    start: torch.Tensor  # [N] tokens of the sequence before it
-    sequence: torch.Tensor  # [N]
-
-
 @dataclass
 class Queries:
     """The queries of a pass, and the pages of each sequence."""
@@ -53,22 +43,21 @@ class Queries:
     spans: list[Span]
     send: Send
     rows: torch.Tensor | None = None  # [S] instead of spans: each sequence has one token, and so many before it
-    _tiles: dict[int, Tiles] = field(default_factory=dict)
+    _tiles: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def tiles(self, tokens: int) -> Tiles:
-        """Give the tiles of so many tokens each."""
+    def tiles(self, tokens: int) -> torch.Tensor:  # [4, N] int64
+        """Give the tiles of so many tokens each, which programs attend with: the first of the pass's tokens, their
+        number, the tokens of the sequence before it, and the sequence."""
         if tokens not in self._tiles and self.rows is not None:
             numbers = torch.arange(len(self.rows), device=self.rows.device)
-            self._tiles[tokens] = Tiles(numbers, torch.ones_like(numbers), self.rows.contiguous(), numbers)
+            self._tiles[tokens] = torch.stack([numbers, torch.ones_like(numbers), self.rows, numbers])
         if tokens not in self._tiles:
             cut = [
                 (span.first + at, min(tokens, span.count - at), span.start + at, span.sequence)
                 for span in self.spans
                 for at in range(0, span.count, tokens)
             ]
-            columns = np.zeros((4, len(cut) + len(cut) % 2), dtype=np.int64)  # even: kernels read each from 16 bytes on
-            columns[:, : len(cut)] = np.array(cut, dtype=np.int64).reshape(-1, 4).T
-            self._tiles[tokens] = Tiles(*self.send(columns)[:, : len(cut)])
+            self._tiles[tokens] = self.send(np.array(cut, dtype=np.int64).reshape(-1, 4).T.copy())
         return self._tiles[tokens]
 
 

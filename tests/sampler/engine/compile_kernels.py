@@ -19,7 +19,7 @@ from truestep.sampler.engine import attend_kernels, draw_kernels
 FLOATS = {"scale", "softcap", "divisor"}
 WIDE = {"addresses_pointer", "key_pointer", "position_pointer", "last_pointer", "token_pointer", "chosen_pointer"}
 WIDE |= {"page_pointer", "offset_pointer", "length_pointer", "table_pointer"}
-WIDE |= {"places_pointer", "first_pointer", "count_pointer", "start_pointer", "sequence_pointer"}
+WIDE |= {"places_pointer", "tiles_pointer"}
 DIVISIBLE = ("_pointer", "_row", "_head", "_page", "_token")
 
 
