@@ -8,7 +8,8 @@ import torch
 
 from interpreted import HALF, ON_GPU, use
 from truestep.exact import attention
-from truestep.exact.attention import Queries, Span, attend
+from truestep.exact.attention import attend
+from truestep.exact.queries import Queries, Span
 
 LENGTHS = (70, 1, 16, 33)
 PAGE = 64 if ON_GPU else 16

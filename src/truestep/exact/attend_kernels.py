@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from truestep.exact.attention import Queries
 from truestep.exact.kernels import aligned
+from truestep.exact.queries import Queries
 
 _BLOCK, _WIDE_BLOCK = 64, 16  # rows of a tile: tokens times the query heads of one key-value head; in float32
 _LOG2_E = tl.constexpr(1.4426950408889634)

@@ -17,8 +17,9 @@ import torch
 from transformers import AttentionInterface
 
 from truestep.exact import compiling
-from truestep.exact.attention import Queries, Span, attend, page_of
+from truestep.exact.attention import attend
 from truestep.exact.operations import Exactly, InexactError, by_itself
+from truestep.exact.queries import Queries, Span, page_of
 from truestep.policy.cuts.layers import layers_of
 from truestep.policy.model import attention
 from truestep.policy.model.compiled import own_forward

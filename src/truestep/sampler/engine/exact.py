@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from truestep.exact.attention import Queries, Send, Span, page_of
 from truestep.exact.operations import InexactError
+from truestep.exact.queries import Queries, Send, Span, page_of
 from truestep.head.exact import exact_logprobs, exact_raw_logits
 from truestep.policy.exact import ExactPass, compile_exactly, documents_hidden, exact_hidden, exactly
 from truestep.policy.policy import Policy
