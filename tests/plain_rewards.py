@@ -15,3 +15,8 @@ def one_reward(prompt: object, completion: str, **_: object) -> float:
 
 def failing_reward(prompt: object, completion: str, **_: object) -> float:
     raise KeyError("this reward never works")
+
+
+def letter_reward(prompt: object, completion: str, **_: object) -> float:
+    """Differs between most completions, whatever words they are of."""
+    return sum(map(ord, completion)) % 97 / 10

@@ -121,7 +121,8 @@ def make_before_updates(
             f"loss.kl_reference.path: {policy.path} has a vocabulary of {policy.vocabulary_size} tokens, and the "
             f"policy one of {runner.policy.vocabulary_size}: their log-probs cannot be compared"
         )
-    reference = replace(runner, policy=policy, stopwatch=Stopwatch(policy.device))  # no part of the step's own passes
+    # No part of the step's own passes, and never compared with what a sampler said.
+    reference = replace(runner, policy=policy, stopwatch=Stopwatch(policy.device), exact=False)
     at_use: Callable[[], AbstractContextManager[None]] = nullcontext
     if options.offload:
         at_use = HostCopies(policy.weights).on_device
@@ -138,6 +139,7 @@ def make_runner(config: Config, policy: Policy) -> StepRunner:
         custom_metrics=load_metrics(config),
         skip_zero_advantage=config.data.zero_advantage == "skip",
         stopwatch=Stopwatch(policy.device),
+        exact=getattr(config.sampler, "exact", False),
     )
 
 

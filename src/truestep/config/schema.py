@@ -201,6 +201,14 @@ def _sampled_groups(config: "Config") -> Iterator[str]:
         yield "sampler.urls names a server twice: its weights would be replaced under its own completions"
 
 
+def _exact(config: "Config") -> Iterator[str]:
+    sampler = config.sampler
+    if sampler is None or sampler.type != "in_process" or not sampler.exact:
+        return
+    if not sampler.engine:
+        yield "sampler.exact: true is computed by the engine: leave out sampler.engine: false"
+
+
 def _advantages(config: "Config") -> Iterator[str]:
     data = config.data
     scale = {"group_normalized": "group", "batch_normalized": "step"}.get(data.advantages, data.advantage_scale)
@@ -385,6 +393,7 @@ _RULES = (
     _reference,
     _documents,
     _sampled_groups,
+    _exact,
     _advantages,
     _step_documents,
     _steps,

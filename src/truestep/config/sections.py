@@ -217,6 +217,9 @@ class InProcessSampler(SamplerBase):
     engine: bool = True
     """Sample with the engine (a paged cache, continuous batching, kernels and graphs on a GPU). false: with
     transformers' own attention and cache, batch after batch, which is slower."""
+    exact: bool = False
+    """Compute log-probs so that they do not depend on what shares a batch, in sampling and in training: the ratio of an
+    update on fresh documents is exactly 1. A step takes longer: training makes one more forward pass."""
     batch_size: Count | None = None
     """At most this many completions are decoded at a time. null: as many as the free memory holds, at most 1,024 on a
     GPU and 256 on a CPU."""

@@ -23,12 +23,14 @@ class Spent:
     sampling: float = 0.0  # seconds until the last completion had ended
     rating: float = 0.0  # seconds that were waited for rewards after that
     tokens: int = 0  # sampled, on all ranks
+    cache_use: float = 0.0  # the largest part of its cache that this rank's engine used at a time
 
     def measured(self) -> dict[str, float]:
         return {
             "sampling_time": self.sampling,
             "rating_time": self.rating,
             "sampled_tokens_per_second": self.tokens / self.sampling if self.sampling else 0.0,
+            "sampler_cache_use": self.cache_use,
         }
 
 
@@ -64,8 +66,11 @@ def decode_rated(
         texts[index] = completion_text(policy, completion)
         futures[index] = rater.submit(prompts[index], texts[index], seed)
 
+    def used(part: float) -> None:
+        spent.cache_use = max(spent.cache_use, part)
+
     start = time.perf_counter()
-    completions = decode(policy, requests, options, submit)
+    completions = decode(policy, requests, options, submit, used)
     sampled = time.perf_counter()
     own = _wait(futures, asked_to_stop)
     spent.sampling += sampled - start
