@@ -28,7 +28,7 @@ FLOORS = (
     ("metrics", "rollouts", "report", "callbacks", "terminal"),
     ("kept",),
     ("types", "config", "files", "randomness", "ranks"),
-    ("custom", "progress", "text"),
+    ("custom", "progress", "text", "transfer"),
     ("errors",),
     ("__init__",),
 )
