@@ -146,5 +146,3 @@ class FakeVllm(FakeSglang):
             return await super()._status(path, body)
         except (RuntimeError, TransferError) as error:
             return 500, {"error": {"message": str(error)}}
-
-

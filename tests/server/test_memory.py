@@ -1,4 +1,4 @@
-"""Weights through memory, from trainers on several ranks: on policy, and what goes wrong is found before a step uses it."""
+"""Weights through memory, from trainers on several ranks: on policy, and what goes wrong is found in time."""
 
 from __future__ import annotations
 
@@ -225,12 +225,12 @@ def test_the_trainer_s_memory_is_two_copies(served: Path, memory: Path, tmp_path
 
     def before(info: dict[str, Any]) -> None:
         with lock:
-            sizes.append(sum(slot.stat().st_size for slot in Path(info.get("stage") or info["load"]).parent.glob("slot-*")))
+            sizes.append(
+                sum(slot.stat().st_size for slot in Path(info.get("stage") or info["load"]).parent.glob("slot-*"))
+            )
 
     fake.before_update = before
     with serving(fake) as url:
         on_ranks(1, train_all, [run_config(tmp_path, [url])])
     whole = sum(value.nbytes for value in fake._model.state_dict().values())
     assert len(set(sizes[4:])) == 1 and sizes[-1] < 2.6 * whole
-
-

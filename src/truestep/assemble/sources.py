@@ -340,6 +340,7 @@ def _make_server_source(
         truncated=data.truncated,
         replace_limit=_replace_limit(config),
         pause=sampler.pause,
+        rolling=sampler.updates == "rolling",
         tolerance=sampler.tolerance or _TOLERANCE[config.model.dtype],
         publishes=policy.weights.ranks.size == 1,
     )

@@ -235,6 +235,9 @@ class ServerSampler(SamplerBase):
     """What becomes of unfinished completions when new weights come. wait: they end with the old weights first. keep:
     they go on with the new weights, and each token has the version that made it. abort: they are thrown away and made
     again."""
+    updates: Literal["at_once", "rolling"] = "at_once"
+    """How several servers get new weights. at_once: all at the same time. rolling: one after another, so that the
+    others go on sampling with the weights that they have."""
     concurrency: Count = 256
     """At most this many groups are sampled at a time, over all servers. One request asks for a whole group."""
     request_timeout: Positive = 600.0

@@ -85,8 +85,8 @@ def _groups(model: Any, weights: Iterable[str]) -> list[list[str]]:
 def _tied_head(policy: Policy, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Give a tied head that is among `tensors` an entry of its own.
 
-    A tied tensor is saved once, under its input's name. vLLM on a CPU keeps a copy of the head, packed for its products,
-    and packs it anew only where the head has an entry of its own."""
+    A tied tensor is saved once, under its input's name. vLLM on a CPU keeps a copy of the head, packed for its
+    products, and packs it anew only where the head has an entry of its own."""
     if not policy.facts.tied or (embedding := _embedding_name(policy)) not in tensors:
         return {}
     return {"lm_head.weight": tensors[embedding]}

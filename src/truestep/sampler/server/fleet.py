@@ -105,13 +105,14 @@ class Fleet:
         *,
         pause: str,
         tolerance: float,
+        rolling: bool = False,
         on_void: Callable[[], None],
         on_fatal: Callable[[Exception], None],
     ):
         self.servers = [Server(remote) for remote in servers]
         self.version: int | None = None  # that every reachable server has
         self.last_progress = -math.inf  # on the loop's clock: a completion or loaded weights; an abort is neither
-        self._pause, self._tolerance = pause, tolerance
+        self._pause, self._tolerance, self._rolling = pause, tolerance, rolling
         self._on_void, self._on_fatal = on_void, on_fatal
         self._published: dict[int, Published] = {}
         self._current: Published | None = None
@@ -159,7 +160,11 @@ class Fleet:
         self._published[published.version] = published
         for old in list(self._published)[:-_REMEMBERED]:
             del self._published[old]
-        await asyncio.gather(*(self._update(server, published) for server in self.servers))
+        if self._rolling:
+            for server in self.servers:
+                await self._update(server, published)
+        else:
+            await asyncio.gather(*(self._update(server, published) for server in self.servers))
         self.version = published.version
         self._changed.set()
 

@@ -23,10 +23,10 @@ from truestep.sampler.rated import Rated
 from truestep.sampler.server.ahead import LookAhead, Pace
 from truestep.sampler.server.answers import Answering
 from truestep.sampler.server.check import check_server
+from truestep.sampler.server.errors import ServerError
 from truestep.sampler.server.fleet import Fleet, Published
 from truestep.sampler.server.making import Group, SamplingOptions
 from truestep.sampler.server.probe import expect, make_probes
-from truestep.sampler.server.errors import ServerError
 from truestep.sampler.server.protocol import InferenceServer
 from truestep.sampler.server.sync import Publisher, Wanted
 from truestep.transfer.memory import SharedMemory
@@ -90,6 +90,7 @@ class ServerSource:
         advantage_rule: AdvantageRule | str,
         pause: str,
         tolerance: float,
+        rolling: bool = False,  # servers get new weights one after another
         truncated: str = "keep",  # or mask
         replace_limit: int = 0,  # groups without a difference that a step replaces at most
         publishes: bool = True,  # False: whoever shares this source gives it weights to send
@@ -107,7 +108,7 @@ class ServerSource:
         try:
             servers, longest = self._loop.run(self._connect(make_servers))
             self.probes = make_probes(prompts, sampling.seed, longest - 1)
-            make_fleet = partial(Fleet, servers, pause=pause, tolerance=tolerance)
+            make_fleet = partial(Fleet, servers, pause=pause, tolerance=tolerance, rolling=rolling)
             self._read = partial(policy.tokenizer.decode, skip_special_tokens=True)
             self._at_once = pace.concurrency
             self._ahead = LookAhead(make_fleet, prompts, sampling, pace, rewards.rate, self._read)
