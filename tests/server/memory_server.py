@@ -124,7 +124,7 @@ class FakeVllm(FakeSglang):
         }
         cached, self.cached = self.cached, None if body.get("cache_salt") else self.cached
         try:
-            answers = await asyncio.gather(*(self._last(asked) for _ in range(wanted)))
+            answers = await asyncio.gather(*(self._last(asked | {"number": number}) for number in range(wanted)))
         finally:
             self.cached = cached
         return {"choices": [self._choice(index, body, answer, count) for index, answer in enumerate(answers)]}
