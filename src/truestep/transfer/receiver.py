@@ -17,6 +17,7 @@ from truestep.transfer.checksum import checksum
 from truestep.transfer.memory import TOKEN
 
 UNDER_WAY, CHECKED, FAILED = ".checking", ".checked", ".failed"  # how the names of marks end
+NOT_TAKEN = "the model did not take"  # in an error that would come again
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], Collection[str] | None]
 
 
@@ -131,7 +132,7 @@ class _Staged:
 
         load(each())
         if missing := self._tensors.keys() - given:
-            raise TransferError(f"the model took {len(given)} tensors of {len(self._tensors)}: not {min(missing)}")
+            raise TransferError(f"{NOT_TAKEN} {len(missing)} tensors of {len(self._tensors)}, such as {min(missing)}")
         return given
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from truestep.transfer.receiver import Receiver, TransferError
+from truestep.transfer.receiver import NOT_TAKEN, Receiver, TransferError
 
 
 @dataclass
@@ -74,4 +74,4 @@ class SharedMemoryEngine(WeightTransferEngine):
         loaded = self.model.load_weights(weights)
         finalize_layerwise_reload(self.model, self.model_config)
         if loaded is not None and self.model_config.quantization is None and (missing := wanted - set(loaded)):
-            raise TransferError(f"nothing was loaded into {len(missing)} weights of the model, such as {min(missing)}")
+            raise TransferError(f"{NOT_TAKEN} anything for {len(missing)} of its weights, such as {min(missing)}")

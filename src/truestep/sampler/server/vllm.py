@@ -14,6 +14,7 @@ from truestep.sampler.server.protocol import Advice, Choice, CompletionRequest
 from truestep.sampler.server.staging import wait_until_checked
 from truestep.text import printable
 from truestep.transfer.memory import INDEX
+from truestep.transfer.receiver import NOT_TAKEN
 
 # The distribution as it is, whatever defaults a server takes from the model.
 _PLAIN_SAMPLING: dict[str, Any] = {
@@ -151,7 +152,15 @@ class Vllm(HttpServer):
             await self._post("/start_weight_update")
 
     async def _load_from_memory(self, index: Path) -> None:
-        await self._post("/update_weights", {"update_info": {"load": str(index)}})
+        try:
+            await self._post("/update_weights", {"update_info": {"load": str(index)}})
+        except UnreachableError as error:
+            if NOT_TAKEN in str(error) and await self._refuses(error):
+                raise ServerError(
+                    f"sampler.urls: {self.url} could not load the weights in memory: {error}. Is the served model of "
+                    "the trainer's architecture?"
+                ) from error
+            raise
         await self._post("/finish_weight_update", {"weight_version": index.name.removesuffix(INDEX)})
 
     async def load(self, weights: Path) -> None:
