@@ -338,7 +338,7 @@ def _transfer(config: "Config") -> Iterator[str]:
     if sampler.protocol == "sglang":
         yield "sampler.transfer: memory needs sampler.protocol: vllm; sglang takes weights from a disk"
     if sampler.adapter == "served":
-        yield "sampler.transfer: memory is for whole models, and sampler.adapter: served gives servers the adapter alone"
+        yield "sampler.transfer: memory is for whole models, and sampler.adapter: served gives servers an adapter alone"
 
 
 def _adapter(config: "Config") -> Iterator[str]:
