@@ -28,6 +28,7 @@ _PLAIN_SAMPLING: dict[str, Any] = {
 }
 
 
+_REFUSED = "answered 500"  # as vLLM answers whatever its engine raises
 _ADAPTERS = (
     " For adapters start the server with --enable-lora, --max-lora-rank (adapter.rank or more) and "
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
@@ -116,7 +117,7 @@ class Vllm(HttpServer):
         except ServerError as error:
             return str(error)
         except UnreachableError as error:
-            if not await self._refuses(error):
+            if _REFUSED not in str(error):
                 raise
             return str(error)
         self.in_memory = True
@@ -141,7 +142,7 @@ class Vllm(HttpServer):
         try:
             await self._post("/start_weight_update")
         except UnreachableError as error:
-            if self._memory is None or not await self._refuses(error):
+            if self._memory is None or _REFUSED not in str(error):
                 raise
             # It is another process by now, or a trainer that was killed has left an update under way.
             if reason := await self.reach(*self._memory):
@@ -225,7 +226,7 @@ class Vllm(HttpServer):
 
     async def _refuses(self, error: UnreachableError) -> bool:
         """Tell whether a server that lives on has answered so."""
-        return "answered 500" in str(error) and await self._lives()
+        return _REFUSED in str(error) and await self._lives()
 
     async def resume(self) -> None:
         await self._post("/resume")
