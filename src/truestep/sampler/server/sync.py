@@ -22,7 +22,7 @@ _KEPT = 2  # the newest is being read, and a server that was away may still ask 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Where servers take weights from."""
+    """The kinds of places that servers take weights from."""
 
     disk: bool = True
     memory: bool = False
@@ -30,7 +30,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Places:
-    """Where new weights are."""
+    """The places of new weights."""
 
     disk: Path | None = None  # a directory
     memory: Path | None = None  # an index
