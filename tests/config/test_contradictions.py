@@ -62,7 +62,8 @@ CASES = [
     ),
     (
         served("adapter: served, transfer: memory") + "adapter: {}\n",
-        "4: sampler.transfer: memory is for whole models, and sampler.adapter: served gives servers an adapter alone",
+        "4, run.yaml:5: sampler.transfer: memory is for whole models, and sampler.adapter: served gives servers an "
+        "adapter alone",
     ),
     (
         served("adapter: served, protocol: sglang") + "adapter: {}\n",
