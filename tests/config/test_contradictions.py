@@ -57,6 +57,15 @@ CASES = [
         "they end with the adapter that they began with: set sampler.pause: wait or abort",
     ),
     (
+        served("transfer: memory, protocol: sglang"),
+        "4: sampler.transfer: memory needs sampler.protocol: vllm; sglang takes weights from a disk",
+    ),
+    (
+        served("adapter: served, transfer: memory") + "adapter: {}\n",
+        "4, run.yaml:5: sampler.transfer: memory is for whole models, and sampler.adapter: served gives servers an "
+        "adapter alone",
+    ),
+    (
         served("adapter: served, protocol: sglang") + "adapter: {}\n",
         "4: sampler.adapter: served needs sampler.protocol: vllm; with sglang set sampler.adapter: merged",
     ),

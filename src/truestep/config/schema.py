@@ -355,6 +355,16 @@ def _reference(config: "Config") -> Iterator[str]:
             )
 
 
+def _transfer(config: "Config") -> Iterator[str]:
+    sampler = config.sampler
+    if sampler is None or sampler.type != "server" or sampler.transfer != "memory":
+        return
+    if sampler.protocol == "sglang":
+        yield "sampler.transfer: memory needs sampler.protocol: vllm; sglang takes weights from a disk"
+    if sampler.adapter == "served":
+        yield "sampler.transfer: memory is for whole models, and sampler.adapter: served gives servers an adapter alone"
+
+
 def _adapter(config: "Config") -> Iterator[str]:
     sampler = config.sampler
     if sampler is not None and sampler.type == "server" and sampler.adapter == "served":
@@ -391,6 +401,7 @@ _RULES = (
     _attention,
     _activations,
     _reference,
+    _transfer,
     _documents,
     _sampled_groups,
     _exact,

@@ -245,6 +245,9 @@ class ServerSampler(SamplerBase):
     """What becomes of unfinished completions when new weights come. wait: they end with the old weights first. keep:
     they go on with the new weights, and each token has the version that made it. abort: they are thrown away and made
     again."""
+    updates: Literal["at_once", "rolling"] = "at_once"
+    """How several servers get new weights. at_once: all at the same time. rolling: one after another, so that the
+    others go on sampling with the weights that they have."""
     concurrency: Count = 256
     """At most this many groups are sampled at a time, over all servers. One request asks for a whole group."""
     request_timeout: Positive = 600.0
@@ -252,6 +255,12 @@ class ServerSampler(SamplerBase):
     adapter: Literal["merged", "served"] = "merged"
     """How servers get an adapter. merged: merged into the model, whose weights they load. served: alone, beside the
     model that they were started with, so that several runs share a server (vLLM with --enable-lora)."""
+    transfer: Literal["auto", "memory", "disk"] = "auto"
+    """How new weights get to the servers. memory: through memory of this machine, to vLLM servers started with
+    --weight-transfer-config '{"backend": "truestep"}'. disk: through weights_directory. auto: each server the first way
+    if it can take them so, else the second."""
+    memory_directory: str = "/dev/shm"
+    """A file system in memory that the servers of this machine see under the same path."""
     weights_directory: str | None = None
     """The directory that new weights are written to for the servers to read: on a disk that they see under the same
     path, and used by this run alone. null: weights, in the run's directory."""
