@@ -13,6 +13,7 @@ import shutil
 import sys
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ import yaml
 from click.testing import CliRunner
 
 import truestep
+from documents import make_documents
 from pages import ROOT, Block, Page, all_pages, shell_commands, truestep_arguments
 from small_runs import merged, quiet_trainer, sort_prompts, word_model, write_lines
 from truestep.cli import main
 from truestep.config.load import load_config
 from truestep.rollouts.advantages import RULES
-from truestep.types import Rollout
 
 # Commands that are run elsewhere, or by hand, by what they begin with; and by which test or for what reason.
 COMMANDS = {
@@ -37,14 +38,14 @@ COMMANDS = {
     r"pip install": "the Makefile installs the same package; the extras are those of pyproject.toml",
     r"truestep demo": "tests/test_demo.py",
     r"truestep verify": "tests/verify/test_verify.py types it, under every layout",
-    r"truestep init runs/largest|cd runs/largest|python prompts.py|python -m pytest -q test_reward.py": "tests/test_tutorial.py",
+    r"truestep init runs/largest|cd runs/largest|python prompts.py|python -m pytest -q": "tests/test_tutorial.py",
     r"truestep train config.yaml --model.dtype float32 --sampler.max_new_tokens 6": "tests/test_tutorial.py",
     r"truestep report run$": "tests/test_tutorial.py",
     r"truestep train examples/": "tests/test_examples_train.py",
     r"cd my-task|python -m pytest test_reward.py": "tests/test_init.py",
-    r"torchrun": "tests/test_launch.py, by torchrun's own parser; tests/ranks/test_train_over_ranks.py trains over ranks",
+    r"torchrun": "tests/test_launch.py parses it as torchrun does; tests/ranks/test_train_over_ranks.py trains",
     r"(sbatch|kubectl|sky) ": "tests/test_launch.py",
-    r"VLLM_\S* .*vllm|VLLM_SERVER_DEV_MODE=1 python": "tests/server/vllm_server.py starts a real one with these options",
+    r"VLLM_\S* .*vllm|VLLM_SERVER_DEV_MODE=1 python": "tests/server/vllm_server.py starts a real one",
     r"python -m sglang": "tests/server/sglang_server.py speaks its protocol; the server itself needs a GPU",
     r"python benchmarks/": "it measures a GPU",
 }  # fmt: skip
@@ -60,7 +61,7 @@ BLOCKS = {
     ("docs/tutorial.md", "def reward"): "tests/test_tutorial.py",
     ("docs/tutorial.md", "from reward"): "tests/test_tutorial.py",
     ("docs/sft.md", '{"id": "7"'): "tests/test_sft.py",
-    ("docs/engine.md", "key = "): "tests/sampler/engine/test_draws.py",
+    ("docs/engine.md", "key = "): "tests/sampler/engine/test_engine.py",
 }
 
 # What commands print: numbers of real runs. Messages among them are compared with the sources by tests/test_docs.py.
@@ -248,7 +249,7 @@ def test_the_commands_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert len(commands) > 15
     ran = 0
     for page, command in commands:
-        if "--memory" in command and "examples/" in command or "--adapter" in command:
+        if ("--memory" in command and "examples/" in command) or "--adapter" in command:
             continue  # tests/plan/test_memory.py and tests/test_export.py, which have such models
         if "runs/example" in command and not Path("runs/example").exists():
             typed("truestep train qwen3.yaml")
@@ -287,7 +288,7 @@ def test_the_python_runs(number: int, folder: Path, monkeypatch: pytest.MonkeyPa
     exec(compile(text, page, "exec"), module.__dict__)
     names = vars(module)
     if "against_the_best" in names:
-        group = [Rollout(str(n), *[None] * 5, reward=float(n)) for n in range(3)]  # type: ignore[arg-type]
+        group = [replace(document, reward=float(n)) for n, document in enumerate(make_documents([3, 4, 5]))]
         assert names["against_the_best"](group) == [-2.0, -1.0, 0.0]
     elif "from_trl" in names:
         assert names["from_trl"]("p", "4", answer="4") == 1.0

@@ -264,8 +264,8 @@ CASES = [
     ),
     (
         sampled(data="data: {group_size: 1}\n"),
-        "2: data.group_size: 1 leaves nothing to compare a completion with, so data.advantages: group_normalized gives 0 "
-        "to every one and nothing is learned: sample several, such as data.group_size: 8",
+        "2: data.group_size: 1 leaves nothing to compare a completion with, so data.advantages: group_normalized gives "
+        "0 to every one and nothing is learned: sample several, such as data.group_size: 8",
     ),
     (MODEL + "data: {replace_limit: 7}\n", "2: data.replace_limit is for data.zero_advantage: replace"),
     (
