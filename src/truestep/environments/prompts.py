@@ -124,7 +124,8 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
                 if content.strip():
                     yield number, exact_object(content)
     except LineError as error:
-        raise PromptError(f"{path}:{number}: {error}; a prompt is an object with the field `prompt`: {_EXAMPLE}") from error
+        where = f"{path}:{number}"
+        raise PromptError(f"{where}: {error}; a prompt is an object with the field `prompt`: {_EXAMPLE}") from error
     except OSError as error:
         raise PromptError(f"{path} cannot be read: {error.strerror or error}") from error
 
