@@ -35,7 +35,7 @@ def test_an_example_trains(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
         over |= {
             "model.path": str(word_model(tmp_path / "model")),
             "sampler.prompts": str(prompts),
-            "sampler.reward": "truestep.environments.sorting:reward",
+            "sampler.reward": "plain_rewards:digit_reward",
             "sampler.max_new_tokens": "6",
             "schedule.steps": "3",
         }
