@@ -89,6 +89,12 @@ def main() -> None:
     """RL fine-tuning of language models in which every step is exactly the step you asked for."""
 
 
+def _left_out(command: str, overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """Leave out the sampler of a configuration whose rollouts are named by --data.path, where none is sampled."""
+    named = any(word.partition("=")[0] == "--data.path" for word in overrides)
+    return ("--sampler", "null", "--evaluation", "null") if named and command in ("score", "verify") else ()
+
+
 def _config_command(command: Callable[..., None]) -> click.Command:
     """Make a command of a function that takes a configuration, which CONFIG and overrides give."""
 
@@ -96,7 +102,7 @@ def _config_command(command: Callable[..., None]) -> click.Command:
     def with_config(config: Path, overrides: tuple[str, ...], **options: Any) -> None:
         from truestep.config.load import check_secrets, load_config
 
-        loaded = load_config(config, overrides)
+        loaded = load_config(config, (*overrides, *_left_out(command.__name__, overrides)))
         check_secrets(loaded, config)
         command(loaded, **options)
 

@@ -106,7 +106,7 @@ def make_trainer(
     runner = make_runner(config, policy)
     before = _before_updates(config, runner, directory, latest)
     watch.phase("reading the data")
-    raters = Raters()
+    raters = Raters(lambda note: _say_notes(display, config, [note]) if ranks.first else None)
     source = make_source(config, policy, ranks, raters)
     queue = make_queue(config, policy, source)
     optimizer = make_optimizer(config, policy.weights)
@@ -167,7 +167,9 @@ def _check(config: Config, ranks: Ranks) -> RunDirectory:
     check_inputs(config, ranks)
     check_custom_code(config)
     assert config.checkpoint.directory is not None
-    return RunDirectory(Path(config.checkpoint.directory), writes=ranks.first, locks=config.checkpoint.lock)
+    directory = RunDirectory(Path(config.checkpoint.directory), writes=ranks.first, locks=config.checkpoint.lock)
+    ranks.share(directory.check)
+    return directory
 
 
 def _before_updates(

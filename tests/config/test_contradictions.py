@@ -271,6 +271,11 @@ CASES = [
         sampled(data="data: {group_size: 1, zero_advantage: replace}\n"),
         "2: data.zero_advantage: replace would replace every group of data.group_size: 1, whose advantage is 0",
     ),
+    (
+        sampled(data="data: {group_size: 1}\n"),
+        "2: data.group_size: 1 leaves nothing to compare a completion with, so data.advantages: group_normalized gives "
+        "0 to every one and nothing is learned: sample several, such as data.group_size: 8",
+    ),
     (MODEL + "data: {replace_limit: 7}\n", "2: data.replace_limit is for data.zero_advantage: replace"),
     (
         sampled(data="data: {group_size: 4, truncated: drop}\n"),

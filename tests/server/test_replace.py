@@ -10,6 +10,7 @@ import pytest
 from server.fake import FakeRewards, FakeServer
 from server.sources import GROUP, STEP, Run
 from truestep.environments.prompts import Prompt
+from truestep.environments.rewards import Rating
 from truestep.rollouts.advantages import AdvantageError
 
 
@@ -20,12 +21,12 @@ class Rewards(FakeRewards):
         super().__init__()
         self.equal, self.slow, self.drawn = equal, slow, 0
 
-    async def rate(self, prompt: Prompt, text: str, name: str) -> float:
+    async def rate(self, prompt: Prompt, text: str, name: str) -> Rating:
         number = int(prompt.id.removeprefix("p"))
         self.drawn += 1
         drawn = float(self.drawn)
         await asyncio.sleep(500.0 if number in self.slow else 0.1 * number)
-        return 1.0 if number in self.equal else drawn
+        return Rating(1.0 if number in self.equal else drawn)
 
 
 def prompt_number(document: Any) -> int:

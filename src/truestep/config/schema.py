@@ -167,6 +167,13 @@ def _documents(config: "Config") -> Iterator[str]:
         )
 
 
+def learns_from_groups_alone(config: "Config") -> bool:
+    """True where advantages are differences within a group, and no other term of the loss has a gradient."""
+    own = ":" in config.data.advantages or config.data.zero_advantage == "replace" or config.loss.type == "custom"
+    terms = ("kl_reference", "entropy_bonus", "entropy_target", "z_loss")
+    return not own and not any(getattr(config.loss, term, None) for term in terms)
+
+
 def _sampled_groups(config: "Config") -> Iterator[str]:
     if config.sampler is None:
         return
@@ -175,6 +182,12 @@ def _sampled_groups(config: "Config") -> Iterator[str]:
         yield f"loss.type: {config.loss.type} learns from given completions: it takes data.path, not a sampler"
     if group_size is None:
         yield "sampler needs data.group_size: how many completions each prompt gets"
+    elif group_size == 1 and learns_from_groups_alone(config):
+        yield (
+            f"data.group_size: 1 leaves nothing to compare a completion with, so data.advantages: "
+            f"{config.data.advantages} gives 0 to every one and nothing is learned: sample several, such as "
+            "data.group_size: 8"
+        )
     if docs_per_step == 0:
         yield "sampler needs schedule.docs_per_step: how many completions make a step"
     if group_size is not None and docs_per_step % group_size:

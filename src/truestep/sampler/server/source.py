@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from truestep import progress
 from truestep.environments.prompts import Prompt
 from truestep.environments.rater import Rates
+from truestep.environments.rewards import Rating
 from truestep.policy.policy import Policy
 from truestep.rollouts.advantages import AdvantageRule
 from truestep.rollouts.selection import choose_truncated, has_advantage, put_group_aside
@@ -62,7 +63,7 @@ class AwaitedRewards:
     def __init__(self, rater: Rates, seed: int = 0):
         self._rater, self._seed = rater, seed
 
-    async def rate(self, prompt: Prompt, text: str, name: str) -> float:
+    async def rate(self, prompt: Prompt, text: str, name: str) -> Rating:
         return await asyncio.wrap_future(self._rater.submit(prompt, text, f"{self._seed} {name}"))
 
     def close(self) -> None:
