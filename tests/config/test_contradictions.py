@@ -74,6 +74,11 @@ CASES = [
         "2: adapter.rank and adapter.path are both given: the adapter of adapter.path has its own rank",
     ),
     (
+        "model: {path: m, activation_offload: true}\n",
+        "1: model.activation_offload moves what recomputed layers keep: set model.activation_checkpointing too, full "
+        "or selective",
+    ),
+    (
         "model: {path: m, attention: flash, dtype: float32}\n",
         "1: model.attention: flash computes in bfloat16 on a GPU: it cannot be used with model.dtype: float32",
     ),
