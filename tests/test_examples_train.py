@@ -15,7 +15,7 @@ from truestep.config.load import load_config
 
 EXAMPLES = sorted(file.stem for file in (ROOT / "examples").glob("*.yaml"))
 ELSEWHERE = {"sft": "tests/test_sft.py"}  # it needs a chat template
-SAMPLED = ("lora-8b", "lora-32b")
+SAMPLED = ("lora-8b", "lora-32b", "full-1.7b", "full-8b")
 HELD_BACK = ("dppo",)  # a random model is far from the records' sampler, so its masks weigh every label 0
 QUICK = ("gspo", "lora-8b")
 
@@ -26,6 +26,7 @@ def test_an_example_trains(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     over = {
         "model.dtype": "float32",
         "model.activation_checkpointing": "false",
+        "model.compile": "false",
         "checkpoint.directory": str(tmp_path / "run"),
         "optimizer.learning_rate": "0.001",
         "logging.console": "false",
