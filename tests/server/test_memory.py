@@ -209,7 +209,7 @@ def train_and_kill(config: dict[str, Any], rank: int, tensors: int) -> None:
 def test_a_rank_that_dies_in_the_middle(rank: int, served: Path, memory: Path, tmp_path: Path) -> None:
     fake = FakeVllm(served, NAME)
     with serving(fake) as url:
-        config = run_config(tmp_path, [url], checkpoint={"every": 1}, schedule={"stall_timeout": 10})
+        config = run_config(tmp_path, [url], checkpoint={"every": 1})
         with pytest.raises(RankError, match="rank . is gone|-9"):
             on_ranks(2, train_and_kill, config, rank, 7)
         on_ranks(2, train_all, [config])
