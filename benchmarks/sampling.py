@@ -1,4 +1,4 @@
-"""The embedded sampler on one GPU: the bound, this engine and transformers' `generate` in one run.
+"""The embedded sampler on one GPU: the bound, this engine, transformers' `generate` and its continuous batching.
 
     python benchmarks/sampling.py [--quick] [--only NAME ...]
 
@@ -19,12 +19,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from truestep.head.logits import HeadSettings
 from truestep.policy.model import attention
@@ -35,6 +36,8 @@ from truestep.rollouts.packing import pack_tokens
 from truestep.sampler.completions import Completion, DecodeOptions, Request
 from truestep.sampler.decode import decode_here, decode_plainly
 from truestep.sampler.engine.engine import Counts, Engine, Limits, engine_of
+from truestep.step.exact import score_exactly
+from truestep.types import Rollout
 
 VOCABULARY = 151_936
 PLACE = "cuda"
@@ -244,6 +247,50 @@ def generate(policy: Policy, rate: float, quick: bool) -> None:
     print(f"transformers generate: {theirs:,.0f} tokens/s of {new} new ones; ours is {rate / theirs:.1f} times that")
 
 
+def continuous(policy: Policy, rate: float, quick: bool) -> None:
+    """Transformers' own continuous batching, of the same requests."""
+    asked = [list(request.input_ids) for request in requests(256, 128)]
+    new = 64 if quick else 256
+    how = GenerationConfig(do_sample=True, top_k=0, top_p=1.0, max_new_tokens=new, eos_token_id=-1, pad_token_id=0)
+    with torch.no_grad(), attention.using(policy.model, "sdpa"):
+        policy.model.generate_batch(asked[:4], generation_config=how)
+        took, found = timed(lambda: policy.model.generate_batch(asked, generation_config=how))
+    made = sum(len(output.generated_tokens) for output in found.values())
+    print(
+        f"transformers continuous batching: {made / took:,.0f} tokens/s, {made} of {256 * new} tokens; ours is "
+        f"{rate / (made / took):.1f} times that"
+    )
+
+
+def exact_case(policy: Policy, quick: bool) -> None:
+    """`sampler.exact` and without: the rate, and how far training's log-probs are from the sampler's."""
+    new = 64 if quick else 256
+    asked = requests(256, 128)
+    for exact in (False, True):
+        how = replace(options(new), exact=exact)
+        made, _ = timed(lambda how=how: engine_of(policy, how.exact))
+        took = min(timed(lambda how=how: decode_here(policy, asked, how))[0] for _ in range(2))
+        answers = decode_here(policy, asked, how)
+        pairs = zip(asked, answers, strict=True)
+        documents = [
+            Rollout(str(number), np.array([*one.input_ids, *other.token_ids]), np.arange(128 + new) >= 128)
+            for number, (one, other) in enumerate(pairs)
+        ]
+        groups = [range(first, first + 32) for first in range(0, 256, 32)]
+        score = partial(score_exactly, policy, documents, groups)
+        score()
+        scored, found = timed(score)
+        theirs = torch.cat([found[number] for number in range(256)]).cpu()
+        ours = torch.cat([torch.tensor(answer.logprobs, dtype=torch.float32) for answer in answers])
+        off, worst = int((ours != theirs).sum()), float((ours - theirs).abs().max())
+        print(
+            f"exact {exact}: {256 * new / took:,.0f} tokens/s (engine made in {made:.0f} s); {off} of {len(ours)} "
+            f"labels differ from training's exact ones, by {worst:.1e} at most; training's exact pass "
+            f"{256 * (128 + new) / scored:,.0f} tokens/s",
+            flush=True,
+        )
+
+
 KINDS = {
     "_attend_kernel": "attention",
     "_join_kernel": "joins",
@@ -421,6 +468,12 @@ def main() -> None:
     with section("generate", given.only, limit) as wanted:
         if wanted:
             generate(policy, rate, given.quick)
+    with section("continuous", given.only, limit) as wanted:
+        if wanted:
+            continuous(policy, rate, given.quick)
+    with section("exact", given.only, limit) as wanted:
+        if wanted:
+            exact_case(policy, given.quick)
     with section("lengths", given.only, limit) as wanted:
         if wanted:
             lengths_case(policy, given.quick)

@@ -1,6 +1,7 @@
 """Where the time of a whole run goes: `train` on one GPU, which samples its own documents, as a user runs it.
 
-    python benchmarks/whole_run.py [--documents 256] [--new 512] [--steps 3] [--plain] [--case recompute kl ...]
+    python benchmarks/whole_run.py [--documents 256] [--prompt 128] [--new 512] [--steps 3] [--plain]
+                                   [--case recompute kl exact ...]
 
 The model has random weights in bfloat16 and Qwen3's shape (1.72B parameters), so every completion takes all of its
 tokens. `--plain` samples without the engine. `--case` adds what else a step may do, one run after another.
@@ -38,6 +39,8 @@ CASES: dict[str, dict[str, Any]] = {
     "as it is": {},
     "recompute": {"loss": {"old_logprobs": "recompute"}},
     "kl": {"loss": {"kl_reference": {"weight": 0.01}}},
+    "kl-offloaded": {"loss": {"kl_reference": {"weight": 0.01, "offload": True}}},
+    "exact": {"sampler": {"exact": True}},
 }
 
 
@@ -75,7 +78,8 @@ def run(folder: Path, name: str, given: argparse.Namespace) -> None:
     for line in lines:
         print(
             f"step {line['step']}: {line['step_time']:.2f} s, sampling and rating {line['data_wait_time']:.2f}; "
-            f"ratio {line.get('ratio_new_old', 1):.5f}"
+            f"ratio {line.get('ratio_new_old', 1)!r}, clipped {line.get('clipped_ratio_fraction', 0)!r}, kl "
+            f"{line.get('kl_new_old', 0):.1e}"
         )
     after = lines[1:] or lines
     step, wait = (statistics.median(line[key] for line in after) for key in ("step_time", "data_wait_time"))
@@ -84,6 +88,8 @@ def run(folder: Path, name: str, given: argparse.Namespace) -> None:
         f"median after the first: {step:.2f} s a step; sampling and rating {wait:.2f} s ({wait / step:.0%}, "
         f"{tokens / max(wait, 1e-9):,.0f} new tokens/s), training {step - wait:.2f} s"
     )
+    spent = {key[5:]: statistics.median(line.get(key, 0.0) for line in after) for key in lines[-1] if "time/" in key}
+    print("  ".join(f"{part} {seconds:.2f}" for part, seconds in spent.items()), flush=True)
     if torch.cuda.is_available():
         allocated, reserved = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
         print(f"peak memory {allocated:.1f} GiB, reserved {reserved:.1f}", flush=True)
@@ -99,6 +105,7 @@ def main() -> None:
     parser.add_argument("--intermediate", type=int, default=6144)
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--documents", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=512)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--compile", action="store_true", help="the layers, in training")
@@ -112,7 +119,9 @@ def main() -> None:
         qwen.write_model(folder / "model", given, device=device)
         torch.set_default_dtype(torch.float32)
         make_tokenizer(folder / "model", [f"w{number}" for number in range(1000)])
-        words = [" ".join(f"w{(number * 7 + at) % 1000}" for at in range(128)) for number in range(given.documents)]
+        words = [
+            " ".join(f"w{(number * 7 + at) % 1000}" for at in range(given.prompt)) for number in range(given.documents)
+        ]
         lines = [json.dumps({"id": str(number), "prompt": text}) for number, text in enumerate(words)]
         (folder / "prompts.jsonl").write_text("\n".join(lines))
         (folder / "whole_run_reward.py").write_text(textwrap.dedent(REWARD))

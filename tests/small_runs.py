@@ -76,7 +76,7 @@ def file_config(model: Path, rollouts: Path, run: Path, **sections: Any) -> Conf
     return Config.model_validate(merged(base, sections))
 
 
-def sampled_config(model: Path, prompts: Path, run: Path, **sections: Any) -> Config:
+def sampled_config(model: Path, prompts: Path, run: Path, /, **sections: Any) -> Config:
     base = {
         "model": {"path": str(model), "dtype": "float32"},
         "data": {"group_size": 4, "tokens_per_microbatch": 64},

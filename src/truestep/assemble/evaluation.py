@@ -46,6 +46,7 @@ def make_evaluator(config: Config, policy: Policy, raters: Raters, source: Sourc
             top_k=evaluation.top_k,
             min_p=evaluation.min_p,
             engine=evaluation.engine,
+            exact=getattr(sampler, "exact", False),  # one engine serves both
             stop=tuple(evaluation.stop or ()),
         ),
         samples_per_prompt=evaluation.samples_per_prompt,

@@ -229,6 +229,7 @@ def decode_options(sampler: InProcessSampler, policy: Policy) -> DecodeOptions:
         top_k=sampler.top_k,
         min_p=sampler.min_p,
         engine=sampler.engine,
+        exact=sampler.exact,
         stop=tuple(sampler.stop or ()),
     )
 

@@ -5,7 +5,7 @@ A field enters this file only together with the code that obeys it.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag, create_model
+from pydantic import BeforeValidator, Field, Tag, create_model
 
 from truestep.config.section import Count, ImportPath, NotNegative, Positive, Section, by_type
 
@@ -39,8 +39,15 @@ class ModelConfig(Section):
     """What attends over packed documents. flash: FlashAttention 4, an optional package (truestep[flash]) for bfloat16
     on Hopper and Blackwell GPUs; it is compared with float32 on the machine first. torch: torch's own. auto: flash
     where it can be used."""
-    activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass: less memory, about a third more time."""
+    activation_checkpointing: Annotated[
+        Literal[False, "full", "selective", "auto"], BeforeValidator(lambda value: "full" if value is True else value)
+    ] = False
+    """Recompute each layer in the backward pass: less memory, no other number. full (or true): all of it, about a third
+    more time. selective: what attention gives and the products beside it are kept, and the rest is made again, about a
+    sixth more time. auto: the fastest that fits the GPU, by the plan; false on a CPU."""
+    activation_offload: bool | Literal["auto"] = False
+    """Keep what recomputed layers keep in host memory, copied there and back beside the computation. It needs
+    activation_checkpointing. auto: where the plan does not fit otherwise."""
     compile: bool = False
     """Compile the layers (torch.compile): up to twice the speed, after a minute or less at the start. On a CPU it
     needs a C++ compiler."""
@@ -210,6 +217,9 @@ class InProcessSampler(SamplerBase):
     engine: bool = True
     """Sample with the engine (a paged cache, continuous batching, kernels and graphs on a GPU). false: with
     transformers' own attention and cache, batch after batch, which is slower."""
+    exact: bool = False
+    """Compute log-probs so that they do not depend on what shares a batch, in sampling and in training: the ratio of an
+    update on fresh documents is exactly 1. A step takes longer: training makes one more forward pass."""
     batch_size: Count | None = None
     """At most this many completions are decoded at a time. null: as many as the free memory holds, at most 1,024 on a
     GPU and 256 on a CPU."""
@@ -346,9 +356,10 @@ class ParallelConfig(Section):
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward pass and gather them again for the backward pass: less memory,
     half as much again of communication."""
-    reduce_each_micro_batch: bool = False
+    reduce_each_micro_batch: bool | Literal["auto"] = "auto"
     """Reduce gradients after every micro-batch, and not only after a step's last one. Gradients then take a rank's
-    share of the memory; communication grows by the number of micro-batches in a step."""
+    share of the memory; communication grows by the number of micro-batches in a step. auto: as the plan finds faster
+    among what fits the GPU; false on a CPU."""
     tensor: Count = 1
     """The number of ranks that each layer's heads and neurons, the embedding and the head are split over, by the plan
     that comes with the model. Between them, these ranks split the tokens."""

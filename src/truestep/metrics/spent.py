@@ -14,7 +14,10 @@ import torch
 
 PREFIX = "time/"
 # The parts of `step_time`, in the order in which a step has them; what is left of it is the last.
-PARTS = ("sampling", "rating", "waiting", "reference", "forward", "head", "backward", "reduce", "optimizer", "sync")
+PARTS = (
+    *("sampling", "rating", "waiting", "reference", "exact"),
+    *("forward", "head", "backward", "reduce", "optimizer", "sync"),
+)
 REST = "other"
 # These come between two steps, and stand in the line of the later one, beside its `step_time`.
 BETWEEN = ("evaluation", "save")
@@ -22,7 +25,7 @@ BETWEEN = ("evaluation", "save")
 _OF_THE_MACHINE = frozenset(
     {
         *("tokens_per_second", "data_wait_time", "step_time", "seconds"),
-        *("sampling_time", "rating_time", "sampled_tokens_per_second"),
+        *("sampling_time", "rating_time", "sampled_tokens_per_second", "sampler_cache_use"),
         *("gpu_memory", "mfu"),
     }
 )

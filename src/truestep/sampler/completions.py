@@ -15,6 +15,7 @@ class DecodeOptions:
     min_p: float = 0.0  # 0: off
     stop: tuple[str, ...] = ()  # texts that end a completion
     engine: bool = True  # False: batch after batch, by transformers' own attention and cache
+    exact: bool = False  # log-probs are those that training finds, to the last bit
 
     @property
     def truncates(self) -> bool:

@@ -7,7 +7,7 @@ truncation, from the same head that training uses.
 Dimensions: R completions of a batch, P prompt tokens, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,17 +27,22 @@ _ROWS = {"cuda": 1024, "cpu": 256}  # completions at a time, if the options leav
 
 
 def decode(
-    policy: Policy, requests: Sequence[Request], options: DecodeOptions, on_done: Done | None = None
+    policy: Policy,
+    requests: Sequence[Request],
+    options: DecodeOptions,
+    on_done: Done | None = None,
+    used: Callable[[float], None] | None = None,
 ) -> list[Completion]:
     """Complete requests, in their order. Each rank decodes some, and every rank gets all completions. `on_done` gets
-    each completion as soon as it ends, on the rank that decodes it."""
+    each completion as soon as it ends, on the rank that decodes it. `used` is told the largest part of its cache that
+    the engine used at a time."""
 
     def work(part: Sequence[int]) -> list[Completion]:
         def done(number: int, completion: Completion) -> None:
             if on_done is not None:
                 on_done(part[number], completion)
 
-        return decode_here(policy, [requests[index] for index in part], options, done)
+        return decode_here(policy, [requests[index] for index in part], options, done, used)
 
     return policy.weights.ranks.spread(
         range(len(requests)),
@@ -48,10 +53,14 @@ def decode(
 
 
 def decode_here(
-    policy: Policy, requests: Sequence[Request], options: DecodeOptions, on_done: Done | None = None
+    policy: Policy,
+    requests: Sequence[Request],
+    options: DecodeOptions,
+    on_done: Done | None = None,
+    used: Callable[[float], None] | None = None,
 ) -> list[Completion]:
     """Complete requests on this rank alone, in their order. `on_done` is called with the number of each, and with its
-    completion, as soon as that ends: while others are sampled."""
+    completion, as soon as that ends: while others are sampled. `used` is told as by `decode`."""
 
     def done(number: int, completion: Completion) -> None:
         progress.made("completions")
@@ -60,15 +69,20 @@ def decode_here(
 
     with torch.no_grad(), policy.weights.gathered():
         with progress.working("preparing the sampler", "kernels"):
-            engine = engine_of(policy) if requests and options.engine else ""
+            engine = engine_of(policy, options.exact) if requests and options.engine else ""
         with progress.working("sampling", "completions", len(requests)):
             if isinstance(engine, Engine):
-                return _decode_by_engine(policy, engine, requests, options, done)
+                return _decode_by_engine(policy, engine, requests, options, done, used)
             return decode_plainly(policy, requests, options, done)
 
 
 def _decode_by_engine(
-    policy: Policy, engine: Engine, requests: Sequence[Request], options: DecodeOptions, on_done: Done
+    policy: Policy,
+    engine: Engine,
+    requests: Sequence[Request],
+    options: DecodeOptions,
+    on_done: Done,
+    used: Callable[[float], None] | None,
 ) -> list[Completion]:
     rows = min(len(requests), options.batch_size or _ROWS.get(policy.device.type, 256))
     longest = max(len(request.input_ids) for request in requests) + options.max_new_tokens
@@ -80,6 +94,8 @@ def _decode_by_engine(
             for number, completion in session.step():
                 completions[number] = completion
                 on_done(number, completion)
+        if used is not None:
+            used(session.counts.most_pages / session.counts.pages)
     return [completions[number] for number in range(len(requests))]
 
 

@@ -12,7 +12,7 @@ from truestep.policy.policy import Policy
 from truestep.rollouts.advantages import AdvantageRule
 from truestep.rollouts.selection import choose_truncated, has_advantage, put_group_aside
 from truestep.rollouts.source import Interrupted, SourceError, StillSource
-from truestep.sampler.decode import DecodeOptions, Request
+from truestep.sampler.decode import Completion, DecodeOptions, Request
 from truestep.sampler.groups import (
     DRAWS,
     HOPELESS,
@@ -128,9 +128,9 @@ class InProcessSource(StillSource):
     def _add(self, group: _Group, member: int, rated: Rated, version: int) -> None:
         group.num_sampled += 1
         name, completion, rating = f"{group.number}-{member}", rated.completion, rated.rating
-        if isinstance(rating, str):
+        if isinstance(rating, RewardError):
             if self.stop_at_rejected:
-                raise stopping_error(group.prompt, RewardError(rating))
+                raise stopping_error(group.prompt, rating)
             self._rejected.append(reject(group.prompt, group.number, name, rating, rated.text))
             return
         rollout = to_rollout(
@@ -140,9 +140,9 @@ class InProcessSource(StillSource):
             completion.logprobs,
             temperature=self.options.temperature,
             versions=[version] * len(completion.token_ids),
-            reward=rating,
+            rating=rating,
             truncated=not completion.stopped,
-            metadata={"stopped": completion.stopped},
+            metadata={"stopped": completion.stopped, **_cut(completion)},
         )
         group.rated.append(rollout)
 
@@ -171,6 +171,12 @@ class InProcessSource(StillSource):
 
     def close(self, finished: bool) -> None:
         self.rater.close()
+
+
+def _cut(completion: Completion) -> dict[str, Any]:
+    """Note the log-probs of the distribution that was drawn from, where top_p, top_k or min_p cut it."""
+    cut = completion.truncated_logprobs
+    return {} if cut is None else {"truncated_logprobs": cut}
 
 
 def stop_ids(policy: Policy) -> frozenset[int]:

@@ -7,7 +7,7 @@ Dimensions: C ranks, S tokens of the micro-batch, T its labels, D its documents,
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -107,6 +107,7 @@ class MicroBatch:
     labels: PackedLabels
     weight: torch.Tensor  # [T] float64: one over the step's denominator, for each label
     share: "LabelShare"
+    exact: torch.Tensor | None = None  # [T] log-probs that take the place of the head's
 
     def rows(self, hidden: torch.Tensor) -> torch.Tensor:
         """Collect the hidden states that predict this rank's share of the labels."""
@@ -116,7 +117,13 @@ class MicroBatch:
         self, labels: slice | torch.Tensor, statistics: RowStatistics, reduce_documents: DocumentReducer = no_reduction
     ) -> Labels:
         """Join some of the labels with what the head says of them."""
+        if self.exact is not None:
+            statistics = replace(statistics, logprobs=self.exact[labels])
         return Labels.of(self.labels[labels], statistics, self.weight[labels], reduce_documents)
+
+    def logprobs(self, statistics: RowStatistics) -> torch.Tensor:
+        """Give the log-probs of all labels."""
+        return statistics.logprobs if self.exact is None else self.exact
 
 
 def _even_shares(count: int, parts: int) -> list[slice]:

@@ -21,6 +21,7 @@ from truestep.ranks import marks
 from truestep.ranks.group import Ranks
 from truestep.rollouts.packing import pack
 from truestep.rollouts.selection import has_advantage
+from truestep.step.exact import score_exactly
 from truestep.step.groups import measure_answers, measure_groups
 from truestep.step.label_shares import LabelShare, MicroBatch
 from truestep.step.passes import Passes
@@ -61,6 +62,7 @@ class StepRunner:
     keep_scores: bool | Collection[int] = False  # of all documents, or of those at some places in the plan
     skip_zero_advantage: bool = False  # no backward pass of micro-batches in which no label has an advantage
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    exact: bool = False  # log-probs are computed exactly, as the sampler's were
 
     def steered(self, metrics: Mapping[str, Metric]) -> "StepRunner":
         """Give the runner of the step after one with these metrics: its entropy may move the weight of the bonus."""
@@ -115,6 +117,10 @@ class StepRunner:
         micro_batches = plan.of_rank(self._ranks.data_rank)
         # Where no rank has a label there is nothing to predict and nothing to differentiate.
         computed = [number for number in range(len(micro_batches)) if _any_label(plan, plan.at_once(number))]
+        exact: dict[int, torch.Tensor] = {}
+        if self.exact:
+            with self.stopwatch.measure("exact"):
+                exact = score_exactly(self.policy, plan.documents, micro_batches)
 
         def run(numbers: Sequence[int], backward: bool) -> Passes:
             scored: list[tuple[MicroBatch, RowStatistics]] = []
@@ -125,7 +131,7 @@ class StepRunner:
                 return gradient
 
             def packed(number: int) -> MicroBatch:
-                return self._pack(plan, micro_batches[numbers[number]])
+                return self._pack(plan, micro_batches[numbers[number]], exact)
 
             count, group = len(numbers), self.breadth_first
             passes = Passes(self.policy, count, packed, head, backward=backward, group=group, stopwatch=self.stopwatch)
@@ -143,14 +149,16 @@ class StepRunner:
             for number, members in enumerate(micro_batches):
                 if members and number not in computed:
                     nothing = torch.zeros(0, device=self.policy.device)
-                    self._measure(sums, self._pack(plan, members), plan, RowStatistics(nothing, nothing, nothing))
+                    self._measure(
+                        sums, self._pack(plan, members, exact), plan, RowStatistics(nothing, nothing, nothing)
+                    )
         if backward:
             with self.stopwatch.measure("reduce"):
                 self.policy.weights.reduce()
             marks.mark("gradients", self.policy.device)
         return sums, runs
 
-    def _pack(self, plan: StepPlan, members: tuple[int, ...]) -> MicroBatch:
+    def _pack(self, plan: StepPlan, members: tuple[int, ...], exact: Mapping[int, torch.Tensor]) -> MicroBatch:
         """Pack a micro-batch of the plan, and move it to this rank's device."""
         documents = [plan.documents[index] for index in members]
         packed = pack(documents, self._multiple)
@@ -159,13 +167,15 @@ class StepRunner:
         packed = packed.to(self.policy.device)
         label_counts = packed.labels.num_labels[packed.labels.document]
         weight = self.objective.denominator.label_weights(label_counts, plan.totals)
-        return MicroBatch(members, counts, packed.tokens, packed.labels, weight, share)
+        known = [exact[index] for index in members if index in exact]
+        logprobs = torch.cat(known) if known else None
+        return MicroBatch(members, counts, packed.tokens, packed.labels, weight, share, logprobs)
 
     def _measure(self, sums: _RankSums, micro_batch: MicroBatch, plan: StepPlan, statistics: RowStatistics) -> None:
         """Add a micro-batch's metrics to the rank's, and its scores where they are kept."""
         if self.metrics_level is not None:
             labels = self.objective.prepare(micro_batch.score(slice(None), statistics))
-            facts = StepFacts(self.objective, plan.documents_seen)
+            facts = StepFacts(self.objective, plan.documents_seen, plan.totals)
             measured = measure_labels(labels, facts, self.metrics_level, self.custom_metrics)
             sums.metrics.update(merge(sums.metrics, measured))
         if self.keep_scores is not False:
@@ -213,7 +223,7 @@ def _scores(
     """Select the scores of a micro-batch that are wanted. They stay on the device: moving them would wait for it."""
     members = zip(
         micro_batch.members,
-        statistics.logprobs.split(micro_batch.label_counts),
+        micro_batch.logprobs(statistics).split(micro_batch.label_counts),
         statistics.entropy.split(micro_batch.label_counts),
         strict=True,
     )

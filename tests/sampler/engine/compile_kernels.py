@@ -12,11 +12,15 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "src"))
 import triton
 from triton.backends.compiler import GPUTarget
 
+from truestep.exact import attend_kernels as exact_attention
+from truestep.exact import kernels as exact_kernels
 from truestep.sampler.engine import attend_kernels, draw_kernels
 
-FLOATS = {"scale", "softcap"}
+FLOATS = {"scale", "softcap", "divisor"}
 WIDE = {"addresses_pointer", "key_pointer", "position_pointer", "last_pointer", "token_pointer", "chosen_pointer"}
 WIDE |= {"page_pointer", "offset_pointer", "length_pointer", "table_pointer"}
+WIDE |= {"places_pointer", "tiles_pointer"}
+DIVISIBLE = ("_pointer", "_row", "_head", "_page", "_token")
 
 
 def compile_kernel(kernel: Any, constants: dict[str, Any], types: dict[str, str], **options: Any) -> Any:
@@ -31,7 +35,7 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], types: dict[str, str]
         else:
             signature[name] = "fp32" if name in FLOATS else "i32"
         # As at a launch: tensors and most strides are divisible by 16.
-        if name.endswith(("_pointer", "_row", "_head")):
+        if name.endswith(DIVISIBLE) and name != "table_row":
             attributes[(number,)] = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -77,12 +81,71 @@ def compile_draw(kind: str, capped: bool, cut: bool) -> None:
     compile_kernel(draw_kernels._join_kernel, {"BLOCK": draw_kernels._MOST_PARTS}, {}, num_warps=1)
 
 
+def compile_exact_product(kind: str, even: bool, bias: bool) -> None:
+    import torch
+
+    shape = exact_kernels.tiles({"bf16": torch.bfloat16, "fp32": torch.float32}[kind])
+    tile = {name: size for name, size in shape.items() if name.startswith("BLOCK")}
+    typed = dict.fromkeys(("a_pointer", "b_pointer", "bias_pointer", "c_pointer"), f"*{kind}")
+    compiled = compile_kernel(
+        exact_kernels._product_kernel,
+        tile | {"BIAS": bias, "EVEN": even, "GROUP": exact_kernels._GROUP},
+        typed,
+        num_warps=shape["num_warps"],
+        num_stages=shape["num_stages"],
+    )
+    assert compiled.metadata.shared <= 227 * 1024, "what a block of threads may have"
+    if kind == "bf16":
+        assert "wgmma" in compiled.asm["ptx"], "the tensor cores of a Hopper GPU at their full rate"
+
+
+def compile_exact_rows(block: int) -> None:
+    shape = {"ROWS": max(1, 1024 // block), "BLOCK": block}
+    compile_kernel(exact_kernels._sum_kernel, shape, {"x_pointer": "*bf16"}, num_warps=4)
+    compile_kernel(exact_kernels._part_kernel, {"PART": exact_kernels._PART, "BLOCK": 1024}, {}, num_warps=4)
+    compile_kernel(exact_kernels._join_kernel, {"BLOCK": 32}, {}, num_warps=1)
+
+
+def compile_exact_attention(kind: str, size: int, group: int, window: int, capped: bool) -> None:
+    import torch
+
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[kind]
+    block = exact_attention.rows_of_tile(dtype, group)
+    shape = {
+        "TYPE": exact_attention._TYPES[dtype],
+        "HEADS": 8,
+        "GROUP": group,
+        "TOKENS": block // group,
+        "KEY_SIZE": size,
+        "VALUE_SIZE": size,
+    }
+    shape |= {"PAGE_SIZE": 64, "WINDOW": window, "CAPPED": capped, "BLOCK_M": block}
+    typed = dict.fromkeys(("query_pointer", "output_pointer"), f"*{kind}")
+    compiled = compile_kernel(
+        exact_attention._attend_kernel,
+        shape | {"KEY_BLOCK": size, "VALUE_BLOCK": size},
+        typed,
+        num_warps=4,
+        num_stages=2,
+    )
+    assert compiled.metadata.shared <= 227 * 1024
+    if kind == "bf16":
+        assert "wgmma" in compiled.asm["ptx"]
+
+
 def main(which: str) -> None:
     if which == "some":
+        compile_exact_product("bf16", True, False)
         compile_draw("bf16", False, False)
         compile_attention("bf16", 128, 2, 64, 0, False)
         compile_attention("fp32", 64, 7, 64, 4096, True)
     else:
+        for kind, even, bias in itertools.product(("bf16", "fp32"), (True, False), (True, False)):
+            compile_exact_product(kind, even, bias)
+        for block in (128, 2048):
+            compile_exact_rows(block)
+        for kind, size in itertools.product(("bf16", "fp32"), (64, 128, 256)):
+            compile_exact_attention(kind, size, 5 if size == 64 else 2, 4096 if size == 256 else 0, size == 256)
         for kind, capped, cut in itertools.product(("bf16", "fp32"), (False, True), (False, True)):
             compile_draw(kind, capped, cut)
         # What a block of threads holds depends on the size and the page alone; a group is one, odd, or a power of two.

@@ -14,16 +14,21 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
+from interpreted import use
 from selection import long_except
 from tiny import VOCABULARY
+from truestep.head.logits import HeadSettings
 from truestep.policy.loading.load import load_policy
 from truestep.policy.model import attention, compiled
 from truestep.sampler.completions import DecodeOptions, Request
 from truestep.sampler.decode import decode_here
+from truestep.sampler.engine import engine as engine_module
 from truestep.sampler.engine.cache import store
 from truestep.sampler.engine.device import Result
 from truestep.sampler.engine.engine import Engine, engine_of
 from truestep.sampler.engine.graphs import Graphs, length_for, size_for
+from truestep.step.exact import score_exactly
+from truestep.types import Rollout
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it stands for a GPU where there is none")
@@ -143,6 +148,31 @@ def test_prompts_that_are_replayed_draw_the_same(
     prompts = [key for key in replays if key[0] == "prompts"]
     assert prompts and len(set(prompts)) == len(prompts)
     assert all(size in (128, 256, 512) for _, size, _, _ in prompts)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["gemma2", "qwen3"])
+def test_exact_kernels_and_replays_find_trainings_logprobs(
+    kind: str, tiny_model: Model, replays: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use("kernels", monkeypatch)
+    monkeypatch.setattr(engine_module, "make_exact", lambda *_: None)  # it has a test of its own
+    generator = np.random.default_rng(5)
+    asked = [Request(tuple(generator.integers(0, VOCABULARY, n).tolist()), (n, at)) for at, n in enumerate((3, 17, 1))]
+    policy = load_policy(tiny_model(kind), head=HeadSettings(fp32=True))
+    found = engine_of(policy, exact=True)
+    assert isinstance(found, Engine)
+    as_on_a_gpu(found)
+    for _ in range(2):  # a second phase has its cache elsewhere
+        answers = decode_here(policy, asked, DecodeOptions(1.0, 1.0, 5, 2, frozenset(range(6)), exact=True))
+        documents = []
+        for number, (one, answer) in enumerate(zip(asked, answers, strict=True)):
+            ids = np.array([*one.input_ids, *answer.token_ids])
+            documents.append(Rollout(str(number), ids, np.arange(len(ids)) >= len(one.input_ids)))
+        right = score_exactly(policy, documents, [range(3)])
+        for number, answer in enumerate(answers):
+            assert torch.equal(torch.tensor(answer.logprobs), right[number])
+    assert {key[:2] for key in replays} == {("rows", 2)}
 
 
 def test_weights_that_moved_make_graphs_anew(tiny_model: Model, replays: list[tuple[Any, ...]]) -> None:

@@ -20,6 +20,8 @@
 | weights/sharded.py | fsdp_pre_all_gather, fsdp_post_all_gather | another tensor is gathered; FSDP2's extensions |
 | tensor_files.py | safe_save_file | written piece by piece; transformers.modeling_utils writes files by that name |
 | weights/unread.py | safe_open, setattr | tensors unread; that transformers.modeling_utils opens files by that name |
+| exact.py | AttentionInterface.register | attention of exact passes; a public door of transformers |
+| exact.py | forward | layers run compiled in exact passes |
 | sampler/engine/attend.py | AttentionInterface.register | attention over a paged cache; a public door of transformers |
 | sampler/engine/forward.py | forward | layers run compiled while they sample |
 | step/optimizer.py | register_step_post_hook | refuses what no checkpoint keeps; a public hook |

@@ -22,7 +22,9 @@ import numpy as np
 import torch
 
 from truestep import progress
+from truestep.exact.operations import InexactError
 from truestep.head.logits import raw_logits
+from truestep.policy.exact import exact_hidden, exactly
 from truestep.policy.model.attention import PackedLayout
 from truestep.policy.policy import Policy
 from truestep.sampler.completions import Completion, DecodeOptions, Request
@@ -30,6 +32,7 @@ from truestep.sampler.engine.attend import Pieces, Rows, UnservedError, make_pie
 from truestep.sampler.engine.cache import PagedCache, page_bytes, pages_that_fit
 from truestep.sampler.engine.device import Result, device_of
 from truestep.sampler.engine.draw import key_of
+from truestep.sampler.engine.exact import choose_exactly, exact_device, make_exact, pieces_pass, rows_pass
 from truestep.sampler.engine.forward import compiled_layers, paged, probe, run_model, shapes_of
 from truestep.sampler.engine.graphs import FlatPrompts, Graphs, size_for
 from truestep.sampler.engine.rows import (
@@ -93,9 +96,11 @@ class _Open:
 
 
 class Engine:
-    def __init__(self, policy: Policy):
-        """Take a policy, whose weights are all here; raise `UnservedError` where its model cannot be served."""
+    def __init__(self, policy: Policy, exact: bool = False):
+        """Take a policy, whose weights are all here; raise `UnservedError` where its model cannot be served. `exact`:
+        log-probs are training's to the last bit; raise `InexactError` where they cannot be."""
         self.device = device_of(policy.device)
+        self.exact = exact
         self._compiled: dict[Any, Any] = {}
         with torch.no_grad():
             self.layers = shapes_of(policy)
@@ -103,7 +108,11 @@ class Engine:
             if self.device.place.type == "cuda":
                 from truestep.sampler.engine.serving import serve_with_kernels
 
-                self.device = serve_with_kernels(self.device, policy, self.layers, self._compiled)
+                compiled = None if exact else self._compiled  # exact layers are compiled otherwise
+                self.device = serve_with_kernels(self.device, policy, self.layers, compiled)
+            if exact:
+                self.device = exact_device(self.device)
+                make_exact(policy, self.layers, self.device)
         self.graphs = Graphs(self.device.place, len(self.layers)) if self.device.graphs else None
 
     @contextmanager
@@ -111,7 +120,7 @@ class Engine:
         """Sample, inside: the weights are all here, and do not change."""
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            stack.enter_context(paged(policy.model))
+            stack.enter_context(exactly(policy.model) if self.exact else paged(policy.model))
             if self.device.compiles:
                 stack.enter_context(compiled_layers(policy.model, self._compiled))
             session = Session(policy, self, limits)
@@ -123,7 +132,7 @@ class Engine:
 
 class Session:
     def __init__(self, policy: Policy, engine: Engine, limits: Limits):
-        self._policy, self._device, self._graphs = policy, engine.device, engine.graphs
+        self._policy, self._device, self._graphs, self._exact = policy, engine.device, engine.graphs, engine.exact
         place, page_size = self._device.place, self._device.page_size
         width = -(-limits.longest // page_size)
         each = page_bytes(engine.layers, page_size, policy.weights.dtype)
@@ -224,6 +233,9 @@ class Session:
             longest = max(len(piece.tokens) for piece in pieces)
             prompts = FlatPrompts(ids, positions, pages, offsets, bounds, longest, self.cache.spare)
             hidden = self._graphs.run_prompts(prompts, self._device.send, self._compute_prompts)
+        if self._exact:
+            there, exact = pieces_pass(self.cache, spans, self._device.send, self._device.store)
+            hidden = exact_hidden(self._policy.model, self._device.send(ids), there, exact)
         if hidden is None:
             step = make_pieces(self.cache, spans, self._device.send, self._device.store)
             hidden = run_model(self._policy, self._device.send(ids), step.positions, step)
@@ -292,6 +304,12 @@ class Session:
     def _decode(self, lines: torch.Tensor, longest: int) -> torch.Tensor:  # [R, PAGES + P] -> [3, R]
         """Compute one token of each row, and draw the next. It runs in a CUDA graph: it reads nothing of the host."""
         assert self.cache is not None
+        ids = self._last.index_select(0, lines[:, SLOT])
+        if self._exact:
+            before = lines[:, LENGTH] - 1
+            where = lines[:, PAGE], lines[:, OFFSET], before, lines[:, PAGES:]
+            exact = rows_pass(self.cache, *where, self._device.send, self._device.store)
+            return self._choose(exact_hidden(self._policy.model, ids, before, exact), lines)
         rows = Rows(
             self.cache,
             pages=lines[:, PAGE],
@@ -301,7 +319,6 @@ class Session:
             longest=longest,
             attend=self._device.attend,
         )
-        ids = self._last.index_select(0, lines[:, SLOT])
         return self._choose(run_model(self._policy, ids, lines[:, LENGTH] - 1, rows), lines)
 
     def _choose(self, hidden: torch.Tensor, lines: torch.Tensor) -> torch.Tensor:  # [R, H], [R, ≥ PAGES] -> [3, R]
@@ -311,8 +328,11 @@ class Session:
         drawn = []
         for first in range(0, len(hidden), each):
             part = slice(first, first + each)
-            raw = raw_logits(hidden[part], weight, head.fp32)
-            found = self._device.draw(raw, draw_rows(lines[part], self._truncates), head)
+            rows = draw_rows(lines[part], self._truncates)
+            if self._exact:
+                found = choose_exactly(hidden[part], self._policy, rows, self._device.draw)
+            else:
+                found = self._device.draw(raw_logits(hidden[part], weight, head.fp32), rows, head)
             floats = (found.logprobs.double(), found.log_mass.double())
             drawn.append(torch.stack([found.tokens, *(numbers.view(torch.int64) for numbers in floats)]))
         joined = drawn[0] if len(drawn) == 1 else torch.cat(drawn, dim=1)
@@ -350,20 +370,25 @@ class Session:
         return done
 
 
-_ENGINES: WeakKeyDictionary[Policy, Engine | str] = WeakKeyDictionary()
+_ENGINES: WeakKeyDictionary[Policy, dict[bool, Engine | str]] = WeakKeyDictionary()
 
 
-def engine_of(policy: Policy) -> Engine | str:
+def engine_of(policy: Policy, exact: bool = False) -> Engine | str:
     """Give the policy's engine, or why it has none. Its weights must all be here."""
-    found = _ENGINES.get(policy)
+    engines = _ENGINES.setdefault(policy, {})
+    found = engines.get(exact)
     if found is None:
         try:
-            found = Engine(policy)
-        except torch.OutOfMemoryError:
+            found = Engine(policy, exact)
+        except (torch.OutOfMemoryError, InexactError):
             raise
         except (UnservedError, RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
             # A model's own code may fail in any of these ways where it meets a cache that it does not know.
             found = str(error) or type(error).__name__
+            if exact:
+                raise InexactError(
+                    f"sampler.exact needs the engine, which does not serve this model: {found}"
+                ) from error
             log.warning("this model is sampled without the engine, which is slower: %s", found)
-        _ENGINES[policy] = found
+        engines[exact] = found
     return found

@@ -23,8 +23,11 @@ _LENGTHS = (1, 63, 64, 65, 700, 1500)
 _VOCABULARY = 9001
 
 
-def serve_with_kernels(device: Device, policy: Policy, layers: list[LayerShape], compiled: dict[Any, Any]) -> Device:
-    """Give the device with the kernels that serve on it."""
+def serve_with_kernels(
+    device: Device, policy: Policy, layers: list[LayerShape], compiled: dict[Any, Any] | None
+) -> Device:
+    """Give the device with the kernels that serve on it. `compiled`: keeps the layers' compiled code; None: they run
+    by their own."""
     dtype = policy.weights.dtype
     if _right("attention", lambda: check_attention(device.place, dtype, device.page_size, layers)):
         from truestep.sampler.engine import attend_kernels
@@ -35,6 +38,9 @@ def serve_with_kernels(device: Device, policy: Policy, layers: list[LayerShape],
         from truestep.sampler.engine import draw_kernels
 
         device = replace(device, draw=draw_kernels.draw)
+
+    if compiled is None:
+        return replace(device, compiles=False)
 
     def run_compiled() -> str | None:
         with compiled_layers(policy.model, compiled):

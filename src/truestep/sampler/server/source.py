@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import threading
-from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 from truestep import progress
 from truestep.environments.prompts import Prompt
 from truestep.environments.rater import Rates
+from truestep.environments.rewards import Rating
 from truestep.policy.policy import Policy
 from truestep.rollouts.advantages import AdvantageRule
 from truestep.rollouts.selection import choose_truncated, has_advantage, put_group_aside
@@ -63,7 +63,7 @@ class AwaitedRewards:
     def __init__(self, rater: Rates, seed: int = 0):
         self._rater, self._seed = rater, seed
 
-    async def rate(self, prompt: Prompt, text: str, name: str) -> float:
+    async def rate(self, prompt: Prompt, text: str, name: str) -> Rating:
         return await asyncio.wrap_future(self._rater.submit(prompt, text, f"{self._seed} {name}"))
 
     def close(self) -> None:
@@ -99,7 +99,8 @@ class ServerSource:
         self._policy, self._prompts, self._rewards = policy, prompts, rewards
         self._sampling, self._publisher, self.memory = sampling, publisher, memory
         self._advantage_rule, self._truncated = advantage_rule, truncated
-        self._put_aside: deque[PutAside] = deque()
+        self._sorting: list[PutAside] = []  # the loop's thread adds to it
+        self._put_aside: list[PutAside] = []  # what the last snapshot knows of, and no line of the ledger has yet
         self._loop = loop or LoopThread()
         self._publishing: Future[None] | None = None  # None: nobody has asked for documents yet
         self._publishes, self._closed = publishes, False
@@ -171,7 +172,7 @@ class ServerSource:
         rollouts = self._with_advantages(group)
         if any(map(has_advantage, rollouts)):
             return False
-        self._put_aside.extend(put_group_aside(rollouts))
+        self._sorting.extend(put_group_aside(rollouts))
         return True
 
     def _wait_for(self, collected: Future[_T]) -> _T:
@@ -225,19 +226,34 @@ class ServerSource:
         self._publishing = self._loop.submit(self._ahead.publish(published))
 
     def state(self) -> dict[str, Any]:
-        return self._loop.run(self._ahead.state()) | {"fingerprint": self._fingerprint}
+        return self.snapshot()()
 
     @cached_property
     def _fingerprint(self) -> str:
         return fingerprint(self._prompts, self._sampling.seed, self._sampling.group_size)
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
-        state = self.state()  # the numbers of open groups
-        return lambda: state
+        """Note which groups are open. What is put aside after that belongs to a group that is open here, and a run that
+        goes on from here puts it aside again: so only what came before is given to the ledger."""
+
+        async def note() -> tuple[dict[str, Any], list[PutAside]]:
+            sorted_out, self._sorting = self._sorting, []
+            return await self._ahead.state(), sorted_out
+
+        state, sorted_out = self._loop.run(note())
+        self._put_aside += sorted_out
+
+        def made() -> dict[str, Any]:
+            # None of it, unless the run stops before it has written a line.
+            put_aside = [[one.id, one.reason, one.group_id] for one in self._put_aside]
+            return state | {"fingerprint": self._fingerprint, "put_aside": put_aside}
+
+        return made
 
     def restore(self, state: dict[str, Any]) -> None:
         refuse_other_groups(state, self.state())
         self._ahead.restore(state)
+        self._put_aside = [PutAside(*one) for one in state.get("put_aside", ())]
 
     def drain_rejected(self) -> list[Rejected]:
         rejected = self._ahead.maker.rejected  # the loop's thread may add to it meanwhile
@@ -247,7 +263,8 @@ class ServerSource:
         return {}
 
     def drain_put_aside(self) -> list[PutAside]:
-        return [self._put_aside.popleft() for _ in range(len(self._put_aside))]
+        put_aside, self._put_aside = self._put_aside, []
+        return put_aside
 
     def checkpointed(self, checkpoint: Path, step: int, documents_seen: int) -> None: ...
 

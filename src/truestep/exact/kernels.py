@@ -1,0 +1,164 @@
+"""Products and sums of rows in Triton, with tiles of one shape for every number of rows and no split of a sum.
+
+A tile's row is multiplied and added as every other row of it, wherever it lies. So a row has the same bits in a batch
+of one and of many thousands. Numbers of rows are not part of what is compiled.
+
+Dimensions: M rows, N columns, K terms of a sum.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_GROUP = 8  # tiles of rows that share what they read of the weight
+_MOST_BLOCK = 2048  # of a row's terms that a program holds at a time
+_PART = 8192  # logits of a program
+
+
+@triton.jit(do_not_specialize=["M"])
+def _product_kernel(
+    a_pointer,  # [M, K]
+    b_pointer,  # [N, K]
+    bias_pointer,  # [N]
+    c_pointer,  # [M, N]
+    M,
+    N,
+    K,
+    b_row,
+    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,  # K is a multiple of BLOCK_K
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    program, columns = tl.program_id(0), tl.cdiv(N, BLOCK_N)
+    first = program // (GROUP * columns) * GROUP
+    together = tl.minimum(tl.cdiv(M, BLOCK_M) - first, GROUP)
+    within = program % (GROUP * columns)
+    row = (first + within % together) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = within // together * BLOCK_N + tl.arange(0, BLOCK_N)
+    term = tl.arange(0, BLOCK_K)
+    # Rows and columns beyond the end are computed from the last ones, and not stored.
+    a_line = a_pointer + tl.minimum(row, M - 1).to(tl.int64)[:, None] * K + term[None, :]
+    b_line = b_pointer + tl.minimum(column, N - 1).to(tl.int64)[None, :] * b_row + term[:, None]
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        if EVEN:
+            a = tl.load(a_line + start)
+            b = tl.load(b_line + start)
+        else:
+            a = tl.load(a_line + start, mask=term[None, :] < K - start, other=0.0)
+            b = tl.load(b_line + start, mask=term[:, None] < K - start, other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    if BIAS:
+        total += tl.load(bias_pointer + tl.minimum(column, N - 1)).to(tl.float32)[None, :]
+    place = c_pointer + row.to(tl.int64)[:, None] * N + column[None, :]
+    tl.store(place, total.to(c_pointer.dtype.element_ty), mask=(row < M)[:, None] & (column < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["M"])
+def _sum_kernel(x_pointer, out_pointer, M, K, divisor, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row, lane = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    line = x_pointer + row.to(tl.int64)[:, None] * K + lane[None, :]
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, K, BLOCK):
+        inside = (row < M)[:, None] & (lane[None, :] < K - start)
+        total += tl.load(line + start, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_pointer + row, tl.sum(total, axis=1) / divisor, mask=row < M)
+
+
+@triton.jit
+def _part_kernel(z_pointer, highest_pointer, total_pointer, N, PART: tl.constexpr, BLOCK: tl.constexpr):
+    """Find the largest logit of a part of a row, and the sum of all relative to it."""
+    row, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    lane = tl.arange(0, BLOCK)
+    highest, total = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for start in range(number * PART, tl.minimum(number * PART + PART, N), BLOCK):
+        z = tl.load(z_pointer + row * N + start + lane, mask=start + lane < N, other=float("-inf"))
+        higher = tl.maximum(highest, z)
+        seen = higher > float("-inf")  # a lane that has seen nothing yet has -inf - -inf
+        rescaled = tl.where(seen, total * tl.exp(highest - higher), 0.0)
+        total = rescaled + tl.where(seen, tl.exp(z - higher), 0.0)
+        highest = higher
+    top = tl.max(highest, axis=0)
+    total = tl.sum(tl.where(highest > float("-inf"), total * tl.exp(highest - top), 0.0), axis=0)
+    place = row * tl.num_programs(1) + number
+    tl.store(highest_pointer + place, top)
+    tl.store(total_pointer + place, total)
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _join_kernel(highest_pointer, total_pointer, out_pointer, parts, BLOCK: tl.constexpr):
+    row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = lane < parts
+    highest = tl.load(highest_pointer + row * parts + lane, mask=inside, other=float("-inf"))
+    total = tl.load(total_pointer + row * parts + lane, mask=inside, other=0.0)
+    top = tl.max(highest, axis=0)
+    total = tl.sum(tl.where(inside, total * tl.exp(highest - top), 0.0), axis=0)
+    tl.store(out_pointer + row, top + tl.log(total))
+
+
+def tiles(dtype: torch.dtype) -> dict[str, int]:
+    """Give the one shape of tiles: nothing but the type of the numbers has a say."""
+    if dtype == torch.float32:
+        return {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}
+    return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
+
+
+def product(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:  # [M, K], [N, K], [N] -> [M, N]
+    """Compute a bᵀ + bias, added up in float32 and rounded once."""
+    a = aligned(a)
+    if b.stride(1) != 1 or b.data_ptr() % 16:
+        b = b.contiguous()
+    (rows, terms), columns = a.shape, b.shape[0]
+    out = torch.empty(rows, columns, dtype=dtype or a.dtype, device=a.device)
+    if not out.numel():
+        return out
+    shape = tiles(a.dtype)
+    programs = triton.cdiv(rows, shape["BLOCK_M"]) * triton.cdiv(columns, shape["BLOCK_N"])
+    _product_kernel[(programs,)](
+        *(a, b, a if bias is None else bias.contiguous(), out, rows, columns, terms, b.stride(0)),
+        BIAS=bias is not None,
+        EVEN=terms % shape["BLOCK_K"] == 0,
+        GROUP=_GROUP,
+        **shape,
+    )
+    return out
+
+
+def row_sum(x: torch.Tensor, divisor: float = 1.0) -> torch.Tensor:  # [..., K] -> [...]
+    """Add up rows in float32, and divide."""
+    x = aligned(x)
+    terms = x.shape[-1]
+    rows = x.numel() // max(1, terms)
+    out = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    if not out.numel():
+        return out
+    block = min(_MOST_BLOCK, triton.next_power_of_2(terms))
+    together = max(1, 1024 // block)
+    _sum_kernel[(triton.cdiv(rows, together),)](x, out, rows, terms, divisor, ROWS=together, BLOCK=block, num_warps=4)
+    return out
+
+
+def logsumexp(z: torch.Tensor) -> torch.Tensor:  # [M, N] float32 -> [M]
+    z = aligned(z)
+    rows, columns = z.shape
+    parts = triton.cdiv(columns, _PART)
+    highest, total = (torch.empty(rows, parts, dtype=torch.float32, device=z.device) for _ in range(2))
+    out = torch.empty(rows, dtype=torch.float32, device=z.device)
+    if rows:
+        _part_kernel[(rows, parts)](z, highest, total, columns, PART=_PART, BLOCK=1024, num_warps=4)
+        block = max(16, triton.next_power_of_2(parts))
+        _join_kernel[(rows,)](highest, total, out, parts, BLOCK=block, num_warps=1)
+    return out
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Give a tensor as kernels are compiled for it: contiguous, and where vectors can be read."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x

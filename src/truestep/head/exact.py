@@ -1,0 +1,27 @@
+"""The head's log-probs computed exactly: those of a row depend on that row alone (see `truestep.exact`).
+
+Dimensions: C rows of a chunk, H hidden, V vocabulary.
+"""
+
+import torch
+
+from truestep.exact import arithmetic, plain
+from truestep.head.logits import HeadSettings, multiplier, wide
+
+
+def exact_raw_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, fp32: bool
+) -> torch.Tensor:  # [C, H], [V, H] -> [C, V]
+    """Compute h Wᵀ, as `logits.raw_logits` rounds it."""
+    return arithmetic.product(hidden, weight, dtype=wide(hidden.dtype) if fp32 else hidden.dtype)
+
+
+def exact_logprobs(
+    raw: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor, settings: HeadSettings
+) -> torch.Tensor:  # [C, V], [C], [C] -> [C]
+    """Give each row's log-prob of a token, from raw logits."""
+    z = raw.to(wide(raw.dtype))
+    if settings.softcap is not None:
+        z = plain.each(torch.tanh, z / settings.softcap) * settings.softcap
+    z = z * multiplier(temperature, settings, z.dtype)[:, None]
+    return z.gather(-1, tokens[:, None]).squeeze(-1) - arithmetic.logsumexp(z)
