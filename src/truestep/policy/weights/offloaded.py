@@ -5,7 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
-from truestep.policy.weights.protocol import Weights, to_host
+from truestep.policy.weights.host import to_host
+from truestep.policy.weights.protocol import Weights
 
 
 class HostCopies:
