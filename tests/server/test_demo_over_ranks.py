@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,11 @@ from truestep.demo import run as demo
 from truestep.head.logits import HeadSettings
 from truestep.policy.loading.load import load_policy
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]  # the first test waits for the servers to start
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(1500),  # the first test waits for the servers to start
+    pytest.mark.skipif("TRUESTEP_WHOLE_DEMO" not in os.environ, reason="many minutes: set TRUESTEP_WHOLE_DEMO"),
+]
 
 STEPS, DOCUMENTS = 100, 256
 

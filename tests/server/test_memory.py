@@ -119,8 +119,8 @@ def test_an_update_that_a_killed_trainer_began_is_ended(served: Path, memory: Pa
     ("fault", "said"),
     [
         ("nothing", "was given the weights of version"),
-        ("half", "was given the weights of version"),
-        ("another layer's", "was given the weights of version"),
+        pytest.param("half", "was given the weights of version", marks=pytest.mark.long),
+        pytest.param("another layer's", "was given the weights of version", marks=pytest.mark.long),
         ("keeps its cache", "its prefix cache is that of older weights"),
     ],
 )
@@ -160,7 +160,9 @@ def test_a_tensor_that_changed_on_its_way_is_named(served: Path, memory: Path, t
     assert len(read_lines(tmp_path / "run" / "ledger.jsonl")) == 1
 
 
-@pytest.mark.parametrize("moment", ["stage", "load", "answers"])
+@pytest.mark.parametrize(
+    "moment", [*(pytest.param(one, marks=pytest.mark.long) for one in ("stage", "load")), "answers"]
+)
 def test_a_server_that_restarts_is_given_its_weights_again(
     moment: str, served: Path, memory: Path, tmp_path: Path
 ) -> None:
@@ -205,11 +207,12 @@ def train_and_kill(config: dict[str, Any], rank: int, tensors: int) -> None:
     train_all([config])
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_dies_in_the_middle(rank: int, served: Path, memory: Path, tmp_path: Path) -> None:
     fake = FakeVllm(served, NAME)
     with serving(fake) as url:
-        config = run_config(tmp_path, [url], checkpoint={"every": 1}, schedule={"stall_timeout": 10})
+        config = run_config(tmp_path, [url], checkpoint={"every": 1})
         with pytest.raises(RankError, match="rank . is gone|-9"):
             on_ranks(2, train_and_kill, config, rank, 7)
         on_ranks(2, train_all, [config])
