@@ -14,9 +14,9 @@ from tiny import make_model
 from truestep.config.load import load_config
 
 EXAMPLES = sorted(file.stem for file in (ROOT / "examples").glob("*.yaml"))
-ELSEWHERE = {"sft": "tests/test_sft.py"}  # it needs a chat template
+# sft needs a chat template; dppo's masks hold back all that a random model, far from the records' sampler, would learn.
+ELSEWHERE = {"sft": "tests/test_sft.py", "dppo": "tests/verify/test_verify.py, with records that fit the model"}
 SAMPLED = ("lora-8b", "lora-32b")
-HELD_BACK = ("dppo",)  # a random model is far from the records' sampler, so its masks weigh every label 0
 QUICK = ("gspo", "lora-8b")
 
 
@@ -47,7 +47,7 @@ def test_an_example_trains(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(math.isfinite(line["loss"]) for line in lines)
-    assert any(line["grad_norm"] > 0 for line in lines) == (name not in HELD_BACK)
+    assert any(line["grad_norm"] > 0 for line in lines)
 
 
 def test_every_example_has_a_row() -> None:
