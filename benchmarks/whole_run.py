@@ -39,6 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "as it is": {},
     "recompute": {"loss": {"old_logprobs": "recompute"}},
     "kl": {"loss": {"kl_reference": {"weight": 0.01}}},
+    "kl-offloaded": {"loss": {"kl_reference": {"weight": 0.01, "offload": True}}},
     "exact": {"sampler": {"exact": True}},
 }
 

@@ -13,6 +13,16 @@ def one_reward(prompt: object, completion: str, **_: object) -> float:
     return 1.0
 
 
+def in_parts(prompt: object, completion: str, **_: object) -> dict[str, float]:
+    """Fails where the completion has an odd number of words, in a function of its own."""
+    words = len(completion.split())
+    return {"long": float(words), "half": _half(words)}
+
+
+def _half(words: int) -> float:
+    return {0: words / 2}[words % 2]
+
+
 def failing_reward(prompt: object, completion: str, **_: object) -> float:
     raise KeyError("this reward never works")
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from truestep.environments.process import fit
 from truestep.environments.prompts import Prompt
-from truestep.environments.rewards import Reward, RewardError, call
+from truestep.environments.rewards import Rating, Reward, RewardError, call
 
 
-def completed(make: Callable[[], float]) -> Future[float]:
-    future: Future[float] = Future()
+def completed(make: Callable[[], Rating]) -> Future[Rating]:
+    future: Future[Rating] = Future()
     try:
         future.set_result(fit(make()))
     except RewardError as error:
@@ -27,7 +27,7 @@ class DirectRater:
         self._reward = reward
         self.closed = False
 
-    def submit(self, prompt: Prompt, completion: str, seed: str) -> Future[float]:
+    def submit(self, prompt: Prompt, completion: str, seed: str) -> Future[Rating]:
         return completed(lambda: call(self._reward, prompt.prompt, completion, prompt.fields))
 
     def close(self) -> None:
@@ -37,6 +37,6 @@ class DirectRater:
 class NumberedRater(DirectRater):
     """Rates by a completion's group and its number in it, whatever stands in it and in whatever order it comes."""
 
-    def submit(self, prompt: Prompt, completion: str, seed: str) -> Future[float]:
+    def submit(self, prompt: Prompt, completion: str, seed: str) -> Future[Rating]:
         numbers: list[Any] = [int(word) for word in seed.split()[-2:]]
         return completed(lambda: call(self._reward, *numbers, {}))

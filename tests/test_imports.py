@@ -28,7 +28,7 @@ FLOORS = (
     ("metrics", "rollouts", "report", "callbacks", "terminal"),
     ("kept",),
     ("types", "config", "files", "randomness", "ranks"),
-    ("custom", "progress", "text", "exact"),
+    ("custom", "progress", "text", "exact", "transfer"),
     ("errors",),
     ("__init__",),
 )

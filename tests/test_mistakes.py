@@ -25,7 +25,8 @@ def trl(prompts, completions, **kwargs): return [0.0]
 def verl(data_source, solution_str, ground_truth, extra_info=None): return 0.0
 def bare(prompt, completion): return 0.0
 def needy(prompt, completion, *, solution, **_): return 0.0
-def parts(prompt, completion, **_): return {"right": 1.0, "short": 0.5}
+def parts(prompt, completion, **_): return {"right": "yes", "short": 0.5}
+def verls_dict(prompt, completion, **_): return {"score": 1.0, "acc": 1.0}
 def text(prompt, completion, **_): return "1.0"
 def raises(prompt, completion, **_): return {}["nothing"]
 async def waits(prompt, completion, **_): return 0.5
@@ -139,7 +140,8 @@ MADE: dict[str, Callable[[], str]] = {
     "a reward with verl's signature": lambda: reward("rewards:verl"),
     "a reward that does not take the prompt's fields": lambda: reward("rewards:bare"),
     "a reward that needs a field the prompts lack": lambda: reward("rewards:needy"),
-    "a reward that returns a dict of its parts": lambda: rated("parts"),
+    "a reward that returns verl's dict": lambda: rated("verls_dict"),
+    "a reward with a part that is text": lambda: rated("parts"),
     "a reward that returns text": lambda: rated("text"),
     "a reward that raises": lambda: rated("raises"),
     "records without log-probs": without_logprobs,

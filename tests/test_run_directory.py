@@ -108,3 +108,19 @@ def test_a_run_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
         second.lock()
     first.unlock()
     second.lock()
+
+
+def test_a_directory_that_cannot_be_written_to_is_named_and_none_is_left_behind(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for place, why in (
+        (tmp_path / "file" / "run", f"{tmp_path / 'file'} is a file"),
+        (tmp_path / "file", f"{tmp_path / 'file'} is a file"),
+        (Path("/proc/run"), "No such file or directory"),
+    ):
+        with pytest.raises(RunError) as caught:
+            RunDirectory(place).check()
+        assert str(caught.value) == f"checkpoint.directory: {place} cannot be written to: {why}"
+    RunDirectory(tmp_path / "a" / "run").check()
+    (tmp_path / "b").mkdir()
+    RunDirectory(tmp_path / "b").check()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "file"]

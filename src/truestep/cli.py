@@ -89,6 +89,12 @@ def main() -> None:
     """RL fine-tuning of language models in which every step is exactly the step you asked for."""
 
 
+def _left_out(command: str, overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """Leave out the sampler of a configuration whose rollouts are named by --data.path, where none is sampled."""
+    named = any(word.partition("=")[0] == "--data.path" for word in overrides)
+    return ("--sampler", "null", "--evaluation", "null") if named and command in ("score", "verify") else ()
+
+
 def _config_command(command: Callable[..., None]) -> click.Command:
     """Make a command of a function that takes a configuration, which CONFIG and overrides give."""
 
@@ -96,7 +102,7 @@ def _config_command(command: Callable[..., None]) -> click.Command:
     def with_config(config: Path, overrides: tuple[str, ...], **options: Any) -> None:
         from truestep.config.load import check_secrets, load_config
 
-        loaded = load_config(config, overrides)
+        loaded = load_config(config, (*overrides, *_left_out(command.__name__, overrides)))
         check_secrets(loaded, config)
         command(loaded, **options)
 
@@ -134,14 +140,36 @@ def train(config: "Config", explain: bool) -> None:
 
 
 @_config_command
-@click.option("--ranks", type=click.IntRange(1), help="Plan for this many ranks. Without it: those of torchrun, or 1.")
+@click.option(
+    "--ranks", "--gpus", type=click.IntRange(1), help="Plan for this many. Without it: those of torchrun, or 1."
+)
 @click.option("--memory", type=click.FloatRange(0, min_open=True), help="GiB of each GPU; exit code 1 if too few.")
-@click.option("--output", type=click.Path(path_type=Path), help="Also write plan.json there.")
-def plan(config: "Config", ranks: int | None, memory: float | None, output: Path | None) -> None:
-    """Print the memory that CONFIG needs on each rank, without a GPU and without reading a weight."""
+@click.option("--card", help="Plan the time on it, and what is fastest: H200, H100, ... or a file of --calibrate.")
+@click.option("--length", type=click.FloatRange(1), help="Tokens of a document, for the time.")
+@click.option("--calibrate", is_flag=True, help="Measure the card that is here, for a second or two, and plan for it.")
+@click.option("--output", type=click.Path(path_type=Path), help="Also write plan.json there, and what was measured.")
+def plan(
+    config: "Config",
+    ranks: int | None,
+    memory: float | None,
+    card: str | None,
+    length: float | None,
+    calibrate: bool,
+    output: Path | None,
+) -> None:
+    """Print the memory that CONFIG needs on each rank and the time of its steps, without reading a weight."""
+    from truestep.plan import cards
     from truestep.plan.report import make_plan_report
 
-    text, fits = make_plan_report(config, ranks or int(os.environ.get("WORLD_SIZE", "1")), memory, output)
+    found = cards.find_card(card) if card else None
+    if calibrate:
+        found = cards.calibrate(config.model.device)
+        _print(cards.card_as_json(found))
+        if output is not None:
+            output.mkdir(parents=True, exist_ok=True)
+            (output / "card.json").write_text(cards.card_as_json(found))
+    size = ranks or int(os.environ.get("WORLD_SIZE", "1"))
+    text, fits = make_plan_report(config, size, memory, output, found or cards.card_here(), length)
     _print(text)
     if not fits:
         sys.exit(1)
@@ -325,16 +353,26 @@ def _vocabulary_size(model: Path) -> int:
 @main.command()
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--output", type=click.Path(path_type=Path), help="The page; by default report.html in the first run.")
+@click.option("--serve", is_flag=True, help="Serve the page as well, and make it anew while the runs go on.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to serve it on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="The port to serve it on; 0: any free one.")
+@click.option("--remote", is_flag=True, help="Allow a --host that other machines can reach.")
 @_guarded
-def report(runs: tuple[Path, ...], output: Path | None) -> None:
+def report(runs: tuple[Path, ...], output: Path | None, serve: bool, host: str, port: int, remote: bool) -> None:
     """Write a self-contained page of one run, or of several compared."""
     from truestep.report import write_report
 
     for run in runs:
-        if not (run / "metrics.jsonl").is_file():
+        # A run that has just begun has its configuration and no step yet.
+        if not (run / "metrics.jsonl").is_file() and not (serve and (run / "config.yaml").is_file()):
             raise TruestepError(f"{run} is not a run's directory: it has no metrics.jsonl")
-    page = write_report(list(runs), output or runs[0] / "report.html")
-    _print(str(page))
+    page = output or runs[0] / "report.html"
+    if serve:
+        from truestep.report.serve import serve as run_server
+
+        run_server(list(runs), page, host, port, _print, remote=remote)
+    else:
+        _print(str(write_report(list(runs), page)))
 
 
 @main.command()

@@ -36,7 +36,9 @@ def load_custom(option: str, name: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise CustomError(f"{option} {name!r}: {error}") from error
+        stem = module_name.removesuffix(".py").replace("/", ".").strip(".")
+        hint = f"; write {stem}:{attribute}" if module_name.endswith(".py") else ""
+        raise CustomError(f"{option} {name!r}: {error}{hint}") from error
     except (Exception, SystemExit) as error:  # the module is the user's: importing it can raise anything
         problem = f"importing {module_name} raised {type(error).__name__}: {error}"
         raise CustomError(f"{option} {name!r}: {problem}") from error

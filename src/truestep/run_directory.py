@@ -4,12 +4,14 @@ Lines are appended as steps are made. A restart rolls every file back to the che
 step stands in them twice.
 """
 
+import contextlib
 import errno
 import fcntl
 import hashlib
 import json
 import os
 import socket
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +48,22 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self._first_weights = path / "first_weights.json"
         self._lock: TextIO | None = None
+
+    def check(self) -> None:
+        """Refuse a directory that cannot be made or written to, and leave none behind."""
+        missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
+        except OSError as error:
+            where = next(path for path in (self.path, *self.path.parents) if path.exists())
+            why = f"{where} is a file" if where.is_file() else error.strerror
+            raise RunError(f"checkpoint.directory: {self.path} cannot be written to: {why}") from None
+        finally:
+            for path in missing:
+                with contextlib.suppress(OSError):
+                    path.rmdir()
 
     def lock(self) -> None:
         """Keep other processes from writing this run. The lock goes with the process, however that ends."""

@@ -15,8 +15,10 @@ from truestep.config.sections import InProcessSampler
 from truestep.errors import TruestepError
 from truestep.files import count_lines
 from truestep.plan.advice import layout_of, most_of
+from truestep.plan.cards import card_here
 from truestep.plan.memory import GIB
 from truestep.plan.shape import read_shape
+from truestep.plan.time import plan_time
 from truestep.policy.policy import Policy
 from truestep.rollouts.rejects import reason_kind
 from truestep.rollouts.source import FileSource, Source
@@ -137,10 +139,13 @@ def _documents(config: Config, source: Source) -> str:
 
 def _memory(config: Config, ranks: int) -> str:
     try:
-        planned = most_of(config, read_shape(config), layout_of(config, ranks))
+        shape, layout = read_shape(config), layout_of(config, ranks)
+        planned, card = most_of(config, shape, layout), card_here()
+        step = None if card is None else plan_time(config, shape, layout, card)
     except TruestepError as error:  # a model whose layers are not found: the run does not need the plan
         return f"not known ({printable(error, 100)})"
-    return f"{planned / GIB:.1f} GiB at the peak of a step, on the rank that needs most"
+    timed = "" if step is None else f"; {step.total:.2f} s of computing for {step.tokens:,.0f} tokens"
+    return f"{planned / GIB:.1f} GiB at the peak of a step, on the rank that needs most{timed}"
 
 
 def what_next(directory: Path, finished: bool, command: Sequence[str]) -> list[str]:

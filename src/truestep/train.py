@@ -32,6 +32,7 @@ from truestep.files import write_whole
 from truestep.metrics.sinks import Sink
 from truestep.plan.beside import planned_beside
 from truestep.plan.exhausted import exhaustion_explained
+from truestep.plan.search import settle_on
 from truestep.policy.errors import ModelError
 from truestep.policy.policy import Policy
 from truestep.policy.tensor_parts import StoredTensors
@@ -65,15 +66,19 @@ def train(
     """Train to the end, and return the trainer that did it. Callbacks are called, and sinks written, by the first rank
     alone."""
     ranks = join_ranks(config)
+    config, switched_on = settle_on(config, ranks)
     watch = Watch(ranks, config.schedule.stall_timeout)
     display = Display(console) if config.logging.console and ranks.first else Display(Console(quiet=True))
+    for name, value in switched_on.items():
+        display.say(f"auto: {name} is {str(value).lower()} here, so that it fits or is faster")
     with watch.watching(), exhaustion_explained(config, ranks.size, lambda: watch.doing), display:
         trainer = make_trainer(config, console, title, ranks, watch, callbacks, display)
         display.asked_to_stop = lambda: trainer.stopped_by
         if ranks.first:
             trainer.sinks = [*trainer.sinks, *sinks]
         if config.logging.console and ranks.first and trainer.policy.device.type == "cuda":
-            trainer.sinks = [*trainer.sinks, planned_beside(config, ranks.size, display.say)]
+            beside = planned_beside(config, ranks.size, display.say)
+            trainer.sinks = [*trainer.sinks, *([beside] if beside else [])]
         try:
             trainer.run()
         finally:
@@ -101,7 +106,7 @@ def make_trainer(
     runner = make_runner(config, policy)
     before = _before_updates(config, runner, directory, latest)
     watch.phase("reading the data")
-    raters = Raters()
+    raters = Raters(lambda note: _say_notes(display, config, [note]) if ranks.first else None)
     source = make_source(config, policy, ranks, raters)
     queue = make_queue(config, policy, source)
     optimizer = make_optimizer(config, policy.weights)
@@ -162,7 +167,9 @@ def _check(config: Config, ranks: Ranks) -> RunDirectory:
     check_inputs(config, ranks)
     check_custom_code(config)
     assert config.checkpoint.directory is not None
-    return RunDirectory(Path(config.checkpoint.directory), writes=ranks.first, locks=config.checkpoint.lock)
+    directory = RunDirectory(Path(config.checkpoint.directory), writes=ranks.first, locks=config.checkpoint.lock)
+    ranks.share(directory.check)
+    return directory
 
 
 def _before_updates(

@@ -77,6 +77,7 @@ class Rejected:
     group_id: str | None = None  # where it could be read: it still counts towards its group being complete
     prompt: str | None = None  # of a completion: what was asked
     completion: str | None = None  # and what was answered
+    traceback: str | None = None  # where a reward raised
 
     def __post_init__(self) -> None:
         # A reason may quote what others wrote: an exception of a reward, an answer of a server.

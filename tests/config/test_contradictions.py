@@ -57,6 +57,15 @@ CASES = [
         "they end with the adapter that they began with: set sampler.pause: wait or abort",
     ),
     (
+        served("transfer: memory, protocol: sglang"),
+        "4: sampler.transfer: memory needs sampler.protocol: vllm; sglang takes weights from a disk",
+    ),
+    (
+        served("adapter: served, transfer: memory") + "adapter: {}\n",
+        "4, run.yaml:5: sampler.transfer: memory is for whole models, and sampler.adapter: served gives servers an "
+        "adapter alone",
+    ),
+    (
         served("adapter: served, protocol: sglang") + "adapter: {}\n",
         "4: sampler.adapter: served needs sampler.protocol: vllm; with sglang set sampler.adapter: merged",
     ),
@@ -262,6 +271,11 @@ CASES = [
         sampled(data="data: {group_size: 1, zero_advantage: replace}\n"),
         "2: data.zero_advantage: replace would replace every group of data.group_size: 1, whose advantage is 0",
     ),
+    (
+        sampled(data="data: {group_size: 1}\n"),
+        "2: data.group_size: 1 leaves nothing to compare a completion with, so data.advantages: group_normalized gives "
+        "0 to every one and nothing is learned: sample several, such as data.group_size: 8",
+    ),
     (MODEL + "data: {replace_limit: 7}\n", "2: data.replace_limit is for data.zero_advantage: replace"),
     (
         sampled(data="data: {group_size: 4, truncated: drop}\n"),
@@ -278,6 +292,15 @@ CASES = [
         "5, run.yaml:4: loss.kl_reference.path: records needs records that carry reference_logprobs; a sampler's have "
         "none",
     ),
+    (
+        MODEL + "loss: {kl_reference: {weight: 1.0, path: records, offload: true}}\n",
+        "2: loss.kl_reference.offload is for a reference model, and with path: records there is none",
+    ),
+    (
+        MODEL + "adapter: {rank: 2}\nloss: {kl_reference: {weight: 1.0, offload: true}}\n",
+        "3, run.yaml:2: loss.kl_reference.offload: the reference of an adapter is the model that it is trained on, "
+        "which has to stay: leave out offload, or name another model with loss.kl_reference.path",
+    ),
 ]
 
 SECTION_CASES = [
@@ -290,16 +313,17 @@ SECTION_CASES = [
         "2: loss: normalize_by: constant and max_labels go together: set both or neither",
     ),
     (
-        MODEL + "loss:\n  correction: {type: truncate, low: 0.5, high: 2}\n",
-        "3: loss.correction: low is for mask and reject: truncate keeps small ratios as they are",
-    ),
-    (
         MODEL + "loss:\n  correction: {type: mask, low: 3, high: 2}\n",
-        "3: loss.correction: low: 3 is above high: 2, so every label would weigh 0",
+        "3: loss.correction: low: 3 is above high: 2, so no c lies between them",
     ),
     (
         MODEL + "loss:\n  kl_reference: {weight: 1.0, in: reward, estimator: k3}\n",
         "3: loss.kl_reference: estimator: k3 is for in: loss; in the reward it is k1",
+    ),
+    (
+        MODEL + "loss:\n  entropy_normalize_by: labels\n",
+        "3: loss: entropy_normalize_by is the denominator of entropy_bonus, and there is none: set entropy_bonus or "
+        "entropy_target, or leave it out",
     ),
     (
         MODEL + "loss:\n  clip_cov: {low: 5, high: 1}\n",

@@ -274,6 +274,12 @@ def test_several_errors_are_a_line_each(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("given", "meant"), [("fp32", "float32"), ("bf16", "bfloat16"), ("float16", "bfloat16")])
+def test_a_value_of_another_program_is_answered_with_ours(given: str, meant: str, tmp_path: Path) -> None:
+    expected = f"run.yaml:1: model.dtype must be float32 or bfloat16, not '{given}'; did you mean {meant}?"
+    assert message(f"model: {{path: m, dtype: {given}}}", tmp_path) == expected
+
+
 def test_an_override_of_the_type_leaves_no_option_of_the_old_type_behind(tmp_path: Path) -> None:
     text = MODEL + "loss:\n  type: grpo\n  epsilon_low: 0.1\n  dual_clip: 3\n"
     by = "is not an option of loss.type: reinforce (from the command line);"

@@ -163,7 +163,7 @@ x                                    => 'x' is not an override: write --section.
 --seed -1                            => seed must be int >= 0, not -1
 --seed.more 1                        => seed must be int >= 0, not a section of options
 --deterministic 1                    => deterministic must be true or false, not 1
---seed 'a: b: c'                     => --seed 'a: b: c': not valid YAML: mapping values are not allowed here
+--seed 'a: [b'                       => --seed 'a: [b': not valid YAML: a [ is not closed before this line
 --sampler '{type: a, type: b}'       => sampler.type is already given at command line
 --loss.epsilon-lo 1                  => loss.epsilon_lo is unknown: did you mean loss.epsilon_low?
 --deterministc                       => deterministc is unknown: did you mean deterministic?
@@ -192,8 +192,26 @@ FILE_ERRORS = [
     ("seed: 1", "run.yaml: model.path is required"),
     ("\nmodel:\n  dtype: float32", "run.yaml:2: model.path is required"),
     ("model:\n", "run.yaml:1: model must be a section of options, not null"),
-    ("seed: 1\n&a b", "run.yaml:2: not valid YAML: while scanning a simple key, could not find expected ':'"),
-    ("a: b: c\n", "run.yaml:1: not valid YAML: mapping values are not allowed here"),
+    ("seed: 1\n&a b", "run.yaml:2: not valid YAML: a colon is missing, or the line belongs to no option"),
+    (
+        "a: b: c\n",
+        "run.yaml:1: not valid YAML: a colon too many, or missing in the line before, or wrong indentation",
+    ),
+    (
+        "a:\n  b: 1\n   c: 2\n",
+        "run.yaml:3: not valid YAML: a colon too many, or missing in the line before, or wrong indentation",
+    ),
+    (
+        "a:\n   b: 1\n  c: 2\n",
+        "run.yaml:3: not valid YAML: this line's indentation is not that of the lines it belongs to",
+    ),
+    ("a:\n\tb: 1\n", "run.yaml:2: not valid YAML: a tab begins the line or a value: use spaces"),
+    ("a: {b: 1\nc: 2\n", "run.yaml:2: not valid YAML: a { is not closed before this line"),
+    ("a: [1, 2\nc: 2\n", "run.yaml:2: not valid YAML: a [ is not closed before this line"),
+    ("a: 'b\nc: 2\n", "run.yaml:3: not valid YAML: a quotation mark is not closed"),
+    ("a: @b\n", "run.yaml:1: not valid YAML: text that begins with @ needs quotes"),
+    ("a: *b\n", "run.yaml:1: not valid YAML: text that begins with * needs quotes"),
+    (MODEL + "\nloss {type: grpo}\n", "run.yaml:3: 'loss {type' is unknown: a colon is missing behind loss"),
     ("\x00", "run.yaml:1: not valid YAML: unacceptable character #x0000: special characters are not allowed"),
     ("[" * 2000, "run.yaml: not valid YAML: nested too deeply"),
     (MODEL + "\nmodel: {path: n}\n", "run.yaml:3: model is already given at run.yaml:1"),

@@ -158,6 +158,7 @@ CHANGES = {
     "max_labels": (8, 9),
     "gradient_divisor": ("none", "deepspeed"),
     "entropy_bonus": (0.0, 0.1),
+    "entropy_normalize_by": ("documents", "document_means"),
     "z_loss": (0.0, 0.1),
     "old_logprobs": ("sampler", "recompute"),
     "kl_reference": (None, {"weight": 0.1}),
@@ -192,6 +193,8 @@ def test_every_option_of_every_loss_is_in_its_explanation(kind: str, option: str
         base |= {"function": "truestep.losses.label_losses:Sapo", "options": {"tau_positive": 1.0, "tau_negative": 1.0}}
     if option == "max_labels":
         base["normalize_by"] = "constant"
+    if option == "entropy_normalize_by":
+        base["entropy_bonus"] = 0.1
     texts = {
         explain(Config.model_validate({"model": {"path": "m"}, "loss": base | {option: value}}))
         for value in CHANGES[option]
@@ -211,6 +214,7 @@ def test_an_own_loss_is_named_with_its_options() -> None:
         ("loss.correction.type", ("truncate", "mask", "reject")),
         ("loss.correction.level", ("label", "document", "document_mean")),
         ("loss.correction.high", ("2.0", "3.0")),
+        ("loss.correction.low", ("0.0", "0.5")),
         ("loss.kl_reference.weight", ("0.1", "0.2")),
         ("loss.kl_reference.estimator", ("k1", "k2", "k3", "unbiased")),
         ("loss.kl_reference.in", ("loss", "reward")),

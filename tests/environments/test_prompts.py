@@ -57,7 +57,12 @@ def test_ids_are_the_records_own(tokenizer: Any, tmp_path: Path) -> None:
         ('{"prompt": ["1"]}', "neither text nor a list"),
         ('{"prompt": ""}', "no tokens"),
         ('{"prompt": "a\\ud800"}', "surrogate"),
-        ('{"prompt": [{"role": "user", "content": "1"}]}', "no chat template"),
+        (
+            '{"prompt": [{"role": "user", "content": "1"}]}',
+            "no chat template: write the prompt as text, or take a model",
+        ),
+        ('{"question": "1", "answer": 2}', "with the field `prompt`; it has question, answer"),
+        ("question,answer", 'a prompt is an object with the field `prompt`: {"prompt": "2 + 2 =", "answer": "4"}'),
     ],
 )
 def test_a_bad_line_is_named(line: str, message: str, tokenizer: Any, tmp_path: Path) -> None:

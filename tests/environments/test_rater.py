@@ -183,6 +183,8 @@ def test_a_process_is_started_only_when_there_is_work_for_it() -> None:
 def test_several_rate_at_a_time() -> None:
     rater = Rater(options("server.rewards:meets_another"), 2)
     place = {"names": ["one", "two"]}
+    first = rater.submit(Prompt("first", "p", {"names": []}, (1,)), f"{os.getpid()} first", "0")
+    assert first.result(PATIENCE) == 1.0  # which is rated alone
     futures = [rater.submit(Prompt(name, "p", place, (1,)), f"{os.getpid()} {name}", name) for name in ("one", "two")]
     assert [future.result(PATIENCE) for future in futures] == [1.0, 1.0]
     rater.close()
@@ -212,6 +214,39 @@ def test_what_it_draws_depends_on_the_seed_alone() -> None:
     assert [outcome(other, PROMPT, "abc a", seed) for seed in ("2", "1")] == [first[1], first[0]]
     other.close()
     assert first[0] == first[2] != first[1]
+
+
+@pytest.mark.parametrize(("completion", "failed"), [("raise", 1), ("four", 0)])
+def test_the_first_completion_is_rated_alone_and_its_failure_is_said_once(completion: str, failed: int) -> None:
+    said: list[str] = []
+    rater = Rater(options("server.rewards:choosy"), 4, said.append)
+    first, *others = [rater.submit(PROMPT, text, "0") for text in (completion, "raise", "four", "raise")]
+    assert rater._held is not None and len(rater._held) == 3 and len(rater._threads) == 1
+    assert isinstance(others[-1].exception(PATIENCE), RewardError)
+    assert first.done() and rater._held is None
+    rater.close()
+    assert len(said) == failed
+    for text in said:
+        head, *trace = text.splitlines()
+        assert head.startswith("warning: the first completion of this run has no reward: the reward raised ValueError")
+        assert trace[0] == "  Traceback (most recent call last):" and trace[-1] == "  ValueError: no such answer"
+        assert "rewards.py" in trace[1] and "in choosy" in trace[1], "the first frame is the user's"
+
+
+def test_a_rater_that_is_closed_before_its_first_rating_cancels_all() -> None:
+    rater = Rater(options("server.rewards:choosy"), 2)
+    first, second = (rater.submit(PROMPT, text, "0") for text in ("hang", "four"))
+    while not first.running():
+        time.sleep(0.01)
+    rater.close()
+    assert isinstance(first.exception(PATIENCE), RewardError) and second.cancelled()
+
+
+def test_the_parts_of_a_reward_come_with_it() -> None:
+    rater = Rater(options("server.rewards:in_parts"), 1)
+    rating = rater.submit(PROMPT, "three", "0").result(PATIENCE)
+    assert rating == 5.5 and rating.parts == {"letters": 5.0, "begins with t": 0.5}
+    rater.close()
 
 
 def test_the_environment_holds_what_was_named_and_no_other_secret(monkeypatch: pytest.MonkeyPatch) -> None:

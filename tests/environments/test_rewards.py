@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from truestep.environments.rewards import RewardError, call, load_reward
+from truestep.environments.rewards import Rating, RewardError, call, load_reward
 
 PROMPT, FIELDS = "sort 2 1 =", {"answer": "1 2", "level": 3}
 
@@ -64,7 +65,7 @@ def test_a_name_of_another_form(name: str) -> None:
         ("exiting_f:score", "SystemExit"),
         ("needing_g:score", "no_such_dependency"),
         ("typo_h:scroe", "typo_h has no function scroe"),
-        ("module_i.py:score", "module_i"),
+        ("module_i.py:score", "; write module_i:score"),
     ],
 )
 def test_what_cannot_be_loaded_is_one_message(name: str, said: str, tmp_path: Path) -> None:
@@ -98,8 +99,59 @@ def test_prompt_completion_and_fields_are_passed() -> None:
 @pytest.mark.parametrize("given", [1, True, 1.0, np.float32(1), np.int64(1), np.bool_(True), torch.tensor(1.0)])
 def test_every_kind_of_number_is_one(given: Any) -> None:
     value = call(lambda *_, **__: given, PROMPT, "", FIELDS)
-    assert type(value) is float
+    assert type(value) is Rating
     assert value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("given", "value", "parts"),
+    [
+        ({"right": 1, "short": 0.5}, 1.5, {"right": 1.0, "short": 0.5}),
+        ({"right": np.float32(1), "style": None}, 1.0, {"right": 1.0}),
+        ({"reward": 0.25, "right": True, "steps": 7}, 0.25, {"right": 1.0, "steps": 7.0}),
+        ({"reward": 0.25}, 0.25, {}),
+        ({"reward": 1, "score": 2}, 1.0, {"score": 2.0}),
+        ({"only": 2.0}, 2.0, {"only": 2.0}),
+    ],
+)
+def test_a_dict_is_a_reward_in_parts(given: Any, value: float, parts: dict[str, float]) -> None:
+    rating = call(lambda *_, **__: given, PROMPT, "", FIELDS)
+    assert rating == value and rating.parts == parts
+    again = pickle.loads(pickle.dumps(rating))  # as one rank gives it to the others
+    assert again == value and again.parts == parts
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "a dict of 0 parts: give 1 to 64"),
+        ({str(n): 1 for n in range(65)}, "a dict of 65 parts: give 1 to 64"),
+        ({"a": None}, r"a dict \(a\) without a number in it"),
+        ({"a": "1.0"}, "the reward's part 'a' is '1.0', which is not a finite number"),
+        ({"a": float("nan")}, "the reward's part 'a' is nan"),
+        ({1: 1.0}, "a dict with the name 1: a name is a short text"),
+        ({"a\nb": 1.0}, "a name is a short text"),
+        (
+            {"score": 1.0, "acc": 1.0},
+            r"a dict \(score, acc\), as for verl.*: name it reward, or return the number alone",
+        ),
+    ],
+)
+def test_a_dict_of_other_things_is_refused(given: Any, said: str) -> None:
+    with pytest.raises(RewardError, match=said):
+        call(lambda *_, **__: given, PROMPT, "", FIELDS)
+
+
+def test_a_traceback_begins_in_the_users_function() -> None:
+    def inner() -> float:
+        raise ValueError("no\x1b[31m such\nanswer")
+
+    with pytest.raises(RewardError) as caught:
+        call(lambda *_, **__: inner(), PROMPT, "", FIELDS)
+    lines = (caught.value.traceback or "").splitlines()
+    assert lines[0] == "Traceback (most recent call last):" and "test_rewards.py" in lines[1] and "lambda" in lines[1]
+    assert any("in inner" in line for line in lines) and lines[-1] == "answer"
+    assert not any("\x1b" in line for line in lines)
 
 
 @pytest.mark.parametrize("given", [None, "1.0", b"1.0", [1.0], {}, 1j, 10**400, torch.ones(2)])

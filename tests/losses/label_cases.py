@@ -53,6 +53,7 @@ LOSSES: tuple[dict[str, Any], ...] = (
 # Constant weights on the policy loss, with c on both sides of their bounds. Each is tried with two losses.
 CORRECTIONS: tuple[dict[str, Any], ...] = (
     {"correction": {"type": "truncate", "level": "label", "high": 1.2}},
+    {"correction": {"type": "truncate", "level": "label", "low": 0.8, "high": 1.3}},
     {"correction": {"type": "mask", "level": "label", "low": 0.7, "high": 1.4}},
     {"correction": {"type": "reject", "level": "label", "low": 0.7, "high": 1.4}},
     {"correction": {"type": "truncate", "level": "document", "high": 1.5}},
@@ -156,6 +157,7 @@ def make_objective(loss: dict[str, Any]) -> Objective:
         label_loss(loss),
         Denominator(options["normalize_by"], options["max_labels"]),
         entropy_bonus=options["entropy_bonus"],
+        entropy_denominator=options["entropy_normalize_by"] and Denominator(options["entropy_normalize_by"]),
         z_loss=options["z_loss"],
         gradient_divisor=options["gradient_divisor"] or 1.0,
         correction=None if correction is None else Correction(**correction),

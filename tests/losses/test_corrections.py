@@ -33,6 +33,7 @@ def labels_of_ratios(*ratios: float, advantages: float = 1.0) -> Labels:
     ("kind", "level", "low", "high", "wanted"),
     [
         ("truncate", "label", 0.0, 2.0, [0.5, 1.0, 1.5, 2.0]),
+        ("truncate", "label", 0.6, 1.2, [0.6, 1.0, 1.2, 1.2]),
         ("mask", "label", 0.6, 2.0, [0.0, 1.0, 1.5, 0.0]),
         ("reject", "label", 0.6, 2.0, [0.0, 1.0, 1.0, 0.0]),
         ("truncate", "document", 0.0, 2.0, [2.0] * 4),  # the product is 3
@@ -100,7 +101,7 @@ def test_what_weighs_nothing_changes_nothing_else(loss: dict[str, Any], seed: in
     assert with_terms.b is not None and without_terms.b is not None
     assert torch.equal(with_terms.b, without_terms.b)
     torch.testing.assert_close(with_terms.a - with_terms.c, without_terms.a - without_terms.c, rtol=1e-9, atol=1e-12)
-    terms, plain_terms = corrected.terms(labels), plain.terms(labels)
+    terms, plain_terms = corrected.terms(labels, case.totals), plain.terms(labels, case.totals)
     torch.testing.assert_close(terms["policy_loss"], plain_terms["policy_loss"] * weights, rtol=1e-12, atol=1e-15)
     assert torch.equal(terms["entropy_bonus"], plain_terms["entropy_bonus"])
 

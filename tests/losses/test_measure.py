@@ -29,6 +29,7 @@ from truestep.losses.labels import Labels
 from truestep.losses.measure import LOG_RATIO_EDGES, LOG_RATIO_PERCENTILES, StepFacts, measure_labels
 from truestep.losses.objective import Objective
 from truestep.metrics.types import Metric, merge, values
+from truestep.types import StepTotals
 
 INPUTS = ("old_logprobs", "advantages", "versions", "reward")
 EVERY_COMBINATION = tuple(itertools.product((False, True), repeat=4))
@@ -63,7 +64,7 @@ def measure(labels: Labels, objective: Objective, facts: Facts, level: str) -> d
         "truncated": torch.zeros_like(facts.has_reward),
     }
     labels = replace(labels, reward=facts.reward, model_version=facts.model_version, has=has)
-    return measure_labels(labels, StepFacts(objective, facts.documents_seen), level, {})
+    return measure_labels(labels, StepFacts(objective, facts.documents_seen, StepTotals(1, 1, 1)), level, {})
 
 
 def make_facts(case: Case, flags: list[Flags], seed: int = 0) -> Facts:

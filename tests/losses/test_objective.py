@@ -33,6 +33,8 @@ EXTRAS: tuple[dict[str, Any], ...] = (
     {"entropy_bonus": 0.3},
     {"z_loss": 0.02},
     {"entropy_bonus": -0.1, "z_loss": 0.1},
+    {"entropy_bonus": 0.3, "entropy_normalize_by": "labels"},
+    {"entropy_bonus": 0.3, "entropy_normalize_by": "document_means", "z_loss": 0.02},
 )
 
 
@@ -66,7 +68,7 @@ def test_coefficients_equal_autograd_of_the_whole_loss(loss: dict[str, Any], den
         coefficients = objective.coefficients(labels, case.totals)
         torch.testing.assert_close(gradient_of_logits(coefficients, case), wanted, rtol=1e-10, atol=1e-14)
         assert (coefficients.b is None) == ("entropy_bonus" not in options)
-        terms = {name: float(term.sum()) for name, term in objective.terms(labels).items()}
+        terms = {name: float(term.sum()) for name, term in objective.terms(labels, case.totals).items()}
         assert terms == {name: pytest.approx(value, rel=1e-11, abs=1e-14) for name, value in sums.items()}
 
 
@@ -108,8 +110,8 @@ def test_a_divisor_divides_the_gradient_and_not_the_loss(loss: dict[str, Any], d
     for name in ("a", "b", "c"):
         number = len(case.counts) if divisor == "deepspeed" else divisor
         torch.testing.assert_close(getattr(after, name) * number, getattr(before, name), rtol=1e-12, atol=0)
-    for name, term in plain.terms(labels).items():
-        assert torch.equal(term, divided.terms(labels)[name])
+    for name, term in plain.terms(labels, case.totals).items():
+        assert torch.equal(term, divided.terms(labels, case.totals)[name])
 
 
 def test_denominators_by_hand() -> None:
@@ -135,7 +137,7 @@ def test_a_step_without_labels_or_documents_divides_by_nothing(denominator: dict
         labels = make_labels(case, objective.denominator)
         assert objective.denominator.label_weights(torch.zeros(0, dtype=torch.int64), totals).shape == (0,)
         assert objective.coefficients(labels, totals).a.shape == (0,)
-        assert sum(float(term.sum()) for term in objective.terms(labels).values()) == 0
+        assert sum(float(term.sum()) for term in objective.terms(labels, totals).values()) == 0
 
 
 def test_an_unknown_denominator_is_an_error() -> None:
@@ -149,10 +151,11 @@ def test_a_label_by_hand() -> None:
         CrossEntropy(), Denominator("labels"), entropy_bonus=0.5, z_loss=0.25, gradient_divisor="deepspeed"
     )
     labels = plain_labels(logprobs=[-2.0], entropy=[1.5], logsumexp=[4.0], weight=[0.1])
-    terms = {name: term.tolist() for name, term in objective.terms(labels).items()}
+    totals = StepTotals(num_documents=2, num_labels=10, num_tokens=10)
+    terms = {name: term.tolist() for name, term in objective.terms(labels, totals).items()}
     approximately = {"policy_loss": 0.2, "entropy_bonus": -0.075, "z_loss": 0.4}
     assert terms == {name: [pytest.approx(value, rel=1e-6)] for name, value in approximately.items()}
-    coefficients = objective.coefficients(labels, StepTotals(num_documents=2, num_labels=10, num_tokens=10))
+    coefficients = objective.coefficients(labels, totals)
     # weight 1/20: a = 1/20 + b·1.5 + 2·0.25·4/20, b = 0.5/20, c = 1/20
     assert coefficients.a.tolist() == [pytest.approx(0.05 + 0.025 * 1.5 + 0.1)]
     assert coefficients.b is not None

@@ -37,7 +37,7 @@ class Pair:
 
 def corrected(mode: str, **correction: Any) -> Pair:
     ours = {**GRPO, "old_logprobs": "recompute", "correction": correction}
-    return Pair(mode, {"loss_type": "bnpo", "use_vllm": True, **CLIP}, ours, mode)
+    return Pair(mode, {"loss_type": "bnpo", "use_vllm": True, **CLIP}, ours, mode.partition(" ")[0])
 
 
 PAIRS = (
@@ -82,16 +82,32 @@ PAIRS = (
         {**GRPO, "off_policy_mask": 0.05},
     ),
     Pair("entropy_coef", {"loss_type": "dapo", "entropy_coef": 0.1, **CLIP}, {**GRPO, "entropy_bonus": 0.1}),
+    Pair(
+        "entropy_coef beside another denominator",
+        {"loss_type": "grpo", "entropy_coef": 0.1, **CLIP},
+        {**GRPO, "normalize_by": "document_means", "entropy_bonus": 0.1, "entropy_normalize_by": "labels"},
+    ),
     Pair("own old log-probs", {"loss_type": "bnpo", **CLIP}, {**GRPO, "old_logprobs": "recompute"}, old=False),
     corrected("token_truncate", type="truncate", level="label", high=1.2),
+    corrected("token_truncate from below too", type="truncate", level="label", low=0.9, high=1.2),
     corrected("token_mask", type="mask", level="label", low=0.8, high=1.3),
     corrected("sequence_truncate", type="truncate", level="document", high=1.4),
     corrected("sequence_mask", type="mask", level="document", low=0.5, high=1.8),
     Pair(
         "everything",
-        {"loss_type": "grpo", "beta": 0.2, "delta": 1.4, "off_policy_mask_threshold": 0.05, "use_vllm": True, **CLIP},
+        {
+            "loss_type": "grpo",
+            "beta": 0.2,
+            "delta": 1.4,
+            "off_policy_mask_threshold": 0.05,
+            "use_vllm": True,
+            "entropy_coef": 0.1,
+            **CLIP,
+        },
         {
             **GRPO,
+            "entropy_bonus": 0.1,
+            "entropy_normalize_by": "labels",
             "dual_clip": 1.4,
             "old_logprobs": "recompute",
             "off_policy_mask": 0.05,
@@ -151,8 +167,8 @@ def their_ratio(pair: Pair, tensors: Tensors) -> torch.Tensor:
     if str(pair.correction).startswith("sequence"):
         difference = difference.sum(-1, keepdim=True)
     ratio, low, high = difference.exp(), correction.get("low", 0.0), correction["high"]
-    if str(pair.correction).endswith("truncate"):
-        return ratio.clamp(max=high)
+    if "truncate" in str(pair.correction):
+        return ratio.clamp(low, high)
     return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
 
 
@@ -203,7 +219,7 @@ def our_result(pair: Pair, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor
     one_hot = torch.nn.functional.one_hot(tensors.ids[mask], VOCABULARY)
     gradient = torch.zeros_like(tensors.logits)
     gradient[mask] = log_p.exp() * (coefficients.a[:, None] + b * log_p) - coefficients.c[:, None] * one_hot
-    return torch.stack([term.sum() for term in objective.terms(labels).values()]).sum(), gradient
+    return torch.stack([term.sum() for term in objective.terms(labels, totals).values()]).sum(), gradient
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,12 @@ from rich.console import Console
 from small_runs import file_config, write_rollouts
 from tiny import make_model
 from truestep.cli import main
+from truestep.config.load import load_config
+from truestep.plan.advice import layout_of
 from truestep.plan.beside import PlannedBeside
-from truestep.plan.exhausted import MemoryExhaustedError
-from truestep.plan.memory import GIB
+from truestep.plan.exhausted import MemoryExhaustedError, explain_exhausted
+from truestep.plan.memory import GIB, GRADIENTS, MASTERS, STATES, WEIGHTS, plan_memory
+from truestep.plan.shape import read_shape
 from truestep.step.runner import StepRunner
 from truestep.train import train
 from truestep.trainer import Trainer
@@ -50,8 +53,9 @@ def test_a_plan_that_does_not_fit(config: Path, tmp_path: Path) -> None:
     assert outcome.exit_code == 1, outcome.output
     assert "8.19 billion weights, bfloat16, data_shard 4" in outcome.output
     assert "It does not fit 80 GiB" in outcome.output
-    assert "--model.activation_checkpointing true" in outcome.output
-    assert "Layouts of 4 ranks that fit" not in outcome.output, "tensor ranks would fit, and cannot sample in process"
+    assert "--model.activation_checkpointing full" in outcome.output
+    assert "The fastest that fit 4 GPUs" in outcome.output
+    assert "tensor:" not in outcome.output, "tensor ranks would fit, and cannot sample in process"
     assert all(len(line) <= 110 for line in outcome.output.splitlines())
     values = json.loads((tmp_path / "out" / "plan.json").read_text())
     assert values["weights"] == 8_190_735_360
@@ -78,6 +82,49 @@ def test_a_run_says_what_was_planned_and_what_it_took() -> None:
     assert said == [
         "memory after 3 steps: 63.2 GiB at the peak on rank 0, 62.0 GiB planned",
     ]
+    said.clear()
+    beside = PlannedBeside(62 * GIB, said.append, lambda: 63.25 * GIB, lambda *work: sum(work) / 1000)
+    counts = {"num_documents": 64, "num_tokens": 2000, "num_labels": 936}
+    spent = {"time/forward": 1.0, "time/head": 0.5, "time/backward": 1.25, "time/sampling": 9.0}
+    for step in range(1, 6):
+        beside.step({"step": step, **counts, **spent})
+    assert said[1:] == ["time of step 3: 2.75 s of computing, 3.00 s planned"]
+
+
+def test_a_plan_for_a_card_has_the_time_and_what_is_fastest(config: Path, tmp_path: Path) -> None:
+    asked = ["plan", str(config), "--card", "h100", "--gpus", "8", "--length", "1200", "--output", str(tmp_path)]
+    outcome = CliRunner().invoke(main, asked)
+    assert outcome.exit_code == 1, outcome.output
+    assert "documents of 1,200 (--length)" in outcome.output and "On H100: " in outcome.output
+    values = json.loads((tmp_path / "plan.json").read_text())
+    assert values["step"]["total"] == pytest.approx(sum(values["step"]["seconds"].values()))
+    assert values["step"]["tokens"] == 256 * 1200 and values["card"] == "H100"
+    # What is proposed fits, as the plan of it says.
+    lines = outcome.output.split("with the same numbers:")[1].split("#")[1].splitlines()
+    proposed = yaml.safe_load("\n".join(line.strip() for line in lines[1:]))
+    given = yaml.safe_load(config.read_text())
+    better = tmp_path / "better.yaml"
+    better.write_text(yaml.safe_dump({**given, **{name: given.get(name, {}) | proposed[name] for name in proposed}}))
+    outcome = CliRunner().invoke(main, ["plan", str(better), "--card", "H100", "--gpus", "8", "--length", "1200"])
+    assert outcome.exit_code == 0 and "It fits 79 GiB" in outcome.output, outcome.output
+    seconds = float(lines[0].split(" s a step")[0])
+    said = next(line for line in outcome.output.splitlines() if line.startswith("a step"))
+    assert float(said.split()[-1]) == pytest.approx(seconds, abs=0.01)
+
+
+def test_a_calibration_is_a_card_of_a_later_plan(config: Path, tmp_path: Path) -> None:
+    asked = ["plan", str(config), "--calibrate", "--memory", "1000", "--model.device", "cpu", "--output", str(tmp_path)]
+    outcome = CliRunner().invoke(main, asked)
+    assert outcome.exit_code == 0, outcome.output
+    card = json.loads((tmp_path / "card.json").read_text())
+    assert card["name"] == "CPU" and card["products"] > 0 and card["copy"] > 0
+    outcome = CliRunner().invoke(main, ["plan", str(config), "--card", str(tmp_path / "card.json"), "--memory", "1000"])
+    assert outcome.exit_code == 0 and "On CPU: " in outcome.output, outcome.output
+    (tmp_path / "card.json").write_text("{}")
+    outcome = CliRunner().invoke(main, ["plan", str(config), "--card", str(tmp_path / "card.json")])
+    assert outcome.exit_code == 1 and "it is no file of `plan --calibrate`" in outcome.output
+    outcome = CliRunner().invoke(main, ["plan", str(config), "--card", "H3000"])
+    assert outcome.exit_code == 1 and "one of H200, H100" in outcome.output
 
 
 @pytest.mark.parametrize(
@@ -111,3 +158,18 @@ def test_memory_that_runs_out_is_explained(
     message = str(caught.value)
     assert "the GPU's memory ran out while" in message and said in message
     assert "would need" in message and "truestep plan" in message
+
+
+def test_states_that_have_no_room_are_named_and_not_activations(config: Path) -> None:
+    """The first update makes them: what was held before is less than what training keeps."""
+    given = load_config(config, [])
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has less.")
+    (planned,) = plan_memory(given, read_shape(given), layout_of(given, 1))
+    lasting = sum(planned.kinds[kind] for kind in (MASTERS, WEIGHTS, GRADIENTS, STATES))
+    message = explain_exhausted(given, 1, "computing step 1", 0.7 * lasting, error)
+    assert (
+        f"what training keeps (weights, gradients, the optimizer's state), planned with {lasting / GIB:.2f}" in message
+    )
+    assert "--optimizer.offload all would need" in message
+    message = explain_exhausted(given, 1, "computing step 1", lasting + 3 * GIB, error)
+    assert "the activations and the head's logits: 3.00 GiB of them" in message

@@ -1,4 +1,4 @@
-"""Runs that die in the middle of a save: the part of tests that ranks run."""
+"""Runs that die in the middle of a save, or of a publication: the part of tests that ranks run."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from truestep.checkpoint.staging import Staged, Staging
 from truestep.checkpoint.store import CheckpointStore
 from truestep.policy import tensor_files
 from truestep.policy.tensor_parts import TensorPart
+from truestep.policy.weights.protocol import Weights
+from truestep.sampler.server.source import ServerSource
+from truestep.sampler.server.sync import WeightsDirectory
+from truestep.transfer.memory import SharedMemory
 
 MOMENTS = ("staging", "writing", "written", "completing", "manifest", "renamed", "removing")
 OF_FIRST = ("completing", "manifest", "renamed", "removing")  # what the first rank alone does
@@ -111,6 +115,11 @@ def die_at(moment: str, number: int) -> None:
         "manifest": lambda: _after(store, "write_checksums", die),
         "renamed": lambda: _before(CheckpointStore, "_remove_old", die),
         "removing": lambda: _before(store.shutil, "rmtree", die),
+        "gathering": lambda: _before(Weights, "on_first", die),
+        "adding": lambda: _before(SharedMemory, "add", die),
+        "shown": lambda: _after(SharedMemory, "finish", die),
+        "sent": lambda: _after(ServerSource, "send", die),
+        "named": lambda: _before(WeightsDirectory, "_complete", die),
     }[moment]()
 
 

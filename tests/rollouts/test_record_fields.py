@@ -14,6 +14,7 @@ from rollouts.rollout_records import MISSING, load, parse, reason, same, write
 from truestep.losses.measure import StepFacts, measure_labels
 from truestep.metrics.types import merge, values
 from truestep.rollouts.packing import pack
+from truestep.types import StepTotals
 from truestep.verify.oracle.losses import complete_loss_config
 from truestep.verify.oracle.metrics import step_metrics
 from truestep.verify.oracle.records import read_document
@@ -107,7 +108,8 @@ def test_parts_of_rewards_are_means_over_the_documents_that_have_them(cut):
         packed = pack(documents[start : start + cut]).labels
         statistics = {name: torch.zeros(len(packed)) for name in ("logprobs", "entropy", "logsumexp", "weight")}
         labels = labels_of(**(vars(packed) | statistics))
-        metrics = merge(metrics, measure_labels(labels, StepFacts(make_objective({"type": "grpo"}), 0), "basic", {}))
+        facts = StepFacts(make_objective({"type": "grpo"}), 0, StepTotals(len(RECORDS), 1, 1))
+        metrics = merge(metrics, measure_labels(labels, facts, "basic", {}))
     found = values(metrics)
     wanted = step_metrics(
         [read_document(r, 1.0) for r in RECORDS], [[]] * 4, [], complete_loss_config({"type": "grpo"}), 0

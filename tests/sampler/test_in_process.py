@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pyarrow import parquet
 
 from plain_rewards import digit_reward, failing_reward, one_reward
 from raters import DirectRater, NumberedRater
@@ -401,3 +402,26 @@ def test_the_engine_can_be_left_out(engine: bool, tmp_path: Path, monkeypatch: p
     )
     quiet_trainer(config).run()
     assert bool(asked) is engine
+
+
+def test_the_parts_of_rewards_and_the_tracebacks_of_failed_ones_are_in_the_runs_files(
+    policy: Policy, tmp_path: Path
+) -> None:
+    prompts = write_lines(tmp_path / "prompts.jsonl", sort_prompts(16))
+    options = {"reward": "plain_rewards:in_parts", "reward_workers": 1}
+    config = sampled_config(
+        policy.path, prompts, tmp_path / "run", sampler=options, schedule={"steps": 1, "docs_per_step": 16}
+    )
+    quiet_trainer(config).run()
+    (line,) = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert line["rewards/long"] > 0 and line["rewards/half"] > 0
+    assert line["reward"] == pytest.approx(line["rewards/long"] + line["rewards/half"])
+    rows = parquet.read_table(tmp_path / "run" / "rollouts").to_pylist()
+    kept = [(row["reward"], dict(row["rewards"])) for row in rows if row["rejected"] is None]
+    assert kept and all(reward == pytest.approx(sum(parts.values())) for reward, parts in kept)
+    failed = [record for record in read_lines(tmp_path / "run" / "rejected.jsonl") if "KeyError" in record["reason"]]
+    assert failed
+    for record in failed:
+        lines = record["traceback"].splitlines()
+        assert lines[0] == "Traceback (most recent call last):" and lines[-1] == "KeyError: 1"
+        assert "in in_parts" in lines[1] and any("in _half" in text for text in lines)

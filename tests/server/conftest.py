@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from server.models import give_sampling_defaults, make_model
-from server.vllm_server import Starter, VllmServer
+from server.vllm_server import IN_MEMORY, Starter, VllmServer
 
 
 @dataclass(frozen=True)
 class Servers:
     first: VllmServer
-    second: VllmServer
+    second: VllmServer  # takes weights from memory
     raw: VllmServer  # of raw_logprobs, as vLLM's default is
     model: Path  # what they were started with
 
@@ -31,7 +31,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     starter = Starter(python, directory / "starter.log")
     made = {
         "first": VllmServer(starter, model, directory / "first.log"),
-        "second": VllmServer(starter, model, directory / "second.log"),
+        "second": VllmServer(starter, model, directory / "second.log", others=IN_MEMORY),
         "raw": VllmServer(starter, model, directory / "raw.log", logprobs_mode="raw_logprobs"),
     }
     try:

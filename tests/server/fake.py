@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from truestep.environments.prompts import Prompt
-from truestep.environments.rewards import RewardError
+from truestep.environments.rewards import Rating, RewardError
 from truestep.sampler.server.errors import ServerError, UnreachableError
 from truestep.sampler.server.fleet import Published, Signal
 from truestep.sampler.server.probe import TEMPERATURE, Expected
 from truestep.sampler.server.protocol import Choice, CompletionRequest, Description, InferenceServer
+from truestep.sampler.server.sync import Places
 from truestep.types import Rollout
 
 VOCABULARY, STOP, STARTED_WITH = 1000, 0, 9999
@@ -42,7 +43,7 @@ def expected(weights: int, version: int) -> Expected:
 
 def published(version: int, weights: int | None = None) -> Published:
     number = version if weights is None else weights
-    return Published(Path(str(number)), expected(number, version))
+    return Published(Places(Path(str(number))), expected(number, version))
 
 
 @dataclass
@@ -214,12 +215,12 @@ class FakeRewards:
     def __init__(self, fails: Callable[[str], str | None] = lambda text: None):
         self._fails, self.rated, self.closed = fails, 0, False
 
-    async def rate(self, prompt: Prompt, text: str, name: str) -> float:
+    async def rate(self, prompt: Prompt, text: str, name: str) -> Rating:
         self.rated += 1
         await asyncio.sleep(0.3 * (self.rated % 3))
         if reason := self._fails(text):
             raise RewardError(reason)
-        return float(len(text) % 7)
+        return Rating(len(text) % 7)
 
     def close(self) -> None:
         self.closed = True

@@ -41,6 +41,10 @@ def choosy(prompt: object, completion: str, **_: object) -> object:
     return "1.0" if completion == "text" else len(completion)
 
 
+def in_parts(prompt: object, completion: str, **_: object) -> dict[str, float | None]:
+    return {"letters": len(completion), "begins with t": 0.5 * completion.startswith("t"), "not here": None}
+
+
 def meets_another(prompt: object, completion: str, *, names: list[str], **_: object) -> float:
     """Waits until the others are being rated too."""
     run, name = completion.split()

@@ -27,6 +27,7 @@ class FakeSglang:
         self._load(model)
         self._name, self._longest = name, longest
         self._generator = torch.Generator().manual_seed(0)
+        self.draws_of: Callable[[dict[str, Any]], torch.Generator] = lambda body: self._generator
         self._paused = self._aborting = False
         self._running = 0
         self.asked: list[tuple[str, Any]] = []  # paths and bodies
@@ -74,6 +75,7 @@ class FakeSglang:
         options = body["sampling_params"]
         assert not options.get("ignore_eos"), "SGLang would ignore stop_token_ids as well"
         stops, most = set(options.get("stop_token_ids", ())), options["max_new_tokens"]
+        draws = self.draws_of(body)
         scored: list[list[Any]] = []
         top: list[list[Any]] = []
         finish: dict[str, Any] | None = None
@@ -88,7 +90,7 @@ class FakeSglang:
                 while self._paused:
                     await asyncio.sleep(0.001)
                 row = self._scores([*body["input_ids"], *(token for _, token, _ in scored)], options["temperature"])
-                token = int(torch.multinomial(row.exp(), 1, generator=self._generator))
+                token = int(torch.multinomial(row.exp(), 1, generator=draws))
                 token = token if options["temperature"] else int(row.argmax())
                 scored.append([min(float(row[token]), 0.0), token, None])
                 if wanted := body.get("top_logprobs_num"):

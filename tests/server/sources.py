@@ -10,8 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import torch
-
 from server.fake import (
     STARTED_WITH,
     VOCABULARY,
@@ -29,6 +27,7 @@ from truestep.sampler.server import source as server_source
 from truestep.sampler.server.ahead import Pace
 from truestep.sampler.server.making import SamplingOptions
 from truestep.sampler.server.source import ServerSource
+from truestep.sampler.server.sync import Places, Wanted
 from truestep.types import Rollout
 
 GROUP, STEP = 2, 4  # documents
@@ -36,16 +35,19 @@ GROUP, STEP = 2, 4  # documents
 
 @dataclass
 class FakeWeights:
-    """In the place of `WeightsDirectory`: what is written gets the next number."""
+    """In the place of `Publisher`: what is written gets the next number."""
 
     versions: dict[int, int] = field(default_factory=dict)  # by number
     cleared: bool = False
 
-    def write(self, policy: Any, version: int, dtype: torch.dtype) -> Path:
+    memory_alone = False
+
+    def write(self, policy: Any, version: int, wanted: Wanted, memory: None) -> Places:
+        assert wanted == Wanted(disk=True, memory=False) and memory is None
         number = len(self.versions)
         self.versions[number] = version
         policy.number = number
-        return Path(str(number))
+        return Places(Path(str(number)))
 
     def clear(self) -> None:
         self.cleared = True
@@ -83,8 +85,7 @@ class Run:
                 rewards=self.rewards,
                 sampling=SamplingOptions(GROUP, self.seed, 0.8, 6, frozenset({0}), VOCABULARY, self.stop_at_rejected),
                 pace=Pace(STEP, STEP, self.max_staleness, self.concurrency, self.stall_timeout),
-                weights=self.weights,  # type: ignore[arg-type]
-                weights_dtype=torch.float32,
+                publisher=self.weights,  # type: ignore[arg-type]
                 advantage_rule="group_mean",
                 pause=self.pause,
                 tolerance=0.01,

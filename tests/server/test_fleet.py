@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,9 +28,10 @@ ASKED = CompletionRequest((3, 4), 2, 1.0, 6, frozenset({0}), VOCABULARY)
 class Watched:
     """A fleet, and what it says to its owner."""
 
-    def __init__(self, *servers: FakeServer, pause: str = "wait"):
+    def __init__(self, *servers: FakeServer, **options: Any):
         self.voids, self.fatal = 0, list[Exception]()
-        self.fleet = Fleet(servers, pause=pause, tolerance=0.01, on_void=self._void, on_fatal=self.fatal.append)
+        given: dict[str, Any] = {"pause": "wait", "tolerance": 0.01} | options
+        self.fleet = Fleet(servers, on_void=self._void, on_fatal=self.fatal.append, **given)
         self.known = self.fleet.servers
 
     def _void(self) -> None:
@@ -394,5 +396,68 @@ def test_a_server_that_joins_late_takes_its_share() -> None:
         await watched.opened(1)
         answers = await asyncio.gather(*(answered(watched) for _ in range(10)))
         assert sum(answer.server.url == "late" for answer in answers) == 5
+
+    run(main())
+
+
+def test_weights_are_made_ready_while_completions_run() -> None:
+    async def main() -> None:
+        server = FakeServer()
+        watched = Watched(server)
+        await watched.fleet.publish(published(0))
+        running: list[int] = []
+
+        async def stage(weights: Path) -> None:
+            asked = watched.later(answered(watched))  # it is open, and takes requests
+            await asyncio.sleep(0.2)
+            running.append(server.running)
+            assert not asked.done() and watched.known[0].is_open and not server.paused
+
+        server.stage = stage  # type: ignore[method-assign]
+        await watched.fleet.publish(published(8))
+        assert running == [1] and server.weights == 8 and watched.known[0].is_open
+
+    run(main())
+
+
+def test_rolling_updates_leave_the_others_open() -> None:
+    async def main() -> None:
+        servers = [FakeServer("a"), FakeServer("b"), FakeServer("c")]
+        watched = Watched(*servers, rolling=True)
+        await watched.fleet.publish(published(0))
+        opened: list[int] = []
+
+        async def slow() -> None:
+            await asyncio.sleep(5)
+            opened.append(sum(known.is_open for known in watched.known))
+
+        for server in servers:
+            server.faults["load"].append(slow)
+        update = watched.later(watched.fleet.publish(published(8)))
+        while not update.done():
+            answer = await answered(watched)
+            assert {token for choice in answer.choices for token in choice.versions} <= {0, 8}
+        assert opened == [2, 2, 2], "one at a time"
+        assert [server.weights for server in servers] == [8, 8, 8] and watched.fleet.version == 8
+
+    run(main())
+
+
+def test_a_server_is_lost_that_cannot_make_weights_ready_and_gets_them_when_it_can() -> None:
+    async def main() -> None:
+        server = FakeServer()
+        watched = Watched(server)
+        await watched.fleet.publish(published(0))
+        failures = [UnreachableError("it was started anew")]
+
+        async def stage(weights: Path) -> None:
+            if failures:
+                raise failures.pop()
+
+        server.stage = stage  # type: ignore[method-assign]
+        await watched.fleet.publish(published(8))
+        assert watched.known[0].lost_at is not None
+        await watched.opened()
+        assert server.weights == 8 and not watched.fatal
 
     run(main())

@@ -178,7 +178,14 @@ def evaluated(
 ) -> list[dict[str, Any]]:
     directory.mkdir()
     with serving(FakeSglang(served, NAME)) as url:
-        evaluation = {"prompts": str(directory / "prompts.jsonl"), "every": 2, "max_prompts": 12, "servers": servers}
+        evaluation = {
+            "prompts": str(directory / "prompts.jsonl"),
+            "every": 2,
+            "max_prompts": 12,
+            "servers": servers,
+            "samples_per_prompt": 2,
+            "pass_reward": 0.2,
+        }
         config = run_config(directory, url, parallel=parallel, evaluation=evaluation, optimizer={"learning_rate": 0.0})
         on_ranks(size, train_all, [config])
     return read_lines(directory / "run" / "evaluation.jsonl")
@@ -198,6 +205,7 @@ def test_servers_answer_held_out_prompts_as_the_policy_does(
     assert [line["greedy_reward"] for line in there] == [line["greedy_reward"] for line in here]
     assert [line["examples"] for line in there] == [line["examples"] for line in here]
     assert all(0 <= line["sampled_reward"] <= 1 and line["num_prompts"] == 12 for line in there)
+    assert all(0 <= line["pass@1"] <= line["pass@2"] <= 1 for line in there)
 
 
 @pytest.mark.vllm

@@ -10,6 +10,7 @@ import pytest
 from server.fake import FakeRewards, FakeServer
 from server.sources import GROUP, STEP, Run
 from truestep.environments.prompts import Prompt
+from truestep.environments.rewards import Rating
 from truestep.rollouts.advantages import AdvantageError
 
 
@@ -20,12 +21,12 @@ class Rewards(FakeRewards):
         super().__init__()
         self.equal, self.slow, self.drawn = equal, slow, 0
 
-    async def rate(self, prompt: Prompt, text: str, name: str) -> float:
+    async def rate(self, prompt: Prompt, text: str, name: str) -> Rating:
         number = int(prompt.id.removeprefix("p"))
         self.drawn += 1
         drawn = float(self.drawn)
         await asyncio.sleep(500.0 if number in self.slow else 0.1 * number)
-        return 1.0 if number in self.equal else drawn
+        return Rating(1.0 if number in self.equal else drawn)
 
 
 def prompt_number(document: Any) -> int:
@@ -33,7 +34,8 @@ def prompt_number(document: Any) -> int:
 
 
 def put_aside(run: Run) -> list[int]:
-    """The groups, each once."""
+    """The groups, each once. The trainer notes where the source stands before it asks."""
+    run.source.snapshot()
     return sorted({int(str(document.group_id)) for document in run.source.drain_put_aside()})
 
 
@@ -76,6 +78,31 @@ def test_without_the_option_nothing_is_put_aside() -> None:
     run = Run([FakeServer()], rewards=Rewards(set(range(10)))).run(3)
     assert put_aside(run) == [] and run.group_numbers == [[0, 1], [2, 3], [4, 5]]
     run.close()
+
+
+@pytest.mark.parametrize("written", [True, False], ids=["after its line", "before its line"])
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_a_run_that_goes_on_lists_each_group_once(steps: int, written: bool) -> None:
+    """It stops between two steps, with groups in the making: what was put aside is in the ledger before or after, never
+    in both and never in neither."""
+    equal, rewards = {1, 4, 7}, {"max_staleness": 3 * STEP, "replace_limit": 100}
+    first = Run([FakeServer()], rewards=Rewards(equal), **rewards).run(steps)  # type: ignore[arg-type]
+    snapshot = first.source.snapshot()
+    ledger = [str(document.id) for document in first.source.drain_put_aside()] if written else []
+    first.thread.advance(5.0)  # what is put aside meanwhile is of groups that the state has as open
+    state = snapshot()
+    first.close(finished=False)
+    second = Run([FakeServer()], rewards=Rewards(equal), weights=first.weights, **rewards)  # type: ignore[arg-type]
+    second.source.restore(state)
+    second.seen = first.seen
+    second.run(4)
+    after = second.source.snapshot()()
+    ledger += [str(document.id) for document in second.source.drain_put_aside()]
+    assert len(set(ledger)) == len(ledger)
+    trained = {int(str(document.group_id)) for run in (first, second) for step in run.steps for document in step}
+    aside = {int(name.partition("-")[0]) for name in ledger}
+    assert aside and trained | aside | set(after["open"]) == set(range(after["groups"])) and not trained & aside
+    second.close()
 
 
 def test_advantages_of_the_user_that_fail_end_the_run_in_words() -> None:

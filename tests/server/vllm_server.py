@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import time
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import httpx
 from truestep.sampler.server.vllm import Vllm
 
 NAME = "policy"
+IN_MEMORY = ("--weight-transfer-config", '{"backend": "truestep"}')
 _READY_SECONDS = 280.0
 _SETTINGS = {
     "VLLM_SERVER_DEV_MODE": "1",
@@ -49,11 +51,27 @@ def is_free(port: int) -> bool:
     return True
 
 
+def plugin_path(folder: Path) -> str:
+    """Give the import path by which a vLLM has truestep's plugin as if it were installed there, by its entry point."""
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    facts = folder / "truestep-0.1.0.dist-info"
+    facts.mkdir(parents=True)
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: truestep\nVersion: 0.1.0\n", encoding="utf-8")
+    lines = [
+        line
+        for group, entries in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in entries.items()))
+    ]
+    (facts / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return os.pathsep.join([str(folder), str(root / "src")])
+
+
 class Starter:
     """The process that servers are forked from."""
 
     def __init__(self, python: str, log: Path):
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | _SETTINGS
+        environment = dict(os.environ) | _SETTINGS | {"PYTHONPATH": plugin_path(log.with_suffix(".plugin"))}
         self._log = log
         with log.open("ab") as written:
             self._process = subprocess.Popen(
@@ -135,6 +153,9 @@ class VllmServer:
     def give(self, weights: Path) -> None:
         """As the trainer does. Completions under way are thrown away."""
         give_weights(self.url, weights)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=60)
 
     def post(self, path: str, body: object = None) -> httpx.Response:
         return httpx.post(f"{self.url}{path}", json=body, timeout=60)

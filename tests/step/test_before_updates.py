@@ -4,7 +4,8 @@ restart."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,33 @@ def test_first_weights_that_have_changed_are_refused_by_name(tmp_path: Path) -> 
     finally:
         torch.use_deterministic_algorithms(False)
     assert json.loads((tmp_path / "run/first_weights.json").read_text())["path"] == str(model.resolve())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_offloaded_reference_is_away_between_uses_and_changes_no_number(
+    dtype: str, tiny_model: Model, tmp_path: Path
+) -> None:
+    write_rollouts(tmp_path / "r.jsonl", 10)
+    model, lines = tiny_model("qwen3_tied"), {}
+    for offload in (False, True):
+        config = resumable(model, tmp_path, str(offload), 3)
+        changes = {"loss.kl_reference.offload": offload, "model.dtype": dtype, "deterministic": False}
+        trainer = quiet_trainer(config.changed(changes))
+        assert trainer.before._reference is not None
+        frozen = trainer.before._reference.policy.weights.frozen
+        sizes: list[int] = []
+        trainer.hooks = replace(trainer.hooks, on_gradient=lambda *_, f=frozen, s=sizes: s.append(held(f)))
+        assert (held(frozen) == 0) == offload
+        trainer.run()
+        assert len(sizes) == 3 and all((size == 0) == offload for size in sizes) and (held(frozen) == 0) == offload
+        lines[offload] = read_lines(tmp_path / str(offload) / "metrics.jsonl")
+    names = ("loss", "kl_reference", "kl_new_reference", "reference_logprobs", "grad_norm")
+    assert [[line[n] for n in names] for line in lines[True]] == [[line[n] for n in names] for line in lines[False]]
+    assert lines[True][0]["kl_reference"] == 0.0 < lines[True][2]["kl_reference"]
+
+
+def held(tensors: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors.values())
 
 
 def test_a_reference_has_no_gradients(tiny_model: Model, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """`score` in float32 against the independent float64 plain-loop oracle: every architecture, loss and denominator, at
 every chunk size and packing budget.
 
-A loss meets every denominator, and every pair of a chunk size and a packing budget, and not all of the thirty-six
-products of the two: what a label is divided by is none of the head's business, nor the packing's.
+A loss meets every denominator, and every pair of a chunk size and a packing budget; all thirty-six products of the two
+with one model alone: what a label is divided by is none of the head's business, nor the packing's.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ BOUNDS = {
 # Every kind and level of correction, each with another loss. Their bounds lie inside the drawn ratios.
 CORRECTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("grpo", {"correction": {"type": "truncate", "level": "label", "high": 1.1}}),
+    ("cispo", {"correction": {"type": "truncate", "level": "label", "low": 0.9, "high": 1.1}}),
     ("sapo", {"correction": {"type": "mask", "level": "label", "low": 0.8, "high": 1.3}}),
     ("reinforce", {"correction": {"type": "reject", "level": "label", "low": 0.8, "high": 1.3}}),
     ("dppo", {"correction": {"type": "truncate", "level": "document", "high": 1.2}}),
@@ -128,7 +129,26 @@ def test_score_equals_the_oracle_at_every_layout(
     assert clipped == wanted, "both bounds must lie inside the tested range"
 
 
-@pytest.mark.parametrize(("loss", "correction"), long_except(CORRECTIONS, CORRECTIONS[6]))
+@pytest.mark.long
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_product_of_denominator_chunk_and_budget(
+    loss: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """An entropy bonus has a denominator of its own in half of them."""
+    model = tiny_model("qwen3_tied")
+    records = records_for(model, loss, seed=5)
+    file = write_records(tmp_path / "rollouts.jsonl", records)
+    options = {"type": loss, "entropy_bonus": 0.1, **OPTIONS[loss]}
+    own = ({}, {"entropy_normalize_by": "document_means"}, {"entropy_normalize_by": "labels"}, {})
+    configs = [config_for(model, file, options | d | e) for d, e in zip(DENOMINATORS, own, strict=True)]
+    for config, oracle in zip(configs, oracle_steps(model, records, configs), strict=True):
+        for chunk, budget in itertools.product(CHUNKS, BUDGETS):
+            config["model"]["head"] = {"logits_chunk_size": chunk}
+            config["data"]["tokens_per_microbatch"] = budget
+            check_against_oracle(run_score(config, tmp_path / "out"), oracle)
+
+
+@pytest.mark.parametrize(("loss", "correction"), long_except(CORRECTIONS, CORRECTIONS[-1]))
 def test_corrections_equal_the_oracle_at_every_layout(
     loss: str, correction: dict[str, Any], tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -147,7 +167,8 @@ def test_corrections_equal_the_oracle_at_every_layout(
             weighed |= {name for name, value in scored.step.items() if "corrected" in name and 0 < value < 1}
             weighed |= {name for name, value in scored.step.items() if "off_policy" in name and 0 < value < 1}
     kinds = {"corrected_fraction_high", "corrected_fraction_low", "off_policy_fraction"}
-    kinds -= {"corrected_fraction_low"} if "truncate" in str(correction) else set()
+    bounded = correction["correction"]["type"] != "truncate" or "low" in correction["correction"]
+    kinds -= set() if bounded else {"corrected_fraction_low"}
     kinds -= {"off_policy_fraction"} if "off_policy_mask" not in correction else set()
     assert weighed == kinds, "some labels must be weighed away, and others not"
 

@@ -101,6 +101,21 @@ def test_a_terminal_that_got_narrower_is_drawn_anew_from_the_first_line() -> Non
     assert narrow.lines == ["c" * 20, "d" * 20]
 
 
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_a_ctrl_c_that_the_terminal_shows_leaves_no_line_behind(width: int) -> None:
+    """It is shown behind the last line, and must not wrap."""
+    written = io.StringIO()
+    display = Display(Console(file=written, force_terminal=True, width=width))
+    screen, shown = Screen(width), display._screen
+    lines = [Text("a" * display._width), Text("b" * display._width)]
+    shown.draw([], lines)
+    screen.feed(written.getvalue().replace("\r\n", "\n") + "^C^C")
+    before = len(written.getvalue())
+    shown.draw(["stopping"], lines)
+    screen.feed(written.getvalue()[before:])
+    assert screen.lines == ["stopping", *(line.plain for line in lines)]
+
+
 def test_no_fault_of_a_terminal_reaches_the_run(terminal: PseudoTerminal) -> None:
     class Broken(io.StringIO):
         def write(self, text: str) -> int:

@@ -9,10 +9,10 @@ from truestep.config.schema import Config
 from truestep.export import export as export_here
 from truestep.parity.gap import Parity
 from truestep.parity.gap import parity as parity_here
-from truestep.plan.advice import layout_of
-from truestep.plan.memory import RankMemory, plan_memory
-from truestep.plan.report import make_plan_report
-from truestep.plan.shape import read_shape
+from truestep.plan.cards import find_card
+from truestep.plan.memory import RankMemory
+from truestep.plan.report import Plan
+from truestep.plan.time import StepTime
 from truestep.ranks.group import leave
 from truestep.score import Score
 from truestep.score import score as score_here
@@ -61,7 +61,7 @@ def parity(config: Config | str | Path, *, documents: int = 64, older: Sequence[
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The memory that a configuration needs."""
+    """The memory and time that a configuration needs."""
 
     ranks: tuple[RankMemory, ...]
     """The memory of a rank of each stage of the pipeline, in bytes by kind."""
@@ -69,6 +69,8 @@ class MemoryPlan:
     """The plan as `truestep plan` prints it."""
     fits: bool
     """True where each rank's memory is enough, or was not said."""
+    time: StepTime | None = None
+    """The seconds of a step by part, on the card that was named."""
 
     @property
     def peak(self) -> float:
@@ -76,12 +78,13 @@ class MemoryPlan:
         return max(rank.total for rank in self.ranks)
 
 
-def plan(config: Config | str | Path, *, ranks: int = 1, memory: float | None = None) -> MemoryPlan:
-    """Plan the memory of each rank, without a GPU and without reading a weight. `memory`: GiB of each GPU."""
-    given = configured(config)
-    text, fits = make_plan_report(given, ranks, memory, None)
-    planned = plan_memory(given, read_shape(given), layout_of(given, ranks))
-    return MemoryPlan(tuple(planned), text, fits)
+def plan(
+    config: Config | str | Path, *, ranks: int = 1, memory: float | None = None, card: str | None = None
+) -> MemoryPlan:
+    """Plan the memory of each rank, without a GPU and without reading a weight, and the time of a step on a card, such
+    as H100. `memory`: GiB of each GPU; without it, the card's."""
+    found = Plan.of(configured(config), ranks, memory, None if card is None else find_card(card))
+    return MemoryPlan(tuple(found.planned), "\n".join(found.lines()), found.fits, found.time)
 
 
 def export(

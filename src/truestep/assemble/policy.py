@@ -1,6 +1,7 @@
 """Makes the ranks of a run, and the policy on them."""
 
 from pathlib import Path
+from typing import Any
 
 from truestep.config.schema import Config
 from truestep.head.logits import HeadSettings
@@ -15,6 +16,11 @@ def join_ranks(config: Config) -> Ranks:
     parallel = config.parallel
     layout = RankLayout(**{axis.name: getattr(parallel, axis.name) for axis in AXES})
     return join(layout, device=config.model.device, stall_timeout=config.schedule.stall_timeout)
+
+
+def chosen(value: Any) -> Any:
+    """Give an option's value; `auto` is false for what does not train, and `train` chooses before it loads."""
+    return False if value == "auto" else value
 
 
 def make_policy(config: Config, ranks: Ranks, path: str | None = None, *, frozen: bool = False) -> Policy:
@@ -33,14 +39,15 @@ def make_policy(config: Config, ranks: Ranks, path: str | None = None, *, frozen
             deterministic=config.deterministic,
             split_gradient=head.head_gradient == "split",
         ),
-        activation_checkpointing=model.activation_checkpointing,
+        activation_checkpointing=chosen(model.activation_checkpointing),
+        offload_activations=not frozen and bool(chosen(model.activation_offload)),
         compiled=model.compile,
         attending=model.attention,
         trust_remote_code=model.trust_remote_code,
         longest_document=config.data.tokens_per_microbatch,
         ranks=ranks,
         reshard_after_forward=config.parallel.reshard_after_forward,
-        reduce_each=config.parallel.reduce_each_micro_batch,
+        reduce_each=bool(chosen(config.parallel.reduce_each_micro_batch)),
         stages_per_rank=config.parallel.stages_per_rank,
         frozen=frozen,
         masters_on_host=not frozen and getattr(config.optimizer, "offload", "none") == "all",

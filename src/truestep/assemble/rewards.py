@@ -1,7 +1,7 @@
 """Makes the reward service of a run: one for sampling and evaluation where they have the same reward and options."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,11 +20,12 @@ _GIBIBYTE = 2**30
 class Raters:
     """The reward services of one rank, by their options. They start no process before there is something to rate."""
 
+    say: Callable[[str], None] | None = None  # whom to tell of a reward that fails on its first completion
     made: dict[tuple[WorkerOptions, int], Rater] = field(default_factory=dict)
 
     def of(self, options: tuple[WorkerOptions, int]) -> Rater:
         if options not in self.made:
-            self.made[options] = Rater(*options)
+            self.made[options] = Rater(*options, self.say)
         return self.made[options]
 
 

@@ -46,8 +46,9 @@ from truestep.sampler.server.making import SamplingOptions
 from truestep.sampler.server.protocol import InferenceServer
 from truestep.sampler.server.shared import SharedServerSource
 from truestep.sampler.server.source import AwaitedRewards, ServerSource
-from truestep.sampler.server.sync import WeightsDirectory
+from truestep.sampler.server.sync import Publisher, WeightsDirectory
 from truestep.text import keep_secret
+from truestep.transfer.memory import SharedMemory
 from truestep.types import PutAside, Rejected, Rollout
 
 IDS_FILE = "stream_ids.bin"  # in the run's directory
@@ -85,13 +86,13 @@ def make_source(config: Config, policy: Policy, ranks: Ranks, raters: Raters) ->
         return _make_file_source(config, policy, ranks)
     if isinstance(config.sampler, InProcessSampler):
         return _make_in_process_source(config, config.sampler, policy, raters)
-    weights = _weights_directory(config, config.sampler)
+    publisher = _make_publisher(config, config.sampler)
     if ranks.size == 1:
-        return _make_server_source(config, config.sampler, policy, raters, weights)
+        return _make_server_source(config, config.sampler, policy, raters, publisher)
     sampler, made = config.sampler, list[ServerSource]()
     # Only the first rank makes one; what that raises, all raise.
-    ranks.share(lambda: made.append(_make_server_source(config, sampler, policy, raters, weights)))
-    return SharedServerSource(made[0] if made else None, policy, weights, getattr(torch, config.model.dtype))
+    ranks.share(lambda: made.append(_make_server_source(config, sampler, policy, raters, publisher)))
+    return SharedServerSource(made[0] if made else None, policy, publisher)
 
 
 def _make_file_source(config: Config, policy: Policy, ranks: Ranks) -> Source:
@@ -286,14 +287,27 @@ def _api_key(variable: str | None) -> str | None:
     return key
 
 
-def _weights_directory(config: Config, sampler: ServerSampler) -> WeightsDirectory:
+def _make_publisher(config: Config, sampler: ServerSampler) -> Publisher:
     assert config.checkpoint.directory is not None
     path = Path(sampler.weights_directory or Path(config.checkpoint.directory) / "weights")
-    return WeightsDirectory(path, adapter_alone=sampler.adapter == "served")
+    directory = WeightsDirectory(path, adapter_alone=sampler.adapter == "served")
+    return Publisher(directory, getattr(torch, config.model.dtype), memory_alone=sampler.transfer == "memory")
+
+
+def _make_memory(sampler: ServerSampler) -> SharedMemory | None:
+    """Make memory for weights, unless they go over the disk alone. Nothing is allocated before weights are written."""
+    if sampler.transfer == "disk" or sampler.adapter == "served":
+        return None
+    try:
+        return SharedMemory(Path(sampler.memory_directory))
+    except OSError as error:
+        if sampler.transfer == "memory":
+            raise SourceError(f"sampler.memory_directory: {sampler.memory_directory}: {error.strerror}") from error
+        return None
 
 
 def _make_server_source(
-    config: Config, sampler: ServerSampler, policy: Policy, raters: Raters, weights: WeightsDirectory
+    config: Config, sampler: ServerSampler, policy: Policy, raters: Raters, publisher: Publisher
 ) -> ServerSource:
     data, schedule = config.data, config.schedule
     rewards = sampler_rewards(config, policy.weights.ranks)
@@ -321,12 +335,13 @@ def _make_server_source(
             concurrency=sampler.concurrency,
             stall_timeout=schedule.stall_timeout,
         ),
-        weights=weights,
-        weights_dtype=getattr(torch, config.model.dtype),
+        publisher=publisher,
+        memory=_make_memory(sampler),
         advantage_rule=advantage_rule(config),
         truncated=data.truncated,
         replace_limit=_replace_limit(config),
         pause=sampler.pause,
+        rolling=sampler.updates == "rolling",
         tolerance=sampler.tolerance or _TOLERANCE[config.model.dtype],
         publishes=policy.weights.ranks.size == 1,
     )

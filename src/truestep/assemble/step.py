@@ -1,6 +1,7 @@
 """Makes the parts of a step: its objective, its runner, its plans, the learning rate, the optimizer."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -17,6 +18,7 @@ from truestep.losses.reference import KlReference
 from truestep.metrics.spent import Stopwatch
 from truestep.policy.errors import ModelError
 from truestep.policy.policy import Policy
+from truestep.policy.weights.offloaded import HostCopies
 from truestep.policy.weights.protocol import Weights
 from truestep.rollouts.source import Source
 from truestep.step.chosen import Chooser
@@ -47,6 +49,7 @@ def make_objective(config: Config) -> Objective:
         label_loss=make_label_loss(loss),
         denominator=Denominator(loss.normalize_by, loss.max_labels),
         entropy_bonus=loss.entropy_bonus,
+        entropy_denominator=None if loss.entropy_normalize_by is None else Denominator(loss.entropy_normalize_by),
         z_loss=loss.z_loss,
         gradient_divisor=1.0 if loss.gradient_divisor == "none" else loss.gradient_divisor,
         correction=None if correction is None else Correction(**correction.model_dump()),
@@ -120,7 +123,10 @@ def make_before_updates(
         )
     # No part of the step's own passes, and never compared with what a sampler said.
     reference = replace(runner, policy=policy, stopwatch=Stopwatch(policy.device), exact=False)
-    return BeforeUpdates(lambda: reference, keeps_own=keeps_own, chooser=chooser)
+    at_use: Callable[[], AbstractContextManager[None]] = nullcontext
+    if options.offload:
+        at_use = HostCopies(policy.weights).on_device
+    return BeforeUpdates(reference, keeps_own=keeps_own, chooser=chooser, at_use=at_use)
 
 
 def make_runner(config: Config, policy: Policy) -> StepRunner:

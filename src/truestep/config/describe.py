@@ -54,7 +54,7 @@ class Option:
 
     @property
     def is_bool(self) -> bool:
-        return self.type == BOOL
+        return "false" in self.choices
 
 
 @dataclass(frozen=True)
@@ -242,6 +242,8 @@ def explain_unknown(name: Sequence[str], variant: str = "") -> str:
     It is a near name of the same section, the same name or a near one of another section, or all that the section has.
     """
     section, leaf = ".".join(name[:-1]), name[-1]
+    if (opened := re.match(r"(\w+)\s*[{\[]", leaf)) is not None:
+        return f"a colon is missing behind {opened[1]}"
     split = {item.name: item.name.rpartition(".") for item in _walk_schema()}
     if "." in leaf and leaf in split:
         return f"in a file it is {split[leaf][2]} under {split[leaf][0]}"
@@ -257,6 +259,10 @@ def explain_unknown(name: Sequence[str], variant: str = "") -> str:
     return f"{f'section {section}' if section else 'the file'} has {', '.join(siblings)}"
 
 
+# How other programs write a value.
+_OF_OTHERS = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "torch.bfloat16": "bfloat16"}
+
+
 def explain_wrong(name: str, value: Any) -> str:
     """Say why a value cannot be the option's (or the section's), and what can."""
     option = options().get(name)
@@ -264,6 +270,8 @@ def explain_wrong(name: str, value: Any) -> str:
         null = " or null" if name in sections() and sections()[name].optional else ""
         return f"{name} must be a section of options{null}, not {show(value)}"
     near = get_close_matches(value, option.choices, n=1) if isinstance(value, str) else []
+    if isinstance(value, str) and _OF_OTHERS.get(value) in option.choices:
+        near = [_OF_OTHERS[value]]
     quotes = option.takes_text and isinstance(value, (int, float))
     hint = f"; did you mean {near[0]}?" if near else "; put it in quotes" if quotes else ""
     return f"{name} must be {option.allowed}, not {show(value)}{hint}"

@@ -89,6 +89,9 @@ def _terms(config: Config) -> Iterator[Line]:
         )
     if loss.entropy_bonus or loss.entropy_target is not None:
         yield "H", "the entropy of the policy at the label"
+        if loss.entropy_normalize_by is not None:
+            summed, meaning = _DENOMINATORS[loss.entropy_normalize_by]
+            yield f"the term of H alone: {summed}", meaning
     yield from _entropy_target(config)
     if loss.z_loss:
         yield "z", "the logits at the label"
@@ -136,7 +139,8 @@ def _weights(config: Config) -> Iterator[Line]:
     if correction is not None:
         inside = f"{short(correction.low)} ≤ c ≤ {short(correction.high)}"
         weight = {
-            "truncate": f"w = min(c, {short(correction.high)})",
+            "truncate": f"w = min(c, {short(correction.high)})"
+            + (f", at least {short(correction.low)}" if correction.low else ""),
             "mask": f"w = c where {inside}, else 0",
             "reject": f"w = 1 where {inside}, else 0",
         }[correction.type]

@@ -188,7 +188,15 @@ FOREIGN: dict[str, Foreign] = {
     "norm_adv_by_std_in_grpo": Foreign((VERL,), "data.advantages", "", _scale),
     "entropy_coeff": Foreign((VERL,), "loss.entropy_bonus"),
     "divide_advantage_by_std": Foreign((PIPELINE,), "data.advantages", "", _scale),
-    "entropy_coef": Foreign((SLIME,), "loss.entropy_bonus"),
+    "entropy_coef": Foreign(
+        (TRL, SLIME), "loss.entropy_bonus", "TRL takes the mean over labels always: loss.entropy_normalize_by: labels"
+    ),
+    "use_adaptive_entropy": Foreign(
+        (TRL,), "loss.entropy_target.entropy", "the weight moves by the distance from it", _UNKNOWN
+    ),
+    "entropy_coef_delta": Foreign((TRL,), "loss.entropy_target.rate", "times the distance from the target", _UNKNOWN),
+    "entropy_coef_max": Foreign((TRL,), "loss.entropy_target.largest_weight"),
+    "top_entropy_quantile": Foreign((TRL,), None, "a loss of your own may weigh labels by labels.entropy"),
     "clip_cov_ratio": Foreign((VERL,), "loss.clip_cov.share"),
     "clip_cov_lb": Foreign((VERL,), "loss.clip_cov.low"),
     "clip_cov_ub": Foreign((VERL,), "loss.clip_cov.high"),
@@ -201,7 +209,12 @@ FOREIGN: dict[str, Foreign] = {
         (TRL,), "model.head.fp32_lm_head", "the logits are float32 without a float32 copy of the weight"
     ),
     # Corrections, the reference, and what a step is made of
-    "beta": Foreign((TRL,), "loss.kl_reference.weight", "0 in TRL: leave the section out"),
+    "beta": Foreign(
+        (TRL,),
+        "loss.kl_reference.weight",
+        "0 in TRL: leave the section out; from 1.16 on with loss.kl_reference.estimator: unbiased, unless "
+        "use_bias_correction_kl is false",
+    ),
     "kl_loss_coef": Foreign((VERL, SLIME), "loss.kl_reference.weight"),
     "kl_coef": Foreign(
         (VERL, SLIME, PIPELINE),
@@ -228,6 +241,20 @@ FOREIGN: dict[str, Foreign] = {
     "vllm_importance_sampling_cap": Foreign(
         (TRL,), "loss.correction.high", "with loss.old_logprobs: recompute, and the type and level of its mode"
     ),
+    "vllm_importance_sampling_clip_max": Foreign(
+        (TRL,), "loss.correction.high", "with loss.old_logprobs: recompute, and the type and level of its mode"
+    ),
+    "vllm_importance_sampling_clip_min": Foreign((TRL,), "loss.correction.low"),
+    "vllm_importance_sampling_correction": Foreign(
+        (TRL,), "loss.correction.type", "and level and high, with loss.old_logprobs: recompute", _UNKNOWN
+    ),
+    "tis_clip_low": Foreign((SLIME,), "loss.correction.low"),
+    "use_tis": Foreign(
+        (SLIME,), "loss.correction.type", "truncate, with level: label and high: tis_clip, as preset: tis", _UNKNOWN
+    ),
+    "use_kl_loss": Foreign((VERL, SLIME), "loss.kl_reference.weight", "the value of kl_loss_coef", _UNKNOWN),
+    "use_kl_in_reward": Foreign((VERL,), "loss.kl_reference.weight", "the value of kl_coef, with in: reward", _UNKNOWN),
+    "kl_tau": Foreign((PRIME,), None, "a term weight · log(ρ)²; a loss of your own can have it (loss.type: custom)"),
     "vllm_importance_sampling_mode": Foreign(
         (TRL,),
         "loss.correction.type and loss.correction.level",

@@ -77,6 +77,8 @@ class LossBase(Section):
     batches hold one document a step of each rank."""
     entropy_bonus: NotNegative = 0.0
     """The weight w of the term -w x entropy, which has the same denominator as the loss."""
+    entropy_normalize_by: Literal["labels", "documents", "document_means"] | None = None
+    """The denominator of the entropy bonus alone. null: that of the loss."""
     entropy_target: EntropyTargetConfig | None = None
     """An entropy that the weight of the bonus follows: it starts at entropy_bonus, and moves after each step. null: the
     weight stays."""
@@ -97,6 +99,15 @@ class LossBase(Section):
         return self
 
     @model_validator(mode="after")
+    def _denominator_of_a_bonus(self) -> "LossBase":
+        if self.entropy_normalize_by is not None and not self.entropy_bonus and self.entropy_target is None:
+            raise ValueError(
+                "entropy_normalize_by is the denominator of entropy_bonus, and there is none: set entropy_bonus or "
+                "entropy_target, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _bonus_starts_within_its_bounds(self) -> "LossBase":
         target = self.entropy_target
         if target is not None and self.entropy_bonus > target.largest_weight:
@@ -109,22 +120,20 @@ class LossBase(Section):
 
 class CorrectionConfig(Section):
     type: Literal["truncate", "mask", "reject"]
-    """The weight of a label, from its importance ratio c. truncate: min(c, high). mask: c inside [low, high], else 0.
-    reject: 1 inside [low, high], else 0."""
+    """The weight of a label, from its importance ratio c. truncate: c, held between low and high. mask: c inside
+    [low, high], else 0. reject: 1 inside [low, high], else 0."""
     level: Literal["label", "document", "document_mean"] = "label"
     """label: c is each label's own. document: the product over the document's labels. document_mean: the geometric
     mean over them."""
     high: Positive
     """The largest c."""
     low: NotNegative = 0.0
-    """The smallest c, for mask and reject."""
+    """The smallest c."""
 
     @model_validator(mode="after")
     def _bounds_agree(self) -> "CorrectionConfig":
-        if self.type == "truncate" and self.low > 0:
-            raise ValueError("low is for mask and reject: truncate keeps small ratios as they are")
         if self.low > self.high:
-            raise ValueError(f"low: {self.low:g} is above high: {self.high:g}, so every label would weigh 0")
+            raise ValueError(f"low: {self.low:g} is above high: {self.high:g}, so no c lies between them")
         return self
 
 
@@ -166,6 +175,14 @@ KlReferenceConfig = create_model(
                 None,
                 description="The reference: a Hugging Face directory of the same vocabulary. null: the run's first "
                 "weights. records: the records' own reference_logprobs.",
+            ),
+        ),
+        "offload": (
+            bool,
+            Field(
+                False,
+                description="true: the reference's weights lie in host memory, and are copied to the device for the "
+                "pass of each step that needs them. It changes no number.",
             ),
         ),
     },  # type: ignore[call-overload]

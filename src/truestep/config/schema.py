@@ -136,6 +136,14 @@ def _attention(config: "Config") -> Iterator[str]:
         yield f"model.attention: flash computes in bfloat16 on a GPU: it cannot be used with {which}"
 
 
+def _activations(config: "Config") -> Iterator[str]:
+    if config.model.activation_offload is True and not config.model.activation_checkpointing:
+        yield (
+            "model.activation_offload moves what recomputed layers keep: set model.activation_checkpointing too, full "
+            "or selective"
+        )
+
+
 def _documents(config: "Config") -> Iterator[str]:
     data = config.data
     if config.sampler is not None and data.path is not None:
@@ -159,6 +167,13 @@ def _documents(config: "Config") -> Iterator[str]:
         )
 
 
+def learns_from_groups_alone(config: "Config") -> bool:
+    """True where advantages are differences within a group, and no other term of the loss has a gradient."""
+    own = ":" in config.data.advantages or config.data.zero_advantage == "replace" or config.loss.type == "custom"
+    terms = ("kl_reference", "entropy_bonus", "entropy_target", "z_loss")
+    return not own and not any(getattr(config.loss, term, None) for term in terms)
+
+
 def _sampled_groups(config: "Config") -> Iterator[str]:
     if config.sampler is None:
         return
@@ -167,6 +182,12 @@ def _sampled_groups(config: "Config") -> Iterator[str]:
         yield f"loss.type: {config.loss.type} learns from given completions: it takes data.path, not a sampler"
     if group_size is None:
         yield "sampler needs data.group_size: how many completions each prompt gets"
+    elif group_size == 1 and learns_from_groups_alone(config):
+        yield (
+            f"data.group_size: 1 leaves nothing to compare a completion with, so data.advantages: "
+            f"{config.data.advantages} gives 0 to every one and nothing is learned: sample several, such as "
+            "data.group_size: 8"
+        )
     if docs_per_step == 0:
         yield "sampler needs schedule.docs_per_step: how many completions make a step"
     if group_size is not None and docs_per_step % group_size:
@@ -337,6 +358,24 @@ def _reference(config: "Config") -> Iterator[str]:
     options = getattr(config.loss, "kl_reference", None)
     if options is not None and options.path == "records" and config.sampler is not None:
         yield "loss.kl_reference.path: records needs records that carry reference_logprobs; a sampler's have none"
+    if options is not None and options.offload:
+        if options.path == "records":
+            yield "loss.kl_reference.offload is for a reference model, and with path: records there is none"
+        if options.path is None and config.adapter is not None:
+            yield (
+                "loss.kl_reference.offload: the reference of an adapter is the model that it is trained on, which has "
+                "to stay: leave out offload, or name another model with loss.kl_reference.path"
+            )
+
+
+def _transfer(config: "Config") -> Iterator[str]:
+    sampler = config.sampler
+    if sampler is None or sampler.type != "server" or sampler.transfer != "memory":
+        return
+    if sampler.protocol == "sglang":
+        yield "sampler.transfer: memory needs sampler.protocol: vllm; sglang takes weights from a disk"
+    if sampler.adapter == "served":
+        yield "sampler.transfer: memory is for whole models, and sampler.adapter: served gives servers an adapter alone"
 
 
 def _adapter(config: "Config") -> Iterator[str]:
@@ -373,7 +412,9 @@ _RULES = (
     _presets,
     _adapter,
     _attention,
+    _activations,
     _reference,
+    _transfer,
     _documents,
     _sampled_groups,
     _exact,

@@ -5,7 +5,7 @@ A field enters this file only together with the code that obeys it.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag, create_model
+from pydantic import BeforeValidator, Field, Tag, create_model
 
 from truestep.config.section import Count, ImportPath, NotNegative, Positive, Section, by_type
 
@@ -39,8 +39,15 @@ class ModelConfig(Section):
     """What attends over packed documents. flash: FlashAttention 4, an optional package (truestep[flash]) for bfloat16
     on Hopper and Blackwell GPUs; it is compared with float32 on the machine first. torch: torch's own. auto: flash
     where it can be used."""
-    activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass: less memory, about a third more time."""
+    activation_checkpointing: Annotated[
+        Literal[False, "full", "selective", "auto"], BeforeValidator(lambda value: "full" if value is True else value)
+    ] = False
+    """Recompute each layer in the backward pass: less memory, no other number. full (or true): all of it, about a third
+    more time. selective: what attention gives and the products beside it are kept, and the rest is made again, about a
+    sixth more time. auto: the fastest that fits the GPU, by the plan; false on a CPU."""
+    activation_offload: bool | Literal["auto"] = False
+    """Keep what recomputed layers keep in host memory, copied there and back beside the computation. It needs
+    activation_checkpointing. auto: where the plan does not fit otherwise."""
     compile: bool = False
     """Compile the layers (torch.compile): up to twice the speed, after a minute or less at the start. On a CPU it
     needs a C++ compiler."""
@@ -238,6 +245,9 @@ class ServerSampler(SamplerBase):
     """What becomes of unfinished completions when new weights come. wait: they end with the old weights first. keep:
     they go on with the new weights, and each token has the version that made it. abort: they are thrown away and made
     again."""
+    updates: Literal["at_once", "rolling"] = "at_once"
+    """How several servers get new weights. at_once: all at the same time. rolling: one after another, so that the
+    others go on sampling with the weights that they have."""
     concurrency: Count = 256
     """At most this many groups are sampled at a time, over all servers. One request asks for a whole group."""
     request_timeout: Positive = 600.0
@@ -245,6 +255,12 @@ class ServerSampler(SamplerBase):
     adapter: Literal["merged", "served"] = "merged"
     """How servers get an adapter. merged: merged into the model, whose weights they load. served: alone, beside the
     model that they were started with, so that several runs share a server (vLLM with --enable-lora)."""
+    transfer: Literal["auto", "memory", "disk"] = "auto"
+    """How new weights get to the servers. memory: through memory of this machine, to vLLM servers started with
+    --weight-transfer-config '{"backend": "truestep"}'. disk: through weights_directory. auto: each server the first way
+    if it can take them so, else the second."""
+    memory_directory: str = "/dev/shm"
+    """A file system in memory that the servers of this machine see under the same path."""
     weights_directory: str | None = None
     """The directory that new weights are written to for the servers to read: on a disk that they see under the same
     path, and used by this run alone. null: weights, in the run's directory."""
@@ -340,9 +356,10 @@ class ParallelConfig(Section):
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward pass and gather them again for the backward pass: less memory,
     half as much again of communication."""
-    reduce_each_micro_batch: bool = False
+    reduce_each_micro_batch: bool | Literal["auto"] = "auto"
     """Reduce gradients after every micro-batch, and not only after a step's last one. Gradients then take a rank's
-    share of the memory; communication grows by the number of micro-batches in a step."""
+    share of the memory; communication grows by the number of micro-batches in a step. auto: as the plan finds faster
+    among what fits the GPU; false on a CPU."""
     tensor: Count = 1
     """The number of ranks that each layer's heads and neurons, the embedding and the head are split over, by the plan
     that comes with the model. Between them, these ranks split the tokens."""

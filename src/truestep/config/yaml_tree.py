@@ -153,11 +153,32 @@ def line_of(error: Exception, text: str) -> str:
     return "" if line is None else f":{line + 1}"
 
 
+# What PyYAML says, and what a person should hear; the first that is found in it counts.
+_IN_WORDS = (
+    ("'\\t' that cannot start any token", "a tab begins the line or a value: use spaces"),
+    ("expected <block end>", "this line's indentation is not that of the lines it belongs to"),
+    ("expected ',' or '}'", "a { is not closed before this line"),
+    ("expected ',' or ']'", "a [ is not closed before this line"),
+    ("found unexpected end of stream", "a quotation mark is not closed"),
+    ("could not find expected ':'", "a colon is missing, or the line belongs to no option"),
+    (
+        "mapping values are not allowed here",
+        "a colon too many, or missing in the line before, or wrong indentation",
+    ),
+    ("found character '@'", "text that begins with @ needs quotes"),
+    ("found character '`'", "text that begins with ` needs quotes"),
+    ("found character '%'", "text that begins with % needs quotes"),
+    ("found undefined alias", "text that begins with * needs quotes"),
+)
+
+
 def reason_of(error: Exception) -> str:
+    """Say what is wrong in a text that is not YAML."""
     if isinstance(error, RecursionError):
         return "nested too deeply"
     reasons = [getattr(error, part, None) for part in ("context", "problem")]
-    return ", ".join(reason for reason in reasons if reason) or " ".join(str(error).split("\n")[0].split())
+    said = ", ".join(reason for reason in reasons if reason) or " ".join(str(error).split("\n")[0].split())
+    return next((words for part, words in _IN_WORDS if part in said), said)
 
 
 def dotted(name: Name) -> str:

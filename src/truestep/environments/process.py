@@ -17,7 +17,7 @@ from truestep import progress
 from truestep.environments import frames
 from truestep.environments.descendants import kill_below, started
 from truestep.environments.pace import Pace
-from truestep.environments.rewards import RewardError
+from truestep.environments.rewards import LONGEST_TRACEBACK, Rating, RewardError
 from truestep.text import printable
 from truestep.types import LARGEST_REWARD
 
@@ -73,11 +73,19 @@ def worker_environment(wanted: Sequence[str]) -> dict[str, str]:
     return {"PYTHONHASHSEED": "0", **chosen, "PYTHONPATH": path}
 
 
-def fit(value: float) -> float:
+def fit(value: Rating) -> Rating:
     """Pass a reward on; a RewardError where advantages cannot be made of it."""
-    if not abs(value) <= LARGEST_REWARD:
-        raise RewardError(f"the reward returned {value}; at most {LARGEST_REWARD:g} in size is a reward")
+    for number in (float(value), *value.parts.values()):
+        if not abs(number) <= LARGEST_REWARD:
+            raise RewardError(f"the reward returned {number}; at most {LARGEST_REWARD:g} in size is a reward")
     return value
+
+
+def _lines(traceback: Any) -> str | None:
+    """Read a traceback, as which a reward may have sent anything."""
+    if not isinstance(traceback, str):
+        return None
+    return "\n".join(printable(line, 300) for line in traceback[-LONGEST_TRACEBACK:].splitlines())
 
 
 class Worker:
@@ -129,7 +137,7 @@ class Worker:
                 f"the reward wrote to the connection of its process while it was imported: {error}"
             ) from None
 
-    def rate(self, requests: Sequence[dict[str, Any]]) -> Iterator[tuple[int, float | Exception | None]]:
+    def rate(self, requests: Sequence[dict[str, Any]]) -> Iterator[tuple[int, Rating | Exception | None]]:
         """Have completions rated, one after another; give each one's number among them with its reward as it comes, or
         with the exception that says why it has none. None: it was not begun, since one before it takes long.
 
@@ -157,7 +165,7 @@ class Worker:
         except frames.FrameError as error:
             raise LostError(f"the reward wrote to the connection that carries rewards: {error}") from None
 
-    def _answers(self, asked: deque["_Asked"], unsent: memoryview) -> Iterator[tuple[int, float | Exception | None]]:
+    def _answers(self, asked: deque["_Asked"], unsent: memoryview) -> Iterator[tuple[int, Rating | Exception | None]]:
         """Send what is asked and take the answers, each of which has the whole time of a completion."""
         deadline = time.monotonic() + self._options.timeout
         while asked:
@@ -170,7 +178,7 @@ class Worker:
             if answer is None:
                 continue
             try:
-                value: float | Exception = fit(self._read(answer, asked[0].number, asked[0].nonce))
+                value: Rating | Exception = fit(self._read(answer, asked[0].number, asked[0].nonce))
             except RewardError as error:
                 value = error
             deadline = time.monotonic() + self._options.timeout
@@ -184,7 +192,7 @@ class Worker:
         except (frames.EndOfFramesError, frames.FrameError):
             return False
 
-    def _answer(self, nonce: str, deadline: float) -> float:
+    def _answer(self, nonce: str, deadline: float) -> Rating:
         """Wait for the answer to the request of this number and nonce. Anything else in its place is an error."""
         while (answer := self._take_or_wait(deadline)) is None:
             pass
@@ -209,16 +217,19 @@ class Worker:
         self._channel.fill()
         return self._channel.take()
 
-    def _read(self, answer: dict[str, Any], number: int, nonce: str) -> float:
-        if answer.get("number") != number or answer.get("nonce") != nonce or len(answer) != 3:
+    def _read(self, answer: dict[str, Any], number: int, nonce: str) -> Rating:
+        if answer.get("number") != number or answer.get("nonce") != nonce or len(answer) != 4:
             raise frames.FrameError("not the answer to what was asked")
         if isinstance(problem := answer.get("problem"), str):
             self.num_rated += 1
-            raise RewardError(printable(problem))
-        if not isinstance(value := answer.get("value"), float):
+            raise RewardError(printable(problem), _lines(answer.get("traceback")))
+        value, parts = answer.get("value"), answer.get("parts")
+        if not isinstance(value, float) or not isinstance(parts, dict):
             raise frames.FrameError("neither a number nor a problem")
+        if not all(isinstance(part, float) and name.isprintable() for name, part in parts.items()):
+            raise frames.FrameError("a part that is not a number")
         self.num_rated += number > 0
-        return value
+        return Rating.of(value, parts)
 
     def _hear(self) -> None:
         """Take note of what the keeper has said."""

@@ -27,6 +27,9 @@ class Prompt:
     input_ids: tuple[int, ...]
 
 
+_EXAMPLE = '{"prompt": "2 + 2 =", "answer": "4"}'
+
+
 def load_prompts(path: str | Path, tokenizer: Any, vocabulary_size: int | None = None) -> list[Prompt]:
     if tokenizer is None:
         raise PromptError("prompts need a tokenizer, and model.path has none")
@@ -36,7 +39,8 @@ def load_prompts(path: str | Path, tokenizer: Any, vocabulary_size: int | None =
     for number, record in records:
         where = f"{source}:{number}"
         if not isinstance(record, dict) or "prompt" not in record:
-            raise PromptError(f"{where}: a prompt is an object with the field `prompt`")
+            names = f"; it has {printable(', '.join(record), 100) or 'none'}" if isinstance(record, dict) else ""
+            raise PromptError(f"{where}: a prompt is an object with the field `prompt`{names}")
         if taken := next((name for name in _TAKEN if name in record), None):
             raise PromptError(
                 f"{where}: a prompt cannot have the field `{taken}`: a reward gets the fields by name, beside the "
@@ -96,7 +100,10 @@ def _tokenise(prompt: Any, tokenizer: Any, where: str) -> tuple[int, ...]:
         ids = tokenizer(prompt)["input_ids"]
     elif isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
         if not tokenizer.chat_template:
-            raise PromptError(f"{where}: the prompt is chat messages and the tokenizer has no chat template")
+            raise PromptError(
+                f"{where}: the prompt is chat messages and the tokenizer has no chat template: write "
+                "the prompt as text, or take a model that was trained on chats"
+            )
         try:
             chat = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
             ids = chat["input_ids"]
@@ -117,7 +124,8 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
                 if content.strip():
                     yield number, exact_object(content)
     except LineError as error:
-        raise PromptError(f"{path}:{number}: {error}; a prompt is an object with the field `prompt`") from error
+        where = f"{path}:{number}"
+        raise PromptError(f"{where}: {error}; a prompt is an object with the field `prompt`: {_EXAMPLE}") from error
     except OSError as error:
         raise PromptError(f"{path} cannot be read: {error.strerror or error}") from error
 

@@ -6,7 +6,7 @@ its completion and is the RewardError of its future. A process that went wrong i
 
 import threading
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,7 +15,7 @@ from truestep import progress
 from truestep.environments.pace import MOST, Pace
 from truestep.environments.process import LateRewardError, LostError, Worker, WorkerOptions
 from truestep.environments.prompts import Prompt
-from truestep.environments.rewards import RewardError
+from truestep.environments.rewards import Rating, RewardError
 
 _JOIN_SECONDS = 30.0
 
@@ -23,7 +23,7 @@ _JOIN_SECONDS = 30.0
 class Rates(Protocol):
     """What samplers and evaluations need of a reward service."""
 
-    def submit(self, prompt: Prompt, completion: str, seed: str) -> Future[float]:
+    def submit(self, prompt: Prompt, completion: str, seed: str) -> Future[Rating]:
         """Have a completion rated. `seed` names it, and decides what its reward draws from Python's random numbers."""
         ...
 
@@ -35,7 +35,7 @@ class _Task:
     prompt: Prompt
     completion: str
     seed: str
-    future: Future[float]
+    future: Future[Rating]
     begun: bool = False  # a worker is at it, as far as is known; nobody can cancel it
 
 
@@ -52,7 +52,7 @@ def _begin(task: _Task) -> None:
         task.future.set_running_or_notify_cancel()
 
 
-def _settle(task: _Task, rating: float | BaseException) -> None:
+def _settle(task: _Task, rating: Rating | BaseException) -> None:
     _begin(task)
     if not task.future.cancelled():
         if isinstance(rating, BaseException):
@@ -64,10 +64,14 @@ def _settle(task: _Task, rating: float | BaseException) -> None:
 
 class Rater:
     """Workers that each rate one completion at a time; where that takes no time, many are sent to one ahead. A worker
-    is started only when those that there are have work."""
+    is started only when those that there are have work. The first completion of all is rated alone: where the reward
+    fails, this is said once, and before it has failed a hundred times."""
 
-    def __init__(self, options: WorkerOptions, workers: int):
-        self._options, self._most = options, workers
+    def __init__(self, options: WorkerOptions, workers: int, say: Callable[[str], None] | None = None):
+        """Take the reward, the number of its processes, and whom to tell that it fails on the first completion."""
+        self._options, self._most, self._say = options, workers, say
+        self._held: list[_Task] | None = None  # until the first completion is rated
+        self._opened = False
         self._changed = threading.Condition()
         self._tasks: deque[_Task] = deque()
         self._threads: list[threading.Thread] = []
@@ -77,14 +81,33 @@ class Rater:
         self._called = 0  # threads that were woken or started and have not looked at the tasks yet
         self._closed = False
 
-    def submit(self, prompt: Prompt, completion: str, seed: str) -> Future[float]:
-        future: Future[float] = Future()
+    def submit(self, prompt: Prompt, completion: str, seed: str) -> Future[Rating]:
+        future: Future[Rating] = Future()
+        task = _Task(prompt, completion, seed, future)
         with self._changed:
             if self._closed:
                 raise RuntimeError("the rater is closed")
-            self._tasks.append(_Task(prompt, completion, seed, future))
+            if self._held is not None:
+                self._held.append(task)
+                return future
+            if not self._opened:
+                self._opened, self._held = True, []
+                future.add_done_callback(self._open)
+            self._tasks.append(task)
             self._call()
         return future
+
+    def _open(self, first: Future[Rating]) -> None:
+        """Have the others rated, now that the first one is or never will be."""
+        if self._say is not None and not first.cancelled() and isinstance(error := first.exception(), RewardError):
+            self._say(explain_failing(error))
+        with self._changed:
+            held, self._held = self._held or [], None
+            self._tasks.extend(held)
+            if self._closed:
+                self._cancel()
+            for _ in held:
+                self._call()
 
     def close(self) -> None:
         """End every worker. What is not rated yet never will be."""
@@ -235,6 +258,12 @@ class Rater:
         with self._changed:
             self._workers.discard(worker)
         worker.end()
+
+
+def explain_failing(error: RewardError) -> str:
+    """Word that the reward fails on the first completion, with where it raised."""
+    trace = "" if error.traceback is None else "".join(f"\n  {line}" for line in error.traceback.splitlines())
+    return f"warning: the first completion of this run has no reward: {error}{trace}"
 
 
 def check_reward(options: WorkerOptions, fields: Sequence[str] | None = None) -> None:

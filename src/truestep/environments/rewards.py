@@ -1,25 +1,49 @@
-"""A reward is a Python function named by import path: `reward(prompt, completion, **fields) -> float`.
+"""A reward is a Python function named by import path: `reward(prompt, completion, **fields)` gives a number, or a dict
+of its parts.
 
 This file is read by the processes that call rewards, so it imports nothing that takes time.
 """
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from types import CoroutineType, TracebackType
+from types import CoroutineType, MappingProxyType, TracebackType
 from typing import Any
 
 from truestep.custom import CustomError, load_custom
 from truestep.errors import TruestepError
 from truestep.text import printable
 
-Reward = Callable[..., float]
+Reward = Callable[..., float | Mapping[str, float]]
 
 _LONGEST_REASON = 2000  # as much of it as travels; what is shown is shorter
+LONGEST_TRACEBACK = 2000  # characters of it that are kept: its end, where the error is
+_MOST_PARTS = 64
+_LONGEST_NAME = 100
+TOTAL = "reward"  # the part that is the whole reward, where there is one of this name
+
+
+class Rating(float):
+    """A completion's reward, with the parts that it was made of where the user's function gave them."""
+
+    parts: Mapping[str, float] = MappingProxyType({})
+
+    @classmethod
+    def of(cls, value: float, parts: Mapping[str, float]) -> "Rating":
+        rating = cls(value)
+        if parts:
+            rating.parts = dict(parts)
+        return rating
 
 
 class RewardError(TruestepError):
     """The reason why a completion has no reward."""
+
+    def __init__(self, message: str, traceback: str | None = None):
+        """Take the reason, and the traceback where the user's function raised."""
+        super().__init__(message)
+        self.traceback = traceback
 
 
 def load_reward(name: str) -> Reward:
@@ -58,8 +82,8 @@ def check_signature(name: str, reward: Reward, fields: Iterable[str] | None = No
         raise RewardError(f"reward {name!r}: {printable(error, 100)}{given}; {_OURS}") from None
 
 
-def call(reward: Reward, prompt: Any, completion: str, fields: Mapping[str, Any]) -> float:
-    """Call a reward and make a number of what it returns. RewardError says what went wrong in the user's function,
+def call(reward: Reward, prompt: Any, completion: str, fields: Mapping[str, Any]) -> Rating:
+    """Call a reward and make a rating of what it returns. RewardError says what went wrong in the user's function,
     whatever it was: it may also have asked to exit, or return an object that breaks when it is looked at."""
     try:
         returned: Any = reward(prompt, completion, **fields)
@@ -68,16 +92,60 @@ def call(reward: Reward, prompt: Any, completion: str, fields: Mapping[str, Any]
 
             returned = asyncio.run(returned)
     except BaseException as error:
-        raise RewardError(f"the reward raised {_described(error)}{_place(error.__traceback__)}") from None
+        reason = f"the reward raised {_described(error)}{_place(error.__traceback__)}"
+        raise RewardError(reason, _traceback(error)) from None
     if issubclass(type(returned), dict):  # isinstance would ask the object
-        names = _shown(", ".join(map(str, returned)), str)
-        raise RewardError(f"the reward returned a dict ({names}), which is not a number: return one, such as their sum")
+        return _of_parts(returned)
+    value = _number(returned)
+    if value is None:
+        raise RewardError(f"the reward returned {_shown(returned, repr)}, which is not a number")
+    return Rating(value)
+
+
+def _of_parts(returned: Mapping[Any, Any]) -> Rating:
+    """Make a rating of a dict: its part `reward` is the reward and the others are only noted; without it, their sum."""
+    names = _shown(", ".join(map(str, returned)), str)
+    if "score" in returned and TOTAL not in returned:
+        raise RewardError(
+            f"the reward returned a dict ({names}), as for verl, where score is the reward and the rest is noted: "
+            "name it reward, or return the number alone"
+        )
+    if not 0 < len(returned) <= _MOST_PARTS:
+        raise RewardError(f"the reward returned a dict of {len(returned)} parts: give 1 to {_MOST_PARTS}")
+    parts: dict[str, float] = {}
+    for name, given in returned.items():
+        if type(name) is not str or not name.isprintable() or not name.strip() or len(name) > _LONGEST_NAME:
+            raise RewardError(f"the reward returned a dict with the name {_shown(name, repr)}: a name is a short text")
+        if given is None:  # a part that this completion does not have
+            continue
+        value = _number(given)
+        if value is None or not math.isfinite(value):
+            raise RewardError(f"the reward's part {name!r} is {_shown(given, repr)}, which is not a finite number")
+        parts[name] = value
+    if TOTAL in parts:
+        return Rating.of(parts.pop(TOTAL), parts)
+    if not parts:
+        raise RewardError(f"the reward returned a dict ({names}) without a number in it")
+    return Rating.of(math.fsum(parts.values()), parts)
+
+
+def _number(value: Any) -> float | None:
     try:
-        if isinstance(returned, str | bytes):  # float() would read some of them as numbers
-            raise TypeError
-        return float(returned)
+        return None if isinstance(value, str | bytes) else float(value)  # float() would read some of them as numbers
     except BaseException:
-        raise RewardError(f"the reward returned {_shown(returned, repr)}, which is not a number") from None
+        return None
+
+
+def _traceback(error: BaseException) -> str | None:
+    """Word the traceback of the user's function, from its own first line on."""
+    try:
+        import traceback  # late: it takes longer to import than all else here, and most rewards never raise
+
+        inside = None if error.__traceback__ is None else error.__traceback__.tb_next  # the first frame is ours
+        lines = "".join(traceback.format_exception(type(error), error, inside)).splitlines()
+    except BaseException:  # its own methods may do anything, and no file may be left to import from
+        return None
+    return "\n".join(printable(line, 300) for line in lines)[-LONGEST_TRACEBACK:]
 
 
 def _described(error: BaseException) -> str:

@@ -73,9 +73,10 @@ def _serve(channel: frames.Frames, start: dict[str, Any]) -> None:
         reward = load_reward(start["reward"])
         check_signature(start["reward"], reward, start["fields"])
     except RewardError as error:
-        channel.send(frames.encode({"number": 0, "nonce": start["nonce"], "problem": str(error)[:4000]}))
+        problem = {"problem": str(error)[:4000], "traceback": None}
+        channel.send(frames.encode({"number": 0, "nonce": start["nonce"], **problem}))
         return
-    channel.send(frames.encode({"number": 0, "nonce": start["nonce"], "value": 0.0}))
+    channel.send(frames.encode({"number": 0, "nonce": start["nonce"], "value": 0.0, "parts": {}}))
     put_back = _keep_state()
     while True:
         request = channel.receive()
@@ -88,9 +89,10 @@ def _serve(channel: frames.Frames, start: dict[str, Any]) -> None:
 def _rate(reward: Reward, request: dict[str, Any]) -> dict[str, Any]:
     known = {"number": request["number"], "nonce": request["nonce"]}
     try:
-        return {**known, "value": call(reward, request["prompt"], request["completion"], request["fields"])}
+        rating = call(reward, request["prompt"], request["completion"], request["fields"])
     except RewardError as error:
-        return {**known, "problem": str(error)}
+        return {**known, "problem": str(error), "traceback": error.traceback}
+    return {**known, "value": float(rating), "parts": dict(rating.parts)}
 
 
 def _seed(seed: str) -> None:

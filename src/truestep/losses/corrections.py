@@ -42,7 +42,7 @@ class Correction:
     def weights(self, labels: Labels) -> torch.Tensor:  # [T]
         importance, _ = clamped_exp(self.log_importance(labels))
         if self.type == "truncate":
-            return importance.clamp(max=self.high)
+            return importance.clamp(self.low, self.high)
         below, above = self.outside(labels)
         kept = torch.ones_like(importance) if self.type == "reject" else importance
         return torch.where(below | above, 0, kept)

@@ -12,6 +12,7 @@ import torch
 from truestep.losses.labels import Labels
 from truestep.losses.objective import Objective
 from truestep.metrics.types import Derived, Histogram, Max, Mean, Metric, Min, Sum
+from truestep.types import StepTotals
 
 # Log-ratios from 1e-7 to 30 nats either way, evenly in the exponent; zero lies inside the middle bin.
 _MAGNITUDES = torch.logspace(-7, 1.5, 256, dtype=torch.float64)
@@ -28,6 +29,7 @@ class StepFacts:
 
     objective: Objective
     documents_seen: int  # before this step
+    totals: StepTotals
 
 
 Measure = Callable[[Labels, StepFacts], Mapping[str, Metric]]
@@ -75,7 +77,7 @@ def effective_sample_share(total: float, squares: float, count: float) -> float 
 
 
 def _loss(labels: Labels, step: StepFacts) -> dict[str, Metric]:
-    terms = step.objective.terms(labels)
+    terms = step.objective.terms(labels, step.totals)
     metrics: dict[str, Metric] = {"new_logprobs": document_mean(labels, labels.logprobs)}
     metrics["loss"] = Sum(torch.stack([term.sum() for term in terms.values()]).sum())
     if len(terms) > 1:
@@ -180,7 +182,7 @@ def _weighed_away(labels: Labels, step: StepFacts) -> dict[str, Metric]:
         below, above = correction.outside(labels)
         metrics["correction_weight"] = Mean(torch.where(counted, correction.weights(labels), 0).double().sum(), total)
         metrics["corrected_fraction_high"] = Mean((counted & above).sum(), total)
-        if correction.type != "truncate":
+        if correction.type != "truncate" or correction.low > 0:
             metrics["corrected_fraction_low"] = Mean((counted & below).sum(), total)
     if mask is not None:
         metrics["off_policy_fraction"] = Mean((counted & (mask.weights(labels) == 0)).sum(), total)

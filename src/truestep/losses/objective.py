@@ -47,6 +47,7 @@ class Objective:
     label_loss: LabelLoss
     denominator: Denominator
     entropy_bonus: float = 0.0
+    entropy_denominator: Denominator | None = None  # of the entropy bonus; None: that of the loss
     z_loss: float = 0.0
     # A number, or "deepspeed": the step's documents.
     gradient_divisor: float | Literal["deepspeed"] = 1.0
@@ -87,6 +88,12 @@ class Objective:
         """The divergence from the reference, where it is a term of the loss."""
         return None if self.kl_reference is None or self.kl_reference.in_reward else self.kl_reference
 
+    def _entropy_weights(self, labels: Labels, totals: StepTotals) -> torch.Tensor:  # [T] float64
+        """Compute one over the denominator of the entropy bonus."""
+        if self.entropy_denominator is None:
+            return labels.weight.double()
+        return self.entropy_denominator.label_weights(labels.num_labels[labels.document], totals)
+
     @property
     def _weighing(self) -> tuple[Correction | OffPolicyMask | ClipCov | None, ...]:
         return self.correction, self.off_policy_mask, self.clip_cov
@@ -116,13 +123,13 @@ class Objective:
             slope = slope + self.kl_cov.weight * self.kl_cov(labels).slope * weight
         a, b, c = -slope, None, -slope
         if self.entropy_bonus:
-            b = self.entropy_bonus * weight
+            b = (self.entropy_bonus * self._entropy_weights(labels, totals) / divisor).to(slope.dtype)
             a = a + b * labels.entropy
         if self.z_loss:
             a = a + 2 * self.z_loss * weight * labels.logsumexp
         return Coefficients(a, b, c)
 
-    def terms(self, labels: Labels) -> dict[str, torch.Tensor]:
+    def terms(self, labels: Labels, totals: StepTotals) -> dict[str, torch.Tensor]:
         """Compute each term's contribution per label, [T] in float64: over the step's labels they sum to its loss."""
         weight = labels.weight.double()
         terms = {"policy_loss": self.policy_term(labels).loss * weight}
@@ -131,7 +138,7 @@ class Objective:
         if self.kl_cov is not None:
             terms["kl_cov"] = self.kl_cov.weight * self.kl_cov(labels).loss * weight
         if self.entropy_bonus or self.entropy_target is not None:
-            terms["entropy_bonus"] = -self.entropy_bonus * labels.entropy * weight
+            terms["entropy_bonus"] = -self.entropy_bonus * labels.entropy * self._entropy_weights(labels, totals)
         if self.z_loss:
             terms["z_loss"] = self.z_loss * labels.logsumexp.double().square() * weight
         return terms

@@ -114,7 +114,8 @@ class WandbSink:
             with _no_arguments():
                 self._run = wandb.init(dir=str(directory), config=dict(config), id=run_id, resume="allow", **options)
         except wandb.Error as error:
-            raise SinkError(f"logging.wandb: {printable(error)}") from error
+            hint = " Or keep the run on this machine: logging.wandb.mode: offline" if "API key" in str(error) else ""
+            raise SinkError(f"logging.wandb: {printable(error)}{hint}") from error
         write_whole(id_file, run_id.encode())
         self._run.define_metric("*", step_metric="documents_seen")
         self._samples, self._table = Samples(samples_every), wandb.Table

@@ -6,9 +6,10 @@ import numpy as np
 from rich.table import Table
 
 from truestep.parity.gap import Parity
+from truestep.report.drawing import MARGIN, WIDTH, Drawing
 
 _COLUMNS, _ROWS = 24, 21
-_CELL_WIDTH, _CELL_HEIGHT, _LEFT, _TOP = 30, 20, 90, 40
+_CELL, _LEFT, _TOP = 14, 76, 80
 
 
 def table(result: Parity) -> Table:
@@ -57,24 +58,24 @@ def figure(result: Parity) -> str:
     counts = np.zeros((_ROWS, columns))
     np.add.at(counts, (row, column), 1)
     share = counts / counts.max(axis=0, keepdims=True).clip(min=1)
-    width, height = _LEFT + columns * _CELL_WIDTH + 30, _TOP + _ROWS * _CELL_HEIGHT + 60
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="system-ui, sans-serif" '
-        'font-size="13">',
-        '<rect width="100%" height="100%" fill="#ffffff"/>',
-        f'<text x="{_LEFT}" y="24" fill="#222">log π(trainer) - log π(sampler), by place in the completion</text>',
-    ]
+    drawing = Drawing(
+        "Trainer against sampler", "log \u03c0(trainer) \u2212 log \u03c0(sampler) of each label, in nats", 0
+    )
+    drawing.text(MARGIN, 66, f"mean size {result.base.gap:.1e}; {len(left):,} labels of {result.documents:,} documents")
+    width = (WIDTH - _LEFT - MARGIN) / columns
+    bottom = _TOP + _ROWS * _CELL
+    drawing.height = bottom + 66
     for r, c in np.argwhere(counts):
-        x, y = _LEFT + c * _CELL_WIDTH, _TOP + r * _CELL_HEIGHT
-        parts.append(
-            f'<rect x="{x}" y="{y}" width="{_CELL_WIDTH - 1}" height="{_CELL_HEIGHT - 1}" fill="#4053d3" '
-            f'fill-opacity="{0.08 + 0.92 * share[r, c]:.2f}"><title>{int(counts[r, c])} labels</title></rect>'
-        )
+        first, last = -(-int(c) * longest // columns), -(-int(c + 1) * longest // columns) - 1
+        place = f"label {first + 1}" if last <= first else f"labels {first + 1} to {last + 1}"
+        title = f"{place}: {int(counts[r, c])} labels at {reach * (1 - 2 * r / (_ROWS - 1)):+.1e}"
+        drawing.box(_LEFT + c * width, _TOP + r * _CELL, width - 1, _CELL - 1, 0.08 + 0.92 * share[r, c], title)
     for r, value in ((0, reach), (_ROWS // 2, 0.0), (_ROWS - 1, -reach)):
-        beside = _TOP + (r + 0.7) * _CELL_HEIGHT
-        parts.append(f'<text x="{_LEFT - 8}" y="{beside:.0f}" text-anchor="end" fill="#666">{value:+.1e}</text>')
-    bottom = _TOP + _ROWS * _CELL_HEIGHT + 20
-    right = _LEFT + columns * _CELL_WIDTH
-    parts.append(f'<text x="{_LEFT}" y="{bottom}" fill="#666">first label</text>')
-    parts.append(f'<text x="{right}" y="{bottom}" text-anchor="end" fill="#666">label {longest}</text>')
-    return "\n".join([*parts, "</svg>", ""])
+        text = f"{value:+.1e}".replace("e-0", "e-") if value else "0"
+        drawing.text(_LEFT - 6, _TOP + (r + 0.75) * _CELL, text, anchor="end")
+    drawing.text(_LEFT, bottom + 18, "first label")
+    drawing.text(WIDTH - MARGIN, bottom + 18, f"label {longest}", anchor="end")
+    for number, shade in enumerate((0.08, 0.3, 0.55, 0.8, 1.0)):
+        drawing.box(_LEFT + 20 * number, bottom + 34, 19, 12, shade, "")
+    drawing.text(_LEFT + 108, bottom + 45, "few to most labels of a column")
+    return drawing.svg()

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
 from truestep.policy.model.adapter import Adapter, attach
+from truestep.policy.model.recompute import is_kept
 
 _NAME = "truestep_plan"
 _TOKENS = 32
@@ -26,6 +28,7 @@ class Activations:
 
     layer: float  # that a layer keeps
     boundary: float  # its input, which is all that it keeps where it is recomputed
+    selected: float = 0.0  # what it keeps beside that with selective recomputation
 
 
 class _Attention(torch.autograd.Function):
@@ -41,6 +44,18 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         raise NotImplementedError
+
+
+class _Products(TorchDispatchMode):
+    """Counts the bytes of the products that selective recomputation keeps."""
+
+    kept = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        result = function(*arguments, **(named or {}))
+        if is_kept(function, arguments):
+            self.kept += result.nbytes
+        return result
 
 
 def _attend(
@@ -63,20 +78,30 @@ def measure_activations(
     kind: Any = type(config)
     rank = 0 if adapter is None else adapter.rank
     adapted = frozenset(_within_layer(name) for name in (() if adapter is None else adapter.modules))
-    layer, boundary = _measure(kind, config.to_json_string(use_diff=False), dtype, rank, adapted)
-    return Activations(layer * (_COMPILED if compiled else 1.0), boundary)
+    layer, boundary, products = _measure(kind, config.to_json_string(use_diff=False), dtype, rank, adapted)
+    attended = _attended(config.get_text_config(), torch.empty((), dtype=dtype).element_size())
+    # Compiled code is made again whole, but for attention, which it calls.
+    return Activations(layer * (_COMPILED if compiled else 1.0), boundary, attended + (0.0 if compiled else products))
+
+
+def _attended(text: Any, size: int) -> float:
+    """Count what attention gives for a token, and a sum a head."""
+    heads = text.num_attention_heads
+    return heads * ((getattr(text, "head_dim", None) or text.hidden_size // heads) * size + 4)
 
 
 @functools.lru_cache(maxsize=8)  # a plan asks for many layouts of one model
-def _measure(kind: Any, written: str, dtype: torch.dtype, rank: int, adapted: frozenset[str]) -> tuple[float, float]:
+def _measure(kind: Any, written: str, dtype: torch.dtype, rank: int, adapted: frozenset[str]) -> tuple[float, ...]:
+    """Measure what a layer keeps of a token, its input, and its products that selective recomputation keeps."""
     config = kind.from_dict(json.loads(written))
     text = config.get_text_config()
     size = torch.empty((), dtype=dtype).element_size()
     try:
         one, two = (_saved_bytes(config, layers, dtype, rank, adapted) for layers in (1, 2))
     except Exception:  # a model whose code looks at values, such as experts
-        return _by_formula(text, size), text.hidden_size * size
-    return (two - one) / _TOKENS, text.hidden_size * size
+        return _by_formula(text, size), text.hidden_size * size, 4.0 * text.hidden_size * size
+    layer, products = ((more - less) / _TOKENS for more, less in zip(two, one, strict=True))
+    return layer, text.hidden_size * size, products
 
 
 def _by_formula(text: Any, size: int) -> float:
@@ -100,7 +125,7 @@ def _attach(model: Any, rank: int, adapted: frozenset[str]) -> None:
     attach(model, Adapter(rank, 1.0, modules), lambda name, shape: torch.empty(shape, dtype=model.dtype, device="meta"))
 
 
-def _saved_bytes(config: Any, layers: int, dtype: torch.dtype, rank: int, adapted: frozenset[str]) -> int:
+def _saved_bytes(config: Any, layers: int, dtype: torch.dtype, rank: int, adapted: frozenset[str]) -> tuple[int, int]:
     from transformers import AutoModelForCausalLM
 
     small = _with_layers(config, layers)
@@ -119,9 +144,9 @@ def _saved_bytes(config: Any, layers: int, dtype: torch.dtype, rank: int, adapte
         return tensor
 
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-    with _hooks(pack):
+    with _hooks(pack), _Products() as products:
         model.base_model(input_ids=ids, position_ids=ids, use_cache=False, attention_mask=None)
-    return sum(count for count, _ in seen.values())
+    return sum(count for count, _ in seen.values()), products.kept
 
 
 def _hooks(pack: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -1,4 +1,4 @@
-"""The plan of a run's memory beside what it takes on a GPU, in a line after three steps."""
+"""The plan of a run's memory and time beside what it takes on a GPU, in two lines after three steps."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,28 +6,47 @@ from typing import Any
 import torch
 
 from truestep.config.schema import Config
+from truestep.errors import TruestepError
 from truestep.plan.advice import layout_of, most_of
+from truestep.plan.cards import Card, card_here
 from truestep.plan.memory import GIB
 from truestep.plan.shape import read_shape
+from truestep.plan.time import Work, plan_time
 
 _STEPS = 3
+# What a step computes; sampling, rating and waiting are not planned.
+_PLANNED = ("time/reference", "time/forward", "time/head", "time/backward", "time/reduce", "time/optimizer")
+# Seconds of a step of so many documents, tokens and labels.
+TimePlan = Callable[[float, float, float], float]
 
 
 class PlannedBeside:
     """Says after three steps what was measured, and what was planned."""
 
-    def __init__(self, planned: float, say: Callable[[str], None], measure: Callable[[], float] | None = None):
+    def __init__(
+        self,
+        planned: float,
+        say: Callable[[str], None],
+        measure: Callable[[], float] | None = None,
+        seconds: TimePlan | None = None,
+    ):
         self._planned, self._say, self._steps = planned, say, 0
         self._measure: Callable[[], float] = measure or torch.cuda.max_memory_allocated
+        self._seconds = seconds
 
     def step(self, line: Mapping[str, Any]) -> None:
         self._steps += 1
-        if self._steps == _STEPS:
-            peak = self._measure()
-            self._say(
-                f"memory after {_STEPS} steps: {peak / GIB:.1f} GiB at the peak on rank 0, {self._planned / GIB:.1f} "
-                "GiB planned"
-            )
+        if self._steps != _STEPS:
+            return
+        peak = self._measure()
+        self._say(
+            f"memory after {_STEPS} steps: {peak / GIB:.1f} GiB at the peak on rank 0, {self._planned / GIB:.1f} "
+            "GiB planned"
+        )
+        spent = sum(line.get(name, 0.0) for name in _PLANNED)
+        if self._seconds is not None and spent:
+            seconds = self._seconds(line["num_documents"], line["num_tokens"], line["num_labels"])
+            self._say(f"time of step {line['step']}: {spent:.2f} s of computing, {seconds:.2f} s planned")
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
         pass
@@ -36,6 +55,18 @@ class PlannedBeside:
         pass
 
 
-def planned_beside(config: Config, ranks: int, say: Callable[[str], None]) -> PlannedBeside:
-    shape = read_shape(config)
-    return PlannedBeside(most_of(config, shape, layout_of(config, ranks)), say)
+def planned_beside(
+    config: Config, ranks: int, say: Callable[[str], None], card: Card | None = None
+) -> PlannedBeside | None:
+    """Make what says after three steps what was measured; None for a model that cannot be planned."""
+    try:
+        shape, layout, card = read_shape(config), layout_of(config, ranks), card or card_here()
+        planned = most_of(config, shape, layout)
+    except TruestepError:
+        return None
+
+    def seconds(documents: float, tokens: float, labels: float) -> float:
+        assert card is not None
+        return plan_time(config, shape, layout, card, Work(tokens, labels, tokens / max(1.0, documents))).total
+
+    return PlannedBeside(planned, say, seconds=None if card is None else seconds)

@@ -57,6 +57,11 @@ def _outgrown(phase: str, peak: float, kinds: Mapping[str, float]) -> str:
     if "documents" in phase or "evaluating" in phase:
         return f"{_SAMPLING}, beside {lasting / GIB:.2f} GiB that training keeps: lower sampler.batch_size"
     over = (peak - lasting) / GIB
+    if peak and over < 0:  # not all of it was there yet: the state is made at the first update
+        return (
+            f"what training keeps (weights, gradients, the optimizer's state), planned with {lasting / GIB:.2f} GiB, "
+            f"of which {peak / GIB:.2f} GiB had room"
+        )
     return (
         f"the activations and the head's logits: {max(over, 0.0):.2f} GiB of them, planned with {passing / GIB:.2f} "
         f"GiB, beside {lasting / GIB:.2f} GiB of weights, gradients and optimizer"

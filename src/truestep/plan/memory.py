@@ -49,7 +49,7 @@ def _kinds(
 ) -> dict[str, float]:
     """Compute each kind's bytes on a rank of a stage."""
     sizes = layout.by_name
-    size = torch.empty((), dtype=getattr(torch, config.model.dtype)).element_size()
+    size = computed_size(config)
     shards = sizes["data_shard"] * sizes["context"]
     part = shape.part(stage, sizes["pipeline"], config.parallel.stages_per_rank, sizes["tensor"])
     tokens = config.data.tokens_per_microbatch / (sizes["context"] * sizes["tensor"])
@@ -63,19 +63,44 @@ def _kinds(
         STATES: 0.0 if offloaded(config) else state_bytes(config, shape, trained) / shards,
     }
     if shards > 1:
-        several = _several(config) and not config.parallel.reduce_each_micro_batch
+        several = _several(config) and not reduces_each(config)
         kinds[UNREDUCED] = _FLOAT32 * (trained.all if several else max(trained.layers, default=0))
-    if _has_reference(config):
-        kinds[REFERENCE] = size * part.all / shards
     last = stage == sizes["pipeline"] - 1
     # One forward, one backward: a stage keeps the activations of as many micro-batches as stages come behind it.
     under_way = sizes["pipeline"] - stage
-    each = activations.boundary if config.model.activation_checkpointing else activations.layer
-    embedded = size * shape.hidden * tokens
-    kinds[ACTIVATIONS] = under_way * (each * len(part.layers) * tokens + embedded)
-    recomputed = activations.layer * tokens if config.model.activation_checkpointing else 0.0
-    kinds[AT_ONCE] = max(_logits(config, shape, layout) if last else 0.0, recomputed)
+    kept, recomputed = _kept(config, activations, len(part.layers))
+    kinds[ACTIVATIONS] = under_way * (kept + size * shape.hidden) * tokens
+    logits = _logits(config, shape, layout) if last else 0.0
+    kinds[AT_ONCE] = max(logits, recomputed * tokens)
+    if has_reference(config):
+        whole = size * part.all / shards
+        # An offloaded one is gone when the step's own passes begin: what counts is what its pass needs beyond theirs.
+        during = whole + activations.layer * tokens + logits
+        step = sum(kinds.get(kind, 0.0) for kind in (UNREDUCED, ACTIVATIONS, AT_ONCE))
+        kinds[REFERENCE] = max(0.0, during - step) if offloads_reference(config) else whole
     return kinds
+
+
+def _kept(config: Config, activations: Activations, layers: int) -> tuple[float, float]:
+    """Compute the bytes of a token that layers keep, and those of the layer that is being recomputed."""
+    how = recomputes(config)
+    if how == "none":
+        return activations.layer * layers, 0.0
+    beside = activations.selected * layers if how == "selective" else 0.0
+    # On the host, but for the one that goes or is used and the one that comes.
+    inputs = activations.boundary * (min(2, layers) if config.model.activation_offload is True else layers)
+    return inputs + beside, activations.layer
+
+
+def recomputes(config: Config) -> str:
+    """Tell what is recomputed: none, selective or full. What `auto` would choose is not known here."""
+    how = config.model.activation_checkpointing
+    return how if how in ("selective", "full") else "none"
+
+
+def reduces_each(config: Config) -> bool:
+    """Tell whether gradients are reduced after each micro-batch."""
+    return config.parallel.reduce_each_micro_batch is True
 
 
 def _computed(config: Config, part: Part, trained: int, shards: int, size: int, largest: int) -> float:
@@ -146,7 +171,16 @@ def _number_bytes(config: Config, shape: tuple[int, ...], at_end: bool) -> float
     return 2 * _FLOAT32
 
 
-def _has_reference(config: Config) -> bool:
+def computed_size(config: Config) -> int:
+    """Count the bytes of a number of the type that the model computes in."""
+    return torch.empty((), dtype=getattr(torch, config.model.dtype)).element_size()
+
+
+def offloads_reference(config: Config) -> bool:
+    return bool(getattr(getattr(config.loss, "kl_reference", None), "offload", False))
+
+
+def has_reference(config: Config) -> bool:
     reference = getattr(config.loss, "kl_reference", None)
     if reference is None or reference.path == "records":
         return False

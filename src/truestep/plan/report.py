@@ -1,53 +1,173 @@
-"""The plan as a user reads it: a table of kinds, a verdict, and what would help."""
+"""The plan as a user reads it: memory by kind, time by part, a verdict, and what would fit."""
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from truestep.config.schema import Config
 from truestep.files import write_whole
-from truestep.plan.advice import layout_of, layouts_that_fit, savings
+from truestep.plan.advice import layout_of, savings
+from truestep.plan.cards import CARDS, Card
 from truestep.plan.memory import (
     GIB,
     LABELS,
     RankMemory,
+    computed_size,
+    has_reference,
     masters_offloaded,
     offloaded,
+    offloads_reference,
     plan_memory,
     staged_bytes,
     state_bytes,
 )
+from truestep.plan.search import ROOM, Found, fastest, settle
 from truestep.plan.shape import ModelShape, read_shape
+from truestep.plan.time import StepTime, Work, plan_time
 from truestep.ranks.axes import RankLayout
 
 _SHOWN = 3
 _FLOAT32 = 4
 
 
-def make_plan_report(config: Config, ranks: int, memory: float | None, output: Path | None) -> tuple[str, bool]:
+@dataclass(frozen=True)
+class Plan:
+    """What a configuration takes on so many ranks, and what is known of them."""
+
+    given: Config
+    config: Config  # with what `auto` became
+    shape: ModelShape
+    layout: RankLayout
+    ranks: int
+    memory: float | None  # GiB of a rank
+    card: Card | None
+    length: float | None  # tokens of a document
+    switched_on: dict[str, Any]
+
+    @staticmethod
+    def of(
+        config: Config, ranks: int, memory: float | None = None, card: Card | None = None, length: float | None = None
+    ) -> "Plan":
+        shape, layout = read_shape(config), layout_of(config, ranks)
+        memory = memory if memory is not None or card is None else card.memory
+        given, switched_on = config, dict[str, Any]()
+        if memory is not None:
+            room = memory * GIB * ROOM
+            config, switched_on = settle(config, shape, layout, room, card or CARDS["H100"])
+        return Plan(given, config, shape, layout, ranks, memory, card, length, switched_on)
+
+    @property
+    def planned(self) -> list[RankMemory]:
+        return plan_memory(self.config, self.shape, self.layout)
+
+    @property
+    def peak(self) -> float:
+        return max(rank.total for rank in self.planned)
+
+    @property
+    def fits(self) -> bool:
+        return self.memory is None or self.peak <= self.memory * GIB
+
+    @property
+    def time(self) -> StepTime | None:
+        return None if self.card is None else self._time_of(self.config, self.card)
+
+    def _time_of(self, config: Config, card: Card) -> StepTime:
+        sizes = self.layout.by_name
+        work = Work.of(config, sizes["data_shard"] * sizes["data_replicate"], self.length)
+        return plan_time(config, self.shape, self.layout, card, work)
+
+    def lines(self) -> list[str]:
+        planned = self.planned
+        lines = [*_title(self.config, self.shape, self.layout), "", *_table(planned), ""]
+        lines += _remarks(self.config, self.shape, self.layout)
+        lines += [f"auto: {name} is {str(value).lower()} here." for name, value in self.switched_on.items()]
+        lines += ["", *self._time_lines()]
+        if self.memory is not None:
+            lines += ["", *self._verdict()]
+        return lines
+
+    def _time_lines(self) -> list[str]:
+        step = self.time
+        if step is None or self.card is None:
+            return ["--card NAME plans the time too (or --calibrate):", f"  {', '.join(CARDS)}"]
+        width = max(map(len, step.parts))
+        lines = [f"{'':<{width}}     seconds"]
+        lines += [f"{name:<{width}}{seconds:>12.3f}" for name, seconds in step.parts.items()]
+        lines.append(f"{'a step':<{width}}{step.total:>12.3f}")
+        sizes = self.layout.by_name
+        length = Work.of(self.config, sizes["data_shard"] * sizes["data_replicate"], self.length).length
+        return [
+            *lines,
+            "",
+            f"On {self.card.name}: {step.tokens_per_second:,.0f} tokens/s, {step.tokens:,.0f} tokens a step, documents "
+            f"of {length:,.0f} (--length).",
+            "Sampling, rating and waiting for documents come on top.",
+        ]
+
+    def _verdict(self) -> list[str]:
+        assert self.memory is not None
+        most, memory = self.peak / GIB, self.memory
+        if most <= memory:
+            lines = [f"It fits {memory:g} GiB: {memory - most:.1f} GiB are left."]
+        else:
+            lines = [f"It does not fit {memory:g} GiB: {most - memory:.1f} GiB are missing."]
+            helpful = savings(self.config, self.shape, self.layout)
+            if helpful:
+                lines.append("Options that need less, each alone:")
+                lines += [f"  {saving.option:<45} {saving.saved / GIB:>7.2f} GiB less" for saving in helpful]
+        if most > memory or self.card is not None:
+            lines += self._ways()
+        return lines
+
+    def _ways(self) -> list[str]:
+        """Show the fastest ways to run the same steps, as lines of a configuration."""
+        assert self.memory is not None
+        ranks = f"{self.ranks} GPU" + ("s" if self.ranks > 1 else "")
+        room = self.memory * GIB * ROOM
+        found = fastest(self.given, self.shape, self.ranks, room, self.card or CARDS["H100"], self.length)
+        if not found:
+            return [f"No layout of {ranks} fits: use more (--ranks), or a smaller model."]
+        same = "with the same numbers" if self.given.schedule.docs_per_step else "with a step's micro-batches a rank"
+        lines = [f"The fastest that fit {ranks}, {same}:"]
+        for way in found[:_SHOWN]:
+            lines += ["", f"  # {_said(way, self.card)}", *(f"  {line}" for line in way.as_yaml() or ["# as it is"])]
+        return lines
+
+
+def _said(way: Found, card: Card | None) -> str:
+    memory = f"{way.memory / GIB:.1f} GiB"
+    if card is None:
+        return memory
+    return f"{way.time.total:.2f} s a step, {way.time.tokens_per_second:,.0f} tokens/s, {memory}"
+
+
+def make_plan_report(
+    config: Config,
+    ranks: int,
+    memory: float | None,
+    output: Path | None,
+    card: Card | None = None,
+    length: float | None = None,
+) -> tuple[str, bool]:
     """Write out the plan for so many ranks with so many GiB each, and tell whether it fits (without GiB: it does)."""
-    shape = read_shape(config)
-    layout = layout_of(config, ranks)
-    planned = plan_memory(config, shape, layout)
-    fits = memory is None or max(rank.total for rank in planned) <= memory * GIB
-    lines = [_title(config, shape, layout), "", *_table(planned), "", *_remarks(config, shape, layout)]
-    if memory is not None:
-        lines += ["", *_verdict(config, shape, layout, planned, ranks, memory)]
+    plan = Plan.of(config, ranks, memory, card, length)
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
-        write_whole(output / "plan.json", json.dumps(_values(shape, layout, planned, memory), indent=1).encode())
-    return "\n".join(lines), fits
+        write_whole(output / "plan.json", json.dumps(_values(plan), indent=1).encode())
+    return "\n".join(plan.lines()), plan.fits
 
 
-def _title(config: Config, shape: ModelShape, layout: RankLayout) -> str:
+def _title(config: Config, shape: ModelShape, layout: RankLayout) -> list[str]:
     sizes = ", ".join(f"{name} {size}" for name, size in layout.by_name.items() if size > 1) or "one rank"
     trained = shape.part(0, 1, 1, 1, trained=True).all
     some = f", {trained / 1e6:,.1f} million of them trained" if trained < shape.total else ""
-    return (
-        f"{config.model.path}: {shape.total / 1e9:.2f} billion weights{some}, {config.model.dtype}, {sizes}\n"
-        f"micro-batches of {config.data.tokens_per_microbatch:,} tokens"
-    )
+    return [
+        f"{config.model.path}: {shape.total / 1e9:.2f} billion weights{some}, {config.model.dtype}, {sizes}",
+        f"micro-batches of {config.data.tokens_per_microbatch:,} tokens",
+    ]
 
 
 def _table(planned: Sequence[RankMemory]) -> list[str]:
@@ -73,42 +193,21 @@ def _remarks(config: Config, shape: ModelShape, layout: RankLayout) -> list[str]
         held = state_bytes(config, shape, trained) + (_FLOAT32 * trained.all if masters_offloaded(config) else 0)
         what = "the optimizer's state" + (" and float32 weights" if masters_offloaded(config) else "")
         lines.append(f"Host memory holds {what}: {held / GIB:.1f} GiB, shared among ranks as weights are.")
+    if has_reference(config) and offloads_reference(config):
+        held = computed_size(config) * shape.part(0, 1, 1, 1).all / GIB
+        lines.append(f"Host memory holds the reference's weights: {held:.1f} GiB, shared among ranks as weights are.")
     if config.sampler is not None and config.sampler.type == "in_process":
         lines.append("The sampler's cache takes what is free while it samples, and gives it back.")
     return lines
 
 
-def _verdict(
-    config: Config, shape: ModelShape, layout: RankLayout, planned: Sequence[RankMemory], ranks: int, memory: float
-) -> list[str]:
-    most = max(rank.total for rank in planned) / GIB
-    if most <= memory:
-        return [f"It fits {memory:g} GiB: {memory - most:.1f} GiB are left."]
-    lines = [f"It does not fit {memory:g} GiB: {most - memory:.1f} GiB are missing."]
-    helpful = savings(config, shape, layout)
-    if helpful:
-        lines.append("Options that need less, each alone:")
-        lines += [f"  {saving.option:<45} {saving.saved / GIB:>7.2f} GiB less" for saving in helpful]
-    fitting = [pair for pair in layouts_that_fit(config, shape, ranks, memory * GIB) if pair[0] != layout]
-    if fitting:
-        lines.append(f"Layouts of {ranks} ranks that fit:")
-        lines += [f"  {_options(other):<45} {size / GIB:>7.2f} GiB" for other, size in fitting[:_SHOWN]]
-    if not helpful and not fitting:
-        lines.append("No option here makes it fit: use more ranks (--ranks), or a smaller model.")
-    return lines
-
-
-def _options(layout: RankLayout) -> str:
-    sizes = {name: size for name, size in layout.by_name.items() if name != "data_shard" and size > 1}
-    return " ".join(f"--parallel.{name} {size}" for name, size in sizes.items()) or "--parallel.data_shard -1"
-
-
-def _values(
-    shape: ModelShape, layout: RankLayout, planned: Sequence[RankMemory], memory: float | None
-) -> dict[str, Any]:
+def _values(plan: Plan) -> dict[str, Any]:
+    step = plan.time
     return {
-        "weights": shape.total,
-        "layout": layout.by_name,
-        "memory": memory,
-        "stages": [{"stage": rank.stage, "bytes": rank.kinds, "total": rank.total} for rank in planned],
+        "weights": plan.shape.total,
+        "layout": plan.layout.by_name,
+        "memory": plan.memory,
+        "stages": [{"stage": rank.stage, "bytes": rank.kinds, "total": rank.total} for rank in plan.planned],
+        "card": None if plan.card is None else plan.card.name,
+        "step": None if step is None else {"seconds": step.parts, "total": step.total, "tokens": step.tokens},
     }

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class ModelShape:
     norm_names: frozenset[str]
     frozen: frozenset[str] = frozenset()  # the names of weights that are not trained
     adapter: Adapter | None = None
+    _parts: dict[tuple[int, int, int, int, bool], Part] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def vocabulary(self) -> int:
@@ -61,6 +62,12 @@ class ModelShape:
     def part(self, stage: int, stages: int, per_rank: int, tensor: int, *, trained: bool = False) -> Part:
         """Find the weights of a rank: those of its stages, cut over tensor ranks; not yet sharded. `trained`: those
         alone that are."""
+        place = (stage, stages, per_rank, tensor, trained)
+        if place not in self._parts:  # a search asks for the same ones often
+            self._parts[place] = self._part(*place)
+        return self._parts[place]
+
+    def _part(self, stage: int, stages: int, per_rank: int, tensor: int, trained: bool) -> Part:
         left_out = self.frozen if trained else frozenset()
         cut = cut_by_cost(self.layer_costs, math.prod(self.weights[self.head]), stages * per_rank)
         mine = [index for number, layers in enumerate(cut) if number % stages == stage for index in layers]

@@ -19,6 +19,7 @@ from truestep.policy.cuts.stages import Stages
 from truestep.policy.model import attention
 from truestep.policy.model.adapter import Adapter
 from truestep.policy.model.context import Context
+from truestep.policy.model.offload import ActivationOffload
 from truestep.policy.weights.protocol import Weights
 from truestep.ranks.exchange import gather_same
 from truestep.ranks.pipeline import Pipeline
@@ -74,6 +75,7 @@ class Policy:
     attends: attention.Choice = attention.BY_TORCH
     adapter: Adapter | None = None  # then it alone is trained
     adapts: bool = True  # False: it computes without its adapter
+    activations_on_host: ActivationOffload | None = None
 
     @property
     def device(self) -> torch.device:
@@ -114,13 +116,19 @@ class Policy:
 
         Between stages, each rank has its own tokens. The last stage gathers them, so that tensor ranks all have their
         context rank's; each of them must be given the full gradient."""
-        with nullcontext() if self.adapter is None or self.adapts else self.adapter.off():
+        with nullcontext() if self.adapter is None or self.adapts else self.adapter.off(), self._keeping():
             if self.stages is None:
                 hidden = packed_hidden(self.model, tokens, self.device, self.context)
             else:
                 hidden = stage_hidden(self.model, self.stages, stage, tokens, self.device, received, self.context)
         group = self.weights.ranks.group("tensor")
         return hidden if group is None or stage < self.pipeline.last else gather_same(hidden, group)
+
+    def _keeping(self) -> AbstractContextManager[None]:
+        """Have what is saved for a backward pass kept where it is to lie."""
+        if self.activations_on_host is None or not torch.is_grad_enabled():
+            return nullcontext()
+        return self.activations_on_host.keeping(self.model.config.get_text_config().hidden_size)
 
     def without_adapter(self) -> "Policy":
         """Give the model that the adapter was put on, on the very same weights."""

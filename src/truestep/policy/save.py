@@ -3,7 +3,7 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,14 +45,26 @@ def saved_buffers(model: Any) -> dict[str, torch.Tensor]:
 def stream_policy(policy: Policy, directory: Path, dtype: torch.dtype) -> None:
     """Write a new directory as `save_policy` does, but a layer at a time: no rank holds more of other ranks' weights
     than the largest layer or embedding. Every rank calls this; what the first one raises, all raise."""
+    for number, tensors in enumerate(_groups_on_first(policy, dtype)):
+        policy.weights.ranks.share(partial(_write_group, policy, directory, tensors, number))
+    policy.weights.ranks.share(lambda: _complete(policy, directory, dtype))
+
+
+def stream_tensors(policy: Policy, dtype: torch.dtype, take: Callable[[Mapping[str, torch.Tensor]], None]) -> None:
+    """Give the tensors that `stream_policy` would write to `take`, on the first rank, a layer at a time. Every rank
+    calls this; what the first one raises, all raise."""
+    for tensors in _groups_on_first(policy, dtype):
+        policy.weights.ranks.share(partial(_give_group, policy, tensors, take))
+
+
+def _groups_on_first(policy: Policy, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
+    """Join the weights of one group after another on the first rank; the last ones come with the buffers."""
     groups = weight_groups(policy)
     for number, names in enumerate(groups):
         parts = {**policy.weights.frozen, **policy.weights.master}
-        tensors = _plain(
-            policy, policy.weights.on_first({name: parts.get(name) for name in names}, _joined(policy, dtype)), dtype
-        )
-        policy.weights.ranks.share(partial(_write_group, policy, directory, dtype, tensors, number, len(groups)))
-    policy.weights.ranks.share(lambda: _complete(policy, directory, dtype))
+        joined = policy.weights.on_first({name: parts.get(name) for name in names}, _joined(policy, dtype))
+        tensors = _plain(policy, joined, dtype)
+        yield tensors | ({**policy.buffers, **saved_buffers(policy.model)} if number == len(groups) - 1 else {})
 
 
 def weight_groups(policy: Policy) -> list[list[str]]:
@@ -70,21 +82,35 @@ def _groups(model: Any, weights: Iterable[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _write_group(
-    policy: Policy, directory: Path, dtype: torch.dtype, tensors: dict[str, torch.Tensor], number: int, of: int
+def _tied_head(policy: Policy, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Give a tied head that is among `tensors` an entry of its own.
+
+    A tied tensor is saved once, under its input's name. vLLM on a CPU keeps a copy of the head, packed for its
+    products, and packs it anew only where the head has an entry of its own."""
+    if not policy.facts.tied or (embedding := _embedding_name(policy)) not in tensors:
+        return {}
+    return {"lm_head.weight": tensors[embedding]}
+
+
+def _give_group(
+    policy: Policy, tensors: Mapping[str, torch.Tensor], take: Callable[[Mapping[str, torch.Tensor]], None]
 ) -> None:
+    """Give one group under the names that files have, which transformers knows."""
+    if head := _tied_head(policy, tensors):
+        take(head)
+    with tempfile.TemporaryDirectory() as scratch, transformers_write_tensors(lambda named, *_, **__: take(named)):
+        policy.model.save_pretrained(scratch, state_dict=dict(tensors), max_shard_size=2**60)
+
+
+def _write_group(policy: Policy, directory: Path, tensors: Mapping[str, torch.Tensor], number: int) -> None:
     """Write one group's files, and note where each tensor is."""
     if number == 0:
         directory.mkdir(parents=True)
-    if number == of - 1:
-        tensors |= {**policy.buffers, **saved_buffers(policy.model)}
-    if policy.facts.tied and (embedding := _embedding_name(policy)) in tensors:
-        # A tied tensor is saved once, under its input's name. vLLM on a CPU keeps a copy of the head, packed for its
-        # products, and packs it anew only where the head has an entry of its own.
-        write_tensors({"lm_head.weight": tensors[embedding]}, directory / "model-lm-head.safetensors", _METADATA)
+    if head := _tied_head(policy, tensors):
+        write_tensors(head, directory / "model-lm-head.safetensors", _METADATA)
     scratch = directory / _SCRATCH
     with transformers_write_tensors():
-        policy.model.save_pretrained(scratch, state_dict=tensors)
+        policy.model.save_pretrained(scratch, state_dict=dict(tensors))
     for place, file in enumerate(sorted(scratch.glob("*.safetensors"))):
         file.rename(directory / f"model-{number:05d}-{place:02d}.safetensors")
 

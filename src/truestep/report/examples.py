@@ -23,7 +23,7 @@ def examples_html(runs: Sequence[Run]) -> str:
             else:
                 opened = "" if html else " open"
                 html += f'<details class="card"{opened}><summary>{escape(run.name)}</summary>{shown}</details>\n'
-    return "<h2>Completions, first and last evaluation</h2>\n" + html if html else ""
+    return '<h2 id="evaluations">Completions, first and last evaluation</h2>\n' + html if html else ""
 
 
 def _examples(run: Run) -> list[str]:

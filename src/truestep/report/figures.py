@@ -121,16 +121,22 @@ def _held_out_tile(run: Run, key: str, label: str) -> Figure:
     if not rewards:
         return Figure(label, format_number(None))
     if len(rewards) == 1:
-        return Figure(label, f"{rewards[0]:.3f}", "one evaluation")
-    change = f"{rewards[-1] - rewards[0]:+.3f}"
+        return Figure(label, format_reward(rewards[0]), "one evaluation")
+    rise = rewards[-1] - rewards[0]
+    change = ("+" if rise >= 0 else "") + format_reward(rise)
     prompts = run.evaluations.value(len(run.evaluations) - 1, "num_prompts")
     over = f" over {format_number(prompts)} prompts" if prompts else ""
-    return Figure(label, f"{rewards[0]:.3f} {ARROW} {rewards[-1]:.3f}", change + over)
+    return Figure(label, f"{format_reward(rewards[0])} {ARROW} {format_reward(rewards[-1])}", change + over)
 
 
 def _last_step(run: Run) -> str:
     places, _ = run.metrics.column("ratio_new_old")
     return f"at step {format_number(float(run.metrics.steps[places[-1]]))}" if len(places) else ""
+
+
+def format_reward(value: float) -> str:
+    """Write a reward with three decimals, whatever its size."""
+    return f"{value:.3f}" if abs(value) < 1e6 else format_number(value)
 
 
 def format_ratio(value: float | None) -> str:

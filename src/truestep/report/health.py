@@ -9,7 +9,14 @@ from typing import Literal
 
 import numpy as np
 
-from truestep.report.figures import first_ratio, format_deviation, format_percent, format_ratio, held_out_rewards
+from truestep.report.figures import (
+    first_ratio,
+    format_deviation,
+    format_percent,
+    format_ratio,
+    format_reward,
+    held_out_rewards,
+)
 from truestep.report.runs import Run, is_finite
 from truestep.report.scale import format_number
 from truestep.text import printable
@@ -25,6 +32,10 @@ SPIKE_FACTOR = 10.0
 # Beyond this share of clipped tokens most of a batch no longer teaches anything.
 LARGEST_CLIPPED_FRACTION = 0.3
 COLLAPSED_ENTROPY = 0.1
+# From this share of the way between the smallest and the largest reward on, a task counts as solved.
+SOLVED = 0.9
+# A change of the reward by a smaller share of its range is not spoken of.
+SMALLEST_FALL = 0.1
 # Beyond this share of groups without an advantage, most of the sampling is for nothing.
 LARGEST_EMPTY_SHARE = 0.5
 # Below this share of distinct completions the members of a group repeat each other.
@@ -153,17 +164,78 @@ def _clipping(run: Run) -> Iterator[Note]:
 
 
 def _reward(run: Run) -> Iterator[Note]:
-    rewards = run.values("reward")
-    if len(rewards) > 1 and min(rewards) == max(rewards):
-        text = f"The training reward is {format_number(rewards[0])} at every step: there is nothing to learn from."
+    steps, rewards = run.by_step("reward")
+    if len(rewards) > 1 and rewards.min() == rewards.max():
+        text = (
+            f"The training reward is {format_number(float(rewards[0]))} at every step: there is nothing to learn from."
+        )
+        yield Note("warning", text)
+    elif (fall := _fall(rewards)) is not None:
+        text = f"The training reward fell: its mean over {fall.window} steps was {format_number(fall.best, 3)} "
+        text += (
+            f"up to step {format_number(float(steps[fall.place]))}, and is {format_number(fall.last, 3)} at the end."
+        )
         yield Note("warning", text)
 
 
+@dataclass(frozen=True)
+class Fall:
+    """How far the reward is below its best: means over so many steps, and the place at which the best one ends."""
+
+    window: int
+    best: float
+    place: int
+    last: float
+
+
+def _fall(rewards: np.ndarray) -> Fall | None:
+    """Find a fall of the reward that noise does not explain."""
+    window = max(5, len(rewards) // 10)
+    if len(rewards) < 2 * window:
+        return None
+    sums = np.cumsum(np.append(0.0, rewards))
+    means = (sums[window:] - sums[:-window]) / window
+    best = int(means.argmax())
+    last = rewards[-window:]
+    with np.errstate(over="ignore"):  # rewards of any size: those whose square is none have a spread that hides all
+        spread = math.sqrt((rewards[best : best + window].var(ddof=1) + last.var(ddof=1)) / window)
+    drop = float(means[best] - means[-1])
+    # The best of many windows is above the others by chance, by two or three times the spread.
+    if best + window > len(rewards) - window or drop <= 4 * spread or drop <= SMALLEST_FALL * float(np.ptp(means)):
+        return None
+    return Fall(window, float(means[best]), best + window - 1, float(means[-1]))
+
+
 def _entropy(run: Run) -> Iterator[Note]:
-    values = run.values("entropy")
-    if len(values) > 1 and values[0] > 0 and values[-1] < COLLAPSED_ENTROPY * values[0]:
-        text = f"The entropy fell from {format_number(values[0], 3)} to {format_number(values[-1], 3)}: "
-        yield Note("warning", text + "the policy has all but stopped exploring.")
+    """Judge a fall of the entropy by the reward beside it: who has solved a task need not explore it."""
+    _, values = run.by_step("entropy")
+    if len(values) < 2 or values[0] <= 0 or values[-1] >= COLLAPSED_ENTROPY * values[0]:
+        return
+    text = f"The entropy fell from {format_number(float(values[0]), 3)} to {format_number(float(values[-1]), 3)}"
+    _, rewards = run.by_step("reward")
+    if len(rewards) < 2:
+        yield Note("warning", f"{text}: the policy has all but stopped exploring.")
+        return
+    part = max(1, len(rewards) // 10)
+    first, last = float(rewards[:part].mean()), float(rewards[-part:].mean())
+    lowest, highest = (_extreme(run, name, rewards) for name in ("min_reward", "max_reward"))
+    went = f"the reward went from {format_number(first, 3)} to {format_number(last, 3)}"
+    if highest > lowest and last >= lowest + SOLVED * (highest - lowest):
+        ending = f"of at most {format_number(highest, 3)}: the task is all but solved, which is no collapse."
+        yield Note("good", f"{text} while {went}, {ending}")
+    elif last > first and _fall(rewards) is None and last - first >= SMALLEST_FALL * (highest - lowest):
+        yield Note("note", f"{text} while {went}: the policy is surer, and better. It has little left to explore with.")
+    else:
+        yield Note(
+            "warning", f"{text} while {went}: the policy has all but stopped exploring before the task was solved."
+        )
+
+
+def _extreme(run: Run, name: str, rewards: np.ndarray) -> float:
+    """Find the smallest or the largest reward of all documents, or of the steps' means where that is not logged."""
+    _, found = run.by_step(name)
+    found = np.append(found, rewards)
+    return float(found.min() if name.startswith("min") else found.max())
 
 
 def _groups(run: Run) -> Iterator[Note]:
@@ -197,26 +269,50 @@ def _steps(run: Run) -> Iterator[Note]:
 
 
 def _evaluation(run: Run) -> Iterator[Note]:
-    """Judge the change of the greedy reward, or of the sampled one where there is no greedy one."""
+    """Judge the change of the greedy reward, or of the sampled one where there is no greedy one or that fell."""
+    judged = False
     for key, name in (("greedy_reward", "greedy"), ("sampled_reward", "sampled")):
         rewards = held_out_rewards(run, key)
-        if not rewards:
+        if not rewards or (judged and rewards[-1] >= rewards[0] and _below_best(run, key) is None):
             continue
         if len(run.evaluations) < 2:
             yield Note("note", "There is one evaluation: no change of the held-out reward can be shown.")
             return
-        before, after = rewards[0], rewards[-1]
-        change = f"The held-out {name} reward went from {before:.3f} to {after:.3f}"
-        prompts = run.evaluations.value(len(run.evaluations) - 1, "num_prompts")
-        margin = _margin(before, after, prompts)
-        noise = f"what {format_number(prompts)} prompts of reward 0 or 1 vary by chance (about {margin or 0:.2f})"
-        if margin is None:
-            yield Note("note", f"{change}.")
-        elif abs(after - before) <= margin:
-            yield Note("note", f"{change}: within {noise}.")
-        else:
-            yield Note("good" if after > before else "bad", f"{change}: more than {noise}.")
-        return
+        if not judged or rewards[-1] < rewards[0]:
+            yield _change(run, name, rewards[0], rewards[-1])
+        if rewards[-1] >= rewards[0] and (note := _below_best(run, key)) is not None:
+            yield note
+        judged = True
+
+
+def _change(run: Run, name: str, before: float, after: float) -> Note:
+    """Say how a held-out reward changed from the first to the last evaluation, and whether chance explains it."""
+    change = f"The held-out {name} reward went from {format_reward(before)} to {format_reward(after)}"
+    prompts = run.evaluations.value(len(run.evaluations) - 1, "num_prompts")
+    margin = _margin(before, after, prompts)
+    noise = f"what {format_number(prompts)} prompts of reward 0 or 1 vary by chance (about {margin or 0:.2f})"
+    if margin is None:
+        return Note("note", f"{change}.")
+    if abs(after - before) <= margin:
+        return Note("note", f"{change}: within {noise}.")
+    return Note("good" if after > before else "bad", f"{change}: more than {noise}.")
+
+
+def _below_best(run: Run, key: str) -> Note | None:
+    """Say that a held-out reward ended below its best, by more than chance explains."""
+    points = run.evaluation_points(key)
+    there = ~np.isnan(points.values)
+    steps, rewards = points.steps[there], points.values[there]
+    if len(rewards) < 3:
+        return None
+    best = int(rewards.argmax())
+    highest, last = float(rewards[best]), float(rewards[-1])
+    margin = _margin(highest, last, run.evaluations.value(len(run.evaluations) - 1, "num_prompts"))
+    # The best of many evaluations is above the others by chance.
+    if margin is None or highest - last <= 1.5 * margin:
+        return None
+    text = f"The held-out {key.partition('_')[0]} reward was best at step {format_number(float(steps[best]))}, "
+    return Note("warning", text + f"with {format_reward(highest)}, and fell to {format_reward(last)}.")
 
 
 def _margin(before: float, after: float, prompts: float | None) -> float | None:

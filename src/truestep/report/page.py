@@ -5,17 +5,19 @@ from html import escape
 from pathlib import Path
 
 from truestep.files import write_text_whole
-from truestep.report.browser import BROWSER_CSS, BROWSER_SCRIPT, rollouts_html
-from truestep.report.charts import GROUPS, MINUS, charts_of, group_html, groups_for, legend_html
+from truestep.report.browser import rollouts_html
+from truestep.report.charts import Chart, charts_of
 from truestep.report.examples import examples_html
 from truestep.report.figures import facts, tiles
 from truestep.report.health import health
+from truestep.report.numbers import numbers_html
+from truestep.report.parts import policy, script, style
+from truestep.report.payload import Payload, packed
+from truestep.report.plans import GROUPS, groups_for
 from truestep.report.runs import Run, read_runs
-from truestep.report.script import PAGE_SCRIPT
-from truestep.report.series import Series
-from truestep.report.style import COLOURS, PAGE_CSS, palette_css
-from truestep.report.svg import Chart, Line, horizontal_scales
+from truestep.report.style import COLOURS
 
+MINUS = "\N{MINUS SIGN}"
 MARKS = {
     "bad": ("\N{MULTIPLICATION X}", "Wrong"),
     "warning": ("!", "Warning"),
@@ -24,41 +26,82 @@ MARKS = {
 }
 
 
+_POLICY = '<meta http-equiv="Content-Security-Policy" content="%s">\n'
+
+
+def live_html(page: str, state: str) -> str:
+    """Make a page one that is served: its script may ask whether there is another state than this one."""
+    mark = f'<meta name="truestep-live" content="{state}">\n'
+    return page.replace(_POLICY % policy(live=False), _POLICY % policy(live=True) + mark, 1)
+
+
 def write_report(runs: Sequence[Path], output: Path, *, title: str | None = None) -> Path:
     """Write the page of one run, or of several compared, and return its path."""
-    if not runs:
+    return write_text_whole(Path(output), page_html(runs, title))
+
+
+def page_html(paths: Sequence[Path], title: str | None = None) -> str:
+    """Make the page."""
+    if not paths:
         raise ValueError("a report needs at least one run")
-    return write_text_whole(Path(output), _page_html(read_runs(runs), title))
-
-
-def _page_html(runs: Sequence[Run], title: str | None) -> str:
+    runs = read_runs(paths)
     title = title or (" against ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs compared")
     groups = {
         group: [chart for plan in plans for chart in charts_of(plan, runs)] for group, plans in groups_for(runs).items()
     }
-    scales = horizontal_scales([chart for charts in groups.values() for chart in charts])
-    # What runs share is the documents they saw; steps are the fallback.
-    axis = next(iter(scales), "step")
-    parts = [
-        f'<!DOCTYPE html>\n<html lang="en" data-axis="{axis}">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        # Whatever a completion holds, the page loads nothing from anywhere.
-        '<meta http-equiv="Content-Security-Policy" '
-        "content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:\">\n"
-        f"<title>{escape(title)}</title>\n<style>\n{palette_css()}{PAGE_CSS}{BROWSER_CSS}</style>\n</head>\n<body>\n<main>\n",
+    drawn = [chart for charts in groups.values() for chart in charts if chart.constant is None]
+    payload = Payload(runs, drawn)
+    rollouts, examples, configs = rollouts_html(runs), examples_html(runs), _configs(runs)
+    sections = [
         _header(runs, title),
         _tiles(runs[0]) if len(runs) == 1 else _comparison(runs),
         _health(runs),
-        _bar(runs, list(scales)),
-        *(group_html(group, charts, scales, legend=len(runs) == 1) for group, charts in groups.items()),
-        _absent(groups) if scales else "",
-        rollouts_html(runs),
-        examples_html(runs),
-        _configs(runs),
-        f"</main>\n<script>{PAGE_SCRIPT}{BROWSER_SCRIPT}</script>\n</body>\n</html>\n",
+        _bar(runs, groups, (rollouts, examples, configs)),
+        *(_group_html(group, charts, drawn) for group, charts in groups.items()),
+        _absent(groups) if any(groups.values()) else "",
+        rollouts,
+        examples,
+        numbers_html(runs),
+        configs,
     ]
-    return "".join(parts)
+    return "".join(
+        [
+            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+            '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
+            '<meta name="color-scheme" content="light dark">\n' + _POLICY % policy(live=False),
+            # Whatever a completion holds, the page loads nothing from anywhere, and runs its own script alone.
+            f"<title>{escape(title)}</title>\n<style>\n{style()}</style>\n</head>\n<body>\n<main>\n",
+            *sections,
+            f'<script type="text/plain" data-part="charts">{packed(payload.value())}</script>\n</main>\n',
+            f"<script>{script()}</script>\n</body>\n</html>\n",
+        ]
+    )
+
+
+def _group_html(title: str, charts: Sequence[Chart], drawn: Sequence[Chart]) -> str:
+    """Write the places of a group's charts, and those that are constant as a line of text."""
+    if not charts:
+        return ""
+    figures = "".join(_figure_html(chart, number) for number, chart in enumerate(drawn) if chart in charts)
+    constant = "; ".join(text for chart in charts if (text := chart.constant) is not None)
+    return (
+        f'<h2 id="{_anchor(title)}">{escape(title)}</h2>\n'
+        + (f'<div class="charts">\n{figures}</div>\n' if figures else "")
+        + (f'<p class="absent constant">Constant: {escape(constant)}.</p>\n' if constant else "")
+    )
+
+
+def _figure_html(chart: Chart, number: int) -> str:
+    unit = f'<span class="unit">{escape(chart.plan.unit)}</span>' if chart.plan.unit else ""
+    note = f'<p class="gaps">{escape(" ".join(chart.notes))}</p>' if chart.notes else ""
+    return (
+        f'<figure class="chart{" wide" if chart.wide else ""}" data-chart="{number}"><figcaption>'
+        f'<h3>{escape(chart.title)}</h3>{unit}</figcaption><div class="plot"></div>{note}</figure>\n'
+    )
+
+
+def _anchor(title: str) -> str:
+    return title.lower().replace(" ", "-").replace(",", "")
 
 
 def _header(runs: Sequence[Run], title: str) -> str:
@@ -99,8 +142,7 @@ def _comparison(runs: Sequence[Run]) -> str:
     """Write the tiles of several runs as a table with a column for each run."""
     head = "<td></td>"
     for index, run in enumerate(runs):
-        swatch = f'<i class="swatch colour-{index % COLOURS}{" dashed" if index >= COLOURS else ""}"></i>'
-        head += f'<th scope="col">{swatch}{escape(run.name)}<small>{escape(str(run.path))}</small></th>'
+        head += f'<th scope="col">{_swatch(index)}{escape(run.name)}<small>{escape(str(run.path))}</small></th>'
     body = ""
     for row in zip(*([*tiles(run), *facts(run)] for run in runs), strict=True):
         # The step of the first ratio is part of its tile's label, and may differ.
@@ -126,24 +168,23 @@ def _health(runs: Sequence[Run]) -> str:
     return html + "</div>\n"
 
 
-def _bar(runs: Sequence[Run], axes: Sequence[str]) -> str:
-    """Write the legend of the runs and the switch of the axis, which stay in sight."""
-    if not axes:
+def _bar(runs: Sequence[Run], groups: Mapping[str, Sequence[Chart]], others: Sequence[str]) -> str:
+    """Write the bar that stays in sight: links to the page's parts, the legend of the runs, a place for switches."""
+    if not any(groups.values()):
         empty = '<p class="card empty">Nothing to draw: no step and no evaluation has been logged.</p>'
         return f"<h2>Charts</h2>\n{empty}\n"
-    bar = ""
+    names = [title for title, charts in groups.items() if charts]
+    names += [name for name, html in zip(("Rollouts", "Evaluations", "Configuration"), others, strict=True) if html]
+    links = "".join(f'<a href="#{_anchor(name)}">{escape(name)}</a>' for name in names)
+    bar = f'<nav aria-label="Parts of the page">{links}<a href="#numbers">Numbers</a></nav>'
     if len(runs) > 1:
-        bar = legend_html(
-            [Line(run.name, index % COLOURS, Series.of(()), index >= COLOURS) for index, run in enumerate(runs)]
-        )
-    if len(axes) > 1:
-        buttons = "".join(
-            f'<button type="button" data-set="{axis}" aria-pressed="{"true" if axis == axes[0] else "false"}">'
-            f"{'Documents' if axis == 'documents' else 'Steps'}</button>"
-            for axis in axes
-        )
-        bar += f'<div class="switch">Horizontal axis <div role="group">{buttons}</div></div>'
-    return f'<div class="bar">{bar}</div>\n' if bar else ""
+        items = "".join(f"<li>{_swatch(index)}{escape(run.name)}</li>" for index, run in enumerate(runs))
+        bar += f'<ul class="legend">{items}</ul>'
+    return f'<div class="bar">{bar}<div class="switches"></div></div>\n'
+
+
+def _swatch(index: int) -> str:
+    return f'<i class="swatch colour-{index % COLOURS}{" dashed" if index >= COLOURS else ""}"></i>'
 
 
 def _absent(groups: Mapping[str, Sequence[Chart]]) -> str:
@@ -160,4 +201,4 @@ def _configs(runs: Sequence[Run]) -> str:
         for run in runs
         if run.config_text
     ]
-    return "<h2>Configuration</h2>\n" + "".join(blocks) if blocks else ""
+    return '<h2 id="configuration">Configuration</h2>\n' + "".join(blocks) if blocks else ""

@@ -78,13 +78,27 @@ class Run:
 
     def _points(self, table: Table, key: str) -> Series:
         places, values = table.column(key)
-        if id(table) not in self._seen:
-            self._seen[id(table)] = self._documents_seen(table)
-        seen = self._seen[id(table)][places]
+        seen = self.documents_seen(table)[places]
         return Series(table.steps[places], seen, np.where(np.isfinite(values), values, np.nan))
 
-    def _documents_seen(self, table: Table) -> np.ndarray:
+    def documents_seen(self, table: Table) -> np.ndarray:
         """Find the documents seen by each record of a table; NaN where no file says it."""
+        if id(table) not in self._seen:
+            self._seen[id(table)] = self._find_documents_seen(table)
+        return self._seen[id(table)]
+
+    def seconds_by(self, table: Table) -> np.ndarray:
+        """Add up the seconds of steps, evaluations and saves by each record of a table; NaN where none are known."""
+        spent = np.zeros(len(self.metrics))
+        for key in ("step_time", "time/evaluation", "time/save"):
+            places, values = self.metrics.column(key)
+            spent[places] += np.where(np.isfinite(values) & (values > 0), values, 0.0)
+        if not spent.any():
+            return np.full(len(table), np.nan)
+        reached = np.searchsorted(self.metrics.steps, table.steps, side="right")
+        return np.append(0.0, np.cumsum(spent))[reached]
+
+    def _find_documents_seen(self, table: Table) -> np.ndarray:
         seen = np.full(len(table), np.nan)
         rows, documents = table.column("documents_seen")
         seen[rows] = np.where(np.isfinite(documents), documents, np.nan)

@@ -4,8 +4,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 SMALLEST, LARGEST = 1e-300, 1e300
 # A series whose relative range is smaller than this is shown as constant: the labels' digits would be all noise.
 SMALLEST_RELATIVE_RANGE = 2e-4
@@ -21,22 +19,9 @@ class Scale:
     high: float
     ticks: tuple[float, ...]
     labels: tuple[str, ...]
-    logarithmic: bool = False
 
     def position(self, value: float) -> float:
-        if self.logarithmic:
-            low, high = math.log10(self.low), math.log10(self.high)
-            # Zero has no place on a logarithmic axis: it is drawn at the bottom.
-            return (math.log10(max(value, self.low)) - low) / (high - low)
         return (bounded(value) - self.low) / (self.high - self.low)
-
-    def positions(self, values: np.ndarray) -> list[float]:
-        """Map many values as `position` maps one."""
-        if self.logarithmic:
-            return [self.position(value) for value in values.tolist()]
-        kept = np.where(np.abs(values) < SMALLEST, 0.0, np.clip(values, -LARGEST, LARGEST))
-        positions: list[float] = ((kept - self.low) / (self.high - self.low)).tolist()
-        return positions
 
 
 def bounded(value: float) -> float:
@@ -69,19 +54,6 @@ def linear_scale(values: Iterable[float], *, count: int = 5, snap: bool = True, 
     ticks = [index * step for index in range(first, last + 1)]
     ticks = [tick for tick in ticks if low - 1e-9 * step <= tick <= high + 1e-9 * step]
     return Scale(low, high, tuple(ticks), tuple(format_ticks(ticks, step)))
-
-
-def logarithmic_scale(values: Iterable[float]) -> Scale:
-    """Make a logarithmic axis over the positive ones of `values`, with ticks at powers of ten."""
-    positive = [value for value in values if math.isfinite(value) and value > 0]
-    first = math.floor(math.log10(min(positive)) + 1e-9)
-    last = max(math.ceil(math.log10(max(positive)) - 1e-9), first + 1)
-    stride = math.ceil((last - first) / 6)
-    exponents = range(first, last + 1, stride)
-    labels = [f"{10**exponent:g}" if -3 < exponent < 4 else f"1e{exponent}" for exponent in exponents]
-    # An end of the range must stay a normal positive number.
-    low, high = 10.0 ** max(first, -307), 10.0 ** min(last, 307)
-    return Scale(low, high, tuple(10.0 ** max(exponent, -307) for exponent in exponents), tuple(labels), True)
 
 
 def wants_logarithm(values: Sequence[float]) -> bool:

@@ -1,4 +1,4 @@
-"""The points of a chart, thinned out without losing their extremes, or smoothed."""
+"""The points of a line, and what a page keeps of them: the extremes, and means over stretches of the run."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -8,12 +8,10 @@ from typing import Literal, Self
 
 import numpy as np
 
-Axis = Literal["documents", "step"]
+Axis = Literal["documents", "step", "clock"]
 
 # A series longer than this is thinned out.
 LONGEST_SERIES = 1000
-# A series longer than this is drawn faint, with a smoothed line over it.
-LONGEST_PLAIN_SERIES = 60
 BUCKETS = 300
 
 
@@ -24,9 +22,6 @@ class Point:
     step: float
     documents: float | None
     value: float | None
-
-    def along(self, axis: Axis) -> float | None:
-        return self.documents if axis == "documents" else self.step
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,15 +46,7 @@ class Series:
     def __len__(self) -> int:
         return len(self.steps)
 
-    def along(self, axis: Axis) -> np.ndarray:
-        return self.documents if axis == "documents" else self.steps
-
-    def placed(self, axis: Axis) -> "Series":
-        """Leave out the points that have no place on an axis."""
-        there = ~np.isnan(self.along(axis))
-        return self if there.all() else Series(self.steps[there], self.documents[there], self.values[there])
-
-    def chosen(self, indices: Sequence[int]) -> "Series":
+    def chosen(self, indices: Sequence[int] | np.ndarray) -> "Series":
         """Give the points of some indices."""
         return Series(self.steps[indices], self.documents[indices], self.values[indices])
 
@@ -68,21 +55,15 @@ class Series:
         rows = zip(self.steps.tolist(), self.documents.tolist(), self.values.tolist(), strict=True)
         return [Point(step, _some(documents), _some(value)) for step, documents, value in rows]
 
-    # A chart is drawn over two axes and has a read-out: what they share is found once.
     @cached_property
     def thinned(self) -> "Series":
         """The points that a long line keeps."""
         return downsample(self)
 
     @cached_property
-    def smoothed(self) -> "Series":
-        """The means that are drawn over a long line."""
-        return smooth(self)
-
-    @cached_property
-    def smoothed_for_logarithms(self) -> "Series":
-        """The geometric means that are drawn over a long line on a logarithmic axis."""
-        return smooth(self, logarithmic=True)
+    def means(self) -> "Series":
+        """The means of a long line over stretches, each at the middle of its stretch."""
+        return bucket_means(self)
 
     @property
     def present(self) -> np.ndarray:
@@ -127,35 +108,16 @@ def downsample(series: Series, limit: int = LONGEST_SERIES, buckets: int = BUCKE
     return series.chosen(sorted(kept))
 
 
-def smooth(series: Series, *, logarithmic: bool = False, outputs: int = BUCKETS) -> Series:
-    """Take a centred mean with weights falling off linearly, at no more than `outputs` points; gaps stay gaps."""
-    half = max(3, len(series) // 40)
-    count = min(outputs, len(series))
-    chosen = sorted({index * (len(series) - 1) // max(1, count - 1) for index in range(count)})
-    used = ~np.isnan(series.values)
-    if logarithmic:  # the mean of a logarithmic axis is geometric, or one spike would lift the whole line
-        used &= series.values > 0
-    levels = np.where(used, series.values, 1.0 if logarithmic else 0.0)
-    levels = np.log(levels) if logarithmic else levels
-    ramp = half + 1.0 - np.abs(np.arange(-half, half + 1))
-    means = [_local_mean(series.values, levels, used, index, ramp, logarithmic) for index in chosen]
-    thin = series.chosen(chosen)
-    return Series(thin.steps, thin.documents, np.array(means, dtype=np.float64))
-
-
-def _local_mean(
-    values: np.ndarray, levels: np.ndarray, used: np.ndarray, centre: int, ramp: np.ndarray, logarithmic: bool
-) -> float:
-    """Take the mean around one point; NaN for a gap."""
-    if math.isnan(values[centre]):
-        return math.nan
-    half = len(ramp) // 2
-    first, end = max(0, centre - half), min(len(values), centre + half + 1)
-    weights = ramp[first - centre + half : end - centre + half] * used[first:end]
-    total = float(weights.sum())
-    if not total:
-        return float(values[centre])
-    with np.errstate(over="ignore", invalid="ignore"):
-        mean = float((weights * levels[first:end]).sum()) / total
-    mean = math.exp(mean) if logarithmic else mean
-    return mean if math.isfinite(mean) else math.nan
+def bucket_means(series: Series, limit: int = LONGEST_SERIES, buckets: int = BUCKETS) -> Series:
+    """Take the mean of each bucket of a long series; a bucket without a value is a gap."""
+    count = len(series)
+    if count <= limit:
+        return series
+    bounds = np.arange(buckets + 1) * count // buckets
+    there = ~np.isnan(series.values)
+    # Divided before they are added, so that huge values do not overflow.
+    sizes = np.add.reduceat(there.astype(np.float64), bounds[:-1])
+    shares = np.where(there, series.values, 0.0) / np.repeat(np.maximum(sizes, 1), np.diff(bounds))
+    means = np.where(sizes > 0, np.add.reduceat(shares, bounds[:-1]), np.nan)
+    middle = series.chosen((bounds[:-1] + bounds[1:]) // 2)
+    return Series(middle.steps, middle.documents, means)

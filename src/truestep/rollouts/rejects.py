@@ -51,6 +51,8 @@ def _remove_torn_line(file: BinaryIO) -> None:
 
 def _line(record: Rejected) -> bytes:
     content = {"file": record.file, "line": record.line, "reason": record.reason, "id": record.id}
+    if record.traceback is not None:
+        content["traceback"] = record.traceback
     return json.dumps(content).encode("ascii") + b"\n"  # escaped: a file's name need not be valid Unicode
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from truestep.environments.prompts import Prompt
 from truestep.environments.rater import Rates
+from truestep.environments.rewards import RewardError
 from truestep.policy.policy import Policy
 from truestep.rollouts.source import never
 from truestep.sampler.decode import DecodeOptions, Request
@@ -129,9 +130,9 @@ def pass_at(k: int, counts: Sequence[tuple[int, int]]) -> float | None:
 def _answered(prompt: Prompt, rated: Rated) -> dict[str, Any]:
     """Word an answer for evaluation.jsonl: its reward, or why there is none; an evaluation never ends a run."""
     answer: dict[str, Any] = {"prompt": prompt.prompt, "completion": rated.text}
-    if isinstance(rated.rating, str):
-        return {**answer, "reward": None, "problem": rated.rating}
-    return {**answer, "reward": rated.rating}
+    if isinstance(rated.rating, RewardError):
+        return {**answer, "reward": None, "problem": str(rated.rating)}
+    return {**answer, "reward": float(rated.rating)}
 
 
 def _mean(answers: Sequence[dict[str, Any]]) -> float | None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from truestep.environments.prompts import Prompt
-from truestep.environments.rewards import RewardError
+from truestep.environments.rewards import Rating, RewardError
 from truestep.rollouts.advantages import AdvantageRule, as_rule, with_group_advantages
 from truestep.rollouts.source import SourceError, refuse_other_kind
 from truestep.types import Rejected, Rollout
@@ -66,7 +66,7 @@ def to_rollout(
     *,
     temperature: float,
     versions: Sequence[int] | None = None,
-    reward: float | None = None,
+    rating: Rating | None = None,
     truncated: bool | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Rollout:
@@ -82,7 +82,8 @@ def to_rollout(
         input_ids=ids,
         loss_mask=np.arange(len(ids)) >= prompt_length,
         logprobs=behind_prompt(logprobs, 0.0, np.float32),
-        reward=reward,
+        reward=None if rating is None else float(rating),
+        rewards={} if rating is None else rating.parts,
         truncated=truncated,
         temperature=temperature,
         model_version=None if versions is None else behind_prompt(versions, versions[0], np.int64),
@@ -96,10 +97,12 @@ def with_advantages(rated: Sequence[Rollout], group: int, rule: AdvantageRule | 
     return with_group_advantages(named, as_rule(rule))
 
 
-def reject(prompt: Prompt, group: int, name: str, reason: str, completion: str | None = None) -> Rejected:
+def reject(prompt: Prompt, group: int, name: str, reason: str | RewardError, completion: str | None = None) -> Rejected:
     """Note a completion that is not trained on, for rejected.jsonl, with its text where it is known."""
+    traceback = reason.traceback if isinstance(reason, RewardError) else None
     asked = prompt.prompt if isinstance(prompt.prompt, str) else json.dumps(prompt.prompt, ensure_ascii=False)
-    return Rejected(prompt.id, group, reason, name, str(group), None if completion is None else asked, completion)
+    known = None if completion is None else asked
+    return Rejected(prompt.id, group, str(reason), name, str(group), known, completion, traceback)
 
 
 def stopping_error(prompt: Prompt, error: RewardError) -> RewardError:

@@ -128,9 +128,9 @@ class InProcessSource(StillSource):
     def _add(self, group: _Group, member: int, rated: Rated, version: int) -> None:
         group.num_sampled += 1
         name, completion, rating = f"{group.number}-{member}", rated.completion, rated.rating
-        if isinstance(rating, str):
+        if isinstance(rating, RewardError):
             if self.stop_at_rejected:
-                raise stopping_error(group.prompt, RewardError(rating))
+                raise stopping_error(group.prompt, rating)
             self._rejected.append(reject(group.prompt, group.number, name, rating, rated.text))
             return
         rollout = to_rollout(
@@ -140,7 +140,7 @@ class InProcessSource(StillSource):
             completion.logprobs,
             temperature=self.options.temperature,
             versions=[version] * len(completion.token_ids),
-            reward=rating,
+            rating=rating,
             truncated=not completion.stopped,
             metadata={"stopped": completion.stopped, **_cut(completion)},
         )

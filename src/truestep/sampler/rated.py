@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from truestep import progress
 from truestep.environments.prompts import Prompt
 from truestep.environments.rater import Rates
-from truestep.environments.rewards import RewardError
+from truestep.environments.rewards import Rating, RewardError
 from truestep.policy.policy import Policy
 from truestep.rollouts.source import Interrupted
 from truestep.sampler.decode import Completion, DecodeOptions, Request, decode
@@ -40,7 +40,7 @@ class Rated:
 
     completion: Completion
     text: str
-    rating: float | str
+    rating: Rating | RewardError
 
 
 def decode_rated(
@@ -58,7 +58,7 @@ def decode_rated(
     every rank where any of them was asked to stop while rewards were computed.
     """
     spent = spent or Spent()
-    futures: dict[int, Future[float]] = {}
+    futures: dict[int, Future[Rating]] = {}
     texts: dict[int, str] = {}
 
     def submit(index: int, completion: Completion) -> None:
@@ -76,7 +76,7 @@ def decode_rated(
     spent.sampling += sampled - start
     spent.rating += time.perf_counter() - sampled
     spent.tokens += sum(len(completion.token_ids) for completion in completions)
-    ratings: dict[int, float | str] = {}
+    ratings: dict[int, Rating | RewardError] = {}
     for part in policy.weights.ranks.gather(own if own is None else (own, texts)):
         if part is None:
             raise Interrupted
@@ -85,7 +85,9 @@ def decode_rated(
     return [Rated(completion, texts[index], ratings[index]) for index, completion in enumerate(completions)]
 
 
-def _wait(futures: dict[int, Future[float]], asked_to_stop: Callable[[], bool]) -> dict[int, float | str] | None:
+def _wait(
+    futures: dict[int, Future[Rating]], asked_to_stop: Callable[[], bool]
+) -> dict[int, Rating | RewardError] | None:
     """Wait for rewards; None where the run was asked to stop before the last of them came."""
     pending = set(futures.values())
     unrated = sum(not future.done() for future in pending)
@@ -99,11 +101,11 @@ def _wait(futures: dict[int, Future[float]], asked_to_stop: Callable[[], bool]) 
     return {index: _rating(future) for index, future in futures.items()}
 
 
-def _rating(future: Future[float]) -> float | str:
+def _rating(future: Future[Rating]) -> Rating | RewardError:
     try:
         return future.result()
     except RewardError as error:
-        return str(error)
+        return error
 
 
 def completion_text(policy: Policy, completion: Completion) -> str:

@@ -175,7 +175,7 @@ class StepRunner:
         """Add a micro-batch's metrics to the rank's, and its scores where they are kept."""
         if self.metrics_level is not None:
             labels = self.objective.prepare(micro_batch.score(slice(None), statistics))
-            facts = StepFacts(self.objective, plan.documents_seen)
+            facts = StepFacts(self.objective, plan.documents_seen, plan.totals)
             measured = measure_labels(labels, facts, self.metrics_level, self.custom_metrics)
             sums.metrics.update(merge(sums.metrics, measured))
         if self.keep_scores is not False:

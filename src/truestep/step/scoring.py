@@ -5,6 +5,7 @@ it. A reference's are one forward pass, of weights that are not trained, packed 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Literal
 
@@ -41,14 +42,15 @@ class BeforeUpdates:
 
     def __init__(
         self,
-        reference: Callable[[], StepRunner] | None = None,
+        reference: StepRunner | None = None,
         *,
         keeps_own: bool = False,
         chooser: Chooser | None = None,
+        at_use: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
-        """`reference` gives the runner of the reference. `keeps_own`: further updates need the trainer's log-probs.
-        `chooser` chooses labels, anew at every update."""
-        self._reference = None if reference is None else reference()
+        """`reference` is its runner, whose weights are there inside `at_use`. `keeps_own`: further updates need the
+        trainer's log-probs. `chooser` chooses labels, anew at every update."""
+        self._reference, self._at_use = reference, at_use
         self.keeps_own = keeps_own
         self.has_reference = reference is not None
         self._chooser = chooser
@@ -67,7 +69,9 @@ class BeforeUpdates:
         documents = plan.documents
         # After a restart, documents come back with what was known of them.
         if self._reference is not None and not all(known.reference_logprobs is not None for known in documents):
-            return with_logprobs(documents, "reference_logprobs", score_documents(self._reference, plan))
+            with self._at_use():
+                scores = score_documents(self._reference, plan)
+            return with_logprobs(documents, "reference_logprobs", scores)
         return documents
 
     def computed(self, plan: StepPlan, scores: Sequence[DocumentScore]) -> None:

@@ -24,6 +24,8 @@ from truestep.terminal.words import doing_in_words
 
 _EVERY = 0.2  # seconds between two looks
 _RATE_OVER = 4.0  # seconds over which a rate is measured
+# A terminal shows a Ctrl-C as ^C behind the last line. If that wrapped, the line's first row would not be found again.
+_SPARE = 5  # columns: two of these, and one since a terminal wraps a line that is as wide as it is
 _PATIENCE = 2.0  # seconds that a terminal has at the end to take what is left
 
 Message = str | Text
@@ -90,7 +92,7 @@ class Display:
 
     @property
     def _width(self) -> int:
-        return max(20, self.console.size.width - 1)  # a terminal wraps a line that is as wide as it is
+        return max(20, self.console.size.width - _SPARE)
 
     def _work(self) -> None:
         while not self._broken:

@@ -2,28 +2,28 @@
 
 import math
 from collections.abc import Sequence
-from html import escape
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
+from truestep.report.drawing import LEGEND_LINE, MARGIN, WIDTH, Drawing
 from truestep.verify.judge import BOUND, UPDATE_BOUND, Verdict, bound_of
 
-# The kinds of difference that have a size, and their colours.
-_COLOURS = {"loss": "#4053d3", "metric": "#ddb310", "gradient": "#b51d14", "log-prob": "#00beff", "update": "#00b25d"}
-_ROW, _LEFT, _WIDTH = 26, 240, 720
+# The kinds of difference that have a size.
+_KINDS = ("loss", "metric", "gradient", "log-prob", "update")
+_ROW, _LEFT, _WIDTH = 42, MARGIN + 8, WIDTH - 2 * MARGIN - 16
 _LOW, _HIGH = -9.0, 0.0  # the ends of the axis, as powers of ten
 
 
 def table(verdicts: Sequence[Verdict]) -> Table:
     rows = Table(box=None, header_style="bold", pad_edge=False)
     rows.add_column("layout", no_wrap=True)
-    for kind in _COLOURS:
+    for kind in _KINDS:
         rows.add_column(kind, justify="right", no_wrap=True)
     rows.add_column("")
     for verdict in verdicts:
-        cells = [_cell(verdict, kind) for kind in _COLOURS]
+        cells = [_cell(verdict, kind) for kind in _KINDS]
         rows.add_row(verdict.layout.name, *cells, Text("ok", "green") if verdict.passed else Text("WRONG", "bold red"))
     return rows
 
@@ -69,39 +69,32 @@ def as_json(verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 def figure(verdicts: Sequence[Verdict]) -> str:
     """Draw a row for each layout, with a dot for the worst difference of each kind, on a logarithmic axis."""
-    height = _ROW * (len(verdicts) + 3)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 40} {height}" '
-        'font-family="system-ui, sans-serif" font-size="13">',
-        '<rect width="100%" height="100%" fill="#ffffff"/>',
-    ]
-    bottom = _ROW * (len(verdicts) + 1)
+    drawing = Drawing("Worst differences from the reference", "relative, by layout; a logarithmic axis", 0)
+    top = 70 + LEGEND_LINE * drawing.legend([(kind, number) for number, kind in enumerate(_KINDS)], 70, dots=True) + 8
+    # A layout in half precision has a line of text more.
+    space = _ROW + 16 * any("half precision" in verdict.worst for verdict in verdicts)
+    bottom = top + space * len(verdicts)
+    drawing.height = bottom + 32
     for power in range(int(_LOW), int(_HIGH) + 1):
         x = _place(10.0**power)
-        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_ROW}" y2="{bottom}" stroke="#e4e4e4"/>')
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle" fill="#666">1e{power}</text>')
+        drawing.line(x, top, x, bottom)
+        if power % 2 == 0:
+            drawing.text(x, bottom + 18, f"1e{power}", anchor="middle")
     x = _place(BOUND)
-    parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_ROW}" y2="{bottom}" stroke="#333" stroke-dasharray="4 3"/>')
-    parts.append(f'<text x="{x:.1f}" y="{_ROW - 8}" text-anchor="middle" fill="#333">bound</text>')
+    drawing.line(x, top - 4, x, bottom, "bound")
+    drawing.text(x, top - 8, f"bound {BOUND:.0e}", anchor="middle", kind="strong")
     for row, verdict in enumerate(verdicts):
-        y = _ROW * (row + 1.5)
-        ink = "#222" if verdict.passed else "#b51d14"
-        name = escape(verdict.layout.name)
-        parts.append(f'<text x="{_LEFT - 12}" y="{y + 4:.1f}" text-anchor="end" fill="{ink}">{name}</text>')
-        for kind, worst in verdict.worst.items():
-            if kind in _COLOURS:
-                parts.append(
-                    f'<circle cx="{_place(worst.value):.1f}" cy="{y:.1f}" r="4.5" fill="{_COLOURS[kind]}" '
-                    f'fill-opacity="0.85"><title>{escape(f"{kind} {worst.name}: {worst.value:.2e}")}</title></circle>'
-                )
-            elif kind == "half precision":
-                text = escape(f"gradient's error {worst.value:.2f} x that of one process, at most {bound_of(kind)}")
-                parts.append(f'<text x="{_LEFT + 8}" y="{y + 4:.1f}" fill="{ink}">{text}</text>')
-    for number, (kind, colour) in enumerate(_COLOURS.items()):
-        x, y = _LEFT + 130 * number, bottom + 46
-        parts.append(f'<circle cx="{x}" cy="{y}" r="4.5" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 10}" y="{y + 4}" fill="#222">{kind}</text>')
-    return "\n".join([*parts, "</svg>", ""])
+        y = top + space * row
+        name = verdict.layout.name if verdict.passed else f"{verdict.layout.name}: WRONG"
+        drawing.text(MARGIN, y + 15, name, kind="strong" if verdict.passed else "wrong")
+        drawing.line(_LEFT, y + 28, _LEFT + _WIDTH, y + 28)
+        for number, kind in enumerate(_KINDS):
+            if (worst := verdict.worst.get(kind)) is not None:
+                drawing.dot(_place(worst.value), y + 28, number, f"{kind} {worst.name}: {worst.value:.2e}")
+        if (half := verdict.worst.get("half precision")) is not None:
+            text = f"gradient's error {half.value:.2f} x that of one process, at most {bound_of(half.kind)}"
+            drawing.text(MARGIN, y + 49, text, kind="" if verdict.passed else "wrong")
+    return drawing.svg()
 
 
 def _place(value: float) -> float:

@@ -34,7 +34,9 @@ from truestep.policy.model.compiled import compile_layers
 from truestep.policy.model.context import Context, check_heads
 from truestep.policy.model.embedding import accumulate_in_float32, every_token_counts
 from truestep.policy.model.freezing import freeze_weights
-from truestep.policy.model.training import no_noise, recompute_activations
+from truestep.policy.model.offload import ActivationOffload
+from truestep.policy.model.recompute import FULL, checkpoint_options, recompute_activations
+from truestep.policy.model.training import no_noise
 from truestep.policy.policy import ModelFacts, Policy
 from truestep.policy.save import read_companions, saved_buffers
 from truestep.policy.tensor_parts import StoredTensors
@@ -59,7 +61,7 @@ def load_policy(
     dtype: str = "float32",
     device: str = "auto",
     head: HeadSettings | None = None,
-    activation_checkpointing: bool = False,
+    activation_checkpointing: bool | str = False,
     compiled: bool = False,
     attending: str = "auto",
     trust_remote_code: bool = False,
@@ -72,11 +74,13 @@ def load_policy(
     freeze: Sequence[str] = (),
     masters_on_host: bool = False,
     adapter: AdapterSource | None = None,
+    offload_activations: bool = False,
 ) -> Policy:
     """Load, probe and cut a model. Lengths at which it changes its ways are probed up to `longest_document`. A `frozen`
     one has no gradients, and no float32 weights beside those that it computes with; nor have the weights whose names
     match a pattern of `freeze`. `masters_on_host`: float32 weights lie on the host, and the device has what the model
-    computes with. `attending`: auto, flash or torch. `adapter`: it alone is trained."""
+    computes with. `activation_checkpointing`: full (or True) or selective; `offload_activations`: what recomputed
+    layers keep lies on the host. `attending`: auto, flash or torch. `adapter`: it alone is trained."""
     directory = Path(path)
     pipeline = Pipeline(ranks.pipeline, stages_per_rank)
     model, tokenizer = _read(directory, trust_remote_code, ranks, pipeline)
@@ -88,13 +92,13 @@ def load_policy(
     no_noise(model)
     every_token_counts(model)
     settings = _head_settings(model, head or HeadSettings())
-    if activation_checkpointing:
-        recompute_activations(model)
+    if how := FULL if activation_checkpointing is True else activation_checkpointing:
+        recompute_activations(model, how)
     compute = getattr(torch, dtype)
     with progress.working("checking what it computes", "layers"), borrowed_weights(model, place):
         probe, stages, choice = _probe(model, settings, place, compute, longest_document, ranks, pipeline, attending)
     if compiled:
-        _compile(model)
+        _compile(model, how)
     facts = ModelFacts.of(model, place)
     if dtype != "float32" and place.type == "cpu":
         accumulate_in_float32(model)
@@ -109,14 +113,15 @@ def load_policy(
     model.set_attn_implementation(choice.name)
     companions = read_companions(directory)
     parts = (tokenizer, companions, stages, buffers, choice, adapted)
-    return Policy(model, directory, settings, weights, facts, *parts)
+    on_host = ActivationOffload(place) if offload_activations else None
+    return Policy(model, directory, settings, weights, facts, *parts, activations_on_host=on_host)
 
 
-def _compile(model: Any) -> None:
+def _compile(model: Any, how: str | bool) -> None:
     layers = layers_of(model)[1]
     if not layers:
         raise ModelError(f"model.compile: {type(model).__name__} has no list of layers to compile")
-    compile_layers(layers)
+    compile_layers(layers, checkpoint_options(str(how)))
 
 
 def read_model(

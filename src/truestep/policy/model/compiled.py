@@ -6,7 +6,7 @@ the documents' places; no guard depends on them. Recomputation stays outside, an
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,12 +16,14 @@ from transformers import modeling_layers
 from truestep import progress
 
 BACKEND = "inductor"
+FULLY: Mapping[str, Any] = {"use_reentrant": False}
 
 
-def compile_layers(layers: Iterable[torch.nn.Module]) -> None:
-    """Compile layers in place; names and weights stay as they are, and hooks stay outside."""
+def compile_layers(layers: Iterable[torch.nn.Module], options: Mapping[str, Any] = FULLY) -> None:
+    """Compile layers in place; names and weights stay as they are, and hooks stay outside. `options` are those of
+    torch's checkpoint, where layers are recomputed."""
     for layer in layers:
-        layer.forward = _for_training(layer)
+        layer.forward = _for_training(layer, options)
 
 
 def own_forward(layer: Any) -> Any:
@@ -34,7 +36,7 @@ def own_forward(layer: Any) -> Any:
     return forward.__func__.__wrapped__.__get__(layer) if wrapped else forward
 
 
-def _for_training(layer: Any) -> Any:
+def _for_training(layer: Any, options: Mapping[str, Any]) -> Any:
     plain = layer.forward
     # transformers recomputes around a layer or inside its `forward`, as its version has it: here it is done outside
     # what is compiled, and the layer is told to recompute nothing itself.
@@ -43,10 +45,10 @@ def _for_training(layer: Any) -> Any:
         layer.gradient_checkpointing = False
     compiled = torch.compile(own_forward(layer), dynamic=True, backend=BACKEND)
 
-    def train(*arguments: Any, **options: Any) -> Any:
+    def train(*arguments: Any, **named: Any) -> Any:
         if recompute and layer.training:
-            return checkpoint(functools.partial(compiled, **options), *arguments, use_reentrant=False)
-        return compiled(*arguments, **options)
+            return checkpoint(functools.partial(compiled, **named), *arguments, **options)
+        return compiled(*arguments, **named)
 
     ready = False
 

@@ -34,12 +34,6 @@ class StagePass:
         return self.last or self.number % self.group == self.group - 1
 
 
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to the host, into memory that its GPU can read by itself."""
-    pinned = tensor.device.type == "cuda"
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor)
-
-
 class Weights(Protocol):
     """Float32 weights and gradients, of which each rank has a part, whatever type the model computes in.
 
@@ -82,6 +76,10 @@ class Weights(Protocol):
     def gathered(self) -> AbstractContextManager[None]:
         """Have all of the model here: inside, forward passes need no other rank."""
         return nullcontext()
+
+    def let_go_of_gathered(self) -> None:
+        """Free what is still gathered from other ranks; it is gathered again where it is needed."""
+        return
 
     def shard(self, name: str, piece: torch.Tensor) -> torch.Tensor:
         """Take this rank's part of what its shard group has of a tensor of this weight's shape."""

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from truestep.policy.cuts.layers import layers_of
 from truestep.policy.cuts.pieces import Piece, pieces_of, sum_parts
 from truestep.policy.errors import ModelError
-from truestep.policy.weights.protocol import StagePass, Weights, to_host
+from truestep.policy.weights.host import to_host
+from truestep.policy.weights.protocol import StagePass, Weights
 from truestep.policy.weights.unread import read_all, replace_parameters
 from truestep.ranks.exchange import all_gather, reduce_scatter
 from truestep.ranks.group import Ranks
@@ -241,6 +242,10 @@ class ShardedWeights(Weights):
                 module.reshard()
                 kept = self._tied and module is self._head_module
                 module.set_reshard_after_forward(self._reshard and not kept, recurse=False)
+
+    def let_go_of_gathered(self) -> None:
+        for module in self._modules:
+            module.reshard()
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from truestep.policy.cuts.pieces import Piece, pieces_of, sum_parts
-from truestep.policy.weights.protocol import Weights, to_host
+from truestep.policy.weights.host import to_host
+from truestep.policy.weights.protocol import Weights
 from truestep.ranks.group import ALONE, Ranks
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from truestep.environments.prompts import Prompt
+from truestep.environments.rewards import Rating
 from truestep.rollouts.source import SourceError
 from truestep.sampler.groups import HOPELESS, TRIES, explain_hopeless, prompt_of
 from truestep.sampler.server.fleet import Fleet, Published, Signal
@@ -41,7 +42,7 @@ class LookAhead:
         prompts: Sequence[Prompt],
         sampling: SamplingOptions,
         pace: Pace,
-        rate: Callable[[Prompt, str, str], Awaitable[float]],
+        rate: Callable[[Prompt, str, str], Awaitable[Rating]],
         read: Callable[[Sequence[int]], str],
     ):
         self.fleet = make_fleet(on_void=self._void, on_fatal=self._fail)

@@ -7,7 +7,7 @@ from typing import Any
 
 from truestep.environments.prompts import Prompt
 from truestep.environments.rater import Rates
-from truestep.environments.rewards import RewardError
+from truestep.environments.rewards import Rating, RewardError
 from truestep.sampler.completions import Completion, DecodeOptions, Request
 from truestep.sampler.groups import TRIES
 from truestep.sampler.rated import Rated
@@ -65,7 +65,7 @@ class Answering:
                     text = self._read(choice.token_ids)
                     completion = Completion(choice.token_ids, choice.logprobs, choice.stopped)
                     return Rated(completion, text, await self._rate(prompt, text, request)), answer
-        return Rated(Completion([], [], stopped=False), "", reason), None
+        return Rated(Completion([], [], stopped=False), "", RewardError(reason)), None
 
     def _request(self, request: Request) -> CompletionRequest:
         options = self._options
@@ -73,9 +73,10 @@ class Answering:
             request.input_ids, 1, options.temperature, options.max_new_tokens, options.stop_ids, self._size
         )
 
-    async def _rate(self, prompt: Prompt, text: str, request: Request) -> float | str:
+    async def _rate(self, prompt: Prompt, text: str, request: Request) -> Rating | RewardError:
         rating: Future[Any] = self._rater.submit(prompt, text, " ".join(map(str, request.seed)))
         try:
-            return await asyncio.wrap_future(rating)
+            rated: Rating = await asyncio.wrap_future(rating)
         except RewardError as error:
-            return str(error)
+            return error
+        return rated

@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from truestep import progress
 from truestep.sampler.server import answer
@@ -24,6 +23,7 @@ from truestep.sampler.server.errors import (
 )
 from truestep.sampler.server.probe import Expected, measure
 from truestep.sampler.server.protocol import Choice, CompletionRequest, InferenceServer
+from truestep.sampler.server.sync import Places
 
 _FIRST_DELAY, _LONGEST_DELAY = 0.1, 5.0  # seconds between attempts to reach a lost server
 _PATIENCE = 3  # attempts after which its unconfirmed answers are given up for others to make
@@ -32,9 +32,9 @@ _REMEMBERED = 4  # versions that a server may still have
 
 @dataclass(frozen=True)
 class Published:
-    """Weights on the disk, and the trainer's scores of the probes with them."""
+    """New weights, and the trainer's scores of the probes with them."""
 
-    path: Path
+    places: Places
     expected: Expected
 
     @property
@@ -105,13 +105,14 @@ class Fleet:
         *,
         pause: str,
         tolerance: float,
+        rolling: bool = False,
         on_void: Callable[[], None],
         on_fatal: Callable[[Exception], None],
     ):
         self.servers = [Server(remote) for remote in servers]
         self.version: int | None = None  # that every reachable server has
         self.last_progress = -math.inf  # on the loop's clock: a completion or loaded weights; an abort is neither
-        self._pause, self._tolerance = pause, tolerance
+        self._pause, self._tolerance, self._rolling = pause, tolerance, rolling
         self._on_void, self._on_fatal = on_void, on_fatal
         self._published: dict[int, Published] = {}
         self._current: Published | None = None
@@ -159,7 +160,11 @@ class Fleet:
         self._published[published.version] = published
         for old in list(self._published)[:-_REMEMBERED]:
             del self._published[old]
-        await asyncio.gather(*(self._update(server, published) for server in self.servers))
+        if self._rolling:
+            for server in self.servers:
+                await self._update(server, published)
+        else:
+            await asyncio.gather(*(self._update(server, published) for server in self.servers))
         self.version = published.version
         self._changed.set()
 
@@ -168,6 +173,7 @@ class Fleet:
             if server.lost_at is not None:
                 return  # whoever brings it back gives it the current weights
             try:
+                await server.remote.stage(published.places.of(server.remote))  # it goes on sampling meanwhile
                 server.is_open = False
                 if self._pause == "wait":
                     await self._drained(server)
@@ -181,7 +187,7 @@ class Fleet:
     async def _load(self, server: Server, published: Published) -> None:
         await server.remote.pause(self._pause)
         try:
-            await server.remote.load(published.path)
+            await server.remote.load(published.places.of(server.remote))
             if self._pause != "keep":
                 server.epoch += 1  # what still comes was under way while the weights changed
             server.version = published.version
@@ -302,8 +308,8 @@ class Fleet:
             has_them = False
         if not has_them:
             self._void(server)
-            await self._load(server, self._current)
-        elif server.version != self._current.version:
+        if not has_them or server.version != self._current.version:
+            await server.remote.stage(self._current.places.of(server.remote))
             await self._load(server, self._current)
         self._open(server)
 

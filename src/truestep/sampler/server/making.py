@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from truestep.environments.prompts import Prompt
-from truestep.environments.rewards import RewardError
+from truestep.environments.rewards import Rating, RewardError
 from truestep.sampler.groups import TRIES, reject, stopping_error, to_rollout
 from truestep.sampler.server.errors import BadAnswerError, UnreachableError, VoidedError
 from truestep.sampler.server.fleet import Answer, Fleet, Server
@@ -65,7 +65,7 @@ class GroupMaker:
         self,
         fleet: Fleet,
         options: SamplingOptions,
-        rate: Callable[[Prompt, str, str], Awaitable[float]],
+        rate: Callable[[Prompt, str, str], Awaitable[Rating]],
         read: Callable[[Sequence[int]], str],
     ):
         self._fleet, self._options = fleet, options
@@ -73,7 +73,7 @@ class GroupMaker:
         self.counts: Counter[str] = Counter()  # completions that were not used, by why
         self.rejected: deque[Rejected] = deque()
 
-    def reject(self, group: Group, name: str, reason: str, completion: str | None = None) -> None:
+    def reject(self, group: Group, name: str, reason: str | RewardError, completion: str | None = None) -> None:
         """Note a completion that is not trained on."""
         self.rejected.append(reject(group.prompt, group.number, name, reason, completion))
 
@@ -126,26 +126,26 @@ class GroupMaker:
             raise errors.exceptions[0] from None
         if not answer.void:
             group.members += [
-                self._member(name, group.prompt, choice, reward, answer)
-                for (name, choice), rating in zip(ended, ratings, strict=True)
-                if (reward := rating.result()) is not None
+                self._member(name, group.prompt, choice, rating, answer)
+                for (name, choice), rated in zip(ended, ratings, strict=True)
+                if (rating := rated.result()) is not None
             ]
         if ended:
             self._fleet.note_progress()  # rewards may take long
         return problems
 
-    async def _rated(self, group: Group, name: str, choice: Choice, problems: list[str]) -> float | None:
+    async def _rated(self, group: Group, name: str, choice: Choice, problems: list[str]) -> Rating | None:
         text = self._read(choice.token_ids)
         try:
             return await self._rate(group.prompt, text, name)
         except RewardError as error:
             if self._options.stop_at_rejected:
                 raise stopping_error(group.prompt, error) from error
-            self.reject(group, name, str(error), text)
+            self.reject(group, name, error, text)
             problems.append(str(error))
             return None
 
-    def _member(self, name: str, prompt: Prompt, choice: Choice, reward: float, answer: Answer) -> Member:
+    def _member(self, name: str, prompt: Prompt, choice: Choice, rating: Rating, answer: Answer) -> Member:
         rollout = to_rollout(
             name,
             prompt,
@@ -153,7 +153,7 @@ class GroupMaker:
             choice.logprobs,
             temperature=self._options.temperature,
             versions=choice.versions,
-            reward=reward,
+            rating=rating,
             truncated=not choice.stopped,
             metadata={"stopped": choice.stopped, "server": answer.server.url},
         )

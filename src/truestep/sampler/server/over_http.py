@@ -49,7 +49,7 @@ class HttpServer(InferenceServer):
 
     async def _lives(self) -> bool:
         try:
-            await self._get("/health", timeout=5)
+            await self._get("/health", QUICK_SECONDS)
         except (UnreachableError, ServerError):
             return False
         return True

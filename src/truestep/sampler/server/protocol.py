@@ -65,6 +65,7 @@ class InferenceServer(Protocol):
     url: str  # its name in messages and documents
     model: str  # the name that it serves the model under
     advice: Advice = Advice()
+    in_memory: bool = False  # it takes weights from memory that it shares with the trainer; `reach` finds out
 
     async def describe(self) -> Description:
         """Say what is served. It answers even while paused, or a server that hangs would never be found out."""
@@ -96,9 +97,18 @@ class InferenceServer(Protocol):
         still too (keep) or end as aborted (abort)."""
         ...
 
+    async def reach(self, memory: Path, token: str) -> str | None:
+        """Find out whether the server sees the trainer's memory, and can take weights from it; the reason where not."""
+        return f"{self.advice.kind} takes weights from a disk alone"
+
+    async def stage(self, weights: Path) -> None:
+        """Make ready what `load` will be given next, while completions run."""
+        return
+
     async def load(self, weights: Path) -> None:
         """Load a Hugging Face directory into the paused server, and forget all that the old weights computed. With
-        `sampler.adapter: served` it is the directory of an adapter, in peft's format, to be used from now on."""
+        `sampler.adapter: served` it is the directory of an adapter, in peft's format, to be used from now on. A server
+        that takes weights from memory is given their index (`truestep.transfer`)."""
         ...
 
     async def resume(self) -> None:

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Sequence
 
-import torch
-
 from truestep.environments.prompts import Prompt
 from truestep.environments.rater import Rates
 from truestep.policy.policy import Policy
@@ -13,7 +11,7 @@ from truestep.sampler.rated import Rated
 from truestep.sampler.server.fleet import Published
 from truestep.sampler.server.probe import expect
 from truestep.sampler.server.source import ServerSource
-from truestep.sampler.server.sync import WeightsDirectory
+from truestep.sampler.server.sync import Publisher
 from truestep.types import Rollout
 
 
@@ -21,14 +19,11 @@ class SharedServerSource(SharedSource):
     """A server source that the first rank has. Weights are written, and probes scored, by all ranks as they are laid
     out; no rank needs the whole model."""
 
-    def __init__(
-        self, source: ServerSource | None, policy: Policy, weights: WeightsDirectory, weights_dtype: torch.dtype
-    ):
+    def __init__(self, source: ServerSource | None, policy: Policy, publisher: Publisher):
         """Share `source`, which is None on every rank but the first."""
         super().__init__(source, policy.weights.ranks)
-        self._servers, self._policy = source, policy
-        self._weights, self._weights_dtype = weights, weights_dtype
-        self._probes = self._ranks.share(lambda: self._of_first_rank.probes)
+        self._servers, self._policy, self._publisher = source, policy, publisher
+        self._probes, self._wanted = self._ranks.share(lambda: (self._of_first_rank.probes, self._of_first_rank.wanted))
         self._published = False
 
     @property
@@ -64,6 +59,7 @@ class SharedServerSource(SharedSource):
     def _publish(self, version: int) -> None:
         self._published = True
         self._ranks.share(lambda: self._of_first_rank.wait_until_sent())
-        path = self._weights.write(self._policy, version, self._weights_dtype)
-        published = Published(path, expect(self._policy, self._probes, version))
+        memory = None if self._servers is None else self._servers.memory
+        places = self._publisher.write(self._policy, version, self._wanted, memory)
+        published = Published(places, expect(self._policy, self._probes, version))
         self._ranks.share(lambda: self._of_first_rank.send(published))

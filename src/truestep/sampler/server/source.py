@@ -3,18 +3,16 @@
 import asyncio
 import contextlib
 import threading
-from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from truestep import progress
 from truestep.environments.prompts import Prompt
 from truestep.environments.rater import Rates
+from truestep.environments.rewards import Rating
 from truestep.policy.policy import Policy
 from truestep.rollouts.advantages import AdvantageRule
 from truestep.rollouts.selection import choose_truncated, has_advantage, put_group_aside
@@ -25,11 +23,13 @@ from truestep.sampler.rated import Rated
 from truestep.sampler.server.ahead import LookAhead, Pace
 from truestep.sampler.server.answers import Answering
 from truestep.sampler.server.check import check_server
+from truestep.sampler.server.errors import ServerError
 from truestep.sampler.server.fleet import Fleet, Published
 from truestep.sampler.server.making import Group, SamplingOptions
 from truestep.sampler.server.probe import expect, make_probes
 from truestep.sampler.server.protocol import InferenceServer
-from truestep.sampler.server.sync import WeightsDirectory
+from truestep.sampler.server.sync import Publisher, Wanted
+from truestep.transfer.memory import SharedMemory
 from truestep.types import PutAside, Rejected, Rollout
 
 _T = TypeVar("_T")
@@ -63,7 +63,7 @@ class AwaitedRewards:
     def __init__(self, rater: Rates, seed: int = 0):
         self._rater, self._seed = rater, seed
 
-    async def rate(self, prompt: Prompt, text: str, name: str) -> float:
+    async def rate(self, prompt: Prompt, text: str, name: str) -> Rating:
         return await asyncio.wrap_future(self._rater.submit(prompt, text, f"{self._seed} {name}"))
 
     def close(self) -> None:
@@ -85,20 +85,22 @@ class ServerSource:
         rewards: AwaitedRewards,
         sampling: SamplingOptions,
         pace: Pace,
-        weights: WeightsDirectory,
-        weights_dtype: torch.dtype,
+        publisher: Publisher,
+        memory: SharedMemory | None = None,  # for servers of this machine
         advantage_rule: AdvantageRule | str,
         pause: str,
         tolerance: float,
+        rolling: bool = False,  # servers get new weights one after another
         truncated: str = "keep",  # or mask
         replace_limit: int = 0,  # groups without a difference that a step replaces at most
         publishes: bool = True,  # False: whoever shares this source gives it weights to send
         loop: LoopThread | None = None,  # tests give one with a clock of its own
     ):
         self._policy, self._prompts, self._rewards = policy, prompts, rewards
-        self._sampling, self._weights, self._weights_dtype = sampling, weights, weights_dtype
+        self._sampling, self._publisher, self.memory = sampling, publisher, memory
         self._advantage_rule, self._truncated = advantage_rule, truncated
-        self._put_aside: deque[PutAside] = deque()
+        self._sorting: list[PutAside] = []  # the loop's thread adds to it
+        self._put_aside: list[PutAside] = []  # what the last snapshot knows of, and no line of the ledger has yet
         self._loop = loop or LoopThread()
         self._publishing: Future[None] | None = None  # None: nobody has asked for documents yet
         self._publishes, self._closed = publishes, False
@@ -107,13 +109,14 @@ class ServerSource:
         try:
             servers, longest = self._loop.run(self._connect(make_servers))
             self.probes = make_probes(prompts, sampling.seed, longest - 1)
-            make_fleet = partial(Fleet, servers, pause=pause, tolerance=tolerance)
+            make_fleet = partial(Fleet, servers, pause=pause, tolerance=tolerance, rolling=rolling)
             self._read = partial(policy.tokenizer.decode, skip_special_tokens=True)
             self._at_once = pace.concurrency
             self._ahead = LookAhead(make_fleet, prompts, sampling, pace, rewards.rate, self._read)
             self._ahead.replace(self._sorted_out, replace_limit)
         except BaseException:
             self._loop.close()
+            self._close_memory()
             raise
 
     async def _connect(
@@ -127,10 +130,29 @@ class ServerSource:
             for server in servers:
                 with progress.waiting_for(f"{server.url} to answer"):
                     lengths.append(await check_server(server, self._prompts, size, needed))
+                    await self._reach(server)
         except BaseException:
             await asyncio.gather(*(server.close() for server in servers))
             raise
+        in_memory = [server.in_memory for server in servers]
+        self.wanted = Wanted(disk=not all(in_memory), memory=any(in_memory))
+        if not self.wanted.memory:
+            self._close_memory()
         return servers, min(lengths)
+
+    async def _reach(self, server: InferenceServer) -> None:
+        if self.memory is None:
+            return
+        reason = await server.reach(self.memory.path, self.memory.token)
+        if reason is not None and self._publisher.memory_alone:
+            raise ServerError(
+                f"sampler.transfer: memory: {server.url} does not take weights from this machine's memory: {reason}"
+            )
+
+    def _close_memory(self) -> None:
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None
 
     def take(self, count: int, documents_seen: int) -> list[Rollout]:
         """Take exactly `count` documents, in whole groups."""
@@ -150,7 +172,7 @@ class ServerSource:
         rollouts = self._with_advantages(group)
         if any(map(has_advantage, rollouts)):
             return False
-        self._put_aside.extend(put_group_aside(rollouts))
+        self._sorting.extend(put_group_aside(rollouts))
         return True
 
     def _wait_for(self, collected: Future[_T]) -> _T:
@@ -190,8 +212,8 @@ class ServerSource:
 
     def _publish(self, version: int) -> None:
         self.wait_until_sent()
-        path = self._weights.write(self._policy, version, self._weights_dtype)
-        self.send(Published(path, expect(self._policy, self.probes, version)))
+        places = self._publisher.write(self._policy, version, self.wanted, self.memory)
+        self.send(Published(places, expect(self._policy, self.probes, version)))
 
     def wait_until_sent(self) -> None:
         """Wait until every server has the weights that were sent last."""
@@ -204,19 +226,34 @@ class ServerSource:
         self._publishing = self._loop.submit(self._ahead.publish(published))
 
     def state(self) -> dict[str, Any]:
-        return self._loop.run(self._ahead.state()) | {"fingerprint": self._fingerprint}
+        return self.snapshot()()
 
     @cached_property
     def _fingerprint(self) -> str:
         return fingerprint(self._prompts, self._sampling.seed, self._sampling.group_size)
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
-        state = self.state()  # the numbers of open groups
-        return lambda: state
+        """Note which groups are open. What is put aside after that belongs to a group that is open here, and a run that
+        goes on from here puts it aside again: so only what came before is given to the ledger."""
+
+        async def note() -> tuple[dict[str, Any], list[PutAside]]:
+            sorted_out, self._sorting = self._sorting, []
+            return await self._ahead.state(), sorted_out
+
+        state, sorted_out = self._loop.run(note())
+        self._put_aside += sorted_out
+
+        def made() -> dict[str, Any]:
+            # None of it, unless the run stops before it has written a line.
+            put_aside = [[one.id, one.reason, one.group_id] for one in self._put_aside]
+            return state | {"fingerprint": self._fingerprint, "put_aside": put_aside}
+
+        return made
 
     def restore(self, state: dict[str, Any]) -> None:
         refuse_other_groups(state, self.state())
         self._ahead.restore(state)
+        self._put_aside = [PutAside(*one) for one in state.get("put_aside", ())]
 
     def drain_rejected(self) -> list[Rejected]:
         rejected = self._ahead.maker.rejected  # the loop's thread may add to it meanwhile
@@ -226,7 +263,8 @@ class ServerSource:
         return {}
 
     def drain_put_aside(self) -> list[PutAside]:
-        return [self._put_aside.popleft() for _ in range(len(self._put_aside))]
+        put_aside, self._put_aside = self._put_aside, []
+        return put_aside
 
     def checkpointed(self, checkpoint: Path, step: int, documents_seen: int) -> None: ...
 
@@ -243,5 +281,6 @@ class ServerSource:
             self._loop.run(self._ahead.close())
             self._loop.close()
             self._rewards.close()
+            self._close_memory()
             if finished:
-                self._weights.clear()
+                self._publisher.clear()

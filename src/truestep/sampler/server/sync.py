@@ -1,18 +1,45 @@
-"""Write new weights to a fresh directory, from which paused servers load them."""
+"""Write new weights where paused servers load them from: in memory that they share, or in a fresh directory."""
 
 import contextlib
 import os
 import secrets
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from truestep import progress
 from truestep.policy.policy import Policy
-from truestep.policy.save import save_adapter, stream_policy
+from truestep.policy.save import save_adapter, stream_policy, stream_tensors
+from truestep.sampler.server.protocol import InferenceServer
+from truestep.transfer.memory import MemoryFullError, SharedMemory
 
 _PREFIX = "truestep-weights-"
 _KEPT = 2  # the newest is being read, and a server that was away may still ask for the one before
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The kinds of places that servers take weights from."""
+
+    disk: bool = True
+    memory: bool = False
+
+
+@dataclass(frozen=True)
+class Places:
+    """The places of new weights."""
+
+    disk: Path | None = None  # a directory
+    memory: Path | None = None  # an index
+
+    def of(self, server: InferenceServer) -> Path:
+        """Give the place that a server takes them from."""
+        place = self.memory if server.in_memory and self.memory is not None else self.disk
+        assert place is not None, "weights are written wherever a server takes them from"
+        return place
 
 
 class WeightsDirectory:
@@ -55,3 +82,44 @@ class WeightsDirectory:
             shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):  # what others put there stays
             self.path.rmdir()
+
+
+class Publisher:
+    """Writes new weights to all places that servers take them from. Every rank has one."""
+
+    def __init__(self, directory: WeightsDirectory, dtype: torch.dtype, *, memory_alone: bool = False):
+        """Publish in `dtype`. `memory_alone`: weights for which memory has no room are an error."""
+        self._directory, self._dtype, self.memory_alone = directory, dtype, memory_alone
+
+    def write(self, policy: Policy, version: int, wanted: Wanted, memory: SharedMemory | None) -> Places:
+        """Write weights. Every rank calls this with its part of them; the first one has the memory."""
+        place, disk = None, wanted.disk
+        if wanted.memory:
+            try:
+                place = self._write_in_memory(policy, version, memory)
+            except MemoryFullError:
+                if self.memory_alone:
+                    raise
+                disk = True
+        return Places(self._directory.write(policy, version, self._dtype) if disk else None, place)
+
+    def clear(self) -> None:
+        """Remove what is on the disk; the run's checkpoints have it."""
+        self._directory.clear()
+
+    def _write_in_memory(self, policy: Policy, version: int, memory: SharedMemory | None) -> Path:
+        ranks = policy.weights.ranks
+
+        def of_first() -> SharedMemory:
+            assert memory is not None
+            return memory
+
+        def add(tensors: Mapping[str, torch.Tensor]) -> None:
+            of_first().add(tensors)
+            progress.made("tensors published", len(tensors))
+
+        name = f"{version:012d}-{secrets.token_hex(4)}"
+        size = sum(piece.shape.numel() for piece in policy.weights.pieces.values()) * self._dtype.itemsize
+        ranks.share(lambda: of_first().begin(name, size))
+        stream_tensors(policy, self._dtype, add)
+        return ranks.share(lambda: of_first().finish())

@@ -2,6 +2,7 @@
 
 import contextlib
 import secrets
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,7 +11,10 @@ from truestep.policy.adapter_files import is_adapter
 from truestep.sampler.server.errors import BadAnswerError, ForgottenError, ServerError, UnreachableError
 from truestep.sampler.server.over_http import QUICK_SECONDS, HttpServer
 from truestep.sampler.server.protocol import Advice, Choice, CompletionRequest
+from truestep.sampler.server.staging import wait_until_checked
 from truestep.text import printable
+from truestep.transfer.memory import INDEX
+from truestep.transfer.receiver import NOT_TAKEN
 
 # The distribution as it is, whatever defaults a server takes from the model.
 _PLAIN_SAMPLING: dict[str, Any] = {
@@ -24,6 +28,7 @@ _PLAIN_SAMPLING: dict[str, Any] = {
 }
 
 
+_REFUSED = "answered 500"  # as vLLM answers whatever its engine raises
 _ADAPTERS = (
     " For adapters start the server with --enable-lora, --max-lora-rank (adapter.rank or more) and "
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
@@ -43,6 +48,7 @@ class Vllm(HttpServer):
         loaded="although reload_weights was called",
     )
 
+    _memory: tuple[Path, str] | None = None  # the trainer's, and its token
     _adapter: str | None = None  # the name of the adapter that was loaded last: each has a name of its own
 
     async def complete(self, request: CompletionRequest) -> list[Choice]:
@@ -102,14 +108,74 @@ class Vllm(HttpServer):
     async def pause(self, mode: str) -> None:
         await self._post(f"/pause?mode={mode}")
 
+    async def reach(self, memory: Path, token: str) -> str | None:
+        init_info = {"directory": str(memory), "token": token}
+        self._memory = (memory, token)
+        self.in_memory = False
+        try:
+            await self._post("/init_weight_transfer_engine", {"init_info": init_info}, QUICK_SECONDS)
+        except ServerError as error:
+            return str(error)
+        except UnreachableError as error:
+            if _REFUSED not in str(error):
+                raise
+            return str(error)
+        self.in_memory = True
+        return None
+
+    async def stage(self, weights: Path) -> None:
+        """Have every worker of the server check weights in memory, beside its work, and wait for it."""
+        if not _is_index(weights):
+            return
+        marks = weights.parent / f"marks-{secrets.token_hex(8)}"
+        marks.mkdir()
+        try:
+            await self._start_update()
+            await self._post("/update_weights", {"update_info": {"stage": str(weights), "marks": str(marks)}})
+            problem = await wait_until_checked(marks, self._timeout, self._lives)
+        finally:
+            shutil.rmtree(marks, ignore_errors=True)
+        if problem is not None:
+            raise ServerError(f"sampler.urls: {self.url} was given weights in memory: {problem}")
+
+    async def _start_update(self) -> None:
+        try:
+            await self._post("/start_weight_update")
+        except UnreachableError as error:
+            if self._memory is None or _REFUSED not in str(error):
+                raise
+            # It is another process by now, or a trainer that was killed has left an update under way.
+            if reason := await self.reach(*self._memory):
+                self.in_memory = True  # as all who are started with this configuration
+                raise UnreachableError(f"it takes weights from memory no longer: {reason}") from error
+            with contextlib.suppress(UnreachableError):
+                await self._post("/finish_weight_update")
+            await self._post("/start_weight_update")
+
+    async def _load_from_memory(self, index: Path) -> None:
+        try:
+            await self._post("/update_weights", {"update_info": {"load": str(index)}})
+        except UnreachableError as error:
+            if NOT_TAKEN in str(error) and await self._refuses(error):
+                raise ServerError(
+                    f"sampler.urls: {self.url} could not load the weights in memory: {error}. Is the served model of "
+                    "the trainer's architecture?"
+                ) from error
+            raise
+        await self._post("/finish_weight_update", {"weight_version": index.name.removesuffix(INDEX)})
+
     async def load(self, weights: Path) -> None:
         if is_adapter(weights):
             await self._load_adapter(weights)
             return
-        try:
-            await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}})
-        except UnreachableError as error:
-            await self._blame(weights, error)
+        if _is_index(weights):
+            await self._load_from_memory(weights)
+        else:
+            try:
+                kwargs = {"weights_path": str(weights)}
+                await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
+            except UnreachableError as error:
+                await self._blame(weights, error)
         # Also what running completions have computed so far: they go on with the new weights' own view of their
         # beginning.
         answer = await self._post("/reset_prefix_cache?reset_running_requests=true")
@@ -150,7 +216,7 @@ class Vllm(HttpServer):
 
     async def _blame(self, weights: Path, error: UnreachableError) -> None:
         """Raise `error`, or a ServerError where the server lives on: it would refuse the same weights again."""
-        if not await self._lives() or "answered 500" not in str(error):
+        if not await self._refuses(error):
             raise error
         raise ServerError(
             f"sampler.urls: {self.url} could not load the weights in {weights}: {error}. Is that directory on a disk "
@@ -158,8 +224,16 @@ class Vllm(HttpServer):
             f"{_ADAPTERS if is_adapter(weights) else ''}"
         ) from error
 
+    async def _refuses(self, error: UnreachableError) -> bool:
+        """Tell whether a server that lives on has answered so."""
+        return _REFUSED in str(error) and await self._lives()
+
     async def resume(self) -> None:
         await self._post("/resume")
+
+
+def _is_index(weights: Path) -> bool:
+    return weights.name.endswith(INDEX)
 
 
 def read_choices(answer: Any, request: CompletionRequest) -> list[Choice]:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from truestep import progress
+from truestep.policy.weights.host import zeros_on_host
 from truestep.policy.weights.protocol import Weights
 from truestep.step.optimizers.conveyor import Conveyor
 
@@ -65,22 +66,19 @@ class ByWeight(torch.optim.Optimizer):
 
     def begin(self, rule: Rule, master: torch.nn.Parameter) -> dict[str, Any]:
         """Make the first state of a weight, where it is to lie."""
-        place = torch.device("cpu") if self._home == "host" else self._weights.device
-        pinned = place.type == "cpu" and self._weights.device.type == "cuda"
         like = rule.begin(self._names[id(master)], torch.empty_like(master, device="meta"))
-        state = {
-            kind: torch.zeros(value.shape, dtype=value.dtype, device=place, pin_memory=pinned)
-            for kind, value in like.items()
-        }
+        state = {kind: self._zeros(value) for kind, value in like.items()}
         return {STEP: torch.zeros((), dtype=torch.float32), **state}
+
+    def _zeros(self, like: torch.Tensor) -> torch.Tensor:
+        device = self._weights.device
+        if self._home != "host":
+            return torch.zeros(like.shape, dtype=like.dtype, device=device)
+        return zeros_on_host(like.shape, like.dtype, pinned=device.type == "cuda")
 
     def place(self, value: torch.Tensor) -> torch.Tensor:
         """Put a tensor of a state, which lies on the host, where states lie."""
-        if not value.ndim:
-            return value
-        if self._home != "host":
-            return value.to(self._weights.device)
-        return value.pin_memory() if self._weights.device.type == "cuda" else value
+        return self._zeros(value).copy_(value) if value.ndim else value
 
     def kinds(self, master: torch.nn.Parameter) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """Give the types and shapes of the state of a weight."""

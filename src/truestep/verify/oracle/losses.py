@@ -17,7 +17,8 @@ DEFAULT_EPSILONS = {"grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0
 KNOWN_OPTIONS = {
     "type", "epsilon_low", "epsilon_high", "dual_clip", "ratio_cap", "tau_positive", "tau_negative", "divergence",
     "threshold", "old_logprobs", "kl_reference", "correction", "off_policy_mask", "normalize_by", "max_labels",
-    "gradient_divisor", "entropy_bonus", "entropy_target", "clip_cov", "kl_cov", "z_loss", "metrics", "custom",
+    "gradient_divisor", "entropy_bonus", "entropy_normalize_by", "entropy_target", "clip_cov", "kl_cov", "z_loss",
+    "metrics", "custom",
 }  # fmt: skip
 LARGEST_LOG_RATIO = 20.0
 
@@ -58,6 +59,7 @@ def complete_loss_config(options: dict[str, Any]) -> dict[str, Any]:
         "max_labels": None,
         "gradient_divisor": None,
         "entropy_bonus": 0.0,
+        "entropy_normalize_by": None,
         "entropy_target": None,
         "clip_cov": None,
         "kl_cov": None,
@@ -79,22 +81,24 @@ def loss_terms(
     num_documents = len(documents)
     num_labels = sum(len(document.positions) for document in documents)
     terms = []
+
+    def denominator_of(normalize_by: str, labels_of_document: int) -> int:
+        if normalize_by == "labels":
+            return num_labels
+        if normalize_by == "documents":
+            return num_documents
+        if normalize_by == "document_means":
+            return num_documents * labels_of_document
+        if normalize_by == "constant":
+            return num_documents * loss_config["max_labels"]
+        raise ValueError(f"loss.normalize_by: {normalize_by}")
+
     for document, labels in zip(documents, values, strict=True):
         losses = label_losses(document, labels, loss_config)
         weights = policy_weights(document, labels, loss_config)
         terms_of_document: list[LabelValues] = []
         for loss, weight, label in zip(losses, weights, labels, strict=True):
-            if loss_config["normalize_by"] == "labels":
-                denominator = num_labels
-            elif loss_config["normalize_by"] == "documents":
-                denominator = num_documents
-            elif loss_config["normalize_by"] == "document_means":
-                denominator = num_documents * len(labels)
-            elif loss_config["normalize_by"] == "constant":
-                denominator = num_documents * loss_config["max_labels"]
-            else:
-                raise ValueError(f"loss.normalize_by: {loss_config['normalize_by']}")
-
+            denominator = denominator_of(loss_config["normalize_by"], len(labels))
             # What weighs nothing adds nothing, whatever it is.
             terms.append(("policy_loss", weight * loss / denominator if weight else constant(0.0)))
             if loss_config["kl_reference"] and loss_config["kl_reference"].get("in", "loss") == "loss":
@@ -106,7 +110,8 @@ def loss_terms(
                 held = kl_of_chosen(document, label, len(terms_of_document) - 1)
                 terms.append(("kl_cov", loss_config["kl_cov"].get("weight", 1.0) * held / denominator))
             if loss_config["entropy_bonus"] or loss_config["entropy_target"]:
-                terms.append(("entropy_bonus", -loss_config["entropy_bonus"] * label.entropy / denominator))
+                own = denominator_of(loss_config["entropy_normalize_by"] or loss_config["normalize_by"], len(labels))
+                terms.append(("entropy_bonus", -loss_config["entropy_bonus"] * label.entropy / own))
             if loss_config["z_loss"]:
                 terms.append(("z_loss", loss_config["z_loss"] * label.logsumexp**2 / denominator))
     return terms
@@ -318,7 +323,7 @@ def correction_weights(document: Document, labels: list[LabelValues], loss_confi
     for importance in importances(document, labels, correction.get("level", "label")):
         outside = is_below(importance, correction) or is_above(importance, correction)
         if correction["type"] == "truncate":
-            weights.append(min(importance, correction["high"]))
+            weights.append(max(min(importance, correction["high"]), correction.get("low", 0.0)))
         elif correction["type"] == "mask":
             weights.append(0.0 if outside else importance)
         elif correction["type"] == "reject":

@@ -205,7 +205,7 @@ def share_metrics(
             importance = importances(document, labels, correction.get("level", "label"))
             shares["correction_weight"] = correction_weights(document, labels, loss_config)
             shares["corrected_fraction_high"] = [float(is_above(value, correction)) for value in importance]
-            if correction["type"] != "truncate":
+            if correction["type"] != "truncate" or correction.get("low", 0.0) > 0:
                 shares["corrected_fraction_low"] = [float(is_below(value, correction)) for value in importance]
         if loss_config["off_policy_mask"] is not None:
             kept = off_policy_kept(document, labels, loss_config)

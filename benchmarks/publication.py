@@ -1,0 +1,177 @@
+"""New weights on their way to a server of this machine: rates through shared memory, and the seconds of each part.
+
+    python benchmarks/publication.py [--layers 8 --hidden 1024 --intermediate 3072 --vocabulary 32000 --repeat 5]
+    python benchmarks/publication.py --url http://127.0.0.1:8000 --served-name policy --model DIRECTORY
+
+The first form needs no server. A random model of Qwen3's shape is published, and another process checks and copies it,
+each as in a run; beside them, in the same process and of as many bytes, a plain copy between two arrays whose pages are
+there. The second form publishes the policy of DIRECTORY to a vLLM that serves it with `--weight-transfer-config
+'{"backend": "truestep"}'`, and says how long each part takes, from weights that are there to the first new token.
+`--device cuda` and `--dtype bfloat16` as in training. `--processor-time` counts the processor's seconds in the
+first form: on a machine that does other work, they say more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from qwen import write_model
+
+from truestep.policy.loading.load import load_policy
+from truestep.policy.policy import Policy
+from truestep.sampler.server.probe import expect, measure
+from truestep.sampler.server.protocol import CompletionRequest
+from truestep.sampler.server.sync import Publisher, Wanted, WeightsDirectory
+from truestep.sampler.server.vllm import Vllm
+from truestep.transfer.memory import SharedMemory
+from truestep.transfer.receiver import Receiver
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--intermediate", type=int, default=3072)
+    parser.add_argument("--vocabulary", type=int, default=32_000)
+    parser.add_argument("--untied", action="store_true")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", default="float32", help="that is published")
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--processor-time", action="store_true")
+    parser.add_argument("--url")
+    parser.add_argument("--served-name", default="policy")
+    parser.add_argument("--model", type=Path, help="with --url: the Hugging Face directory that is served")
+    return parser.parse_args()
+
+
+def copy_rate(size: int, repeat: int, clock: Callable[[], float]) -> float:
+    """Measure a plain copy of so many bytes, in GB a second: the best of some, as memory allows."""
+    source, target = np.ones(size, dtype=np.uint8), np.ones(size, dtype=np.uint8)
+    seconds = []
+    for _ in range(repeat):
+        start = clock()
+        np.copyto(target, source)
+        seconds.append(clock() - start)
+    return size / 1e9 / statistics.median(seconds)
+
+
+def receive(pipe: Any, clock: Callable[[], float]) -> None:
+    """Check weights, then copy each tensor to its place in the model: what a worker does."""
+    torch.set_num_threads(1)
+    receiver, model = Receiver(), dict[str, torch.Tensor]()
+    for index, marks in iter(pipe.recv, None):
+        start = clock()
+        receiver.stage(index, marks)
+        assert receiver._staged is not None
+        receiver._staged._thread.join()
+        checked = clock()
+
+        def load(weights: Any) -> None:
+            for name, value in weights:
+                model.setdefault(name, torch.ones_like(value)).copy_(value)
+
+        receiver.load(index, load)
+        pipe.send((checked - start, clock() - checked))
+
+
+def rates(policy: Policy, given: argparse.Namespace, memory: SharedMemory, folder: Path) -> None:
+    publisher = Publisher(WeightsDirectory(folder / "disk"), getattr(torch, given.dtype))
+    clock = time.process_time if given.processor_time else time.perf_counter
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=receive, args=(there, clock))
+    process.start()
+    rows = []
+    for version in range(given.repeat + 2):  # two files are made first
+        start = clock()
+        index = publisher.write(policy, version, Wanted(False, True), memory).memory
+        written = clock() - start
+        assert index is not None
+        marks = folder / str(version)
+        marks.mkdir()
+        here.send((str(index), str(marks)))
+        rows.append((written, *here.recv()))
+    here.send(None)
+    process.join()
+    size = sum(math.prod(entry["shape"]) for entry in json.loads(index.read_text())["tensors"].values())
+    size *= getattr(torch, given.dtype).itemsize
+    plain = copy_rate(size, given.repeat, clock)
+    print(f"{size / 1e9:.2f} GB; a plain copy {plain:.2f} GB/s")
+    for number, name in enumerate(("published by the trainer", "checked by the server", "copied by the server")):
+        rate = size / 1e9 / statistics.median(row[number] for row in rows[2:])
+        print(f"{name}: {rate:.2f} GB/s, {rate / plain:.0%} of a plain copy")
+
+
+async def parts(policy: Policy, given: argparse.Namespace, memory: SharedMemory, folder: Path) -> None:
+    server = Vllm(given.url, given.served_name, None, 600)
+    publisher = Publisher(WeightsDirectory(folder / "disk"), getattr(torch, given.dtype))
+    prompts = tuple(tuple(range(3, 3 + length)) for length in (136, 200, 300))
+    size = policy.vocabulary_size
+    request = CompletionRequest(prompts[0], 1, 1.0, 1, frozenset(), size)
+    rows: list[dict[str, float]] = []
+    if (reason := await server.reach(memory.path, memory.token)) is not None:
+        raise SystemExit(f"the server takes no weights from memory: {reason}")
+    for version in range(given.repeat + 2):
+        row: dict[str, float] = {}
+        last = time.perf_counter()
+
+        def part(name: str, row: dict[str, float] = row) -> None:
+            nonlocal last
+            now = time.perf_counter()
+            row[name], last = now - last, now
+
+        index = publisher.write(policy, version, Wanted(False, True), memory).memory
+        assert index is not None
+        part("weights into memory")
+        known = expect(policy, prompts, version)
+        part("probes scored by the trainer")
+        await server.stage(index)
+        part("checked beside completions")
+        await server.pause("wait")
+        await server.load(index)
+        await server.resume()
+        part("pause: copied and resumed")
+        gap = await measure(server, known)
+        part("probes scored by the server")
+        await server.complete(request)
+        part("first new token")
+        rows.append(row)
+    await server.close()
+    print(f"a gap of {gap.expected:.1e} nats")
+    for name in rows[0]:
+        print(f"{name}: {statistics.median(row[name] for row in rows[2:]):.3f} s")
+    print(f"all: {statistics.median(sum(row.values()) for row in rows[2:]):.3f} s")
+
+
+def main() -> None:
+    given = options()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        if given.model is None:
+            write_model(folder / "model", given, device=given.device)
+        policy = load_policy(given.model or folder / "model", device=given.device)
+        memory = SharedMemory(given.memory)
+        try:
+            if given.url is None:
+                rates(policy, given, memory, folder)
+            else:
+                asyncio.run(parts(policy, given, memory, folder))
+        finally:
+            memory.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""What the page's script draws the charts from: the numbers of their lines, packed.
+
+Lines of one run share the places of their points: a table of the steps that any line of the run shows, with the
+documents seen and the seconds by then, and lists of rows of it. A list that several lines have is there once.
+"""
+
+import base64
+import json
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from truestep.report.charts import Chart, Line
+from truestep.report.runs import Run
+from truestep.report.series import Axis, Series
+from truestep.report.tables import Table
+
+AXES: dict[Axis, tuple[str, str]] = {
+    "documents": ("Documents", "documents seen"),
+    "step": ("Steps", "step"),
+    "clock": ("Time", "time in steps, evaluations and saves"),
+}
+# A chart's arithmetic is safe within these; a value beyond them is drawn at the edge.
+LARGEST, SMALLEST = 1e30, 1e-30
+
+
+def packed(value: Any) -> str:
+    """Pack JSON, compressed, as letters that end no script element and are no markup."""
+    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(zlib.compress(text.encode(), 6)).decode("ascii")
+
+
+class Payload:
+    """The charts of a page, as the script reads them."""
+
+    def __init__(self, runs: Sequence[Run], charts: Sequence[Chart]) -> None:
+        self._tables = [table for run in runs for table in (run.metrics, run.evaluations)]
+        self._axes = [_places(run, table) for run in runs for table in (run.metrics, run.evaluations)]
+        self._numbers = {id(table): number for number, table in enumerate(self._tables)}
+        self._lists: dict[tuple[int, bytes], int] = {}
+        self._steps: list[tuple[int, np.ndarray]] = []
+        self._charts = [self._chart(chart) for chart in charts]
+        self.axes = [axis for axis in AXES if any(self._has(axis, table) for table, _ in self._steps)]
+
+    def _has(self, axis: Axis, table: int) -> bool:
+        return bool(np.isfinite(self._axes[table][axis]).any())
+
+    def value(self) -> dict[str, Any]:
+        """Give what is packed. The rows of a list count from the first row that the page has of its table."""
+        rows: dict[int, list[np.ndarray]] = {}
+        for table, steps in self._steps:
+            rows.setdefault(table, []).append(np.searchsorted(self._tables[table].steps, steps))
+        kept = {table: np.unique(np.concatenate(lists)) for table, lists in rows.items()}
+        places = []
+        for table, steps in self._steps:
+            at = np.searchsorted(kept[table], np.searchsorted(self._tables[table].steps, steps))
+            whole = len(at) == len(kept[table])
+            places.append([table, None if whole else at.tolist()])
+        tables: list[dict[str, Any] | None] = [None] * len(self._tables)
+        for table, among in kept.items():
+            tables[table] = {
+                axis: [_short(place, 12) for place in self._axes[table][axis][among].tolist()] for axis in self.axes
+            }
+        axes = [{"name": axis, "button": AXES[axis][0], "title": AXES[axis][1]} for axis in self.axes]
+        return {"axes": axes, "tables": tables, "places": places, "charts": self._charts}
+
+    def _chart(self, chart: Chart) -> dict[str, Any]:
+        plan = chart.plan
+        return {
+            "title": chart.title,
+            "lines": [
+                self._line(line) | {"below": chart.lines[chart.below[number]].name if number in chart.below else None}
+                for number, line in enumerate(chart.lines)
+            ],
+            "reference": plan.reference,
+            "least": plan.least_range,
+            "zero": plan.from_zero,
+            "log": chart.logarithmic,
+            "smooth": plan.smoothed and not plan.from_evaluation,
+            "stacked": plan.stacked,
+        }
+
+    def _line(self, line: Line) -> dict[str, Any]:
+        thin = line.points.thinned
+        entry: dict[str, Any] = {
+            "name": line.name,
+            "colour": line.colour,
+            "dashed": line.dashed,
+            "count": len(line.points),
+            "at": self._list(line.table, thin),
+            "values": _values(thin),
+        }
+        if thin is not line.points:
+            entry |= {"meansAt": self._list(line.table, line.points.means), "means": _values(line.points.means)}
+        return entry
+
+    def _list(self, table: Table, points: Series) -> int:
+        number = self._numbers[id(table)]
+        key = (number, points.steps.tobytes())
+        if key not in self._lists:
+            self._lists[key] = len(self._steps)
+            self._steps.append((number, points.steps))
+        return self._lists[key]
+
+
+def _places(run: Run, table: Table) -> dict[Axis, np.ndarray]:
+    """Give where each record of a table lies on each axis; NaN where no file says it."""
+    return {"documents": run.documents_seen(table), "step": table.steps, "clock": run.seconds_by(table)}
+
+
+def _values(points: Series) -> list[float | int | None]:
+    return [_short(value) for value in points.values.tolist()]
+
+
+def _short(value: float, digits: int = 6) -> float | int | None:
+    """Cut a number to the digits that anyone reads, which halves the page."""
+    if value != value:
+        return None
+    if abs(value) < SMALLEST:
+        return 0
+    value = min(max(value, -LARGEST), LARGEST)
+    return int(value) if abs(value) < 1e15 and value == int(value) else float(f"{value:.{digits}g}")

@@ -1,0 +1,176 @@
+"""The charts of a report before they have data: which metrics each shows, and how."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from truestep.report.runs import Run
+from truestep.text import printable
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A chart before it has data: its metrics by key, with the names they get there, and how it is drawn."""
+
+    title: str
+    metrics: Mapping[str, str]
+    unit: str = ""
+    from_evaluation: bool = False
+    # Several runs are compared by one metric a chart: by the first only, or by each in a chart of its own.
+    compare_each: bool = False
+    from_zero: bool = False
+    logarithmic_if_wide: bool = False
+    reference: float | None = None
+    # The least range of the vertical axis, so that rounding is not blown up to a mountain range.
+    least_range: float = 0.0
+    # A metric that follows a schedule has no noise to smooth away.
+    smoothed: bool = True
+    # The parts of a whole are areas, one on the other.
+    stacked: bool = False
+    # The chart a run is judged by gets the most room; among several runs there are several of it.
+    wide: bool = False
+
+
+def _share(title: str, **names: str) -> Plan:
+    return Plan(title, names, unit="share", from_zero=True, least_range=1e-3)
+
+
+GROUPS: dict[str, tuple[Plan, ...]] = {
+    "Reward": (
+        Plan(
+            "Held-out reward",
+            {"greedy_reward": "greedy", "sampled_reward": "sampled"},
+            unit="mean",
+            from_evaluation=True,
+            compare_each=True,
+            from_zero=True,
+            wide=True,
+        ),
+        Plan("Training reward", {"reward": "mean"}, unit="mean of the step", from_zero=True),
+        Plan(
+            "Spread of rewards",
+            {"group_reward_spread": "within a group", "reward_std": "of the step"},
+            unit="standard deviation",
+            from_zero=True,
+        ),
+        Plan(
+            "Groups",
+            {"zero_advantage_groups": "nothing to learn", "distinct_completions": "distinct completions"},
+            unit="share",
+            from_zero=True,
+        ),
+        Plan(
+            "Advantage",
+            {"advantage": "mean", "max_advantage": "largest", "min_advantage": "smallest"},
+            unit="of the step",
+            reference=0.0,
+            least_range=1e-3,
+        ),
+    ),
+    "Completions": (
+        Plan(
+            "Length",
+            {
+                "response_length": "mean",
+                "max_response_length": "longest",
+                "response_length_rewarded": "reward above the mean",
+                "response_length_unrewarded": "other rewards",
+            },
+            unit="tokens",
+            from_zero=True,
+        ),
+        _share("Truncated", truncated_fraction="truncated"),
+        Plan("Entropy", {"entropy": "entropy"}, unit="nats", from_zero=True),
+        Plan("Log-probability", {"new_logprobs": "new policy", "old_logprobs": "old policy"}, unit="nats"),
+    ),
+    "New policy against old": (
+        Plan("Ratio new/old", {"ratio_new_old": "ratio"}, unit="mean", reference=1.0, least_range=1e-3),
+        Plan(
+            "Log-ratio of labels",
+            {
+                "log_ratio_p99": "99 %",
+                "log_ratio_p95": "95 %",
+                "log_ratio_p50": "median",
+                "log_ratio_p5": "5 %",
+                "log_ratio_p1": "1 %",
+            },
+            unit="percentiles",
+            reference=0.0,
+            least_range=1e-5,
+        ),
+        _share(
+            "Clipped fraction",
+            **{f"clipped_ratio_fraction{side}": side[1:] or "all" for side in ("", "_low", "_high")},
+        ),
+        Plan("KL new/old", {"kl_new_old": "KL"}, unit="nats", reference=0.0, least_range=1e-5),
+        Plan("Effective sample size", {"effective_sample_share": "share"}, unit="share", least_range=1e-3),
+    ),
+    "Loss and optimizer": (
+        Plan("Loss", {"loss": "loss"}, least_range=1e-6),
+        Plan("Gradient norm", {"grad_norm": "norm"}, logarithmic_if_wide=True, from_zero=True),
+        Plan("Learning rate", {"learning_rate": "rate"}, from_zero=True, smoothed=False),
+    ),
+    "Time and speed": (
+        Plan(
+            "Throughput",
+            {"tokens_per_second": "of the step", "sampled_tokens_per_second": "sampled"},
+            unit="tokens/s",
+            compare_each=True,
+            from_zero=True,
+        ),
+        Plan("Time of a step", {"step_time": "step"}, unit="seconds", from_zero=True),
+        Plan("Staleness", {"staleness": "mean", "max_staleness": "largest"}, unit="documents", from_zero=True),
+        _share("Model FLOPs utilization", mfu="of the GPUs' peak"),
+        Plan("GPU memory", {"gpu_memory": "at the peak"}, unit="GiB", from_zero=True),
+    ),
+}
+
+# The parts of a step's time, from the bottom of the chart to its top; then those between two steps.
+_TIMES = (
+    *("sampling", "rating", "waiting", "reference", "forward", "head", "backward", "reduce", "optimizer", "sync"),
+    *("other", "evaluation", "save"),
+)
+# Runs of before have these instead; the first contains the others.
+_OLD_TIMES = {
+    "data_wait_time": "waiting for data",
+    "sampling_time": "sampling",
+    "rating_time": "waiting for rewards",
+}
+
+# These are logged for other programs, or stand in a chart above as a part of another number.
+_NOT_DRAWN = re.compile(
+    r"step|documents_seen|num_\w+|ratio_new_old_\w+|log_ratio_p\d+|policy_loss|entropy_bonus|z_loss|kl_cov"
+    r"|zero_advantage_fraction|effective_sample_size|min_response_length|(?:max|min)_(?:reward|staleness|ratio_new_old)"
+    r"|data_wait_time|sampling_time|rating_time|rewards/.*|time/.*"
+)
+
+
+def groups_for(runs: Sequence[Run]) -> dict[str, tuple[Plan, ...]]:
+    """List our charts, and one for each metric that has none, such as a user's own."""
+    drawn = {key for plans in GROUPS.values() for plan in plans for key in plan.metrics}
+    logged = dict.fromkeys(key for run in runs for key in run.metrics.names)
+    own = [key for key in logged if key not in drawn and not _NOT_DRAWN.fullmatch(key)]
+    groups = {title: (*plans, *_found(title, runs, list(logged))) for title, plans in GROUPS.items()}
+    return groups | {"More metrics": tuple(Plan(printable(key, 100), {key: printable(key, 100)}) for key in own)}
+
+
+def _found(group: str, runs: Sequence[Run], logged: Sequence[str]) -> list[Plan]:
+    """Make the plans whose metrics the run names: the parts of the reward and of the time, pass@k."""
+    if group == "Reward":
+        parts = {key: printable(key.partition("/")[2], 60) for key in logged if key.startswith("rewards/")}
+        evaluated = dict.fromkeys(key for run in runs for key in run.evaluations.names)
+        passed = {key: printable(key, 20) for key in evaluated if re.fullmatch(r"pass@\d+", key)}
+        plans = [
+            Plan("Parts of the reward", parts, unit="mean", compare_each=True),
+            Plan("pass@k", passed, "share of prompts", from_evaluation=True, compare_each=True, from_zero=True),
+            Plan("Held-out loss", {"loss": "loss"}, unit="mean of labels", from_evaluation=True),
+        ]
+        return [plan for plan in plans if plan.metrics and (plan.title != "Held-out loss" or "loss" in evaluated)]
+    if group == "Time and speed":
+        times = {f"time/{name}": name for name in _TIMES if f"time/{name}" in logged}
+        times |= {key: printable(key[5:], 60) for key in logged if key.startswith("time/") and key not in times}
+        if times:
+            return [Plan("Where the time goes", times, "seconds", from_zero=True, stacked=True, wide=True)]
+        old = {key: name for key, name in _OLD_TIMES.items() if key in logged}
+        return [Plan("Where the time goes", old, "seconds", compare_each=True, from_zero=True)] if old else []
+    return []

@@ -1,0 +1,180 @@
+"""Memory that a trainer writes new weights to: files of a file system in memory, each with an index beside it.
+
+A file is written again and again, since new pages of memory take longer than the copy. Who reads a file holds a shared
+lock on it, and who writes it an exclusive one: what is being read is left alone, and another file is taken. The index
+is written last, and removed before its file is written again. Locks end with their process.
+"""
+
+import fcntl
+import json
+import mmap
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from truestep.errors import TruestepError
+from truestep.transfer.checksum import BLOCK, Checksum, bytes_of
+
+INDEX = ".weights.json"  # how an index's name ends
+TOKEN = "token"  # a file by which a server shows that it sees this memory
+_OWNER = "owner"  # a file that a living trainer holds a lock on
+_PREFIX = "truestep-"
+_ALIGNED = 64  # bytes
+
+
+class MemoryFullError(TruestepError):
+    """There is no room for the weights in memory."""
+
+
+class SharedMemory:
+    """A directory of memory that one process writes and others of the same machine read."""
+
+    def __init__(self, parent: Path):
+        """Make a directory in `parent`. What processes that are gone have left there is removed."""
+        _remove_abandoned(parent)
+        self.path = parent / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+        fresh = self.path.with_name(f".{self.path.name}")  # it has its name once it is locked
+        fresh.mkdir(mode=0o700)
+        self._owner = _locked(fresh / _OWNER, fcntl.LOCK_EX)
+        fresh.rename(self.path)
+        self.token = secrets.token_hex(16)
+        (self.path / TOKEN).write_text(self.token, encoding="utf-8")
+        self._slots: list[_Slot] = []
+        self._current: _Slot | None = None
+        self._writing: _Writing | None = None
+
+    def begin(self, name: str, size: int) -> None:
+        """Begin to write weights of about `size` bytes."""
+        self.abandon()
+        slot = next((slot for slot in self._slots if slot is not self._current and slot.lock()), None)
+        if slot is None:
+            slot = _Slot(self.path / f"slot-{len(self._slots)}")
+            self._slots.append(slot)
+        self._writing = _Writing(slot, name)
+        try:
+            slot.make_room(size)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy tensors behind those that are there, and note their checksums."""
+        assert self._writing is not None
+        for name, tensor in tensors.items():
+            self._writing.add(name, tensor.detach().cpu().contiguous())
+
+    def finish(self) -> Path:
+        """Show the weights to readers; give the path of their index."""
+        assert self._writing is not None
+        writing, self._writing = self._writing, None
+        index = self.path / f"{writing.name}{INDEX}"
+        entry = {"slot": writing.slot.path.name, "tensors": writing.tensors}
+        partial = index.with_suffix(".partial")
+        partial.write_text(json.dumps(entry), encoding="utf-8")
+        writing.slot.unlock()
+        os.replace(partial, index)
+        self._current, writing.slot.index = writing.slot, index
+        return index
+
+    def abandon(self) -> None:
+        """Give up what was begun."""
+        if self._writing is not None:
+            self._writing.slot.unlock()
+            self._writing = None
+
+    def close(self) -> None:
+        """Remove everything. What is being read stays until its readers are done."""
+        self.abandon()
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._owner)
+
+
+class _Slot:
+    """A file of memory, mapped."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.index: Path | None = None  # of the weights that are in it
+        self._file = _locked(path, fcntl.LOCK_EX)
+        self._size = 0
+        self.content: Any = np.empty(0, dtype=np.uint8)
+
+    def lock(self) -> bool:
+        """Take it, unless somebody reads it. Its weights are gone then."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        if self.index is not None:
+            self.index.unlink(missing_ok=True)
+            self.index = None
+        return True
+
+    def unlock(self) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def make_room(self, size: int) -> None:
+        if size <= self._size:
+            return
+        try:
+            os.posix_fallocate(self._file, 0, size)  # a page that is not there when it is written ends the process
+        except OSError as error:
+            os.ftruncate(self._file, self._size)
+            raise MemoryFullError(
+                f"{self.path.parent.parent} has no room for {size / 1e9:.2f} GB of weights: {error.strerror}"
+            ) from error
+        self.content = np.frombuffer(mmap.mmap(self._file, size), dtype=np.uint8)
+        self._size = size
+
+
+class _Writing:
+    """Weights that are being written."""
+
+    def __init__(self, slot: _Slot, name: str):
+        self.slot, self.name, self._end = slot, name, 0
+        self.tensors: dict[str, dict[str, Any]] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        begin, content = self._end, bytes_of(tensor)
+        self._end += -(-len(content) // _ALIGNED) * _ALIGNED
+        if self._end > len(self.slot.content):
+            self.slot.make_room(self._end + self._end // 8)
+        room, found = self.slot.content[begin : begin + len(content)], Checksum()
+        for start in range(0, len(content), BLOCK):
+            block = content[start : start + BLOCK]
+            room[start : start + BLOCK] = block
+            found.add(block)
+        self.tensors[name] = {
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+            "begin": begin,
+            "checksum": str(found),
+        }
+
+
+def _locked(path: Path, kind: int) -> int:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(file, kind)
+    return file
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the directories of processes that are gone: their weights would take memory until the machine stops."""
+    for owner in parent.glob(f"{_PREFIX}*/{_OWNER}"):
+        try:
+            file = os.open(owner, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:  # of another user, or removed by now
+            continue
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(owner.parent, ignore_errors=True)
+        except BlockingIOError:
+            pass  # its process lives
+        finally:
+            os.close(file)

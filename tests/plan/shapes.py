@@ -1,0 +1,36 @@
+"""Models and configurations of plans: shapes without values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+from small_runs import merged
+from truestep.config.schema import Config
+from truestep.plan.shape import ModelShape, shape_of
+
+
+def qwen3(hidden: int, intermediate: int, layers: int = 28, heads: int = 16, tied: bool = True) -> ModelShape:
+    config = transformers.Qwen3Config(
+        vocab_size=151936, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=8, head_dim=128, tie_word_embeddings=tied,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return shape_of(transformers.AutoModelForCausalLM.from_config(config))
+
+
+SMALL, MIDDLE = qwen3(1024, 3072), qwen3(2048, 6144)
+
+
+def config_of(tokens: int, *, several: bool = True, chunk: int | str = "auto", **options: Any) -> Config:
+    model = {name: options.pop(name) for name in ("compile", "activation_checkpointing") if name in options}
+    one = {"docs_per_step": 0, "depth_first_micro_batches": 1}
+    base = {
+        "model": {"path": "none", "dtype": "bfloat16", "head": {"fp32_lm_head": True, "logits_chunk_size": chunk}},
+        "data": {"path": "none", "advantages": "none", "tokens_per_microbatch": tokens},
+        "schedule": {"docs_per_step": 64} if several else one,
+        "checkpoint": {"directory": "none"},
+    }
+    return Config.model_validate(merged(base, {"model": model, "parallel": options}))

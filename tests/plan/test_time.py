@@ -1,0 +1,93 @@
+"""Planned times, held against those that were measured on GPUs, and the parts of a step by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from plan.shapes import MIDDLE, SMALL, config_of, qwen3
+from small_runs import merged
+from truestep.config.schema import Config
+from truestep.plan.advice import layout_of
+from truestep.plan.cards import CARDS
+from truestep.plan.shape import ModelShape, shape_of
+from truestep.plan.time import StepTime, Work, plan_time
+from truestep.policy.loading.adapting import attach_adapter
+from truestep.policy.model.adapter import AdapterSettings, AdapterSource
+
+K16 = {"tokens": 16384}
+FAST = {**K16, "compile": True, "attention": "torch"}
+FLASH = {**FAST, "attention": "flash"}
+RECOMPUTED = {**K16, "activation_checkpointing": "full"}
+THOUSANDS = Work(63_569, 31_800, 1_053)  # documents of 600 to 1,400 tokens: the mean over tokens
+LOG_NORMAL = Work(63_569, 31_800, 2_700)
+LONG = Work(65_536, 65_532, 16_384)
+DOCUMENT = Work(32_768, 16_384, 32_768)
+
+
+def adapted_8b() -> ModelShape:
+    shape = qwen3(4096, 12288, layers=36, heads=32, tied=False)
+    config = shape.config
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    return shape_of(model, attach_adapter(model, AdapterSource(AdapterSettings(32, 32))))
+
+
+def gemma2() -> ModelShape:
+    config = transformers.Gemma2Config(
+        vocab_size=128_000, hidden_size=3584, intermediate_size=14336, num_hidden_layers=8, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=256,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return shape_of(transformers.AutoModelForCausalLM.from_config(config))
+
+
+# Runs of benchmarks/RESULTS.md on H200s: the model, options, ranks, documents, and the seconds of a step.
+MEASURED: dict[str, tuple[Any, dict[str, Any], int, Work, float]] = {
+    "0.60B": (SMALL, K16, 1, THOUSANDS, 1.23),
+    "0.60B, compiled": (SMALL, FAST, 1, THOUSANDS, 0.67),
+    "1.72B, recomputed": (MIDDLE, RECOMPUTED, 1, THOUSANDS, 2.46),
+    "1.72B, recomputed, compiled": (MIDDLE, {**FAST, **RECOMPUTED}, 1, THOUSANDS, 1.64),
+    "1.72B, compiled, 1k": (MIDDLE, FAST, 1, THOUSANDS, 1.282),
+    "1.72B, compiled, 1k, flash": (MIDDLE, FLASH, 1, THOUSANDS, 1.253),
+    "1.72B, compiled, log-normal": (MIDDLE, FAST, 1, LOG_NORMAL, 1.661),
+    "1.72B, compiled, log-normal, flash": (MIDDLE, FLASH, 1, LOG_NORMAL, 1.395),
+    "1.72B, compiled, 16k": (MIDDLE, FAST, 1, LONG, 2.608),
+    "1.72B, compiled, 16k, flash": (MIDDLE, FLASH, 1, LONG, 1.987),
+    "8B, adapter, recomputed, compiled": (adapted_8b, {**FAST, **RECOMPUTED}, 1, THOUSANDS, 5.750),
+    "1.72B, 8-bit states": (MIDDLE, {**FAST, "optimizer": {"type": "adamw_8bit"}}, 1, THOUSANDS, 1.836),
+    "1.72B, states on the host": (MIDDLE, {**FAST, "optimizer": {"offload": "states"}}, 1, THOUSANDS, 1.593),
+    "1.72B, all on the host": (MIDDLE, {**FAST, "optimizer": {"offload": "all"}}, 1, THOUSANDS, 1.742),
+    "weak scaling, 1": (MIDDLE, RECOMPUTED, 1, Work(65_536, 32_768, 1_053), 2.739),
+    "weak scaling, 2": (MIDDLE, RECOMPUTED, 2, Work(131_072, 65_536, 1_053), 2.728),
+    "weak scaling, 4": (MIDDLE, RECOMPUTED, 4, Work(262_144, 131_072, 1_053), 2.739),
+    "data 4": (MIDDLE, {**RECOMPUTED, "tokens": 17_384}, 4, Work(64_000, 32_000, 1_080), 0.742),
+    "context 4": (MIDDLE, {**RECOMPUTED, "tokens": 17_384, "context": 4}, 4, Work(64_000, 32_000, 1_080), 2.256),
+    "tensor 4": (MIDDLE, {**RECOMPUTED, "tokens": 17_384, "tensor": 4}, 4, Work(64_000, 32_000, 1_080), 1.964),
+    "pipeline 4": (MIDDLE, {**RECOMPUTED, "tokens": 17_384, "pipeline": 4}, 4, Work(64_000, 32_000, 1_080), 1.201),
+    "context 2": (MIDDLE, {**RECOMPUTED, "tokens": 35_000, "context": 2}, 2, Work(63_248, 31_600, 1_080), 1.457),
+    "tensor 2": (MIDDLE, {**RECOMPUTED, "tokens": 35_000, "tensor": 2}, 2, Work(63_409, 31_700, 1_080), 1.536),
+    "32k, data 2": (MIDDLE, {"tokens": 32_768}, 2, Work(65_536, 32_768, 32_768), 2.308),
+    "32k, context 2": (MIDDLE, {"tokens": 32_768, "context": 2}, 2, DOCUMENT, 1.229),
+    "64k, context 2": (MIDDLE, {"tokens": 65_536, "context": 2}, 2, Work(65_536, 32_768, 65_536), 3.715),
+    "Gemma 2, all scores": (gemma2, {**FAST, "tokens": 8192}, 1, Work(32_768, 16_384, 8_192), 2.093),
+    "Gemma 2, flash": (gemma2, {**FLASH, "tokens": 8192}, 1, Work(32_768, 16_384, 8_192), 0.776),
+}
+
+
+def planned(shape: Any, options: dict[str, Any], ranks: int, work: Work) -> StepTime:
+    shape = shape() if callable(shape) else shape
+    options = dict(options)
+    optimizer, attention = options.pop("optimizer", {}), options.pop("attention", "auto")
+    given = config_of(**options).model_dump(exclude_unset=True)
+    config = Config.model_validate(merged(given, {"optimizer": optimizer, "model": {"attention": attention}}))
+    return plan_time(config, shape, layout_of(config, ranks), CARDS["H200"], work)
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_planned_times_are_within_a_quarter_of_measured_ones(name: str) -> None:
+    shape, options, ranks, work, measured = MEASURED[name]
+    assert planned(shape, options, ranks, work).total == pytest.approx(measured, rel=0.25)

@@ -1,0 +1,148 @@
+"""A server that speaks as vLLM does, around a real tiny model, and takes weights from memory by the plugin's receiver.
+
+What a real vLLM adds (its engine, its loaders) is in the tests marked `vllm`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from server.sglang_server import FakeSglang
+from truestep.transfer.receiver import Receiver, TransferError
+
+
+class FakeVllm(FakeSglang):
+    """Runs SGLang's double behind vLLM's paths."""
+
+    def __init__(self, model: Path, name: str, *, in_memory: bool = True):
+        super().__init__(model, name)
+        self.in_memory = in_memory
+        self.receiver = Receiver()
+        self.updating = False
+        self.cached: Any = None  # weights that still answer for what was computed before; None: the cache was emptied
+        self.keeps_cache = False
+        self.before_update: Callable[[dict[str, Any]], None] | None = None
+
+    def restart(self) -> None:
+        super().restart()
+        self.receiver, self.updating = Receiver(), False
+
+    async def _reply(self, path: str, body: Any) -> Any:
+        path, _, query = path.partition("?")
+        if path == "/v1/completions":
+            return await self._complete(body)
+        if path == "/pause":
+            mode = query.removeprefix("mode=")
+            return await super()._reply("/pause_generation", {"mode": "abort" if mode == "abort" else "retract"})
+        if path == "/resume":
+            return await super()._reply("/continue_generation", {})
+        if path == "/collective_rpc":
+            return await super()._reply("/update_weights_from_disk", {"model_path": body["kwargs"]["weights_path"]})
+        if path == "/reset_prefix_cache":
+            if not self.keeps_cache:
+                self.cached = None
+            return {"success": True}
+        if path.endswith(("_weight_update", "_weights", "_weight_transfer_engine")):
+            self._transfer(path, body or {})
+            return {"message": "done"}
+        return await super()._reply(path, body)
+
+    def _transfer(self, path: str, body: dict[str, Any]) -> None:
+        if not self.in_memory:
+            raise RuntimeError("Weight transfer not configured.")
+        if path == "/init_weight_transfer_engine":
+            self.receiver.connect(**body["init_info"])
+        elif path == "/start_weight_update":
+            if self.updating:
+                raise RuntimeError("start_weight_update called while a weight update is already active.")
+            self.updating = True
+        elif path == "/finish_weight_update":
+            if not self.updating:
+                raise RuntimeError("finish_weight_update called without a matching start_weight_update.")
+            self.receiver.release()
+            self.updating = False
+        elif not self.updating:
+            raise RuntimeError("start_weight_update must be called before update_weights.")
+        else:
+            try:
+                self._update(body["update_info"])
+            except BaseException:
+                self.updating = False
+                raise
+
+    def _update(self, info: dict[str, Any]) -> None:
+        if self.before_update is not None:
+            self.before_update(info)
+        if info.get("stage"):
+            self.receiver.stage(info["stage"], info["marks"])
+        elif self.takes != "nothing":
+            if self.on_load is not None:
+                self.on_load()
+            self.receiver.load(info["load"], self._load_tensors)
+
+    def _load_tensors(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        state, tied = self._model.state_dict(), self._model.config.tie_word_embeddings
+        if self.keeps_cache:
+            self.cached = {name: value.clone() for name, value in state.items()}
+        with torch.no_grad():
+            for number, (name, value) in enumerate(weights):
+                if self.takes == "half" and number >= len(state) // 2:
+                    continue  # it says nothing of what it leaves out
+                if self.takes == "another layer's" and "layers.0.mlp.up_proj" in name:
+                    continue
+                if not (tied and name == "lm_head.weight"):
+                    state[name].copy_(value)
+            if self.takes == "another layer's":
+                state["model.layers.0.mlp.up_proj.weight"].copy_(state["model.layers.1.mlp.up_proj.weight"])
+
+    def _scores(self, ids: list[int], temperature: float) -> torch.Tensor:
+        if self.cached is None or len(ids) < 128:
+            return super()._scores(ids, temperature)
+        now = {name: value.clone() for name, value in self._model.state_dict().items()}
+        try:
+            self._model.load_state_dict(self.cached)
+            return super()._scores(ids, temperature)
+        finally:
+            self._model.load_state_dict(now)
+
+    async def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        wanted = body.get("n", 1)
+        count = body.get("logprobs") or 0
+        asked = {
+            "input_ids": body["prompt"],
+            "sampling_params": {
+                "temperature": body["temperature"],
+                "max_new_tokens": body["max_tokens"],
+                "stop_token_ids": body.get("stop_token_ids", []),
+            },
+            "top_logprobs_num": count,
+        }
+        cached, self.cached = self.cached, None if body.get("cache_salt") else self.cached
+        try:
+            answers = await asyncio.gather(*(self._last(asked | {"number": number}) for number in range(wanted)))
+        finally:
+            self.cached = cached
+        return {"choices": [self._choice(index, body, answer, count) for index, answer in enumerate(answers)]}
+
+    def _choice(self, index: int, body: dict[str, Any], answer: dict[str, Any], count: int) -> dict[str, Any]:
+        meta = answer["meta_info"]
+        scored = meta["output_token_logprobs"]
+        top = [{f"token_id:{token}": value for value, token, _ in row} for row in meta.get("output_top_logprobs", [])]
+        return {
+            "index": index,
+            "token_ids": [token for _, token, _ in scored],
+            "prompt_token_ids": body["prompt"],
+            "logprobs": {"token_logprobs": [value for value, _, _ in scored], "top_logprobs": top if count else None},
+            "finish_reason": meta["finish_reason"]["type"],
+        }
+
+    async def _status(self, path: str, body: Any) -> tuple[int, Any]:
+        try:
+            return await super()._status(path, body)
+        except (RuntimeError, TransferError) as error:
+            return 500, {"error": {"message": str(error)}}

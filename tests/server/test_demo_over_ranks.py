@@ -1,0 +1,91 @@
+"""The demo's task through a real server from a trainer on two ranks: accurate, and every log-prob the policy's own."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ranks.cases import on_ranks
+from server.conftest import Servers
+from server.demo_over_ranks import ENOUGH, TAKEN, train_until_accurate
+from server.models import make_model
+from server.runs import label_versions, score
+from server.vllm_server import NAME
+from small_runs import merged, quiet_trainer, read_lines
+from truestep.config.schema import Config
+from truestep.demo import run as demo
+from truestep.head.logits import HeadSettings
+from truestep.policy.loading.load import load_policy
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]  # the first test waits for the servers to start
+
+STEPS, DOCUMENTS = 100, 256
+
+
+@pytest.fixture(scope="module")
+def warmed_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's task, and the policy that has imitated its corpus."""
+    folder = tmp_path_factory.mktemp("demo")
+    base = make_model(folder / "model", seed=0, spread=0.0)
+    demo._write_task(folder, base, 0)
+    given = demo.phase_config(demo.PHASES[0], base, folder, 0).model_dump()
+    trainer = quiet_trainer(Config.model_validate(merged(given, {"logging": {"console": False}})))
+    trainer.run()
+    policy = trainer.checkpoints.latest()
+    assert policy is not None
+    (folder / "policy").symlink_to(policy)
+    return folder
+
+
+@pytest.mark.parametrize("parallel", [{}, {"tensor": 2}, {"pipeline": 2}], ids=["sharded", "tensor", "pipeline"])
+def test_the_demo_trains_over_ranks_through_a_server(
+    parallel: dict[str, int], servers: Servers, warmed_up: Path, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {
+        "parallel": parallel,
+        "sampler": {
+            "type": "server",
+            "urls": [servers.first.url],
+            "model": NAME,
+            "max_staleness": DOCUMENTS,
+            "reward_workers": 1,
+            "weights_directory": str(tmp_path / "weights"),
+        },
+        "schedule": {"docs_per_step": DOCUMENTS, "steps": STEPS, "stall_timeout": 300},
+        "evaluation": {"every": 10, "servers": True},
+        "checkpoint": {"directory": str(tmp_path / "grpo")},
+        "logging": {"console": False},
+    }
+    task = demo.phase_config(demo.PHASES[1], warmed_up / "policy", warmed_up, 0)
+    given = task.model_dump(mode="json", exclude_unset=True)
+    on_ranks(2, train_until_accurate, merged(given, changes), str(tmp_path), timeout=1400)
+
+    evaluations = read_lines(tmp_path / "grpo" / "evaluation.jsonl")
+    assert evaluations[0]["sampled_reward"] < 0.5
+    assert evaluations[-1]["sampled_reward"] >= ENOUGH
+    steps = pickle.loads((tmp_path / TAKEN).read_bytes())
+    print(f"{parallel}: {len(steps)} steps, held-out {evaluations[-1]['sampled_reward']}, gap {worst_gap(tmp_path)}")
+    assert worst_gap(tmp_path) < 1e-4, "every label, by the weights of the version that it names"
+    metrics = read_lines(tmp_path / "grpo" / "metrics.jsonl")
+    assert all(line["max_staleness"] <= DOCUMENTS for line in metrics)
+    assert sum(line["max_staleness"] > 0 for line in metrics) > len(metrics) / 2, "sampling went on beside training"
+
+
+def worst_gap(folder: Path) -> float:
+    """Find the largest difference between a label's log-prob and that of the published weights that it names."""
+    taken = [rollout for _, documents in pickle.loads((folder / TAKEN).read_bytes()) for rollout in documents]
+    published = {int(path.name.split("-")[2]): path for path in (folder / "weights").glob("truestep-weights-*")}
+    worst, named = 0.0, {int(version) for rollout in taken for version in label_versions(rollout)}
+    assert named <= set(published)
+    for version in named:
+        policy = load_policy(published[version], head=HeadSettings(fp32=True))
+        touched = [rollout for rollout in taken if (label_versions(rollout) == version).any()]
+        for rollout, logprobs in zip(touched, score(policy, touched), strict=True):
+            assert rollout.logprobs is not None
+            own = label_versions(rollout) == version
+            worst = max(worst, float(np.abs(logprobs - rollout.logprobs[rollout.loss_mask])[own].max()))
+    return worst
