@@ -136,5 +136,5 @@ def backend(module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
 
     # A cache of compiled code does not know `rewrite`.
     patches = {"post_grad_custom_pre_pass": rewrite, "shape_padding": False, "fx_graph_cache": False}
-    compiled: Callable[..., Any] = compile_fx(module, inputs, config_patches=patches)
+    compiled: Any = compile_fx(module, inputs, config_patches=patches)
     return compiled

@@ -78,7 +78,9 @@ _COMPILED: WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = WeakKeyDictio
 
 
 # Code that torch stops to compile would run as it is, and round as it likes.
-_REFUSALS = {name: True for name in ("fail_on_recompile_limit_hit",) if hasattr(torch._dynamo.config, name)}
+_REFUSALS: dict[str, Any] = {
+    name: True for name in ("fail_on_recompile_limit_hit",) if hasattr(torch._dynamo.config, name)
+}
 
 
 def compile_exactly(model: Any, on: bool) -> None:
@@ -94,7 +96,7 @@ def _compiled(layer: Any) -> Callable[..., Any]:
 
     def forward(*arguments: Any, **options: Any) -> Any:
         # Torch compiles nothing within `Exactly`. What is compiled is exact by itself, and what is not must not run.
-        with by_itself(), torch._dynamo.config.patch(**_REFUSALS):
+        with by_itself(), torch._dynamo.config.patch(_REFUSALS):
             return compute(*arguments, **options)
 
     return forward

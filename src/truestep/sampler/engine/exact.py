@@ -146,16 +146,18 @@ def _by_engine(
             found[number].append(part)
             done[number] += counts[number]
     table = np.full((len(documents), max(map(len, own))), cache.spare)
-    for number, pages in enumerate(own):
-        table[number, : len(pages)] = pages
+    for number, taken in enumerate(own):
+        table[number, : len(taken)] = taken
     while members := [number for number, ids in enumerate(documents) if done[number] < len(ids)]:
         rest = len(members)
         members = members if rest > 1 else members * 2  # compiled code treats a single row apart
         at = np.array([done[number] for number in members])
         rows = table[members]
+        pages, offsets = send(np.stack([rows[np.arange(len(members)), at // page], at % page]))
         step = rows_pass(
             cache,
-            *send(np.stack([rows[np.arange(len(members)), at // page], at % page])),
+            pages,
+            offsets,
             before=send(at),
             table=send(rows),
             send=send,
