@@ -164,6 +164,10 @@ CASES = [
         + "sampler: {type: server, prompts: p, reward: r, model: m, urls: [http://a, http://b, http://a/]}\n",
         "4: sampler.urls names a server twice: its weights would be replaced under its own completions",
     ),
+    (
+        MODEL + "".join(SAMPLED.values()) + "sampler: {prompts: p, reward: r, exact: true, engine: false}\n",
+        "4: sampler.exact: true is computed by the engine: leave out sampler.engine: false",
+    ),
     (MODEL + "schedule:\n  overshoot: keep", "3: schedule.overshoot: keep needs schedule.docs_per_step > 0"),
     (
         MODEL + "schedule:\n  docs_per_step: 8\n  depth_first_micro_batches: 2\n",

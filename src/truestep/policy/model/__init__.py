@@ -19,6 +19,7 @@
 | weights/sharded.py | register_parameter, _apply | a tied head reads the embedding; FSDP2's modules and `_apply` |
 | weights/sharded.py | fsdp_pre_all_gather, fsdp_post_all_gather | another tensor is gathered; FSDP2's extensions |
 | tensor_files.py | safe_save_file | written piece by piece; transformers.modeling_utils writes files by that name |
+| weights/host.py | atexit | of a finalizer; Python's own attribute |
 | weights/unread.py | safe_open, setattr | tensors unread; that transformers.modeling_utils opens files by that name |
 | exact.py | AttentionInterface.register | attention of exact passes; a public door of transformers |
 | exact.py | forward | layers run compiled in exact passes |

@@ -24,6 +24,9 @@ class _Kept:
     back: torch.Tensor | None = None  # the copy on the device, once it was asked for
     there: Any = None  # the event after which that copy is whole
 
+    def is_back(self, copy: torch.Tensor, there: Any) -> None:
+        self.back, self.there = copy, there
+
 
 class ActivationOffload:
     """Host memory for the tensors that autograd saves; it is used again by the next micro-batch."""
@@ -69,7 +72,6 @@ class ActivationOffload:
         self._fetch(packed)
         if packed.before is not None:
             self._fetch(packed.before)
-            packed.before = None
         assert packed.back is not None
         if packed.there is not None:
             current = torch.cuda.current_stream(packed.device)
@@ -82,10 +84,9 @@ class ActivationOffload:
         if kept.back is not None:
             return
         if self._stream is None:
-            kept.back = kept.host.clone()
+            kept.is_back(kept.host.clone(), None)
         else:
             with torch.cuda.stream(self._stream):
-                kept.back = kept.host.to(kept.device, non_blocking=True)
-                kept.there = self._stream.record_event()
+                kept.is_back(kept.host.to(kept.device, non_blocking=True), self._stream.record_event())
         # Whatever is copied to this memory next comes behind this copy on the same stream.
         self._free.setdefault((kept.host.dtype, kept.host.shape), []).append(kept.host)

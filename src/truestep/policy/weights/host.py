@@ -23,7 +23,9 @@ def zeros_on_host(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> 
     # Touched by all of torch's threads, as registering would by one.
     tensor = torch.frombuffer(memory, dtype=torch.uint8).fill_(0)
     address = tensor.data_ptr()
-    if not int(torch.cuda.cudart().cudaHostRegister(address, count, 0)):  # otherwise it is pageable: slower, no worse
+    if int(torch.cuda.cudart().cudaHostRegister(address, count, 0)):  # then it is pageable: slower, no worse
+        _forget_error()
+    else:
         weakref.finalize(memory, _unregister, address).atexit = False
     return tensor.view(dtype).view(tuple(shape))
 
@@ -39,6 +41,12 @@ def mapped(count: int) -> mmap.mmap:
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor to the host, into memory that its GPU can read by itself."""
     return zeros_on_host(tensor.shape, tensor.dtype, pinned=tensor.device.type == "cuda").copy_(tensor)
+
+
+def _forget_error() -> None:
+    """Launch a kernel, which reports the error that a refused registration leaves behind: else the next one would."""
+    with contextlib.suppress(RuntimeError):
+        torch.full((1,), 1.0, device="cuda")
 
 
 def _unregister(address: int) -> None:
