@@ -48,8 +48,11 @@ def test_large_tensors_are_registered_as_large_as_they_are(dtype: torch.dtype, m
 def test_memory_that_cannot_be_registered_is_used_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime(answer=2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    forgotten: list[bool] = []
+    monkeypatch.setattr(host, "_forget_error", lambda: forgotten.append(True))
     tensor = host.zeros_on_host((2**20,), torch.float32, pinned=True)
     assert tensor.add_(1).sum() == 2**20
+    assert forgotten == [True]
     del tensor
     gc.collect()
 
