@@ -10,22 +10,33 @@ import transformers
 from small_runs import merged
 from truestep.config.schema import Config
 from truestep.plan.shape import ModelShape, shape_of
+from truestep.policy.loading.adapting import attach_adapter
+from truestep.policy.model.adapter import AdapterSettings, AdapterSource
 
 
-def qwen3(hidden: int, intermediate: int, layers: int = 28, heads: int = 16, tied: bool = True) -> ModelShape:
+def qwen3(
+    hidden: int, intermediate: int, layers: int = 28, heads: int = 16, tied: bool = True, rank: int = 0
+) -> ModelShape:
+    """Give a model's shape; with a rank, that of the model with an adapter on all its linear layers."""
     config = transformers.Qwen3Config(
         vocab_size=151936, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=8, head_dim=128, tie_word_embeddings=tied,
     )  # fmt: skip
     with torch.device("meta"):
-        return shape_of(transformers.AutoModelForCausalLM.from_config(config))
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        return shape_of(model, attach_adapter(model, AdapterSource(AdapterSettings(rank, rank))) if rank else None)
 
 
 SMALL, MIDDLE = qwen3(1024, 3072), qwen3(2048, 6144)
+BIG = qwen3(4096, 12288, layers=36, heads=32, tied=False)  # of Qwen3-8B
+ADAPTED_BIG = qwen3(4096, 12288, layers=36, heads=32, tied=False, rank=32)
+ADAPTED_BIGGER = qwen3(5120, 25600, layers=64, heads=64, tied=False, rank=32)  # of Qwen3-32B
 
 
 def config_of(tokens: int, *, several: bool = True, chunk: int | str = "auto", **options: Any) -> Config:
-    model = {name: options.pop(name) for name in ("compile", "activation_checkpointing") if name in options}
+    names = ("compile", "activation_checkpointing", "attention")
+    model = {name: options.pop(name) for name in names if name in options}
+    optimizer = options.pop("optimizer", {})
     one = {"docs_per_step": 0, "depth_first_micro_batches": 1}
     base = {
         "model": {"path": "none", "dtype": "bfloat16", "head": {"fp32_lm_head": True, "logits_chunk_size": chunk}},
@@ -33,4 +44,4 @@ def config_of(tokens: int, *, several: bool = True, chunk: int | str = "auto", *
         "schedule": {"docs_per_step": 64} if several else one,
         "checkpoint": {"directory": "none"},
     }
-    return Config.model_validate(merged(base, {"model": model, "parallel": options}))
+    return Config.model_validate(merged(base, {"model": model, "optimizer": optimizer, "parallel": options}))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from plan.shapes import MIDDLE, SMALL, config_of
+from plan.shapes import ADAPTED_BIG, ADAPTED_BIGGER, BIG, MIDDLE, SMALL, config_of
 from ranks.cases import on_ranks, train_and_keep
 from small_runs import file_config, quiet_trainer, write_rollouts
 from tiny import make_model
@@ -31,6 +31,7 @@ from truestep.plan.shape import ModelShape, read_shape, shape_of
 
 # What benchmarks/RESULTS.md has: the model, the options, the ranks, and the measured peak of each stage in GiB.
 RECOMPUTED = {"activation_checkpointing": True, "chunk": 2048}
+FITS = {"tokens": 16384, "compile": True, "activation_checkpointing": True}
 MEASURED: list[tuple[ModelShape, dict[str, Any], int, list[float]]] = [
     (SMALL, {"tokens": 16384}, 1, [45.8]),
     (SMALL, {"tokens": 16384, "compile": True}, 1, [34.7]),
@@ -48,6 +49,10 @@ MEASURED: list[tuple[ModelShape, dict[str, Any], int, list[float]]] = [
     (MIDDLE, {"tokens": 32768, "several": False, "chunk": 2048}, 2, [113.5]),
     (MIDDLE, {"tokens": 32768, "several": False, "chunk": 2048, "context": 2}, 2, [71.4]),
     (MIDDLE, {"tokens": 65536, "several": False, "chunk": 2048, "context": 2}, 2, [123.4]),
+    (BIG, {**FITS, "optimizer": {"type": "adamw_8bit"}}, 1, [100.8]),
+    (BIG, {**FITS, "optimizer": {"offload": "all"}}, 1, [54.8]),
+    (ADAPTED_BIG, FITS, 1, [25.4]),
+    (ADAPTED_BIGGER, FITS, 1, [81.9]),
 ]
 
 
