@@ -146,9 +146,13 @@ if hasattr(aten, "_fused_rms_norm"):
     REPLACED[aten._fused_rms_norm.default] = _rms_norm
 
 
+# Marks for profilers, and weights that are gathered: they compute nothing.
+_PASSED = ("profiler", "fsdp")
+
+
 def keeps_rows_apart(operation: Any) -> bool:
     """Tell whether an operation moves numbers or treats every element alone."""
-    if operation.namespace in ("profiler", "fsdp"):  # marks for profilers; weights that are gathered
+    if operation.namespace in _PASSED:
         return True
     return operation.is_view or _name(operation) in _MOVES | _ROUNDED or torch.Tag.pointwise in operation.tags
 
@@ -160,7 +164,8 @@ def _name(operation: Any) -> str:
 def _elementwise(operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Compute on a CPU, where functions of torch may round an element by its place."""
     scaled = options.get("alpha", 1) != 1
-    if (_name(operation) in _MOVES | _ROUNDED and not scaled) or operation.is_view:
+    moves = operation.is_view or operation.namespace in _PASSED or _name(operation) in _MOVES | _ROUNDED
+    if moves and not scaled:
         return operation(*arguments, **options)
     tensors = [value for value in (*arguments, *options.values()) if isinstance(value, torch.Tensor)]
     if scaled or len(tensors) != 1 or tensors[0] is not arguments[0] or _name(operation).endswith("_"):

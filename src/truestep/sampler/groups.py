@@ -83,7 +83,7 @@ def to_rollout(
         loss_mask=np.arange(len(ids)) >= prompt_length,
         logprobs=behind_prompt(logprobs, 0.0, np.float32),
         reward=None if rating is None else float(rating),
-        rewards={} if rating is None else rating.parts,
+        rewards={} if rating is None else dict(rating.parts),
         truncated=truncated,
         temperature=temperature,
         model_version=None if versions is None else behind_prompt(versions, versions[0], np.int64),

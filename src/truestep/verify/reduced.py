@@ -50,6 +50,7 @@ _ATTEMPTS = 10_000
 # The first of these distances at which documents can be drawn is theirs from every bound on whole documents.
 _CLEARANCES = (0.2, 0.1, 0.05)
 _FEW_ATTEMPTS = 100
+_BESIDE_ZERO = 0.1  # how far a document's value is from a bound of 0
 
 
 def reduce_model(source: Path, directory: Path, seed: int, trust_remote_code: bool) -> Path:
@@ -247,7 +248,7 @@ def _draw_old(
         if of_document:
             # Beyond each bound and within it by turns; two documents in a row are not on the same side.
             bound, slope = of_document[number // 2 % len(of_document)]
-            value = (0.4 if number % 2 else 1.8) * bound
+            value = ((0.4 if number % 2 else 1.8) * bound) or (-_BESIDE_ZERO if number % 2 else _BESIDE_ZERO)
             if abs(value - bound) <= clearance:  # nothing is so far within a narrow clip: beyond it, on either side
                 value = bound + math.copysign(1.5 * clearance, bound)
             target = value / slope
