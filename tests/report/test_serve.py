@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import re
 import signal
 import socket
@@ -196,7 +195,14 @@ def test_the_command_ends_by_ctrl_c(tmp_path: Path) -> None:
     run.mkdir()
     (run / "config.yaml").write_text("seed: 7\n")  # a run that has just begun
     command = [sys.executable, "-m", "truestep", "report", str(run), "--serve"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Where the tests run in the background of a shell, it has every process below it ignore a Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         assert process.stdout is not None
         first = process.stdout.readline()

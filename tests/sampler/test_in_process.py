@@ -386,9 +386,9 @@ def test_the_engine_can_be_left_out(engine: bool, tmp_path: Path, monkeypatch: p
     """In sampling and in evaluation; what is drawn is the same."""
     asked: list[object] = []
 
-    def seen(policy: Policy) -> object:
+    def seen(policy: Policy, exact: bool) -> object:
         asked.append(policy)
-        return engine_of(policy)
+        return engine_of(policy, exact)
 
     monkeypatch.setattr("truestep.sampler.decode.engine_of", seen)
     prompts = write_lines(tmp_path / "prompts.jsonl", sort_prompts(4))

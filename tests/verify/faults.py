@@ -285,13 +285,13 @@ def labels_chosen_in_each_micro_batch() -> None:
     """Each micro-batch chooses its own share of labels."""
     honest = StepRunner._pack
 
-    def choosing(self: StepRunner, plan: StepPlan, members: tuple[int, ...]) -> MicroBatch:
+    def choosing(self: StepRunner, plan: StepPlan, members: tuple[int, ...], *rest: Any) -> MicroBatch:
         rule = self.objective.clip_cov or self.objective.kl_cov
         assert rule is not None
         own = Chooser(rule, 0).choose([plan.documents[index] for index in members], plan.documents_seen)
         chosen = dict(zip(members, own, strict=True))
         documents = tuple(chosen.get(index, document) for index, document in enumerate(plan.documents))
-        return honest(self, dataclasses.replace(plan, documents=documents), members)
+        return honest(self, dataclasses.replace(plan, documents=documents), members, *rest)
 
     StepRunner._pack = choosing  # type: ignore[method-assign]
 
