@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 Record = dict[str, Any]
 
@@ -286,3 +286,14 @@ def _draw_document_log_ratios(
         if all(new - ratio <= 0.0 for new, ratio in zip(new_logprobs, log_ratios, strict=True)):
             return log_ratios
     raise RuntimeError("no noise keeps the old log-probs <= 0: lower `spread`")
+
+
+def expert_model(directory: Path) -> Path:
+    """Make a tiny mixture of experts, whose weights a file has expert by expert."""
+    config = Qwen3MoeConfig(
+        vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, max_position_embeddings=256, pad_token_id=7,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(directory)
+    return directory

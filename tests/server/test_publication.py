@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM
 
 from checkpoints import latest, read_weights
 from ranks.cases import on_ranks, train_all
@@ -22,7 +22,7 @@ from server.runs import server_config
 from server.sglang_server import FakeSglang, serving
 from server.vllm_server import NAME
 from small_runs import merged, read_lines
-from tiny import make_model
+from tiny import expert_model, make_model
 from truestep.assemble.policy import join_ranks, make_policy
 from truestep.config.schema import Config
 from truestep.policy.policy import Policy
@@ -55,16 +55,6 @@ def config_of(model: Path, parallel: dict[str, int]) -> dict[str, Any]:
         "parallel": parallel,
         "checkpoint": {"directory": "none"},
     }
-
-
-def expert_model(directory: Path) -> Path:
-    config = Qwen3MoeConfig(
-        vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, max_position_embeddings=256, pad_token_id=7,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    Qwen3MoeForCausalLM(config).save_pretrained(directory)
-    return directory
 
 
 def publish(config: dict[str, Any], folder: str) -> None:

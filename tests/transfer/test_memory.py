@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tiny import make_model
+from tiny import expert_model, make_model
 from truestep.policy.loading.load import load_policy
 from truestep.policy.save import save_policy, stream_tensors
 from truestep.sampler.server.sync import Publisher, Wanted, WeightsDirectory
@@ -207,16 +206,6 @@ def test_memory_of_a_killed_trainer_is_freed_by_the_next_and_a_living_one_s_is_n
     process.join()
     SharedMemory(tmp_path).close()
     assert not list(tmp_path.iterdir())
-
-
-def expert_model(directory: Path) -> Path:
-    config = Qwen3MoeConfig(
-        vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, max_position_embeddings=256, pad_token_id=7,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    Qwen3MoeForCausalLM(config).save_pretrained(directory)
-    return directory
 
 
 @pytest.mark.parametrize("kind", ["qwen3_tied", "llama", "experts"])
