@@ -49,6 +49,49 @@ def test_products(columns: int, terms: int, dtype: torch.dtype, device: torch.de
     )
 
 
+def test_a_tile_with_other_bits_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = use("kernels", monkeypatch)
+    from truestep.exact import kernels
+
+    computed, common = kernels._computed, kernels._COMMON
+    odd = kernels._TILES[-1][1]
+
+    def planted(a: torch.Tensor, b: torch.Tensor, bias: Any, dtype: torch.dtype, tile: dict[str, int]) -> torch.Tensor:
+        result = computed(a, b, bias, dtype, tile if tile is odd else common)
+        if tile is odd:
+            result[3, 5] = torch.nextafter(result[3, 5], result[3, 5] + 1)
+        return result
+
+    monkeypatch.setattr(kernels, "_computed", planted)
+    try:
+        kernels.tiles.cache_clear()
+        assert kernels.tiles(HALF, device) == kernels._TILES[:-1]
+        monkeypatch.setattr(kernels, "_same", lambda *_: False)
+        kernels.tiles.cache_clear()
+        assert [tile for _, tile in kernels.tiles(HALF, device)] == [common]
+        for rows in (1, 100, 5000):
+            assert kernels._tile_for(rows, 64, HALF, device) is common
+    finally:
+        kernels.tiles.cache_clear()
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65, 300, 5000])
+def test_few_rows_have_small_tiles(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    use("kernels", monkeypatch)
+    from truestep.exact import kernels
+
+    monkeypatch.setattr(kernels, "tiles", lambda *_: kernels._TILES)
+    monkeypatch.setattr(kernels, "_processors", lambda _: 132)
+    device = torch.device("cpu")
+    areas = []
+    for columns in (64, 1024, 6144, 150_000):
+        tile = kernels._tile_for(rows, columns, torch.bfloat16, device)
+        areas.append(tile["BLOCK_M"] * tile["BLOCK_N"])
+        assert rows > 64 or tile["BLOCK_M"] == 64
+        assert areas[-1] == 64 * 16 or kernels._programs(tile, rows, columns) >= 92
+    assert areas == sorted(areas)
+
+
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
 @pytest.mark.parametrize("terms", [5, 64, 3000])
 def test_sums(terms: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -32,6 +32,8 @@ from truestep.ranks.place import find_place
 from truestep.ranks.processes import Activity, Identity
 
 TIMEOUT = 0.7
+# Of runs that must not be ended: a busy machine may leave a process without a turn for some seconds.
+LONG_TIMEOUT = 5.0
 Model = Callable[[str], Path]
 
 
@@ -78,16 +80,17 @@ def slow_config(what: str, directory: Path, timeout: float) -> dict[str, Any]:
 # What is slowed, its phase, and the seconds of each of its pieces: a layer of one micro-batch, a forward pass of a
 # layer while a token is sampled, a tensor written, a tensor read.
 SLOW = [
-    ("step", "computing step 1", 0.38),
-    ("evaluation", "evaluating after step 0", 0.06),
-    ("save", "saving after step 1", 0.011),
-    ("load", "loading the model", 0.13),
+    ("step", "computing step 1", 2.7),
+    ("evaluation", "evaluating after step 0", 0.43),
+    ("save", "saving after step 1", 0.08),
+    ("load", "loading the model", 0.93),
 ]
 
 
+@pytest.mark.long
 def test_what_takes_ten_times_the_timeout_passes(tmp_path: Path) -> None:
     """All four at a time, since they sleep. Each is without a sign of life for less than the timeout alone."""
-    runs = {what: slow_config(what, tmp_path / what, TIMEOUT) for what, _, _ in SLOW}
+    runs = {what: slow_config(what, tmp_path / what, LONG_TIMEOUT) for what, _, _ in SLOW}
     started = [Started(2, train_slowly, runs[what], what, seconds, str(tmp_path)) for what, _, seconds in SLOW]
     try:
         ended = [one.wait() for one in started]
@@ -97,7 +100,7 @@ def test_what_takes_ten_times_the_timeout_passes(tmp_path: Path) -> None:
             one.end()
     for what, phase, _ in SLOW:
         spans = dict(json.loads((tmp_path / f"{what}.json").read_text(encoding="utf-8")))
-        assert spans[phase] >= 10 * TIMEOUT, (what, spans)
+        assert spans[phase] >= 10 * LONG_TIMEOUT, (what, spans)
 
 
 STILL = [

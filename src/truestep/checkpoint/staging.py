@@ -8,6 +8,7 @@ import torch
 
 from truestep import progress
 from truestep.policy.tensor_parts import TensorPart
+from truestep.policy.weights.host import zeros_on_host
 
 _ALIGNED = 64  # bytes
 
@@ -64,16 +65,10 @@ class Staging:
         if self._room.nbytes >= size and self._pinned >= pinned:
             return
         self.close()
-        self._room = torch.empty(size, dtype=torch.uint8)
-        if pinned and size:
-            # torch's own pinned memory comes in powers of two, which would be up to twice what is needed.
-            failed = torch.cuda.cudart().cudaHostRegister(self._room.data_ptr(), size, 0)
-            self._pinned = not int(failed)  # pageable memory does as well, if slower
+        self._room, self._pinned = zeros_on_host((size,), torch.uint8, pinned=pinned), pinned
 
     def close(self) -> None:
         """Give the memory back; nothing may be on its way to it."""
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._room.data_ptr())
         self._room, self._pinned = torch.empty(0, dtype=torch.uint8), False
 
 

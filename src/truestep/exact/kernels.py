@@ -1,12 +1,15 @@
-"""Products and sums of rows in Triton, with tiles of one shape for every number of rows and no split of a sum.
+"""Products and sums of rows in Triton, with one order of additions for every number of rows.
 
-A tile's row is multiplied and added as every other row of it, wherever it lies. So a row has the same bits in a batch
-of one and of many thousands. Numbers of rows are not part of what is compiled.
+A tile's row is multiplied and added as every other row of it, wherever it lies, and no sum is split. So a row has the
+same bits in a batch of one and of many thousands. Few rows are cut into smaller tiles than many, so that all of the
+device has work; a tile is used only if its bits were found on this device to be those of the common one.
 
 Dimensions: M rows, N columns, K terms of a sum.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import triton
@@ -101,11 +104,58 @@ def _join_kernel(highest_pointer, total_pointer, out_pointer, parts, BLOCK: tl.c
     tl.store(out_pointer + row, top + tl.log(total))
 
 
-def tiles(dtype: torch.dtype) -> dict[str, int]:
-    """Give the one shape of tiles: nothing but the type of the numbers has a say."""
+_WIDE = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}  # in float32
+_COMMON = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
+# From large to small, with the fewest rows that each is for.
+_TILES: tuple[tuple[int, dict[str, int]], ...] = (
+    (2048, {"BLOCK_M": 256, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}),
+    (65, _COMMON),
+    (1, {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}),
+    (1, {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 5}),
+    (1, {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 8}),
+    (1, {"BLOCK_M": 64, "BLOCK_N": 16, "BLOCK_K": 128, "num_warps": 4, "num_stages": 6}),
+)
+_BUSY = 0.7  # of the device's processors, at least: else the next smaller tile
+_PROBED = (192, 256, 1088)  # rows, columns and terms of what tiles are compared on
+
+
+def _programs(tile: dict[str, int], rows: int, columns: int) -> int:
+    return triton.cdiv(rows, tile["BLOCK_M"]) * triton.cdiv(columns, tile["BLOCK_N"])
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@cache
+def tiles(dtype: torch.dtype, device: torch.device) -> tuple[tuple[int, dict[str, int]], ...]:
+    """Find the tiles of which every result has the common tile's bits on this device."""
     if dtype == torch.float32:
-        return {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}
-    return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
+        return ((1, _WIDE),)
+    rows, columns, terms = _PROBED
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = (
+        torch.randn(count, terms, generator=generator, device=device, dtype=torch.float32).to(dtype)
+        for count in (rows, columns)
+    )
+    right = _computed(a, b, None, torch.float32, _COMMON)
+    return tuple((fewest, tile) for fewest, tile in _TILES if tile is _COMMON or _same(tile, a, b, right))
+
+
+def _same(tile: dict[str, int], a: torch.Tensor, b: torch.Tensor, right: torch.Tensor) -> bool:
+    try:
+        return torch.equal(_computed(a, b, None, torch.float32, tile), right)
+    except triton.runtime.errors.OutOfResources:  # of a smaller card's shared memory
+        return False
+
+
+def _tile_for(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+    """Choose the largest tile that keeps the device busy."""
+    fitting = [tile for fewest, tile in tiles(dtype, device) if rows >= fewest]
+    busy = _BUSY * _processors(device)
+    smallest = fitting[-1] if fitting else _COMMON
+    return next((tile for tile in fitting if _programs(tile, rows, columns) >= busy), smallest)
 
 
 def product(
@@ -115,19 +165,23 @@ def product(
     a = aligned(a)
     if b.stride(1) != 1 or b.data_ptr() % 16:
         b = b.contiguous()
+    tile = _tile_for(len(a), len(b), a.dtype, a.device)
+    return _computed(a, b, bias, dtype or a.dtype, tile)
+
+
+def _computed(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, tile: dict[str, int]
+) -> torch.Tensor:
     (rows, terms), columns = a.shape, b.shape[0]
-    out = torch.empty(rows, columns, dtype=dtype or a.dtype, device=a.device)
-    if not out.numel():
-        return out
-    shape = tiles(a.dtype)
-    programs = triton.cdiv(rows, shape["BLOCK_M"]) * triton.cdiv(columns, shape["BLOCK_N"])
-    _product_kernel[(programs,)](
-        *(a, b, a if bias is None else bias.contiguous(), out, rows, columns, terms, b.stride(0)),
-        BIAS=bias is not None,
-        EVEN=terms % shape["BLOCK_K"] == 0,
-        GROUP=_GROUP,
-        **shape,
-    )
+    out = torch.empty(rows, columns, dtype=dtype, device=a.device)
+    if out.numel():
+        _product_kernel[(_programs(tile, rows, columns),)](
+            *(a, b, a if bias is None else bias.contiguous(), out, rows, columns, terms, b.stride(0)),
+            BIAS=bias is not None,
+            EVEN=terms % tile["BLOCK_K"] == 0,
+            GROUP=_GROUP,
+            **tile,
+        )
     return out
 
 

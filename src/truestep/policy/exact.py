@@ -96,7 +96,7 @@ def _compiled(layer: Any) -> Callable[..., Any]:
 
     def forward(*arguments: Any, **options: Any) -> Any:
         # Torch compiles nothing within `Exactly`. What is compiled is exact by itself, and what is not must not run.
-        with by_itself(), torch._dynamo.config.patch(_REFUSALS):
+        with by_itself():
             return compute(*arguments, **options)
 
     return forward
@@ -107,7 +107,7 @@ def exactly(model: Any) -> Iterator[None]:
     """Have the model attend exactly, and its layers run compiled where `compile_exactly` says so."""
     compiled = _COMPILED.get(model, {})
     before = {layer: layer.forward for layer in compiled}
-    with attention.using(model, NAME):
+    with attention.using(model, NAME), torch._dynamo.config.patch(_REFUSALS):
         try:
             for layer, forward in compiled.items():
                 layer.forward = forward

@@ -5,7 +5,7 @@ They take the place of those that the step's forward pass finds, in losses and m
 the forward pass's.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ import torch
 from truestep.head.exact import exact_logprobs, exact_raw_logits
 from truestep.policy.exact import documents_hidden, exactly
 from truestep.policy.policy import Policy
-from truestep.types import Rollout
+from truestep.types import Rollout, sent
 
 _LOGITS_BYTES = 512 * 2**20  # of raw logits that exist at a time
 
@@ -30,20 +30,36 @@ def score_exactly(
             members = [index for index in micro_batch if documents[index].num_labels]
             if members:
                 hidden = documents_hidden(policy, [documents[index].input_ids for index in members])
-                for index, states in zip(members, hidden, strict=True):
-                    found[index] = _logprobs(policy, documents[index], states)
+                found |= _logprobs(policy, {index: documents[index] for index in members}, hidden)
     return found
 
 
-def _logprobs(policy: Policy, document: Rollout, hidden: torch.Tensor) -> torch.Tensor:  # [tokens, H] -> [labels]
+def _logprobs(
+    policy: Policy,
+    documents: Mapping[int, Rollout],
+    hidden: Sequence[torch.Tensor],  # [tokens, H] of each
+) -> dict[int, torch.Tensor]:
     weight, head = policy.head_weight, policy.head
-    places = np.flatnonzero(document.loss_mask)
-    rows, labels = (torch.from_numpy(values).to(policy.device) for values in (places - 1, document.input_ids[places]))
-    temperature = torch.full(labels.shape, document.temperature, dtype=torch.float32, device=policy.device)
+    ends = np.cumsum([0, *(len(states) for states in hidden)])
+    places = [np.flatnonzero(document.loss_mask) for document in documents.values()]
+    counts = [len(own) for own in places]
+
+    def send(values: Sequence[np.ndarray]) -> torch.Tensor:
+        return sent(torch.from_numpy(np.concatenate(values)), policy.device)
+
+    rows = send([own - 1 + first for own, first in zip(places, ends, strict=False)])
+    labels = send([document.input_ids[own] for document, own in zip(documents.values(), places, strict=True)])
+    temperature = send(
+        [
+            np.full(count, document.temperature, dtype=np.float32)
+            for document, count in zip(documents.values(), counts, strict=True)
+        ]
+    )
+    states = torch.cat(list(hidden))
     each = max(1, _LOGITS_BYTES // (4 * weight.shape[0]))
     parts = []
     for first in range(0, len(labels), each):
         part = slice(first, first + each)
-        raw = exact_raw_logits(hidden[rows[part]], weight, head.fp32)
+        raw = exact_raw_logits(states[rows[part]], weight, head.fp32)
         parts.append(exact_logprobs(raw, labels[part], temperature[part], head))
-    return torch.cat(parts)
+    return dict(zip(documents, torch.cat(parts).split(counts), strict=True))

@@ -82,21 +82,20 @@ def compile_draw(kind: str, capped: bool, cut: bool) -> None:
 
 
 def compile_exact_product(kind: str, even: bool, bias: bool) -> None:
-    import torch
-
-    shape = exact_kernels.tiles({"bf16": torch.bfloat16, "fp32": torch.float32}[kind])
-    tile = {name: size for name, size in shape.items() if name.startswith("BLOCK")}
     typed = dict.fromkeys(("a_pointer", "b_pointer", "bias_pointer", "c_pointer"), f"*{kind}")
-    compiled = compile_kernel(
-        exact_kernels._product_kernel,
-        tile | {"BIAS": bias, "EVEN": even, "GROUP": exact_kernels._GROUP},
-        typed,
-        num_warps=shape["num_warps"],
-        num_stages=shape["num_stages"],
-    )
-    assert compiled.metadata.shared <= 227 * 1024, "what a block of threads may have"
-    if kind == "bf16":
-        assert "wgmma" in compiled.asm["ptx"], "the tensor cores of a Hopper GPU at their full rate"
+    shapes = [exact_kernels._WIDE] if kind == "fp32" else [shape for _, shape in exact_kernels._TILES]
+    for shape in shapes:
+        tile = {name: size for name, size in shape.items() if name.startswith("BLOCK")}
+        compiled = compile_kernel(
+            exact_kernels._product_kernel,
+            tile | {"BIAS": bias, "EVEN": even, "GROUP": exact_kernels._GROUP},
+            typed,
+            num_warps=shape["num_warps"],
+            num_stages=shape["num_stages"],
+        )
+        assert compiled.metadata.shared <= 227 * 1024, "what a block of threads may have"
+        if kind == "bf16":
+            assert "wgmma" in compiled.asm["ptx"], "the tensor cores of a Hopper GPU at their full rate"
 
 
 def compile_exact_rows(block: int) -> None:

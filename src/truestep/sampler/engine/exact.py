@@ -26,9 +26,13 @@ log = logging.getLogger(__name__)
 Pools = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
 
 
+_PIECE_TOKENS = 8192  # of prompts in a step: no CUDA graph has them, so few large passes cost the host least
+
+
 def exact_device(device: Device) -> Device:
     """Give the device as it computes exactly."""
-    return replace(device, page_size=page_of(device.place), compiles=False, fused=False)
+    pieces = max(_PIECE_TOKENS, device.piece_tokens)
+    return replace(device, page_size=page_of(device.place), piece_tokens=pieces, compiles=False, fused=False)
 
 
 def pools_of(
