@@ -28,7 +28,8 @@ from truestep.losses.label_losses import Grpo
 from truestep.losses.objective import Denominator, Objective
 from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
-from truestep.ranks.group import Layout, Ranks, join
+from truestep.ranks.axes import RankLayout
+from truestep.ranks.group import Ranks, join
 from truestep.step.clipping import clip_gradients, gradient_norm
 from truestep.step.optimizer import make_adamw, update
 from truestep.step.optimizers.adamw import AdamWOptions
@@ -123,7 +124,7 @@ def arithmetic(policy: Policy, given: argparse.Namespace, ranks: Ranks) -> dict[
 
 def main() -> None:
     given = options()
-    ranks = join(Layout(data_replicate=given.data_replicate), device=given.device, stall_timeout=600)
+    ranks = join(RankLayout(data_replicate=given.data_replicate), device=given.device, stall_timeout=600)
     policy = make_policy(given, ranks)
     even = policy.facts.even_length
     documents = make_documents(given, ranks)
