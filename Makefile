@@ -99,7 +99,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . pytest # `truestep init` writes a test
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . pytest pytest-timeout # `truestep init` writes a test
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from truestep.config.schema import Config
 from truestep.demo import run as demo
 from truestep.files import read_json_lines
 from truestep.train import train
@@ -18,6 +21,22 @@ def test_the_demo_learns_to_sort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     outcome = demo.run(Path("runs/demo"), 0, Console(file=io.StringIO()))
     assert outcome.before < 0.5 and outcome.after >= 0.9
     assert "<html" in outcome.page.read_text(encoding="utf-8")
+
+
+def test_a_stop_in_the_warm_up_ends_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+
+    def stopped(config: Config, console: Console, title: str) -> SimpleNamespace:
+        begun.append(title)
+        return SimpleNamespace(stopped_by=signal.SIGINT)
+
+    monkeypatch.setattr(demo, "train", stopped)
+    said = io.StringIO()
+    with pytest.raises(SystemExit) as ended:
+        demo.run(tmp_path / "demo", 0, Console(file=said))
+    assert begun == ["warm-up"] and ended.value.code == 130
+    again = f"truestep train {tmp_path / 'demo' / 'warm-up.yaml'} goes on with this part"
+    assert "begins it anew" in said.getvalue() and again in said.getvalue()
 
 
 @pytest.mark.long

@@ -50,7 +50,7 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
             # A file where a directory should be, no permission, a full disk.
             _fail(f"{error.filename}: {error.strerror}")
         except KeyboardInterrupt:
-            click.echo("stopped", err=True)
+            click.echo("stopped; the same command starts again", err=True)
             sys.exit(130)
 
     return guarded

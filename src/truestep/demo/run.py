@@ -5,6 +5,7 @@ Both phases go through the trainer that a real run uses; only the model and the 
 
 import itertools
 import random
+import shlex
 import shutil
 import time
 from collections.abc import Iterable, Sequence
@@ -110,8 +111,18 @@ def _title(phase: Path) -> str:
 def _train(phase: Path, model: Path, output: Path, seed: int, console: Console) -> Trainer:
     title, config = _title(phase), phase_config(phase, model, output, seed)
     console.print(Rule(phase.read_text(encoding="utf-8").splitlines()[0].removeprefix("# "), style="dim"))
-    write_whole(output / f"{title}.yaml", dump_config(config).encode())  # `truestep train` on it is the same run
-    return train(config, console, title)
+    file = output / f"{title}.yaml"
+    write_whole(file, dump_config(config).encode())  # `truestep train` on it is the same run
+    trainer = train(config, console, title)
+    if trainer.stopped_by is not None:  # the next phase would begin
+        again = shlex.join(["truestep", "train", str(file)])
+        console.print(
+            f"the demo is stopped. truestep demo begins it anew; {escape(again)} goes on with this part alone",
+            highlight=False,
+            soft_wrap=True,
+        )
+        raise SystemExit(128 + trainer.stopped_by)
+    return trainer
 
 
 def _show(run_directory: Path, output: Path, console: Console, seconds: float) -> Outcome:

@@ -13,7 +13,8 @@ CHARACTER = 7.0
 
 CSS = """
 .card{fill:var(--card)}
-text{font:13px FONT;fill:var(--muted);font-variant-numeric:tabular-nums}
+text{font:13px FONT;fill:var(--muted);font-variant-numeric:tabular-nums;
+paint-order:stroke;stroke:var(--card);stroke-width:3}
 .title{font-size:16px;font-weight:600;fill:var(--text)}
 .strong{fill:var(--text)}
 .wrong{fill:var(--bad);font-weight:600}
