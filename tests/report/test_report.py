@@ -222,6 +222,15 @@ def test_page_of_a_healthy_run(tmp_path: Path) -> None:
     assert any("seed: 7" in text for text in page.inside("pre"))
 
 
+def test_links_stand_in_the_order_of_the_parts(tmp_path: Path) -> None:
+    write_report([make_run(tmp_path / "first")], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    links = re.findall(r'<a href="#([^"]+)">', page)
+    assert {"evaluations", "numbers", "configuration"} < set(links)
+    places = [page.index(f'id="{link}"') for link in links]
+    assert places == sorted(places)
+
+
 def test_axes_are_documents_steps_and_time(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path / "first"))
     assert [axis["name"] for axis in page.payload["axes"]] == ["documents", "step", "clock"]

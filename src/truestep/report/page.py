@@ -51,18 +51,20 @@ def page_html(paths: Sequence[Path], title: str | None = None) -> str:
     }
     drawn = [chart for charts in groups.values() for chart in charts if chart.constant is None]
     payload = Payload(runs, drawn)
-    rollouts, examples, configs = rollouts_html(runs), examples_html(runs), _configs(runs)
+    parts = {
+        "Rollouts": rollouts_html(runs),
+        "Evaluations": examples_html(runs),
+        "Numbers": numbers_html(runs),
+        "Configuration": _configs(runs),
+    }
     sections = [
         _header(runs, title),
         _tiles(runs[0]) if len(runs) == 1 else _comparison(runs),
         _health(runs),
-        _bar(runs, groups, (rollouts, examples, configs)),
+        _bar(runs, groups, parts),
         *(_group_html(group, charts, drawn) for group, charts in groups.items()),
         _absent(groups) if any(groups.values()) else "",
-        rollouts,
-        examples,
-        numbers_html(runs),
-        configs,
+        *parts.values(),
     ]
     return "".join(
         [
@@ -168,15 +170,15 @@ def _health(runs: Sequence[Run]) -> str:
     return html + "</div>\n"
 
 
-def _bar(runs: Sequence[Run], groups: Mapping[str, Sequence[Chart]], others: Sequence[str]) -> str:
+def _bar(runs: Sequence[Run], groups: Mapping[str, Sequence[Chart]], parts: Mapping[str, str]) -> str:
     """Write the bar that stays in sight: links to the page's parts, the legend of the runs, a place for switches."""
     if not any(groups.values()):
         empty = '<p class="card empty">Nothing to draw: no step and no evaluation has been logged.</p>'
         return f"<h2>Charts</h2>\n{empty}\n"
     names = [title for title, charts in groups.items() if charts]
-    names += [name for name, html in zip(("Rollouts", "Evaluations", "Configuration"), others, strict=True) if html]
+    names += [name for name, html in parts.items() if html]
     links = "".join(f'<a href="#{_anchor(name)}">{escape(name)}</a>' for name in names)
-    bar = f'<nav aria-label="Parts of the page">{links}<a href="#numbers">Numbers</a></nav>'
+    bar = f'<nav aria-label="Parts of the page">{links}</nav>'
     if len(runs) > 1:
         items = "".join(f"<li>{_swatch(index)}{escape(run.name)}</li>" for index, run in enumerate(runs))
         bar += f'<ul class="legend">{items}</ul>'
