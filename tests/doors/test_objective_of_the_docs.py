@@ -56,7 +56,7 @@ def test_it_passes_verify(config: Config) -> None:
     assert len(verdicts) == 3 and all(v.passed for v in verdicts), [list(complaints(v)) for v in verdicts]
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_it_learns_the_task_of_the_demo_from_outside_the_repository(tmp_path: Path) -> None:
     """A directory with a package, configurations and data, and commands as a user types them. The run ends as the demo
     does, which differs in the loss alone; what `verify` says of it is above, and of the same loss in test_verify."""

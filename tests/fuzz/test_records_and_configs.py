@@ -28,7 +28,7 @@ CHECKS = [
     Checks(Needs(True, True, "none"), 61),
     Checks(Needs(False, False, "none")),
 ]
-LENGTHS = [pytest.param(2_000, id="short"), pytest.param(100_000, id="whole", marks=pytest.mark.long)]
+LENGTHS = [pytest.param(2_000, id="short"), pytest.param(100_000, id="whole", marks=pytest.mark.release)]
 BASES = [make_records(seed, documents=12, advantages=kind) for seed, kind in enumerate(("given", "rewards", "none"))]
 
 
@@ -77,7 +77,7 @@ def test_mutated_lines(count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "count", [pytest.param(60, id="short"), pytest.param(2000, id="whole", marks=pytest.mark.long)]
+    "count", [pytest.param(60, id="short"), pytest.param(2000, id="whole", marks=pytest.mark.release)]
 )
 def test_mutated_files_of_records(count: int, tmp_path: Path) -> None:
     """Whole JSONL and Parquet files, their headers and the names of their columns included."""
@@ -110,7 +110,7 @@ class Words:
 
 
 @pytest.mark.parametrize(
-    "count", [pytest.param(300, id="short"), pytest.param(10_000, id="whole", marks=pytest.mark.long)]
+    "count", [pytest.param(300, id="short"), pytest.param(10_000, id="whole", marks=pytest.mark.release)]
 )
 def test_mutated_prompts(count: int, tmp_path: Path) -> None:
     draw = random.Random(4)
@@ -134,7 +134,7 @@ def test_mutated_prompts(count: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "count", [pytest.param(150, id="short"), pytest.param(10_000, id="whole", marks=pytest.mark.long)]
+    "count", [pytest.param(150, id="short"), pytest.param(10_000, id="whole", marks=pytest.mark.release)]
 )
 def test_mutated_configs(count: int, tmp_path: Path) -> None:
     """Every option in some of the files, one section beside the model and the data in the others. Reading YAML is most

@@ -32,7 +32,7 @@ def test_every_loss_under_every_product_of_four_ranks(kind: str, tiny_model: Mod
     check_losses(4, kind, OF_FOUR, tiny_model, tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.parametrize("kind", ["llama", "qwen3_tied", "gemma2"])
 def test_products_of_eight_ranks(kind: str, tiny_model: Model, tmp_path: Path) -> None:
     """A loss of labels and one of whole documents, to save time: the others go through the products of four above."""

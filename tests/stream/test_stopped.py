@@ -106,7 +106,7 @@ def parts_config(model: Path, rollouts: Path, run: Path, sections: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    "names", [list(PART_CASES)[:3], pytest.param(list(PART_CASES)[3:], marks=pytest.mark.long)], ids=["some", "others"]
+    "names", [list(PART_CASES)[:3], pytest.param(list(PART_CASES)[3:], marks=pytest.mark.release)], ids=["some", "others"]
 )
 def test_stopped_with_parts_of_their_own(names: list[str], tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     """Files of which each rank reads a part: a stopped run and the one behind it write what an unbroken one does."""
@@ -134,7 +134,7 @@ def test_stopped_with_parts_of_their_own(names: list[str], tiny_model: Callable[
         assert set(times.values()) == {updates}, name
 
 
-@pytest.mark.parametrize("names", [_SHORT, pytest.param(list(CASES)[3:], marks=pytest.mark.long)])
+@pytest.mark.parametrize("names", [_SHORT, pytest.param(list(CASES)[3:], marks=pytest.mark.release)])
 @needs_redis
 def test_stopped_on_redis(
     names: list[str], redis_server: RedisServer, tiny_model: Callable[[str], Path], tmp_path: Path
@@ -154,7 +154,7 @@ def test_stopped_on_redis(
         assert redis_server.events(f"s{number}:events")[-1]["event"] == "training_finished"
 
 
-@pytest.mark.parametrize("names", [_SHORT, pytest.param(list(CASES)[3:], marks=pytest.mark.long)])
+@pytest.mark.parametrize("names", [_SHORT, pytest.param(list(CASES)[3:], marks=pytest.mark.release)])
 def test_stopped_on_a_watched_directory(names: list[str], tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     model, configs, senders = tiny_model("llama"), [], []
     for number, name in enumerate(names):

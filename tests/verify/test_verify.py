@@ -153,8 +153,13 @@ def test_adapters_pass_under_every_layout(examples: Path, tmp_path: Path) -> Non
     check_proof(tmp_path / "out")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", sorted(EVERY_LOSS - {"grpo"}))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name in ("custom", "gspo") else pytest.mark.release)
+        for name in sorted(EVERY_LOSS - {"grpo"})
+    ],
+)
 def test_every_example_passes_under_every_layout(name: str, examples: Path, tmp_path: Path) -> None:
     """Each loss, a user's own, corrections, recomputed log-probs and a reference; the test above has `grpo`.
 
@@ -166,8 +171,9 @@ def test_every_example_passes_under_every_layout(name: str, examples: Path, tmp_
     check_proof(tmp_path / "out")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["gspo", "gmpo"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("gspo", marks=pytest.mark.long), pytest.param("gmpo", marks=pytest.mark.release)]
+)
 def test_examples_pass_over_eight_ranks(name: str, examples: Path) -> None:
     config = load_config(examples / f"{name}.yaml")
     verdicts = verify(config, Path("out"), most_ranks=8, only=lambda layout: layout.ranks == 8)
