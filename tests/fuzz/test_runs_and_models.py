@@ -137,7 +137,9 @@ def test_damaged_run_directories(
     assert memory() - held < 200
 
 
-@pytest.mark.parametrize("count", [pytest.param(6, id="short"), pytest.param(60, id="whole", marks=pytest.mark.release)])
+@pytest.mark.parametrize(
+    "count", [pytest.param(6, id="short"), pytest.param(60, id="whole", marks=pytest.mark.release)]
+)
 def test_damaged_runs_are_resumed_or_refused(count: int, tiny_model: Model, tmp_path: Path) -> None:
     """The whole command: what the checkpoint does not need costs nothing, and damage of the checkpoint is named. The
     run goes on from the one before, where there is one."""
@@ -169,7 +171,9 @@ def test_damaged_runs_are_resumed_or_refused(count: int, tiny_model: Model, tmp_
         shutil.copytree(whole, run)
 
 
-@pytest.mark.parametrize("count", [pytest.param(25, id="short"), pytest.param(400, id="whole", marks=pytest.mark.release)])
+@pytest.mark.parametrize(
+    "count", [pytest.param(25, id="short"), pytest.param(400, id="whole", marks=pytest.mark.release)]
+)
 def test_odd_model_directories(count: int, tmp_path: Path) -> None:
     model, draw = tokenised_model(tmp_path / "model", "qwen3"), random.Random(8)
     files = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()}
