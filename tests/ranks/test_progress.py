@@ -33,7 +33,7 @@ from truestep.ranks.processes import Activity, Identity
 
 TIMEOUT = 0.7
 # Of runs that must not be ended: a busy machine may leave a process without a turn for some seconds.
-LONG_TIMEOUT = 5.0
+LONG_TIMEOUT = 6.0
 Model = Callable[[str], Path]
 
 
@@ -66,13 +66,13 @@ def slow_config(what: str, directory: Path, timeout: float) -> dict[str, Any]:
     sections: dict[str, Any] = {"schedule": {"stall_timeout": timeout, "steps": 1}, "checkpoint": {"every": 0}}
     if what == "evaluation":
         model = word_model(directory / "model")
-        prompts = write_lines(directory / "prompts.jsonl", sort_prompts(8))
+        prompts = write_lines(directory / "prompts.jsonl", sort_prompts(40))
         evaluation = {"prompts": str(prompts), "reward": "plain_rewards:digit_reward", "max_new_tokens": 8}
         records = [{"input_ids": [2, 3, 4], "prompt_length": 1, "logprobs": [-1.0, -1.0], "advantage": 1.0}] * 14
         write_lines(directory / "rollouts.jsonl", [record | {"id": str(n)} for n, record in enumerate(records)])
         sections |= {"evaluation": evaluation | {"every": 5, "batch_size": 1}}
     else:
-        model = make_model(directory / "model", "llama", num_hidden_layers=20)
+        model = make_model(directory / "model", "llama", num_hidden_layers=40)
         sections |= {"data": {"tokens_per_microbatch": 400}}
     return config(model, directory / "rollouts.jsonl", directory / "run", **sections)
 
@@ -80,10 +80,10 @@ def slow_config(what: str, directory: Path, timeout: float) -> dict[str, Any]:
 # What is slowed, its phase, and the seconds of each of its pieces: a layer of one micro-batch, a forward pass of a
 # layer while a token is sampled, a tensor written, a tensor read.
 SLOW = [
-    ("step", "computing step 1", 2.7),
-    ("evaluation", "evaluating after step 0", 0.43),
-    ("save", "saving after step 1", 0.08),
-    ("load", "loading the model", 0.93),
+    ("step", "computing step 1", 1.6),
+    ("evaluation", "evaluating after step 0", 0.12),
+    ("save", "saving after step 1", 0.046),
+    ("load", "loading the model", 0.6),
 ]
 
 
