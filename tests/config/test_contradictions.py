@@ -217,14 +217,21 @@ CASES = [
         "budget",
     ),
     (
-        sampled() + "parallel: {tensor: 2}\n",
-        "5, run.yaml:4: parallel.tensor: 2 leaves no rank a whole model to sample with: set sampler.type: server, "
-        "remove sampler (and train on data.path or data.source), or set parallel.tensor: 1",
+        sampled() + "parallel: {pipeline: 2}\n",
+        "5, run.yaml:4: parallel.pipeline: 2 leaves no rank all layers to sample with: set sampler.type: server, "
+        "remove sampler (and train on data.path or data.source), or set parallel.pipeline: 1 (sampling works with "
+        "parallel.tensor)",
     ),
     (
         MODEL + "evaluation: {prompts: p, reward: r}\nparallel: {pipeline: 4}\n",
-        "3, run.yaml:2: parallel.pipeline: 4 leaves no rank a whole model to generate with: remove evaluation, set "
-        "evaluation.servers: true with servers that sample, or set parallel.pipeline: 1",
+        "3, run.yaml:2: parallel.pipeline: 4 leaves no rank all layers to generate with: remove evaluation, set "
+        "evaluation.servers: true with servers that sample, or set parallel.pipeline: 1 (generating works with "
+        "parallel.tensor)",
+    ),
+    (
+        sampled().replace("reward: r", "reward: r, exact: true") + "parallel: {tensor: 2}\n",
+        "4, run.yaml:5: sampler.exact: true adds up products in one order, and parallel.tensor: 2 adds them up over "
+        "ranks: leave out sampler.exact, or set parallel.tensor: 1",
     ),
     (
         sampled() + "evaluation: {prompts: p, servers: true}\n",

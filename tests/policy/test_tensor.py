@@ -20,7 +20,7 @@ from truestep.policy.errors import ModelError
 from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
 from truestep.ranks.axes import RankError, RankLayout
-from truestep.ranks.exchange import gather_same, gather_tokens, sum_to_own_tokens
+from truestep.ranks.exchange import TokenExchange, gather_parts, gather_same, gather_tokens, sum_to_own_tokens
 from truestep.ranks.group import Ranks, join
 
 
@@ -110,6 +110,15 @@ def exchange(dtype: torch.dtype) -> None:
     exact = inputs.double().sum(0)[:, mine]
     assert torch.equal(summed, exact.to(dtype)) if dtype == torch.bfloat16 else torch.allclose(summed.double(), exact)
     assert torch.equal(part.grad[:, :4], weights[0, :, :4])
+
+    between = TokenExchange(group)
+    with between.everywhere():
+        assert between.gather(whole) is whole, "all tokens are here already"
+        everywhere = between.sum(inputs[rank])
+    exact = inputs.double().sum(0).to(dtype)
+    assert torch.equal(everywhere, exact) if dtype == torch.bfloat16 else torch.allclose(everywhere, exact)
+    assert (gather_parts(everywhere, group) == everywhere).all(), "to the same bits on every rank"
+    assert torch.equal(between.gather(own), whole) and torch.equal(between.sum(part), summed), "as before it"
 
     own = inputs[rank, 0, mine].clone().requires_grad_()
     same = gather_same(own, group)

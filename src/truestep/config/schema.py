@@ -220,6 +220,11 @@ def _exact(config: "Config") -> Iterator[str]:
         return
     if not sampler.engine:
         yield "sampler.exact: true is computed by the engine: leave out sampler.engine: false"
+    if config.parallel.tensor > 1:
+        yield (
+            f"sampler.exact: true adds up products in one order, and parallel.tensor: {config.parallel.tensor} adds "
+            "them up over ranks: leave out sampler.exact, or set parallel.tensor: 1"
+        )
 
 
 def _advantages(config: "Config") -> Iterator[str]:
@@ -331,20 +336,20 @@ def _learning_rate(config: "Config") -> Iterator[str]:
 
 
 def _ranks(config: "Config") -> Iterator[str]:
-    """Sampling in process and evaluation decode with whole layers."""
-    parallel = config.parallel
-    for name, ranks in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline)):
-        if ranks > 1 and config.sampler is not None and config.sampler.type == "in_process":
-            yield (
-                f"parallel.{name}: {ranks} leaves no rank a whole model to sample with: set sampler.type: server, "
-                f"remove sampler (and train on data.path or data.source), or set parallel.{name}: 1"
-            )
-        evaluation = config.evaluation
-        if ranks > 1 and evaluation is not None and evaluation.prompts is not None and not evaluation.servers:
-            yield (
-                f"parallel.{name}: {ranks} leaves no rank a whole model to generate with: remove evaluation, set "
-                f"evaluation.servers: true with servers that sample, or set parallel.{name}: 1"
-            )
+    """Sampling in process and evaluation decode with all layers."""
+    parallel, evaluation = config.parallel, config.evaluation
+    if parallel.pipeline > 1 and config.sampler is not None and config.sampler.type == "in_process":
+        yield (
+            f"parallel.pipeline: {parallel.pipeline} leaves no rank all layers to sample with: set sampler.type: "
+            "server, remove sampler (and train on data.path or data.source), or set parallel.pipeline: 1 (sampling "
+            "works with parallel.tensor)"
+        )
+    if parallel.pipeline > 1 and evaluation is not None and evaluation.prompts is not None and not evaluation.servers:
+        yield (
+            f"parallel.pipeline: {parallel.pipeline} leaves no rank all layers to generate with: remove evaluation, "
+            "set evaluation.servers: true with servers that sample, or set parallel.pipeline: 1 (generating works "
+            "with parallel.tensor)"
+        )
     if parallel.stages_per_rank > 1 and parallel.pipeline == 1:
         yield "parallel.stages_per_rank is for pipelines: it needs parallel.pipeline > 1"
     if config.model.compile and parallel.tensor > 1:

@@ -1,7 +1,8 @@
 """The head with its weight sharded by rows over a process group: collectives only.
 
 Every rank computes the statistics of its own slice of the vocabulary, with whatever passes serve there; three numbers a
-row are exchanged, and each rank has those of the whole vocabulary. No rank ever holds another's logits.
+row are exchanged, and each rank has those of the whole vocabulary. No rank holds another's logits, but of the few rows
+that it samples from.
 
 Dimensions: C rows of a chunk, R ranks.
 """
@@ -11,9 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 
 from truestep.head.logits import Rows
 from truestep.head.passes import Gradient, HeadPasses
+from truestep.ranks.exchange import gather_parts, least
 from truestep.types import Coefficients, RowStatistics
 
 
@@ -35,9 +38,16 @@ class VocabularyShard:
 
     def least(self, value: int, device: torch.device) -> int:
         """Find the least of the ranks' values, on every rank."""
-        values = torch.tensor(value, device=device)
-        dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self.group)
-        return int(values)
+        return least(value, device, self.group)
+
+    def whole(self, own: torch.Tensor, vocabulary: int) -> torch.Tensor:  # [C, size] -> [C, V]
+        """Join all ranks' logits of the same rows, on every rank."""
+        most = -(-vocabulary // dist.get_world_size(self.group))  # the last rank may have fewer
+        joined = own.new_empty(len(own), vocabulary)
+        for number, part in enumerate(gather_parts(pad(own, (0, most - own.shape[1])), self.group)):
+            columns = joined[:, number * most : (number + 1) * most]
+            columns.copy_(part[:, : columns.shape[1]])
+        return joined
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from truestep.head.logits import HeadSettings
+from truestep.head.logits import HeadSettings, raw_logits
 from truestep.head.vocab_parallel import VocabularyShard
 from truestep.policy.cuts.layers import active_weights
 from truestep.policy.cuts.pieces import slice_of
@@ -21,7 +21,7 @@ from truestep.policy.model.adapter import Adapter
 from truestep.policy.model.context import Context
 from truestep.policy.model.offload import ActivationOffload
 from truestep.policy.weights.protocol import Weights
-from truestep.ranks.exchange import gather_same
+from truestep.ranks.exchange import TokenExchange, gather_same
 from truestep.ranks.pipeline import Pipeline
 from truestep.types import PackedTokens
 
@@ -76,6 +76,7 @@ class Policy:
     adapter: Adapter | None = None  # then it alone is trained
     adapts: bool = True  # False: it computes without its adapter
     activations_on_host: ActivationOffload | None = None
+    exchange: TokenExchange | None = None  # of the tensor ranks that it is cut over
 
     @property
     def device(self) -> torch.device:
@@ -121,8 +122,14 @@ class Policy:
                 hidden = packed_hidden(self.model, tokens, self.device, self.context)
             else:
                 hidden = stage_hidden(self.model, self.stages, stage, tokens, self.device, received, self.context)
-        group = self.weights.ranks.group("tensor")
-        return hidden if group is None or stage < self.pipeline.last else gather_same(hidden, group)
+        return hidden if stage < self.pipeline.last else self._all_tokens(hidden)
+
+    def hidden_alone(self, tokens: PackedTokens) -> torch.Tensor:  # [S, H]
+        """Compute what `hidden` does where context ranks may have other tokens, or none: all of these are here."""
+        return self._all_tokens(packed_hidden(self.model, tokens, self.device))
+
+    def _all_tokens(self, own: torch.Tensor) -> torch.Tensor:
+        return own if self.exchange is None else gather_same(own, self.exchange.group)
 
     def _keeping(self) -> AbstractContextManager[None]:
         """Have what is saved for a backward pass kept where it is to lie."""
@@ -133,6 +140,15 @@ class Policy:
     def without_adapter(self) -> "Policy":
         """Give the model that the adapter was put on, on the very same weights."""
         return replace(self, adapts=False)
+
+    def raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:  # [C, H] -> [C, V]
+        """Compute a few rows of the logits of the whole vocabulary, on every tensor rank; nothing has a gradient."""
+        own, shard = raw_logits(hidden, self.head_weight, self.head.fp32), self.vocabulary_shard
+        return own if shard is None else shard.whole(own, self.vocabulary_size)
+
+    def tokens_everywhere(self) -> AbstractContextManager[None]:
+        """Have tensor ranks compute all tokens together, inside, as they do while they sample."""
+        return nullcontext() if self.exchange is None else self.exchange.everywhere()
 
     def plain_attention(self) -> AbstractContextManager[None]:
         return plain_attention(self.model)

@@ -1,12 +1,13 @@
 """Exchange of tokens between ranks, with their gradients.
 
 Between attention and MLP, each of a group's ranks has a run of the micro-batch's tokens; inside them each has all
-tokens and a part of the computation.
+tokens and a part of the computation. While tensor ranks sample, each has all tokens everywhere (`TokenExchange`).
 
 Dimensions: S tokens of the micro-batch, R ranks, H hidden.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -45,6 +46,55 @@ def gather_tokens(own_tokens: torch.Tensor, group: dist.ProcessGroup) -> torch.T
 def sum_to_own_tokens(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [1, S, H] -> [1, S/R, H]
     """Sum what every rank computed, and keep this rank's tokens of it."""
     return transfer(parts, partial(_summed, group=group), partial(_gathered, group=group))
+
+
+class TokenExchange:
+    """What tensor ranks exchange before and after each half of a layer.
+
+    In training a rank has its own tokens between halves: norms and residual sums are computed, and kept, once. While
+    sampling, a rank has all tokens: they are few and nothing of them is kept, their number need not be a multiple of
+    the ranks, and one exchange takes the place of two. The model's code is the same for both."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self._everywhere = False
+
+    @contextmanager
+    def everywhere(self) -> Iterator[None]:
+        """Have every rank keep all tokens, inside: nothing has a gradient there."""
+        before, self._everywhere = self._everywhere, True
+        try:
+            yield
+        finally:
+            self._everywhere = before
+
+    def gather(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Give a half all tokens."""
+        return tokens if self._everywhere else gather_tokens(tokens, self.group)
+
+    def sum(self, parts: torch.Tensor) -> torch.Tensor:
+        """Sum what every rank computed in a half, of the tokens that this rank keeps."""
+        return sum_everywhere(parts, self.group) if self._everywhere else sum_to_own_tokens(parts, self.group)
+
+
+def sum_everywhere(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [..., S, H]
+    """Sum what every rank computed, to the same bits on each: all add up the same parts in the same order."""
+    gathered = gather_parts(parts, group)
+    return gathered.sum(0, dtype=torch.promote_types(parts.dtype, torch.float32)).to(parts.dtype)
+
+
+def gather_parts(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [...] -> [R, ...]
+    """Gather a tensor of one shape from every rank, without gradients."""
+    gathered = part.new_empty(dist.get_world_size(group), *part.shape)
+    all_gather(gathered.view(-1), part.contiguous().view(-1), group=group)
+    return gathered
+
+
+def least(value: int, device: torch.device, group: dist.ProcessGroup) -> int:
+    """Find the least of the ranks' values, on every rank."""
+    values = torch.tensor(value, device=device)
+    dist.all_reduce(values, op=dist.ReduceOp.MIN, group=group)
+    return int(values)
 
 
 def gather_same(own_tokens: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [S/R, H] -> [S, H]

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from truestep import progress
-from truestep.ranks.axes import DATA, GROUPS, MESH, SPREAD, TOGETHER, TOKENS, RankError, RankLayout
+from truestep.ranks.axes import CUT, DATA, GROUPS, MESH, SPREAD, TOGETHER, TOKENS, RankError, RankLayout
 from truestep.ranks.pipeline import wires
 
 T = TypeVar("T")
@@ -191,15 +191,18 @@ class Ranks:
     ) -> list[R]:
         """Divide items over the ranks by their cost, do the work, and give every rank the results in the items' order.
 
-        Items of one kind stay together, as far as no rank gets more than its share for it."""
+        Items of one kind stay together, as far as no rank gets more than its share for it. Ranks with slices of the
+        same layers do the same work together, and the first of them has its results."""
         if self.size == 1:
             return list(work(items))
-        shares = divide([cost(item) for item in items], self.size, kind and [kind(item) for item in items])
-        done = self.gather(list(work([items[index] for index in shares[self.rank]])))
+        teams = self.layout.groups(CUT)
+        shares = divide([cost(item) for item in items], len(teams), kind and [kind(item) for item in items])
+        own = next(share for team, share in zip(teams, shares, strict=True) if self.rank in team)
+        done = self.gather(list(work([items[index] for index in own])))
         results = {
             index: result
-            for share, part in zip(shares, done, strict=True)
-            for index, result in zip(share, part, strict=True)
+            for team, share in zip(teams, shares, strict=True)
+            for index, result in zip(share, done[team[0]], strict=True)
         }
         return [results[index] for index in range(len(items))]
 

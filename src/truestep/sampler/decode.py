@@ -8,18 +8,19 @@ Dimensions: R completions of a batch, P prompt tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from truestep import progress
-from truestep.head.logits import raw_logits
 from truestep.policy.policy import Policy
 from truestep.sampler.completions import Completion, DecodeOptions, Done, Request
 from truestep.sampler.engine.draw import Drawn, DrawRows, Truncation, draw, key_of
 from truestep.sampler.engine.engine import Engine, Limits, engine_of
 from truestep.sampler.engine.stops import StopTexts
+from truestep.sampler.team import Team, check
 
 __all__ = ["Completion", "DecodeOptions", "Done", "Request", "decode", "decode_here", "decode_plainly"]
 
@@ -33,13 +34,14 @@ def decode(
     on_done: Done | None = None,
     used: Callable[[float], None] | None = None,
 ) -> list[Completion]:
-    """Complete requests, in their order. Each rank decodes some, and every rank gets all completions. `on_done` gets
-    each completion as soon as it ends, on the rank that decodes it. `used` is told the largest part of its cache that
-    the engine used at a time."""
+    """Complete requests, in their order. Each rank decodes some, and tensor ranks the same ones; every rank gets all
+    completions. `on_done` gets each completion as soon as it ends, on one of the ranks that decode it. `used` is told
+    the largest part of its cache that the engine used at a time."""
+    team = Team.of(policy)
 
     def work(part: Sequence[int]) -> list[Completion]:
         def done(number: int, completion: Completion) -> None:
-            if on_done is not None:
+            if on_done is not None and number % team.size == team.number:
                 on_done(part[number], completion)
 
         return decode_here(policy, [requests[index] for index in part], options, done, used)
@@ -59,8 +61,8 @@ def decode_here(
     on_done: Done | None = None,
     used: Callable[[float], None] | None = None,
 ) -> list[Completion]:
-    """Complete requests on this rank alone, in their order. `on_done` is called with the number of each, and with its
-    completion, as soon as that ends: while others are sampled. `used` is told as by `decode`."""
+    """Complete requests on this rank, and on its tensor ranks, in their order. `on_done` is called with the number
+    of each, and with its completion, as soon as that ends: while others are sampled. `used` is told as by `decode`."""
 
     def done(number: int, completion: Completion) -> None:
         progress.made("completions")
@@ -107,7 +109,7 @@ def decode_plainly(
     order = sorted(range(len(requests)), key=lambda index: len(requests[index].input_ids))
     completions: dict[int, Completion] = {}
     size = options.batch_size or 256
-    with torch.no_grad(), policy.weights.gathered(), policy.plain_attention():
+    with torch.no_grad(), policy.weights.gathered(), policy.plain_attention(), policy.tokens_everywhere():
         for start in range(0, len(order), size):
             members = order[start : start + size]
             batch = _Batch(policy, [requests[index] for index in members], options)
@@ -120,7 +122,7 @@ def decode_plainly(
 
 class _Batch:
     def __init__(self, policy: Policy, requests: Sequence[Request], options: DecodeOptions):
-        self._policy, self._options = policy, options
+        self._policy, self._options, self._team = policy, options, Team.of(policy)
         self._device = policy.device
         self._tokens: list[list[int]] = [[] for _ in requests]
         self._logprobs: list[list[float]] = [[] for _ in requests]
@@ -161,7 +163,6 @@ class _Batch:
 
     def _choose(self, hidden: torch.Tensor, number: int) -> Drawn:
         options, count = self._options, len(hidden)
-        raw = raw_logits(hidden, self._policy.head_weight, self._policy.head.fp32)
 
         def all_rows(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.full((count,), value, dtype=dtype, device=self._device)
@@ -173,11 +174,13 @@ class _Batch:
             )
         keys = self._keys[self._active].to(self._device)
         rows = DrawRows(keys, all_rows(number, torch.int64), all_rows(options.temperature), truncation)
-        return draw(raw, rows, self._policy.head)
+        drawn = draw(self._policy.raw_logits(hidden), rows, self._policy.head)
+        return replace(drawn, tokens=self._team.agreed(drawn.tokens))
 
     def _keep(self, drawn: Drawn) -> None:
         """Record the new tokens, and drop the rows that are done once they are half of the batch."""
         values = (drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.log_mass.tolist())
+        check(values[0])
         made = 0
         for request, token, logprob, log_mass in zip(self._active, *values, strict=True):
             if self._stopped[request]:

@@ -52,7 +52,7 @@ def decode_rated(
     asked_to_stop: Callable[[], bool],
     spent: Spent | None = None,
 ) -> list[Rated]:
-    """Complete requests and have each completion rated by the rank that made it; every rank gets all of them.
+    """Complete requests and have each completion rated by a rank that made it; every rank gets all of them.
 
     What a reward draws from Python's random numbers depends on its completion's seed alone. `Interrupted` is raised on
     every rank where any of them was asked to stop while rewards were computed.

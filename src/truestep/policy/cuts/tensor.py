@@ -2,7 +2,8 @@
 
 A layer's attention and its MLP are its two halves. The first matrices of a half are cut by columns of their output
 (heads, or neurons) and its last by rows of its input, so that a rank computes some heads and neurons of every token.
-Between halves a rank has a run of the tokens for norms and residual sums. Parameters are plain tensors of its slices.
+Between halves a rank has a run of the tokens for norms and residual sums, or all of them while it samples (the
+`TokenExchange` says which). Parameters are plain tensors of its slices.
 
 Dimensions: S tokens of the micro-batch, R ranks, H hidden, V vocabulary.
 """
@@ -17,7 +18,7 @@ import torch
 from truestep.policy.cuts.pieces import Piece, slice_of
 from truestep.policy.errors import ModelError
 from truestep.policy.model.adapter import LoraLinear, product
-from truestep.ranks.exchange import gather_tokens, sum_to_own_tokens
+from truestep.ranks.exchange import TokenExchange
 from truestep.ranks.group import Ranks
 
 # A plan's words for weights that are not cut: norms, whose gradients are summed.
@@ -73,16 +74,21 @@ def _refusal(reason: str) -> ModelError:
 
 
 def cut_model(
-    model: Any, plan: TensorPlan, ranks: Ranks, pieces: Mapping[str, Piece], device: torch.device
+    model: Any,
+    plan: TensorPlan,
+    ranks: Ranks,
+    exchange: TokenExchange,
+    pieces: Mapping[str, Piece],
+    device: torch.device,
 ) -> dict[str, Piece]:
     """Cut a model whose weights are not read yet, in place. Describe its weights, from the `pieces` that they were."""
-    cuts = _Cuts(model, ranks, pieces, device)
+    cuts = _Cuts(model, ranks, exchange, pieces, device)
     met = set()
     for name, module in list(model.base_model.named_modules()):
         pattern = re.sub(r"\.\d+\.", ".*.", name, count=1)
         met.add(pattern)
         if pattern in plan.halves:
-            _gather_for(module, cuts.group)
+            _gather_for(module, exchange)
         elif pattern in (*plan.columns, *plan.rows):
             if type(module) not in (torch.nn.Linear, LoraLinear):
                 raise _refusal(f"{name} is a {type(module).__name__} and not a plain linear layer")
@@ -98,10 +104,10 @@ def cut_model(
 
 
 class _Cuts:
-    def __init__(self, model: Any, ranks: Ranks, pieces: Mapping[str, Piece], device: torch.device):
-        group = ranks.group("tensor")
-        assert group is not None
-        self.group, self._ranks, self._device = group, ranks, device
+    def __init__(
+        self, model: Any, ranks: Ranks, exchange: TokenExchange, pieces: Mapping[str, Piece], device: torch.device
+    ):
+        self._model, self._ranks, self._exchange, self._device = model, ranks, exchange, device
         self.pieces = dict(pieces)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         config = model.config.get_text_config()
@@ -119,7 +125,10 @@ class _Cuts:
 
     def columns(self, name: str, linear_layer: Any) -> None:
         if name.endswith(_KEY_VALUE) and self._keys % self._ranks.tensor:
-            _compute_needed_heads(linear_layer, self._keys, self._queries, self._ranks, self._device)
+            heads = _compute_needed_heads(linear_layer, self._keys, self._queries, self._ranks, self._device)
+            # transformers' own attention, with which a model that the engine does not serve is sampled, asks for it.
+            attention: Any = self._model.base_model.get_submodule(_parent(name))
+            attention.num_key_value_groups = self._queries // self._ranks.tensor // heads
             return
         if linear_layer.out_features % self._ranks.tensor:
             raise _refusal(f"{name} has {linear_layer.out_features} outputs, which tensor ranks do not divide")
@@ -134,10 +143,10 @@ class _Cuts:
         if isinstance(linear_layer, LoraLinear):
             self._cut(linear_layer.lora_A, "weight", 1)
         linear_layer.in_features = linear_layer.weight.shape[1]
-        group = self.group
+        exchange = self._exchange
 
         def forward(inputs: torch.Tensor) -> torch.Tensor:
-            summed = sum_to_own_tokens(product(linear_layer, inputs), group)
+            summed = exchange.sum(product(linear_layer, inputs))
             # Once, of the tokens that are here; every rank has all of it.
             return summed if linear_layer.bias is None else summed + linear_layer.bias
 
@@ -145,7 +154,7 @@ class _Cuts:
 
     def vocabulary(self, embedding: Any, head: Any) -> None:
         tied = head.weight is embedding.weight
-        _look_up_slice(embedding, *slice_of(embedding.weight.shape[0], self._ranks, "tensor"), self.group)
+        _look_up_slice(embedding, *slice_of(embedding.weight.shape[0], self._ranks, "tensor"), self._exchange)
         self._cut(embedding, "weight", 0)
         embedding.num_embeddings = embedding.weight.shape[0]
         if tied:
@@ -155,46 +164,47 @@ class _Cuts:
         head.out_features = head.weight.shape[0]
 
 
-def _gather_for(half: Any, group: Any) -> None:
+def _gather_for(half: Any, exchange: TokenExchange) -> None:
     """Gather all tokens once for all of the first matrices of an attention or an MLP."""
 
     def gather(
         module: Any, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if "hidden_states" in named:
-            return arguments, named | {"hidden_states": gather_tokens(named["hidden_states"], group)}
-        return (gather_tokens(arguments[0], group), *arguments[1:]), named
+            return arguments, named | {"hidden_states": exchange.gather(named["hidden_states"])}
+        return (exchange.gather(arguments[0]), *arguments[1:]), named
 
     half.register_forward_pre_hook(gather, with_kwargs=True)
 
 
-def _compute_needed_heads(linear_layer: Any, keys: int, queries: int, ranks: Ranks, device: torch.device) -> None:
+def _compute_needed_heads(linear_layer: Any, keys: int, queries: int, ranks: Ranks, device: torch.device) -> int:
     """Make every rank keep the weight of key heads that ranks do not divide, or that are fewer than ranks. It computes
     the heads that its query heads look at, and has a part of the gradient. Where its query heads share them unevenly, a
-    key head is computed for each query head."""
+    key head is computed for each query head. Give the number of heads that are computed."""
     first, count = slice_of(queries, ranks, "tensor")
     looked_at = [query * keys // queries for query in range(first, first + count)]
     different = sorted(set(looked_at))
     each = count // len(different)
     even = looked_at == [head for head in different for _ in range(each)]
     size = linear_layer.out_features // keys
-    heads = torch.tensor(different if even else looked_at)
-    chosen = (heads[:, None] * size + torch.arange(size)).flatten().to(device)
+    computed = different if even else looked_at
+    chosen = (torch.tensor(computed)[:, None] * size + torch.arange(size)).flatten().to(device)
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:
         bias = None if linear_layer.bias is None else linear_layer.bias.index_select(0, chosen)
         return product(linear_layer, inputs, chosen, bias)
 
     linear_layer.forward = forward
+    return len(computed)
 
 
-def _look_up_slice(embedding: Any, first: int, size: int, group: Any) -> None:
+def _look_up_slice(embedding: Any, first: int, size: int, exchange: TokenExchange) -> None:
     """Look up the tokens of this rank's part of the vocabulary; other ranks add theirs."""
     look_up: Callable[[torch.Tensor], torch.Tensor] = embedding.forward
 
     def forward(input_ids: torch.Tensor) -> torch.Tensor:
         owned = (input_ids >= first) & (input_ids < first + size)
         found = look_up(torch.where(owned, input_ids - first, 0))
-        return sum_to_own_tokens(torch.where(owned[..., None], found, 0), group)
+        return exchange.sum(torch.where(owned[..., None], found, 0))
 
     embedding.forward = forward

@@ -45,6 +45,7 @@ from truestep.policy.weights.sharded import ShardedWeights
 from truestep.policy.weights.unread import place_buffers, read_parameters, unread_files
 from truestep.policy.weights.whole import WholeWeights
 from truestep.ranks import marks
+from truestep.ranks.exchange import TokenExchange
 from truestep.ranks.group import ALONE, Ranks
 from truestep.ranks.pipeline import Pipeline
 from truestep.text import printable
@@ -105,7 +106,9 @@ def load_policy(
     buffers = {} if stages is None else saved_buffers(model)  # while every layer is still here
     if frozen:
         model.requires_grad_(False)
-    pieces = _cut(model, probe, stages, place, ranks)
+    group = ranks.group("tensor")
+    exchange = None if group is None else TokenExchange(group)
+    pieces = _cut(model, probe, stages, place, ranks, exchange)
     weights = _weights_of(model, compute, ranks, pieces, place, masters_on_host, reshard_after_forward, reduce_each)
     _check_numbers(directory, weights)
     for layer in layers_of(model)[1]:
@@ -114,7 +117,7 @@ def load_policy(
     companions = read_companions(directory)
     parts = (tokenizer, companions, stages, buffers, choice, adapted)
     on_host = ActivationOffload(place) if offload_activations else None
-    return Policy(model, directory, settings, weights, facts, *parts, activations_on_host=on_host)
+    return Policy(model, directory, settings, weights, facts, *parts, activations_on_host=on_host, exchange=exchange)
 
 
 def _compile(model: Any, how: str | bool) -> None:
@@ -178,11 +181,18 @@ def _probe_rounded(
     return choice
 
 
-def _cut(model: Any, probe: Probe, stages: Stages | None, place: torch.device, ranks: Ranks) -> dict[str, Piece]:
+def _cut(
+    model: Any,
+    probe: Probe,
+    stages: Stages | None,
+    place: torch.device,
+    ranks: Ranks,
+    exchange: TokenExchange | None,
+) -> dict[str, Piece]:
     """Leave this rank's part of the model, in place. Give the pieces of all weights."""
     pieces = pieces_of(model)
-    if ranks.tensor > 1:
-        pieces = cut_model(model, tensor_plan(model.config, ranks.tensor), ranks, pieces, place)
+    if exchange is not None:
+        pieces = cut_model(model, tensor_plan(model.config, ranks.tensor), ranks, exchange, pieces, place)
         with borrowed_weights(model, place):
             probe_cut(model, probe, place, ranks)
     return pieces if stages is None else keep_own(model, stages, ranks.stage, pieces)

@@ -16,6 +16,7 @@
 | cuts/stages.py | register_forward_pre_hook, setattr | layers elsewhere pass on; a loop over the list of layers |
 | cuts/tensor.py | forward, register_forward_pre_hook, setattr | slices; plain nn.Linear and the model's plan |
 | cuts/tensor.py | weight, in_features, out_features, num_embeddings | the sizes of those slices |
+| cuts/tensor.py | num_key_value_groups | query heads of a key head; transformers' own attention repeats by it |
 | weights/sharded.py | register_parameter, _apply | a tied head reads the embedding; FSDP2's modules and `_apply` |
 | weights/sharded.py | fsdp_pre_all_gather, fsdp_post_all_gather | another tensor is gathered; FSDP2's extensions |
 | tensor_files.py | safe_save_file | written piece by piece; transformers.modeling_utils writes files by that name |

@@ -23,7 +23,6 @@ import torch
 
 from truestep import progress
 from truestep.exact.operations import InexactError
-from truestep.head.logits import raw_logits
 from truestep.policy.exact import exact_hidden, exactly
 from truestep.policy.model.attention import PackedLayout
 from truestep.policy.policy import Policy
@@ -49,6 +48,7 @@ from truestep.sampler.engine.rows import (
 )
 from truestep.sampler.engine.schedule import Plan, Row, Schedule, Start
 from truestep.sampler.engine.stops import StopTexts
+from truestep.sampler.team import Team, check
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +101,7 @@ class Engine:
         log-probs are training's to the last bit; raise `InexactError` where they cannot be."""
         self.device = device_of(policy.device)
         self.exact = exact
+        self.team = Team.of(policy)
         self._compiled: dict[Any, Any] = {}
         with torch.no_grad():
             self.layers = shapes_of(policy)
@@ -108,7 +109,8 @@ class Engine:
             if self.device.place.type == "cuda":
                 from truestep.sampler.engine.serving import serve_with_kernels
 
-                compiled = None if exact else self._compiled  # exact layers are compiled otherwise
+                # Exact layers are compiled otherwise; those that exchange something with other ranks are not.
+                compiled = None if exact or self.team.size > 1 else self._compiled
                 self.device = serve_with_kernels(self.device, policy, self.layers, compiled)
             if exact:
                 self.device = exact_device(self.device)
@@ -120,7 +122,7 @@ class Engine:
         """Sample, inside: the weights are all here, and do not change."""
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            stack.enter_context(exactly(policy.model) if self.exact else paged(policy.model))
+            stack.enter_context(exactly(policy.model) if self.exact else paged(policy))
             if self.device.compiles:
                 stack.enter_context(compiled_layers(policy.model, self._compiled))
             session = Session(policy, self, limits)
@@ -133,12 +135,13 @@ class Engine:
 class Session:
     def __init__(self, policy: Policy, engine: Engine, limits: Limits):
         self._policy, self._device, self._graphs, self._exact = policy, engine.device, engine.graphs, engine.exact
+        self._team = engine.team
         place, page_size = self._device.place, self._device.page_size
         width = -(-limits.longest // page_size)
         each = page_bytes(engine.layers, page_size, policy.weights.dtype)
         useful = limits.rows * width
         useful += useful // 15  # the schedule computes no prompt on the last sixteenth of its pages
-        pages = pages_that_fit(useful, each, place, limits.cache_bytes)
+        pages = self._team.least(pages_that_fit(useful, each, place, limits.cache_bytes))
         self.cache: PagedCache | None = PagedCache.make(engine.layers, pages, page_size, policy.weights.dtype, place)
         slots = min(limits.rows, pages)
         self._schedule = Schedule(
@@ -323,35 +326,32 @@ class Session:
 
     def _choose(self, hidden: torch.Tensor, lines: torch.Tensor) -> torch.Tensor:  # [R, H], [R, ≥ PAGES] -> [3, R]
         """Draw each row's next token and leave it where the next step reads it; give tokens, log-probs, log-masses."""
-        weight, head = self._policy.head_weight, self._policy.head
-        each = max(1, _LOGITS_BYTES // (weight.shape[0] * (4 if head.fp32 else weight.element_size())))
+        policy, head = self._policy, self._policy.head
+        each = max(1, _LOGITS_BYTES // (policy.vocabulary_size * (4 if head.fp32 else hidden.element_size())))
         drawn = []
         for first in range(0, len(hidden), each):
             part = slice(first, first + each)
             rows = draw_rows(lines[part], self._truncates)
             if self._exact:
-                found = choose_exactly(hidden[part], self._policy, rows, self._device.draw)
+                found = choose_exactly(hidden[part], policy, rows, self._device.draw)
             else:
-                found = self._device.draw(raw_logits(hidden[part], weight, head.fp32), rows, head)
+                found = self._device.draw(policy.raw_logits(hidden[part]), rows, head)
             floats = (found.logprobs.double(), found.log_mass.double())
-            drawn.append(torch.stack([found.tokens, *(numbers.view(torch.int64) for numbers in floats)]))
+            tokens = self._team.agreed(found.tokens)
+            drawn.append(torch.stack([tokens, *(numbers.view(torch.int64) for numbers in floats)]))
         joined = drawn[0] if len(drawn) == 1 else torch.cat(drawn, dim=1)
         self._last.index_copy_(0, lines[:, SLOT], joined[0])
         return joined
 
     def _collect(self, numbers: Sequence[int], result: Result) -> list[tuple[int, Completion]]:
         """Take the tokens of a step; give the completions that they end."""
-        tokens, logprobs, log_mass = result.wait()
+        drawn, *floats = result.wait()
+        tokens = drawn.tolist()
+        check(tokens)
         done = []
         made = 0
-        values = zip(
-            numbers,
-            tokens.tolist(),
-            logprobs.view(np.float64).tolist(),
-            log_mass.view(np.float64).tolist(),
-            strict=True,
-        )
-        for number, token, logprob, mass in values:
+        values = (values.view(np.float64).tolist() for values in floats)
+        for number, token, logprob, mass in zip(numbers, tokens, *values, strict=True):
             if not self._schedule.learned(number, token):
                 continue  # it had ended; the device did not know
             made += 1
@@ -390,5 +390,7 @@ def engine_of(policy: Policy, exact: bool = False) -> Engine | str:
                     f"sampler.exact needs the engine, which does not serve this model: {found}"
                 ) from error
             log.warning("this model is sampled without the engine, which is slower: %s", found)
+        if not Team.of(policy).all(isinstance(found, Engine)) and isinstance(found, Engine):
+            found = "another tensor rank has no engine"
         engines[exact] = found
     return found

@@ -15,7 +15,7 @@ import torch
 from truestep.policy.cuts.layers import layers_of
 from truestep.policy.model import attention
 from truestep.policy.model import compiled as compiled_code
-from truestep.policy.policy import Policy, packed_hidden
+from truestep.policy.policy import Policy
 from truestep.rollouts.packing import pack_tokens
 from truestep.sampler.engine.attend import NAME, Paged, Pieces, Recorded, Rows, UnservedError, attend_rows, make_pieces
 from truestep.sampler.engine.cache import LayerShape, PagedCache
@@ -28,9 +28,9 @@ _HALF_TOLERANCE = 0.1
 
 
 @contextmanager
-def paged(model: Any) -> Iterator[None]:
-    """Have the model attend over a paged cache; transformers' recomputation, which training may use, is off."""
-    with attention.using(model, NAME):
+def paged(policy: Policy) -> Iterator[None]:
+    """Have the policy attend over a paged cache; transformers' recomputation, which training may use, is off."""
+    with attention.using(policy.model, NAME), policy.tokens_everywhere():
         yield
 
 
@@ -71,7 +71,7 @@ def shapes_of(policy: Policy) -> list[LayerShape]:
             raise UnservedError("its rotary embedding changes with the longest sequence of a batch")
     recorded = Recorded()
     device = policy.device
-    with paged(policy.model):
+    with paged(policy):
         run_model(policy, torch.zeros(2, dtype=torch.int64, device=device), torch.arange(2, device=device), recorded)
     count = policy.model.config.get_text_config().num_hidden_layers
     if set(recorded.layers) != set(range(count)):
@@ -84,8 +84,8 @@ def probe(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
     device = policy.device
     generator = np.random.default_rng(0)
     ids = generator.integers(0, policy.vocabulary_size, _PROBE_TOKENS)
-    # Alone, also where ranks share a micro-batch's tokens: not every rank may be sampling.
-    expected = packed_hidden(policy.model, pack_tokens([ids], 1), device).float()
+    # Without context ranks, not all of which may be sampling; tensor ranks are. These have a share each of the tokens.
+    expected = policy.hidden_alone(pack_tokens([ids], policy.weights.ranks.tensor)).float()[: len(ids)]
     pages = tuple(range(1, 2 + _PROBE_TOKENS // page_size))
     cache = PagedCache.make(layers, len(pages) + 1, page_size, policy.weights.dtype, device)
     tokens = torch.from_numpy(ids).to(device)
@@ -94,7 +94,7 @@ def probe(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
     def send(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(device)
 
-    with paged(policy.model):
+    with paged(policy):
         start = 0
         for end in _PROBE_PIECES:
             step = make_pieces(cache, [(start, end - start, pages)], send)

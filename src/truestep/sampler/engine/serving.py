@@ -16,6 +16,7 @@ from truestep.sampler.engine.cache import LayerShape, PagedCache
 from truestep.sampler.engine.device import Device
 from truestep.sampler.engine.draw import DrawRows, Truncation, draw
 from truestep.sampler.engine.forward import compiled_layers, probe
+from truestep.sampler.team import Team
 
 log = logging.getLogger(__name__)
 
@@ -26,15 +27,16 @@ _VOCABULARY = 9001
 def serve_with_kernels(
     device: Device, policy: Policy, layers: list[LayerShape], compiled: dict[Any, Any] | None
 ) -> Device:
-    """Give the device with the kernels that serve on it. `compiled`: keeps the layers' compiled code; None: they run
-    by their own."""
-    dtype = policy.weights.dtype
-    if _right("attention", lambda: check_attention(device.place, dtype, device.page_size, layers)):
+    """Give the device with the kernels that serve on it, and on all tensor ranks. `compiled`: keeps the layers'
+    compiled code; None: they run by their own. A step that exchanges something with other ranks is no CUDA graph."""
+    dtype, team = policy.weights.dtype, Team.of(policy)
+    if team.all(_right("attention", lambda: check_attention(device.place, dtype, device.page_size, layers))):
         from truestep.sampler.engine import attend_kernels
 
         fused = all(attention.is_fused(device.place, dtype, layer.softcap) for layer in layers)
-        device = replace(device, attend=attend_kernels.attend, store=attend_kernels.store, graphs=True, fused=fused)
-    if _right("draw", lambda: check_draw(device.place, policy.head)):
+        graphs = team.size == 1
+        device = replace(device, attend=attend_kernels.attend, store=attend_kernels.store, graphs=graphs, fused=fused)
+    if team.all(_right("draw", lambda: check_draw(device.place, policy.head))):
         from truestep.sampler.engine import draw_kernels
 
         device = replace(device, draw=draw_kernels.draw)

@@ -1,0 +1,61 @@
+"""The ranks that sample the same completions together: tensor ranks, which have slices of the same layers.
+
+All run one schedule in lock step. The same requests come to each, in the same order; whatever else decides about a step
+is made the same here: how much fits, which code serves, and which tokens were drawn. One process is a team of one.
+
+Dimensions: R rows of a step.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from truestep.errors import TruestepError
+from truestep.policy.policy import Policy
+from truestep.ranks.exchange import TokenExchange, gather_parts, least
+
+_OTHERS = -1  # stands for a token that not all ranks drew
+
+
+class DisagreementError(TruestepError):
+    pass
+
+
+@dataclass(frozen=True)
+class Team:
+    exchange: TokenExchange | None
+    place: torch.device
+    size: int
+    number: int  # of this rank
+
+    @staticmethod
+    def of(policy: Policy) -> "Team":
+        ranks = policy.weights.ranks
+        return Team(policy.exchange, policy.device, ranks.tensor, ranks.place_on("tensor"))
+
+    def least(self, value: int) -> int:
+        """Find the least of the ranks' values."""
+        return value if self.exchange is None else least(value, self.place, self.exchange.group)
+
+    def all(self, value: bool) -> bool:
+        """Tell whether it is true on every rank."""
+        return bool(self.least(int(value)))
+
+    def agreed(self, tokens: torch.Tensor) -> torch.Tensor:  # [R]
+        """Give the tokens that all ranks drew. All draw from the same logits: any other token is a fault, and marked
+        for `check`, which may come later, when the host learns of it."""
+        if self.exchange is None:
+            return tokens
+        drawn = gather_parts(tokens, self.exchange.group)
+        return torch.where((drawn == drawn[0]).all(0), drawn[0], _OTHERS)
+
+
+def check(tokens: Collection[int]) -> None:
+    """Raise an error, on every rank, where ranks drew different tokens."""
+    if _OTHERS in tokens:
+        raise DisagreementError(
+            "parallel.tensor: ranks that sample together drew different tokens from the same logits: a GPU or a "
+            "library of one of them computes something else; give all ranks the same ones, or sample by servers "
+            "(sampler.type: server)"
+        )

@@ -1,0 +1,239 @@
+"""Tensor ranks sample together what one process samples: the same tokens and log-probs, whatever comes between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plain_rewards import letter_reward
+from ranks.cases import on_ranks, train_all
+from ranks.test_train_over_ranks import check_same_run, config
+from raters import DirectRater
+from sampler.engine.test_engine import options, requests, run, same
+from selection import long_except
+from small_runs import read_lines, sort_prompts, tokenised_model, without_times, word_model, write_lines
+from tiny import make_model
+from truestep.environments.prompts import Prompt
+from truestep.environments.rewards import Rating
+from truestep.policy.loading.load import load_policy
+from truestep.policy.policy import Policy
+from truestep.ranks.axes import RankLayout
+from truestep.ranks.group import Ranks, join
+from truestep.rollouts.source import Interrupted, never
+from truestep.sampler import decode as decode_module
+from truestep.sampler.completions import Completion, DecodeOptions, Request
+from truestep.sampler.decode import decode, decode_here
+from truestep.sampler.engine import engine as engine_module
+from truestep.sampler.engine.attend import UnservedError
+from truestep.sampler.engine.engine import Engine, Limits, engine_of
+from truestep.sampler.rated import decode_rated
+from truestep.sampler.team import DisagreementError
+
+Model = Callable[[str], Path]
+
+ENDS = frozenset(range(3))
+PLAIN = options(stop_ids=ENDS)
+GREEDY = options(temperature=0.0, stop_ids=ENDS)
+CUT = options(temperature=0.7, top_p=0.8, top_k=20, stop_ids=ENDS)
+FULL = options(max_new_tokens=14)
+BATCHES = options(stop_ids=ENDS, batch_size=3, engine=False)
+
+
+def asked() -> list[Request]:
+    """Seven prompts, longer and shorter than a page and than a window, and three that share one of them."""
+    some = requests((3, 21, 1, 9, 12, 2, 5))
+    return some + [Request(some[1].input_ids, (8, number)) for number in range(3)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, how it is sampled, and what one process gives."""
+
+    model: Path
+    how: DecodeOptions
+    expected: list[Completion]
+
+
+def cases(model: Path, *hows: DecodeOptions) -> list[Case]:
+    policy = load_policy(model)
+    return [Case(model, how, decode_here(policy, asked(), how)) for how in hows]
+
+
+def joined(**parallel: int) -> Ranks:
+    return join(RankLayout(**parallel), device="cpu", stall_timeout=60)
+
+
+def sample(given: Sequence[Case], parallel: dict[str, int]) -> None:
+    ranks = joined(**parallel)
+    policies: dict[Path, Policy] = {}
+    for case in given:
+        policy = policies.get(case.model) or policies.setdefault(case.model, load_policy(case.model, ranks=ranks))
+        assert isinstance(engine_of_gathered(policy), Engine)
+        ended: set[int] = set()
+        found = decode(policy, asked(), case.how, lambda number, _, ended=ended: ended.add(number))
+        for mine, theirs in zip(found, case.expected, strict=True):
+            same(mine, theirs)
+        told = ranks.gather(ended)
+        assert sorted(number for part in told for number in part) == list(range(len(found))), "each is told of once"
+        assert all(told), "and every rank rates some"
+
+
+def engine_of_gathered(policy: Policy) -> Engine | str:
+    with torch.no_grad(), policy.weights.gathered():
+        return engine_of(policy)
+
+
+def test_completions_are_those_of_one_process(tiny_model: Model) -> None:
+    """Windows, softcaps, a tied head, scaled embeddings; every kind of draw; with the engine and without it."""
+    given = [
+        *cases(tiny_model("llama"), PLAIN, BATCHES),
+        *cases(tiny_model("gemma2"), CUT, GREEDY),
+        *cases(tiny_model("qwen3_tied"), PLAIN),
+        *cases(tiny_model("granite"), CUT),
+    ]
+    on_ranks(2, sample, given, {"tensor": 2})
+
+
+@pytest.mark.long
+def test_beside_shards(tiny_model: Model) -> None:
+    """Two teams of two tensor ranks share the requests, and the slices of the weights that each team gathers."""
+    on_ranks(4, sample, [*cases(tiny_model("gemma2"), PLAIN), *cases(tiny_model("qwen3_tied"), CUT)], {"tensor": 2})
+
+
+@pytest.mark.long
+def test_key_heads_that_ranks_do_not_divide(tmp_path: Path) -> None:
+    """Fewer of them than ranks, or shared unevenly by a rank's query heads; transformers' own attention knows it."""
+    uneven = {"hidden_size": 24, "num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 8}
+    given = [
+        *cases(make_model(tmp_path / "uneven", "llama", **uneven), PLAIN, BATCHES),
+        *cases(make_model(tmp_path / "one", "qwen2", num_key_value_heads=1, vocab_size=62), CUT, BATCHES),
+    ]
+    on_ranks(4, sample, given, {"tensor": 4})
+
+
+def survive(model: Path, expected: list[Completion]) -> None:
+    """A cache that the last rank's memory makes too small for all; two completions are not wanted any more."""
+    ranks = joined(tensor=2)
+    policy = load_policy(model, ranks=ranks)
+    engine = engine_of(policy)
+    assert isinstance(engine, Engine), engine
+    each = sum(layer.numbers for layer in engine.layers) * 4 * engine.device.page_size
+    with engine.session(policy, Limits(6, 35, cache_bytes=(9 if ranks.first else 5) * each)) as session:
+        for number, request in enumerate(asked()):
+            session.submit(number, request, FULL)
+        done = dict(session.step())
+        for number in {2, 4} - set(done):
+            session.cancel(number)
+        done |= run(session)
+        assert session.counts.pages == 4
+        assert session.counts.preemptions > 0
+    assert set(range(10)) - set(done) == {2, 4}
+    for number, completion in done.items():
+        same(completion, expected[number])
+
+
+def test_a_full_cache_is_survived_and_completions_are_cancelled(tiny_model: Model) -> None:
+    (case,) = cases(tiny_model("gemma2"), FULL)
+    on_ranks(2, survive, case.model, case.expected)
+
+
+def draw_otherwise(model: Path, how: DecodeOptions) -> None:
+    """The last rank draws another token for one row of the fifth step."""
+    ranks = joined(tensor=2)
+    policy = load_policy(model, ranks=ranks)
+    engine = engine_of(policy)
+    assert isinstance(engine, Engine), engine
+    honest, calls = engine.device.draw, []
+
+    def planted(*arguments: Any) -> Any:
+        drawn = honest(*arguments)
+        calls.append(drawn)
+        if len(calls) == 5 and not ranks.first:
+            drawn.tokens[1] = (drawn.tokens[1] + 1) % policy.vocabulary_size
+        return drawn
+
+    engine.device.draw = decode_module.draw = planted
+    with pytest.raises(DisagreementError, match=r"parallel\.tensor: .* drew different tokens"):
+        decode(policy, asked(), how)
+    assert len(calls) == 5
+
+
+@pytest.mark.parametrize("how", long_except([FULL, BATCHES], FULL))
+def test_ranks_that_draw_different_tokens_are_found_out(how: DecodeOptions, tiny_model: Model) -> None:
+    """On every rank, at the step in which it happens."""
+    on_ranks(2, draw_otherwise, tiny_model("llama"), how)
+
+
+def lack_an_engine(model: Path, expected: list[Completion]) -> None:
+    """The last rank alone finds that the engine does not serve the model."""
+    ranks = joined(tensor=2)
+    policy = load_policy(model, ranks=ranks)
+    honest = engine_module.probe
+
+    def planted(*arguments: Any) -> None:
+        honest(*arguments)
+        if not ranks.first:
+            raise UnservedError("planted")
+
+    engine_module.probe = planted
+    for mine, theirs in zip(decode(policy, asked(), PLAIN), expected, strict=True):
+        same(mine, theirs)
+    assert engine_of(policy) == ("another tensor rank has no engine" if ranks.first else "planted")
+
+
+@pytest.mark.long
+def test_where_one_rank_has_no_engine_none_uses_it(tiny_model: Model) -> None:
+    (case,) = cases(tiny_model("llama"), PLAIN)
+    on_ranks(2, lack_an_engine, case.model, case.expected)
+
+
+class NeverRates(DirectRater):
+    def submit(self, prompt: Prompt, completion: str, seed: str) -> Future[Rating]:
+        return Future()
+
+
+def rate_and_be_stopped(model: Path) -> None:
+    """Both ranks get all rewards. Then one is asked to stop while its rewards are computed, and both know."""
+    ranks = joined(tensor=2)
+    policy = load_policy(model, ranks=ranks)
+    prompts = [Prompt(str(number), "w1", {}, request.input_ids) for number, request in enumerate(asked())]
+    rated = decode_rated(policy, prompts, asked(), PLAIN, DirectRater(letter_reward), never)
+    assert [float(each.rating) for each in rated] == [letter_reward("", each.text) for each in rated]
+    assert ranks.gather([each.text for each in rated]) == [[each.text for each in rated]] * 2
+    rater = DirectRater(letter_reward) if ranks.first else NeverRates(letter_reward)
+    with pytest.raises(Interrupted):
+        decode_rated(policy, prompts, asked(), PLAIN, rater, lambda: not ranks.first)
+
+
+def test_rewards_are_computed_once_and_a_stop_reaches_every_rank(tmp_path: Path) -> None:
+    on_ranks(2, rate_and_be_stopped, tokenised_model(tmp_path / "model", "llama"))
+
+
+def run_of(size: int, tmp_path: Path, **parallel: int) -> Path:
+    """Train with sampling and evaluation."""
+    prompts = write_lines(tmp_path / "prompts.jsonl", sort_prompts(5))
+    given = config(word_model(tmp_path / "model"), "unused", tmp_path / f"on{size}", checkpoint={"every": 0})
+    given["data"] = {"group_size": 4, "tokens_per_microbatch": 64}
+    given["sampler"] = {"prompts": str(prompts), "reward": "plain_rewards:digit_reward", "max_new_tokens": 6}
+    given["evaluation"] = {"prompts": str(prompts), "every": 2}
+    given["schedule"] = {"docs_per_step": 8, "steps": 2, "stall_timeout": 30}
+    given |= {"parallel": parallel, "seed": 1}
+    on_ranks(size, train_all, [given])
+    return tmp_path / f"on{size}"
+
+
+@pytest.mark.parametrize("size", long_except([2, 4], 2))
+def test_a_run_that_samples_and_evaluates_is_that_of_one_process(size: int, tmp_path: Path) -> None:
+    """Also as two teams of two. Every update is on fresh documents, whose ratio is 1."""
+    mine, theirs = run_of(size, tmp_path, tensor=2), run_of(1, tmp_path)
+    check_same_run(mine, theirs)
+    for line in read_lines(mine / "metrics.jsonl"):
+        assert line["ratio_new_old"] == pytest.approx(1, abs=1e-5)
+    evaluated = [without_times(read_lines(run / "evaluation.jsonl")) for run in (mine, theirs)]
+    assert evaluated[0] == evaluated[1] and evaluated[0]
