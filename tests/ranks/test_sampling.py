@@ -23,8 +23,9 @@ from truestep.environments.prompts import Prompt
 from truestep.environments.rewards import Rating
 from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
-from truestep.ranks.axes import RankLayout
+from truestep.ranks.axes import RankError, RankLayout
 from truestep.ranks.group import Ranks, join
+from truestep.ranks.watch import Watch
 from truestep.rollouts.source import Interrupted, never
 from truestep.sampler import decode as decode_module
 from truestep.sampler.completions import Completion, DecodeOptions, Request
@@ -191,6 +192,26 @@ def lack_an_engine(model: Path, expected: list[Completion]) -> None:
 def test_where_one_rank_has_no_engine_none_uses_it(tiny_model: Model) -> None:
     (case,) = cases(tiny_model("llama"), PLAIN)
     on_ranks(2, lack_an_engine, case.model, case.expected)
+
+
+def fail_alone(model: Path) -> None:
+    """The first rank alone has an error, in the middle of sampling."""
+    ranks = joined(tensor=2)
+    watch = Watch(ranks, 60)
+    with watch.watching():
+        policy = load_policy(model, ranks=ranks)
+
+        def told(number: int, completion: Completion) -> None:
+            raise ZeroDivisionError("planted")
+
+        decode(policy, asked(), FULL, told if ranks.first else None)
+
+
+@pytest.mark.long
+def test_an_error_of_one_rank_ends_the_others(tiny_model: Model) -> None:
+    """They wait for it in an exchange, and name it and its error."""
+    with pytest.raises(RankError, match="rank 1: .*RankError: rank 0 failed: ZeroDivisionError: planted"):
+        on_ranks(2, fail_alone, tiny_model("llama"))
 
 
 class NeverRates(DirectRater):

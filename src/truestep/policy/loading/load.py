@@ -106,9 +106,7 @@ def load_policy(
     buffers = {} if stages is None else saved_buffers(model)  # while every layer is still here
     if frozen:
         model.requires_grad_(False)
-    group = ranks.group("tensor")
-    exchange = None if group is None else TokenExchange(group)
-    pieces = _cut(model, probe, stages, place, ranks, exchange)
+    pieces, exchange = _cut(model, probe, stages, place, ranks)
     weights = _weights_of(model, compute, ranks, pieces, place, masters_on_host, reshard_after_forward, reduce_each)
     _check_numbers(directory, weights)
     for layer in layers_of(model)[1]:
@@ -182,20 +180,17 @@ def _probe_rounded(
 
 
 def _cut(
-    model: Any,
-    probe: Probe,
-    stages: Stages | None,
-    place: torch.device,
-    ranks: Ranks,
-    exchange: TokenExchange | None,
-) -> dict[str, Piece]:
-    """Leave this rank's part of the model, in place. Give the pieces of all weights."""
-    pieces = pieces_of(model)
+    model: Any, probe: Probe, stages: Stages | None, place: torch.device, ranks: Ranks
+) -> tuple[dict[str, Piece], TokenExchange | None]:
+    """Leave this rank's part of the model, in place. Give the pieces of all weights, and what tensor ranks exchange
+    tokens by."""
+    pieces, group = pieces_of(model), ranks.group("tensor")
+    exchange = None if group is None else TokenExchange(group)
     if exchange is not None:
         pieces = cut_model(model, tensor_plan(model.config, ranks.tensor), ranks, exchange, pieces, place)
         with borrowed_weights(model, place):
             probe_cut(model, probe, place, ranks)
-    return pieces if stages is None else keep_own(model, stages, ranks.stage, pieces)
+    return pieces if stages is None else keep_own(model, stages, ranks.stage, pieces), exchange
 
 
 def _weights_of(
