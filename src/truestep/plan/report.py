@@ -198,7 +198,7 @@ def _remarks(config: Config, shape: ModelShape, layout: RankLayout) -> list[str]
         lines.append(f"Host memory holds the reference's weights: {held:.1f} GiB, shared among ranks as weights are.")
     if config.sampler is not None and config.sampler.type == "in_process":
         lines.append("The sampler's cache takes what is free while it samples, and gives it back.")
-        lines.append("The time of sampling is not planned: tensor ranks sample without compiled layers and CUDA graphs.")
+        lines.append("Sampling is not planned in time: tensor ranks sample without compiled layers and CUDA graphs.")
     return lines
 
 
