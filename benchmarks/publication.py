@@ -5,8 +5,9 @@
 
 The first form needs no server. A random model of Qwen3's shape is published, and another process checks and copies it,
 each as in a run; beside them, in the same process and of as many bytes, a plain copy between two arrays whose pages are
-there. The second form publishes the policy of DIRECTORY to a vLLM that serves it with `--weight-transfer-config
-'{"backend": "truestep"}'`, and says how long each part takes, from weights that are there to the first new token.
+there, by one thread and by as many as the trainer has. The second form publishes the policy of DIRECTORY to a vLLM that
+serves it with `--weight-transfer-config '{"backend": "truestep"}'`, and says how long each part takes, from weights
+that are there to the first new token.
 `--device cuda` and `--dtype bfloat16` as in training. `--processor-time` counts the processor's seconds in the
 first form: on a machine that does other work, they say more.
 """
@@ -22,6 +23,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +59,16 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def copy_rate(size: int, repeat: int, clock: Callable[[], float]) -> float:
-    """Measure a plain copy of so many bytes, in GB a second: the best of some, as memory allows."""
+def copy_rate(size: int, repeat: int, clock: Callable[[], float], threads: int) -> float:
+    """Measure a plain copy of so many bytes by so many threads, in GB a second."""
     source, target = np.ones(size, dtype=np.uint8), np.ones(size, dtype=np.uint8)
+    parts = list(zip(np.array_split(target, threads), np.array_split(source, threads), strict=True))
     seconds = []
-    for _ in range(repeat):
-        start = clock()
-        np.copyto(target, source)
-        seconds.append(clock() - start)
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(repeat):
+            start = clock()
+            list(pool.map(lambda part: np.copyto(*part), parts))
+            seconds.append(clock() - start)
     return size / 1e9 / statistics.median(seconds)
 
 
@@ -107,11 +111,13 @@ def rates(policy: Policy, given: argparse.Namespace, memory: SharedMemory, folde
     process.join()
     size = sum(math.prod(entry["shape"]) for entry in json.loads(index.read_text())["tensors"].values())
     size *= getattr(torch, given.dtype).itemsize
-    plain = copy_rate(size, given.repeat, clock)
-    print(f"{size / 1e9:.2f} GB; a plain copy {plain:.2f} GB/s")
+    plain = {threads: copy_rate(size, given.repeat, clock, threads) for threads in sorted({1, memory.num_threads})}
+    for threads, rate in plain.items():
+        print(f"{size / 1e9:.2f} GB; a plain copy by {threads} threads: {rate:.2f} GB/s")
     for number, name in enumerate(("published by the trainer", "checked by the server", "copied by the server")):
         rate = size / 1e9 / statistics.median(row[number] for row in rows[2:])
-        print(f"{name}: {rate:.2f} GB/s, {rate / plain:.0%} of a plain copy")
+        shares = ", ".join(f"{rate / copy:.0%} of a plain copy by {threads}" for threads, copy in plain.items())
+        print(f"{name}: {rate:.2f} GB/s, {shares}")
 
 
 async def parts(policy: Policy, given: argparse.Namespace, memory: SharedMemory, folder: Path) -> None:

@@ -99,6 +99,14 @@ def test_a_checksum_is_that_of_a_plain_loop(size: int) -> None:
     assert checksum(content) == plain_checksum(bytes(content.numpy()))
 
 
+@pytest.mark.parametrize("size", [memory_module._STRETCH, 2 * memory_module._STRETCH + 77])
+def test_what_several_threads_copy_has_the_checksum_of_the_whole(memory: SharedMemory, size: int) -> None:
+    sent = torch.from_numpy(np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8))
+    entry = json.loads(write(memory, "1", {"sent": sent}).read_text())["tensors"]["sent"]
+    assert entry["checksum"] == checksum(sent)
+    assert memory._slots[0].content[:size].tobytes() == sent.numpy().tobytes()
+
+
 def test_a_checksum_sees_what_can_go_wrong() -> None:
     sent = torch.randn(64, 1024)
     right = checksum(sent)

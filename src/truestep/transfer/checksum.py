@@ -16,9 +16,10 @@ class Checksum:
     sums happen to agree. It is made for faults and not for attacks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: int = 0) -> None:
+        """Begin at a tensor's first byte, or behind so many whole rows, which another checksum adds up."""
         self._words = self._rows = np.uint64(0)
-        self._next = 1
+        self._next = before + 1
 
     def add(self, content: Any) -> None:
         """Add bytes, an array of uint8. All but the last ones are whole rows."""
@@ -28,6 +29,12 @@ class Checksum:
             row = np.zeros(ROW, dtype=np.uint8)
             row[: len(content) - whole] = content[whole:]
             self._add_rows(row.view(np.uint64).reshape(1, -1))
+
+    def join(self, other: "Checksum") -> None:
+        """Add what another one found in other rows of the same tensor."""
+        with np.errstate(over="ignore"):
+            self._words = self._words + other._words
+            self._rows = self._rows + other._rows
 
     def _add_rows(self, rows: Any) -> None:
         sums = np.add.reduce(rows, axis=1, dtype=np.uint64)

@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,15 @@ import numpy as np
 import torch
 
 from truestep.errors import TruestepError
-from truestep.transfer.checksum import BLOCK, Checksum, bytes_of
+from truestep.transfer.checksum import BLOCK, ROW, Checksum, bytes_of
 
 INDEX = ".weights.json"  # how an index's name ends
 TOKEN = "token"  # a file by which a server shows that it sees this memory
 _OWNER = "owner"  # a file that a living trainer holds a lock on
 _PREFIX = "truestep-"
 _ALIGNED = 64  # bytes
+_THREADS = 4  # that copy, at most: memory is no faster by more
+_STRETCH = 1 << 23  # bytes of a tensor that a thread copies at a time
 
 
 class MemoryFullError(TruestepError):
@@ -48,6 +51,8 @@ class SharedMemory:
         self._slots: list[_Slot] = []
         self._current: _Slot | None = None
         self._writing: _Writing | None = None
+        self.num_threads = min(_THREADS, len(os.sched_getaffinity(0)))
+        self._threads = ThreadPoolExecutor(self.num_threads, "copy weights")
 
     def begin(self, name: str, size: int) -> None:
         """Begin to write weights of about `size` bytes."""
@@ -67,7 +72,7 @@ class SharedMemory:
         """Copy tensors behind those that are there, and note their checksums."""
         assert self._writing is not None
         for name, tensor in tensors.items():
-            self._writing.add(name, tensor.detach().cpu().contiguous())
+            self._writing.add(name, tensor.detach().cpu().contiguous(), self._threads)
 
     def finish(self) -> Path:
         """Show the weights to readers; give the path of their index."""
@@ -91,6 +96,7 @@ class SharedMemory:
     def close(self) -> None:
         """Remove everything. What is being read stays until its readers are done."""
         self.abandon()
+        self._threads.shutdown()
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._owner)
 
@@ -140,22 +146,31 @@ class _Writing:
         self.slot, self.name, self._end = slot, name, 0
         self.tensors: dict[str, dict[str, Any]] = {}
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
+    def add(self, name: str, tensor: torch.Tensor, threads: ThreadPoolExecutor) -> None:
         begin, content = self._end, bytes_of(tensor)
         self._end += -(-len(content) // _ALIGNED) * _ALIGNED
         if self._end > len(self.slot.content):
             self.slot.make_room(self._end + self._end // 8)
         room, found = self.slot.content[begin : begin + len(content)], Checksum()
-        for start in range(0, len(content), BLOCK):
-            block = content[start : start + BLOCK]
-            room[start : start + BLOCK] = block
-            found.add(block)
+        starts = range(0, len(content), _STRETCH)
+        for part in threads.map(lambda start: _copy(content, room, start), starts):
+            found.join(part)
         self.tensors[name] = {
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "shape": list(tensor.shape),
             "begin": begin,
             "checksum": str(found),
         }
+
+
+def _copy(content: Any, room: Any, start: int) -> Checksum:
+    """Copy a stretch of a tensor, and compute its part of the checksum."""
+    found = Checksum(start // ROW)
+    for begin in range(start, min(start + _STRETCH, len(content)), BLOCK):
+        block = content[begin : begin + BLOCK]
+        room[begin : begin + BLOCK] = block
+        found.add(block)
+    return found
 
 
 def _locked(path: Path, kind: int) -> int:

@@ -81,7 +81,8 @@ def verify(
         verdicts: list[Verdict] = []
         with progress.working("judged", "layouts", len(layouts)):
             for batch in _batches(layouts, alone=full):
-                batch_name = batch[0].name if len(batch) == 1 else f"{len(batch)} layouts of {batch[0].ranks} ranks"
+                size = "one rank" if batch[0].ranks == 1 else f"{batch[0].ranks} ranks"
+                batch_name = batch[0].name if len(batch) == 1 else f"{len(batch)} layouts of {size}"
                 progress.phase(f"running {batch_name}")
                 for verdict in judge.judge(batch):
                     verdicts.append(verdict)
