@@ -33,6 +33,7 @@ from qwen import write_model
 
 from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
+from truestep.ranks.processes import usable_cores
 from truestep.sampler.server.probe import expect, measure
 from truestep.sampler.server.protocol import CompletionRequest
 from truestep.sampler.server.sync import Publisher, Wanted, WeightsDirectory
@@ -169,7 +170,7 @@ def main() -> None:
         if given.model is None:
             write_model(folder / "model", given, device=given.device)
         policy = load_policy(given.model or folder / "model", device=given.device)
-        memory = SharedMemory(given.memory)
+        memory = SharedMemory(given.memory, usable_cores())
         try:
             if given.url is None:
                 rates(policy, given, memory, folder)

@@ -28,7 +28,7 @@ from truestep.transfer.receiver import CHECKED, FAILED, Receiver, TransferError
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[SharedMemory]:
-    made = SharedMemory(tmp_path)
+    made = SharedMemory(tmp_path, 4)
     yield made
     made.close()
 

@@ -25,6 +25,7 @@ from truestep.environments.prompts import Prompt, find_prompts, load_prompts
 from truestep.policy.loading.load import load_tokenizer
 from truestep.policy.policy import Policy
 from truestep.ranks.group import Ranks
+from truestep.ranks.processes import usable_cores
 from truestep.rollouts.advantages import AdvantageRule, OverlongPenalty, check_group_sizes
 from truestep.rollouts.chat import ChatTemplate
 from truestep.rollouts.files import DataError, Documents, expand_paths
@@ -299,7 +300,7 @@ def _make_memory(sampler: ServerSampler) -> SharedMemory | None:
     if sampler.transfer == "disk" or sampler.adapter == "served":
         return None
     try:
-        return SharedMemory(Path(sampler.memory_directory))
+        return SharedMemory(Path(sampler.memory_directory), usable_cores())
     except OSError as error:
         if sampler.transfer == "memory":
             raise SourceError(f"sampler.memory_directory: {sampler.memory_directory}: {error.strerror}") from error

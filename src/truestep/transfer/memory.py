@@ -27,7 +27,7 @@ TOKEN = "token"  # a file by which a server shows that it sees this memory
 _OWNER = "owner"  # a file that a living trainer holds a lock on
 _PREFIX = "truestep-"
 _ALIGNED = 64  # bytes
-_THREADS = 4  # that copy, at most: memory is no faster by more
+_MOST_THREADS = 4  # that copy: other cores have other work
 _STRETCH = 1 << 23  # bytes of a tensor that a thread copies at a time
 
 
@@ -38,8 +38,9 @@ class MemoryFullError(TruestepError):
 class SharedMemory:
     """A directory of memory that one process writes and others of the same machine read."""
 
-    def __init__(self, parent: Path):
-        """Make a directory in `parent`. What processes that are gone have left there is removed."""
+    def __init__(self, parent: Path, cores: int = 1):
+        """Make a directory in `parent`, for a process that may use so many cores. What processes that are gone have
+        left there is removed."""
         _remove_abandoned(parent)
         self.path = parent / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
         fresh = self.path.with_name(f".{self.path.name}")  # it has its name once it is locked
@@ -51,7 +52,7 @@ class SharedMemory:
         self._slots: list[_Slot] = []
         self._current: _Slot | None = None
         self._writing: _Writing | None = None
-        self.num_threads = min(_THREADS, len(os.sched_getaffinity(0)))
+        self.num_threads = min(_MOST_THREADS, cores)
         self._threads = ThreadPoolExecutor(self.num_threads, "copy weights")
 
     def begin(self, name: str, size: int) -> None:
