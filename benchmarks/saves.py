@@ -6,9 +6,10 @@
 
 A random model of Qwen3's shape, supervised, documents of one length, so that all steps are alike. A step is counted
 from one gradient to the next, with all that is between them. Steps that save, and those while a checkpoint is written,
-are compared with the others. Host memory is what is a process's own (RssAnon), looked at 50 times a second; a rank's
-part is what it stages. Then the run is made anew from its last checkpoint, and weights and states are compared by sums
-of their bits. `--in-step` waits for each save, as the comparison.
+are compared with the others. Host memory is what is a process's own (RssAnon and RssShmem, where pinned memory counts),
+looked at 50 times a second; a rank's part is what it stages. Then the run is made anew from its last checkpoint, and
+weights and states are compared by sums of their bits. `--in-step` waits for each save, as the comparison. `--every` as
+large as `--steps` makes one checkpoint, at the end, and tells of it alone.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--intermediate", type=int, default=6144)
     parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--untied", action="store_true")
     parser.add_argument("--tokens", type=int, default=16_384, help="of a micro-batch")
     parser.add_argument("--micro-batches", type=int, default=4, help="of each rank")
     parser.add_argument("--length", type=int, default=1024, help="of a document")
@@ -74,7 +77,7 @@ class Memory:
     @staticmethod
     def now() -> float:
         lines = Path("/proc/self/status").read_text().splitlines()
-        return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+        return sum(float(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
 
     def most(self) -> float:
         most, self._most = max(self._most, self.now()), 0.0
@@ -110,7 +113,8 @@ def fingerprint(trainer: Trainer) -> dict[str, int]:
     for name, master in trainer.policy.weights.master.items():
         states = dict(trainer.optimizer.state[master].items())
         for kind, value in {"weight": master.detach(), **states}.items():
-            bits = value.contiguous().view(-1).view(torch.int32 if value.element_size() == 4 else torch.uint8)
+            flat = value.contiguous().view(-1).to(trainer.policy.device)
+            bits = flat.view(torch.int32 if value.element_size() == 4 else torch.uint8)
             places = torch.arange(1, len(bits) + 1, device=bits.device) % 65_521
             found[f"{name} {kind}"] = int((bits.long() * places).sum())
     return found
@@ -130,7 +134,16 @@ def measure(given: argparse.Namespace, trainer: Trainer) -> dict[str, Any]:
     trainer.hooks = Hooks(on_gradient=seen)
     if given.in_step:
         trainer.source.waits_for_checkpoints = True
+    started = time.perf_counter()
     trainer.run()
+    part = trainer.saves._staging._room.nbytes
+    if given.every >= given.steps:
+        return {
+            "part_gib": part / GIB,
+            "grown_at_most": (memory.most() - most[-1]) / part,
+            "saved_after_the_last_gradient": time.perf_counter() - times[-1],
+            "run_seconds": time.perf_counter() - started,
+        }
     # From the gradient of step i to that of step i + 1: step i's checkpoint is begun between them, if it has one.
     steps = range(given.warm_up, given.steps - 1)
     overlaps = [i for i in steps if i % given.every == 0 or saving[i] or saving[i - 1]]
@@ -140,7 +153,6 @@ def measure(given: argparse.Namespace, trainer: Trainer) -> dict[str, Any]:
     busy = {i: processor[i] - processor[i - 1] for i in steps}
     usual = statistics.median(busy[i] for i in steps if i not in overlaps)
     saves = sum(i % given.every == 0 for i in steps)
-    part = trainer.saves._staging._room.nbytes
     before, after = statistics.median(most[2 : given.every]), most[given.every + 1 :]
     return {
         "part_gib": part / GIB,

@@ -21,7 +21,8 @@ from truestep.policy.loading.load import load_policy
 from truestep.policy.save import save_policy, stream_tensors
 from truestep.sampler.server.sync import Publisher, Wanted, WeightsDirectory
 from truestep.transfer import memory as memory_module
-from truestep.transfer.checksum import BLOCK, ROW, checksum
+from truestep.transfer.checksum import _BLOCK as BLOCK
+from truestep.transfer.checksum import ROW, checksum
 from truestep.transfer.memory import MemoryFullError, SharedMemory
 from truestep.transfer.receiver import CHECKED, FAILED, Receiver, TransferError
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 ROW = 4096  # bytes
-BLOCK = 1 << 18  # bytes that are copied and added up at a time, so that they are read from the cache the second time
+_BLOCK = 1 << 19  # bytes that are copied and added up at a time, so that they are read from the cache the second time
 
 
 class Checksum:
@@ -21,14 +21,23 @@ class Checksum:
         self._words = self._rows = np.uint64(0)
         self._next = before + 1
 
-    def add(self, content: Any) -> None:
-        """Add bytes, an array of uint8. All but the last ones are whole rows."""
-        whole = len(content) - len(content) % ROW
-        self._add_rows(content[:whole].view(np.uint64).reshape(-1, ROW // 8))
-        if whole < len(content):
-            row = np.zeros(ROW, dtype=np.uint8)
-            row[: len(content) - whole] = content[whole:]
-            self._add_rows(row.view(np.uint64).reshape(1, -1))
+    def add(self, content: Any, copy_to: Any = None) -> None:
+        """Add bytes, an array of uint8, and copy them to another one. All but the last ones are whole rows."""
+        sums = np.zeros(-(-len(content) // ROW), dtype=np.uint64)
+        for begin in range(0, len(content), _BLOCK):
+            block = content[begin : begin + _BLOCK]
+            if copy_to is not None:
+                copy_to[begin : begin + _BLOCK] = block
+            whole = len(block) - len(block) % ROW
+            first = begin // ROW
+            np.add.reduce(
+                block[:whole].view(np.uint64).reshape(-1, ROW // 8), axis=1, out=sums[first : first + whole // ROW]
+            )
+            if whole < len(block):
+                row = np.zeros(ROW, dtype=np.uint8)
+                row[: len(block) - whole] = block[whole:]
+                sums[-1] = np.add.reduce(row.view(np.uint64))
+        self._add_sums(sums)
 
     def join(self, other: "Checksum") -> None:
         """Add what another one found in other rows of the same tensor."""
@@ -36,8 +45,7 @@ class Checksum:
             self._words = self._words + other._words
             self._rows = self._rows + other._rows
 
-    def _add_rows(self, rows: Any) -> None:
-        sums = np.add.reduce(rows, axis=1, dtype=np.uint64)
+    def _add_sums(self, sums: Any) -> None:
         numbers = np.arange(self._next, self._next + len(sums), dtype=np.uint64)
         with np.errstate(over="ignore"):  # both are numbers of 64 bits
             self._words = self._words + np.add.reduce(sums)
@@ -56,7 +64,6 @@ def bytes_of(tensor: torch.Tensor) -> Any:
 
 def checksum(tensor: torch.Tensor) -> str:
     """Compute the checksum of a contiguous tensor on the host."""
-    content, found = bytes_of(tensor), Checksum()
-    for start in range(0, len(content), BLOCK):
-        found.add(content[start : start + BLOCK])
+    found = Checksum()
+    found.add(bytes_of(tensor))
     return str(found)

@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from truestep.errors import TruestepError
-from truestep.transfer.checksum import BLOCK, ROW, Checksum, bytes_of
+from truestep.transfer.checksum import ROW, Checksum, bytes_of
 
 INDEX = ".weights.json"  # how an index's name ends
 TOKEN = "token"  # a file by which a server shows that it sees this memory
@@ -28,7 +28,7 @@ _OWNER = "owner"  # a file that a living trainer holds a lock on
 _PREFIX = "truestep-"
 _ALIGNED = 64  # bytes
 _MOST_THREADS = 4  # that copy: other cores have other work
-_STRETCH = 1 << 23  # bytes of a tensor that a thread copies at a time
+_STRETCH = 1 << 22  # bytes of a tensor that a thread copies at a time
 
 
 class MemoryFullError(TruestepError):
@@ -72,8 +72,7 @@ class SharedMemory:
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy tensors behind those that are there, and note their checksums."""
         assert self._writing is not None
-        for name, tensor in tensors.items():
-            self._writing.add(name, tensor.detach().cpu().contiguous(), self._threads)
+        self._writing.add({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, self._threads)
 
     def finish(self) -> Path:
         """Show the weights to readers; give the path of their index."""
@@ -147,30 +146,40 @@ class _Writing:
         self.slot, self.name, self._end = slot, name, 0
         self.tensors: dict[str, dict[str, Any]] = {}
 
-    def add(self, name: str, tensor: torch.Tensor, threads: ThreadPoolExecutor) -> None:
-        begin, content = self._end, bytes_of(tensor)
-        self._end += -(-len(content) // _ALIGNED) * _ALIGNED
+    def add(self, tensors: Mapping[str, torch.Tensor], threads: ThreadPoolExecutor) -> None:
+        begins = []
+        for tensor in tensors.values():
+            begins.append(self._end)
+            self._end += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
         if self._end > len(self.slot.content):
             self.slot.make_room(self._end + self._end // 8)
-        room, found = self.slot.content[begin : begin + len(content)], Checksum()
-        starts = range(0, len(content), _STRETCH)
-        for part in threads.map(lambda start: _copy(content, room, start), starts):
-            found.join(part)
-        self.tensors[name] = {
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "shape": list(tensor.shape),
-            "begin": begin,
-            "checksum": str(found),
-        }
+        of_tensors: list[list[Future[Checksum]]] = []  # of all at once: threads wait for each other once
+        for begin, tensor in zip(begins, tensors.values(), strict=True):
+            content = bytes_of(tensor)
+            room = self.slot.content[begin : begin + len(content)]
+            of_tensors.append([threads.submit(_copy, content, room, at) for at in range(0, len(content), _STRETCH)])
+        try:
+            for (name, tensor), begin, parts in zip(tensors.items(), begins, of_tensors, strict=True):
+                found = Checksum()
+                for part in parts:
+                    found.join(part.result())
+                self.tensors[name] = {
+                    "dtype": str(tensor.dtype).removeprefix("torch."),
+                    "shape": list(tensor.shape),
+                    "begin": begin,
+                    "checksum": str(found),
+                }
+        finally:  # whoever was interrupted leaves nobody who still writes
+            left = [part for parts in of_tensors for part in parts]
+            for part in left:
+                part.cancel()
+            wait(left)
 
 
 def _copy(content: Any, room: Any, start: int) -> Checksum:
     """Copy a stretch of a tensor, and compute its part of the checksum."""
-    found = Checksum(start // ROW)
-    for begin in range(start, min(start + _STRETCH, len(content)), BLOCK):
-        block = content[begin : begin + BLOCK]
-        room[begin : begin + BLOCK] = block
-        found.add(block)
+    found, stretch = Checksum(start // ROW), slice(start, start + _STRETCH)
+    found.add(content[stretch], room[stretch])
     return found
 
 
