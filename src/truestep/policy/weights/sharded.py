@@ -230,8 +230,10 @@ class ShardedWeights(Weights):
             if received is None:
                 continue
             for name, of_ranks in zip(names, received.split(sizes, dim=1), strict=True):
-                rows = of_ranks.reshape(-1, *parts[name].shape[1:])
-                joined[name] = rows[: self._sharded[name].shape[0]]
+                whole = sent.new_empty(of_ranks.numel())  # its own memory: what shares some is taken for tied
+                whole.view_as(of_ranks).copy_(of_ranks)
+                shape = (self.ranks.shards * self._rows(name), *parts[name].shape[1:])
+                joined[name] = whole.view(shape)[: self._sharded[name].shape[0]]
         return joined
 
     def _to_first_shard(self, sent: torch.Tensor) -> torch.Tensor | None:
