@@ -27,6 +27,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from truestep.policy.policy import Policy
 from truestep.policy.tensor_stream import TensorStream
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks, join, leave
+from truestep.transfer import link
 from truestep.transfer.link import Sender, Sending
 from truestep.transfer.nccl import NcclWire
 from truestep.transfer.packed import as_bytes, update_info
@@ -316,10 +318,10 @@ def measure(policy: Policy, given: argparse.Namespace, messages: Messages | None
     print(f"names and shapes without values: {time.perf_counter() - start:.2f} s", flush=True)
     cuda = given.device == "cuda"
     wire = NcclWire(policy.device) if cuda else GlooWire(messages.port)
-    answer = messages.ask("init_weight_transfer_engine", init_info=wire.init_info(1, given.chunk))
     start = time.perf_counter()
-    wire.join(1)
-    answer()
+    answer = messages.ask("init_weight_transfer_engine", init_info=wire.init_info(1, given.chunk))
+    with ThreadPoolExecutor(1) as waiting:
+        link.join(wire, 1, waiting.submit(answer), LIMIT.total_seconds())
     print(f"joined in {time.perf_counter() - start:.2f} s", flush=True)
     rates = {"plain broadcasts": link_rate(messages, wire, LINK if cuda else LINK // 20)}
     if cuda and target != str(policy.device):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,18 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
+from adapters import write_adapter
+from ranks.cases import on_ranks
 from tiny import expert_model, make_model
+from truestep.assemble.policy import join_ranks, make_policy
+from truestep.config.schema import Config
 from truestep.policy.loading.load import load_policy
+from truestep.policy.model.adapter import AdapterSource
 from truestep.policy.save import stream_tensors
 from truestep.policy.tensor_stream import TensorStream
-from truestep.transfer.link import LinkError, Sender, Sending
+from truestep.transfer.link import LinkError, Sender, Sending, join
 from truestep.transfer.packed import Entry, as_bytes, chunks_of, update_info
 
 DTYPES = (torch.bfloat16, torch.float32, torch.int64, torch.uint8)
@@ -39,9 +47,14 @@ class Kept:
 
     device = torch.device("cpu")
 
-    def __init__(self, sending: Callable[[], Sending] = Done) -> None:
+    def __init__(
+        self, sending: Callable[[], Sending] = Done, joining: Callable[[int], Any] = lambda ranks: None
+    ) -> None:
         self.messages: list[torch.Tensor] = []
-        self._sending = sending
+        self._sending, self._joining = sending, joining
+
+    def join(self, ranks: int) -> None:
+        self._joining(ranks)
 
     def send(self, content: torch.Tensor) -> Sending:
         self.messages.append(content.clone())
@@ -56,6 +69,8 @@ class Gloo:
     def __init__(self, folder: str, rank: int):
         store = dist.FileStore(str(Path(folder, "store")), 2)
         self._group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+
+    def join(self, ranks: int) -> None: ...
 
     def send(self, content: torch.Tensor) -> Sending:
         options = dist.BroadcastOptions()
@@ -173,6 +188,53 @@ def test_what_a_server_says_meanwhile_ends_the_waiting() -> None:
         sender.finish()
 
 
+def test_a_server_joins_beside_its_answer() -> None:
+    answer, seen = Future[None](), list[int]()
+
+    def joining(ranks: int) -> None:
+        seen.append(ranks)
+        answer.set_result(None)
+
+    join(Kept(joining=joining), 3, answer, 5)
+    assert seen == [3]
+
+
+def test_a_server_that_refuses_to_join_is_not_waited_for() -> None:
+    answer, end = Future[None](), threading.Event()
+    answer.set_exception(LinkError("answered 404"))
+    with pytest.raises(LinkError, match="404"):
+        join(Kept(joining=lambda ranks: end.wait()), 1, answer, 60)
+    end.set()
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_a_server_that_does_not_join_is_waited_for_so_long(joins: bool) -> None:
+    end = threading.Event()
+    with pytest.raises(LinkError, match=r"did not join in 0\.05 s"):
+        join(Kept(joining=lambda ranks: joins or end.wait()), 1, Future(), 0.05)
+    end.set()
+
+
+def test_what_fails_while_joining_is_raised() -> None:
+    def joining(ranks: int) -> None:
+        raise ValueError("NCCL error")
+
+    with pytest.raises(ValueError, match="NCCL error"):
+        join(Kept(joining=joining), 1, Future(), 60)
+
+
+def test_an_adapter_is_merged_under_the_names_of_files(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama")
+    write_adapter(tmp_path / "adapter", model)
+    policy = load_policy(model, adapter=AdapterSource(path=tmp_path / "adapter"))
+    right: dict[str, torch.Tensor] = {}
+    stream_tensors(policy, torch.bfloat16, right.update)
+    stream, found = TensorStream(policy, torch.bfloat16), dict[str, torch.Tensor]()
+    stream.give(found.update)
+    assert stream.entries == entries_of(found)
+    assert same(found, right)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_tied", "experts"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_is_announced_is_what_files_have(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -198,3 +260,68 @@ def test_what_the_first_rank_raises_ends_the_stream(tmp_path: Path) -> None:
     with pytest.raises(LinkError, match="broken"):
         TensorStream(policy, torch.float32).give(take)
     assert calls == [1]
+
+
+def config_of(model: Path, parallel: dict[str, int]) -> dict[str, Any]:
+    return {
+        "model": {"path": str(model), "dtype": "float32", "head": {"fp32_lm_head": True}},
+        "data": {"path": "none", "advantages": "none", "tokens_per_microbatch": 256},
+        "schedule": {"stall_timeout": 30},
+        "parallel": parallel,
+        "checkpoint": {"directory": "none"},
+    }
+
+
+def send_and_receive(config: dict[str, Any], folder: str) -> None:
+    """The ranks are the trainer; beside its work, the last one is a server too."""
+    given = Config.model_validate(config)
+    ranks = join_ranks(given)
+    stream, size = TensorStream(make_policy(given, ranks), torch.bfloat16), 1000
+    info = ranks.share(lambda: update_info(stream.entries))
+    if ranks.first:
+        sender = Sender(Gloo(folder, 0), size)
+        for _ in range(2):
+            sender.begin(stream.entries)
+            stream.give(sender.add)
+            sender.finish()
+        return
+    found: list[dict[str, torch.Tensor]] = []
+
+    def serve() -> None:
+        wire = Gloo(folder, 1)
+        found.extend(read(info, size, wire.receive) for _ in range(2))
+
+    server = threading.Thread(target=serve) if ranks.rank == ranks.size - 1 else None
+    if server is not None:
+        server.start()
+    for _ in range(2):
+        stream.give(lambda tensors: None)
+    if server is not None:
+        server.join()
+        assert same(found[0], found[1])
+        save_file(found[1], Path(folder, "found.safetensors"))
+
+
+LAYOUTS: list[tuple[int, dict[str, int]]] = [(2, {}), (2, {"tensor": 2}), (2, {"pipeline": 2})]
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "parallel"),
+    [
+        pytest.param(kind, size, parallel, marks=() if (kind, parallel) == ("qwen3_tied", {}) else pytest.mark.long)
+        for kind in ("qwen3_tied", "llama", "experts")
+        for size, parallel in LAYOUTS
+        if kind != "experts" or "tensor" not in parallel
+    ],
+)
+def test_what_ranks_send_is_what_one_process_has(
+    kind: str, size: int, parallel: dict[str, int], tmp_path: Path
+) -> None:
+    model = expert_model(tmp_path / "model") if kind == "experts" else make_model(tmp_path / "model", kind)
+    (tmp_path / "out").mkdir()
+    on_ranks(size, send_and_receive, config_of(model, parallel), str(tmp_path / "out"))
+    right: dict[str, torch.Tensor] = {}
+    stream_tensors(load_policy(model), torch.bfloat16, right.update)
+    found = load_file(tmp_path / "out" / "found.safetensors")
+    assert found.keys() == right.keys()
+    assert same(found, {name: right[name] for name in found})

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from truestep import progress
+from truestep.policy.model.adapter import is_adapters
 from truestep.policy.policy import Policy
 from truestep.policy.save import give_group, joined_dtype, plain_weights, saved_buffers, weight_groups
 from truestep.transfer.packed import Entry
@@ -19,7 +20,7 @@ class _Group:
 
     names: list[str]  # in the uncut model
     last: bool  # the buffers come with it
-    entries: tuple[Entry, ...] = ()  # of files; the first rank alone knows them
+    entries: tuple[Entry, ...] = ()  # of files
     # The name in the model of each entry; None where transformers makes tensors of the files from several of these.
     sources: tuple[str, ...] | None = None
 
@@ -34,13 +35,12 @@ class TensorStream:
     def __init__(self, policy: Policy, dtype: torch.dtype):
         self._policy, self._dtype = policy, dtype
         groups = weight_groups(policy)
-        self._groups = [_Group(names, number == len(groups) - 1) for number, names in enumerate(groups)]
-        if policy.weights.ranks.first:
-            self._groups = [self._planned(group) for group in self._groups]
+        named = [_Group(names, number == len(groups) - 1) for number, names in enumerate(groups)]
+        self._groups = policy.weights.ranks.share(lambda: [self._planned(group) for group in named])
 
     @property
     def entries(self) -> list[Entry]:
-        """All tensors in the order in which they are given; on the first rank."""
+        """All tensors in the order in which they are given; the same on every rank."""
         return [entry for group in self._groups for entry in group.entries]
 
     def give(self, take: Take) -> None:
@@ -70,10 +70,11 @@ class TensorStream:
         return weights.on_device_of_first({name: parts.get(name) for name in group.names}, kept)
 
     def _planned(self, group: _Group) -> _Group:
-        """Have transformers name tensors without values."""
-        pieces, kept = self._policy.weights.pieces, joined_dtype(self._policy, self._dtype)
-        empty = {name: torch.empty(pieces[name].shape, dtype=kept, device="meta") for name in group.names}
-        tensors = self._whole(group, empty)
+        """Have transformers name tensors whose values nobody has written: until then they take no memory."""
+        pieces = self._policy.weights.pieces
+        plain = (name for name in group.names if not is_adapters(name))
+        tensors = {name: torch.empty(pieces[name].shape, dtype=self._dtype) for name in plain}
+        tensors |= self._buffers(group)
         found = self._by_transformers(tensors)
         entries = tuple(Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items())
         own = {id(tensor): name for name, tensor in tensors.items()}
@@ -91,7 +92,10 @@ class TensorStream:
     def _whole(self, group: _Group, joined: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Merge an adapter, and add the buffers to the last ones."""
         tensors = plain_weights(self._policy, joined, self._dtype)
-        return tensors | ({**self._policy.buffers, **saved_buffers(self._policy.model)} if group.last else {})
+        return tensors | self._buffers(group)
+
+    def _buffers(self, group: _Group) -> dict[str, torch.Tensor]:
+        return {**self._policy.buffers, **saved_buffers(self._policy.model)} if group.last else {}
 
     def _by_transformers(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}

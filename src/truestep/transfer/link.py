@@ -1,9 +1,11 @@
 """The trainer's side of a link to a server's GPUs: tensors go out in packed chunks, each as soon as it is full."""
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, Protocol
 
 import torch
 
@@ -32,13 +34,41 @@ class Wire(Protocol):
 
     device: torch.device
 
+    def join(self, ranks: int) -> None:
+        """Wait for so many ranks of the server, which may be for ever."""
+        ...
+
     def send(self, content: torch.Tensor) -> Sending:
         """Begin to send an array of uint8. What is queued on its device before this call is done first."""
         ...
 
 
+def join(wire: Wire, ranks: int, answer: "Future[Any]", patience: float) -> None:
+    """Join with a server that was asked to join too. What it answers instead is raised; one that does neither in
+    `patience` seconds is an error."""
+    joined: Future[None] = Future()
+
+    def enter() -> None:
+        try:
+            wire.join(ranks)
+        except BaseException as error:
+            joined.set_exception(error)
+        else:
+            joined.set_result(None)
+
+    threading.Thread(target=enter, name="join servers", daemon=True).start()  # nothing ends it when nobody comes
+    deadline = time.monotonic() + patience
+    waiting: set[Future[Any]] = {joined, answer}
+    while waiting:
+        done, waiting = wait(waiting, max(0.0, deadline - time.monotonic()), FIRST_COMPLETED)
+        if not done:
+            raise LinkError(f"the ranks of the server did not join in {patience:g} s")
+        for one in done:
+            one.result()
+
+
 class Sender:
-    """Sends tensors that were announced, in that order. It holds two chunks, and never the whole."""
+    """Sends tensors that were announced, in that order. It holds three chunks, and never the whole."""
 
     def __init__(self, wire: Wire, size: int = CHUNK, patience: float = 60.0, watch: Callable[[], None] | None = None):
         """Send by `wire` in chunks of `size` bytes. A chunk that takes more than `patience` seconds is an error, and so
@@ -74,7 +104,7 @@ class Sender:
     def _next(self, name: str) -> "_Chunk":
         if not self._chunks:
             raise LinkError(f"{name} was not announced")
-        self._wait_for(_UNDER_WAY - 1)
+        self._wait_for(_UNDER_WAY)
         return _Chunk(self._chunks.popleft())
 
     def _wait_for(self, most: int) -> None:
