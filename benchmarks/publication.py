@@ -2,6 +2,7 @@
 
     python benchmarks/publication.py [--layers 8 --hidden 1024 --intermediate 3072 --vocabulary 32000 --repeat 5]
     python benchmarks/publication.py --url http://127.0.0.1:8000 --served-name policy --model DIRECTORY
+    torchrun --nproc-per-node 2 benchmarks/publication.py --nccl [...]
 
 The first form needs no server. A random model of Qwen3's shape is published, and another process checks and copies it,
 each as in a run; beside them, in the same process and of as many bytes, a plain copy between two arrays whose pages are
@@ -9,7 +10,7 @@ there, by one thread and by as many as the trainer has. The second form publishe
 serves it with `--weight-transfer-config '{"backend": "truestep"}'`, and says how long each part takes, from weights
 that are there to the first new token.
 `--device cuda` and `--dtype bfloat16` as in training. `--processor-time` counts the processor's seconds in the
-first form: on a machine that does other work, they say more.
+first form: on a machine that does other work, they say more. The third form is `publication_nccl`'s.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import asyncio
 import json
 import math
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
@@ -38,6 +40,7 @@ from truestep.sampler.server.probe import expect, measure
 from truestep.sampler.server.protocol import CompletionRequest
 from truestep.sampler.server.sync import Publisher, Wanted, WeightsDirectory
 from truestep.sampler.server.vllm import Vllm
+from truestep.transfer.link import CHUNK
 from truestep.transfer.memory import SharedMemory
 from truestep.transfer.receiver import Receiver
 
@@ -50,14 +53,20 @@ def options() -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=32_000)
     parser.add_argument("--untied", action="store_true")
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cpu; with --nccl: cuda")
     parser.add_argument("--dtype", default="float32", help="that is published")
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--processor-time", action="store_true")
     parser.add_argument("--url")
     parser.add_argument("--served-name", default="policy")
     parser.add_argument("--model", type=Path, help="with --url: the Hugging Face directory that is served")
-    return parser.parse_args()
+    parser.add_argument("--nccl", action="store_true", help="by NCCL, from ranks that torchrun started")
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--chunk", type=int, default=CHUNK, help="with --nccl: bytes that are sent at a time")
+    parser.add_argument("--receiver", choices=("auto", "process", "thread"), default="auto", help="with --nccl")
+    given = parser.parse_args()
+    given.device = given.device or ("cuda" if given.nccl else "cpu")
+    return given
 
 
 def copy_rate(size: int, repeat: int, clock: Callable[[], float], threads: int) -> float:
@@ -164,6 +173,13 @@ async def parts(policy: Policy, given: argparse.Namespace, memory: SharedMemory,
 
 def main() -> None:
     given = options()
+    if given.nccl:
+        # A kernel that is loaded while another one waits for a peer may wait for it, and both for ever.
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+        import publication_nccl
+
+        publication_nccl.run(given)
+        return
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

@@ -54,7 +54,7 @@ def stream_tensors(policy: Policy, dtype: torch.dtype, take: Callable[[Mapping[s
     """Give the tensors that `stream_policy` would write to `take`, on the first rank, a layer at a time. Every rank
     calls this; what the first one raises, all raise."""
     for tensors in _groups_on_first(policy, dtype):
-        policy.weights.ranks.share(partial(_give_group, policy, tensors, take))
+        policy.weights.ranks.share(partial(give_group, policy, tensors, take))
 
 
 def _groups_on_first(policy: Policy, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
@@ -62,8 +62,8 @@ def _groups_on_first(policy: Policy, dtype: torch.dtype) -> Iterator[dict[str, t
     groups = weight_groups(policy)
     for number, names in enumerate(groups):
         parts = {**policy.weights.frozen, **policy.weights.master}
-        joined = policy.weights.on_first({name: parts.get(name) for name in names}, _joined(policy, dtype))
-        tensors = _plain(policy, joined, dtype)
+        joined = policy.weights.on_first({name: parts.get(name) for name in names}, joined_dtype(policy, dtype))
+        tensors = plain_weights(policy, joined, dtype)
         yield tensors | ({**policy.buffers, **saved_buffers(policy.model)} if number == len(groups) - 1 else {})
 
 
@@ -92,7 +92,7 @@ def _tied_head(policy: Policy, tensors: Mapping[str, torch.Tensor]) -> dict[str,
     return {"lm_head.weight": tensors[embedding]}
 
 
-def _give_group(
+def give_group(
     policy: Policy, tensors: Mapping[str, torch.Tensor], take: Callable[[Mapping[str, torch.Tensor]], None]
 ) -> None:
     """Give one group under the names that files have, which transformers knows."""
@@ -197,10 +197,10 @@ def _embedding_name(policy: Policy) -> str:
 def save_policy(policy: Policy, directory: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write a new directory on the first rank; every rank calls this. The float32 weights are rounded once, those of an
     adapter after they are merged into the model's."""
-    tensors = policy.weights.collect(_joined(policy, dtype))
+    tensors = policy.weights.collect(joined_dtype(policy, dtype))
     if not policy.weights.ranks.first:
         return
-    tensors = _plain(policy, tensors, dtype)
+    tensors = plain_weights(policy, tensors, dtype)
     tensors |= {**policy.buffers, **saved_buffers(policy.model)}
     # transformers knows the names and groupings that this architecture's files use; tied tensors are written once.
     with transformers_write_tensors():
@@ -216,12 +216,12 @@ def save_adapter(policy: Policy, adapter: Adapter, directory: Path, dtype: torch
     weights.ranks.share(lambda: write_adapter(directory, adapter, tensors, policy.path))
 
 
-def _joined(policy: Policy, dtype: torch.dtype) -> torch.dtype:
+def joined_dtype(policy: Policy, dtype: torch.dtype) -> torch.dtype:
     """Give the type in which weights are joined, before they are saved in `dtype`."""
     return dtype if policy.adapter is None else torch.float32
 
 
-def _plain(policy: Policy, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def plain_weights(policy: Policy, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Give the weights of a model without adapters, in `dtype`."""
     return tensors if policy.adapter is None else merged(tensors, policy.adapter, dtype)
 

@@ -85,9 +85,10 @@ class Weights(Protocol):
         """Take this rank's part of what its shard group has of a tensor of this weight's shape."""
         return piece
 
-    def unshard(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Join the parts of a shard group, each of whose ranks calls this with its parts of the same weights."""
-        return dict(parts)
+    def unshard_on_first(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Join the parts of a shard group on the device of its first rank; its others get nothing. Each of its ranks
+        calls this with its parts of the same weights. Who asks for `dtype` may get a wider type, of the same values."""
+        return {name: part.to(self.device) for name, part in parts.items()}
 
     @property
     def device(self) -> torch.device:
@@ -115,22 +116,39 @@ class Weights(Protocol):
         this with its parts, in the same order; the part of a weight on another stage is None. A part may lie on the
         host. `widths`: the sizes of last dimensions that are not those of their weights."""
         found = {}
-        pieces = {name: self.pieces[name].with_width((widths or {}).get(name)) for name in parts}
-        for names in in_buckets(parts, lambda name: pieces[name].shape.numel()):
-            # Of a tied embedding, which two stages have, the first one's.
-            sent = [name for name in names if self.ranks.stage == self.pieces[name].stages[0]]
-            own = {name: part for name in sent if (part := parts[name]) is not None}
-            here = self.unshard({name: part.detach().to(self.device) for name, part in own.items()})
-            for name in names:
-                piece = pieces[name]
-                joined = piece.join(here[name], self.ranks).to(dtype) if name in here else None
-                like = torch.empty(piece.shape, dtype=dtype, device="meta")
-                received = self.ranks.to_first(joined, like, piece.stages[0])
-                if received is not None:
-                    # Gathered on a GPU, a whole model may be more than it has room for.
-                    found[name] = received if self.ranks.size == 1 else received.cpu()
-                progress.made("tensors gathered")
+        for names in in_buckets(parts, lambda name: self._piece(name, widths).shape.numel()):
+            joined = self.on_device_of_first({name: parts[name] for name in names}, dtype, widths)
+            for name, tensor in joined.items():
+                # Gathered on a GPU, a whole model may be more than it has room for.
+                found[name] = tensor if self.ranks.size == 1 else tensor.cpu()
         return found
+
+    @torch.no_grad()
+    def on_device_of_first(
+        self,
+        parts: Mapping[str, torch.Tensor | None],
+        dtype: torch.dtype,
+        widths: Mapping[str, int] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Join tensors as `on_first` does, in one message, and leave them on the first rank's device. Those of another
+        stage come over the host, and stay there."""
+        found = {}
+        # Of a tied embedding, which two stages have, the first one's.
+        sent = [name for name in parts if self.ranks.stage == self.pieces[name].stages[0]]
+        own = {name: part.detach() for name in sent if (part := parts[name]) is not None}
+        here = self.unshard_on_first(own, dtype)
+        for name in parts:
+            piece = self._piece(name, widths)
+            joined = piece.join(here[name], self.ranks).to(dtype) if name in here else None
+            like = torch.empty(piece.shape, dtype=dtype, device="meta")
+            received = self.ranks.to_first(joined, like, piece.stages[0])
+            if received is not None:
+                found[name] = received
+            progress.made("tensors gathered")
+        return found
+
+    def _piece(self, name: str, widths: Mapping[str, int] | None) -> Piece:
+        return self.pieces[name].with_width((widths or {}).get(name))
 
     def collect(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         """Join every weight on the first rank."""

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from truestep.policy.cuts.layers import layers_of
@@ -19,7 +20,7 @@ from truestep.policy.errors import ModelError
 from truestep.policy.weights.host import to_host
 from truestep.policy.weights.protocol import StagePass, Weights
 from truestep.policy.weights.unread import read_all, replace_parameters
-from truestep.ranks.exchange import all_gather, reduce_scatter
+from truestep.ranks.exchange import reduce_scatter
 from truestep.ranks.group import Ranks
 
 
@@ -214,21 +215,33 @@ class ShardedWeights(Weights):
         rows = self._rows(name)
         return piece[rows * self.ranks.shard : rows * (self.ranks.shard + 1)]
 
-    def unshard(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        # In one message for each type: small tensors are many.
+    def unshard_on_first(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        # In one message for each type: small tensors are many. Rounded before they are sent, they are half as many.
         joined: dict[str, torch.Tensor] = {}
-        for dtype in dict.fromkeys(part.dtype for part in parts.values()):
-            some = {name: part for name, part in parts.items() if part.dtype == dtype}
-            sizes = [self._rows(name) * part.shape[1:].numel() for name, part in some.items()]
-            sent = torch.zeros(sum(sizes), dtype=dtype, device=self.device)
-            for room, part in zip(sent.split(sizes), some.values(), strict=True):
-                room[: part.numel()] = part.flatten()
-            received = sent.new_empty(self.ranks.shards * len(sent))
-            all_gather(received, sent, group=self._group)
-            lines = received.view(self.ranks.shards, -1).split(sizes, dim=1)
-            for (name, part), of_ranks in zip(some.items(), lines, strict=True):
-                joined[name] = of_ranks.reshape(-1, *part.shape[1:])[: self._sharded[name].shape[0]]
+        by_type: dict[torch.dtype, list[str]] = {}
+        for name, part in parts.items():
+            by_type.setdefault(min(dtype, part.dtype, key=lambda kind: kind.itemsize), []).append(name)
+        for kind, names in by_type.items():
+            sizes = [self._rows(name) * parts[name].shape[1:].numel() for name in names]
+            sent = torch.zeros(sum(sizes), dtype=kind, device=self.device)
+            for room, name in zip(sent.split(sizes), names, strict=True):
+                room[: parts[name].numel()] = parts[name].to(self.device).flatten()
+            received = self._to_first_shard(sent)
+            if received is None:
+                continue
+            for name, of_ranks in zip(names, received.split(sizes, dim=1), strict=True):
+                whole = sent.new_empty(of_ranks.numel())  # its own memory: what shares some is taken for tied
+                whole.view_as(of_ranks).copy_(of_ranks)
+                shape = (self.ranks.shards * self._rows(name), *parts[name].shape[1:])
+                joined[name] = whole.view(shape)[: self._sharded[name].shape[0]]
         return joined
+
+    def _to_first_shard(self, sent: torch.Tensor) -> torch.Tensor | None:
+        """Gather what each rank of the shard group sends, as bytes: not every backend knows every type."""
+        lines = sent.new_empty(self.ranks.shards, len(sent)) if self.ranks.shard == 0 else None
+        rooms = None if lines is None else [line.view(torch.uint8) for line in lines]
+        dist.gather(sent.view(torch.uint8), rooms, group=self._group, group_dst=0)
+        return lines
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
