@@ -95,7 +95,9 @@ def receive(pipe: Any, clock: Callable[[], float]) -> None:
 
         def load(weights: Any) -> None:
             for name, value in weights:
-                model.setdefault(name, torch.ones_like(value)).copy_(value)
+                if name not in model:
+                    model[name] = torch.ones_like(value)
+                model[name].copy_(value)
 
         receiver.load(index, load)
         pipe.send((checked - start, clock() - checked))

@@ -6,7 +6,8 @@
 The ranks that torchrun starts are the trainer: a random model of Qwen3's shape is sharded over them. The receiver
 speaks the messages of vLLM's backend `nccl`, and copies what comes into a model's tensors. It has a GPU of its own
 where the machine has one more than ranks. Else it shares the last rank's: as a thread of it, since a GPU runs two
-processes in turns and not side by side. `--receiver process` has it be a process all the same.
+processes in turns and not side by side, and it enters a broadcast only after the sender has. `--receiver process` has
+it be a process all the same.
 
 Printed are the rate of the link, by plain broadcasts of 1 GB in a group of the same two GPUs and by plain copies, the
 seconds of a publication, and how many tensors arrived with the checksum of those that were drawn. `--device cpu` runs
@@ -35,7 +36,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fits import made_up
-from torch.cuda import nccl
 
 from truestep.policy.loading import load
 from truestep.policy.policy import Policy
@@ -44,7 +44,7 @@ from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks, join, leave
 from truestep.transfer import link
 from truestep.transfer.link import Sender, Sending
-from truestep.transfer.nccl import NcclWire
+from truestep.transfer.nccl import Nccl, NcclWire
 from truestep.transfer.packed import as_bytes, update_info
 
 LINK = 10**9  # bytes of a plain broadcast
@@ -117,13 +117,47 @@ class Messages:
         self._number += 1
 
 
+class Sent:
+    """Has a receiver that shares a rank's GPU wait for a broadcast until the sender is in it: a kernel that waits there
+    for its peer may keep back the rank's own kernels, for which the peer waits."""
+
+    def __init__(self, port: int):
+        self._store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=LIMIT, wait_for_workers=False)
+        self._number = 0
+
+    def note(self) -> None:
+        self._store.set(f"sent/{self._number}", "")
+        self._number += 1
+
+    def wait(self) -> None:
+        self._store.get(f"sent/{self._number}")
+        self._number += 1
+
+
+class NotedWire:
+    """A wire whose messages are noted when they are sent, with all that they wait for done."""
+
+    def __init__(self, wire: NcclWire, sent: Sent):
+        self._wire, self._sent, self.device = wire, sent, wire.device
+
+    def send(self, content: torch.Tensor) -> Sending:
+        torch.cuda.current_stream(self.device).synchronize()
+        sending = self._wire.send(content)
+        self._sent.note()
+        return sending
+
+    def close(self) -> None:
+        self._wire.close()
+
+
 class Receiver:
     """A server's rank: it joins, and reads packed tensors that were announced."""
 
-    def __init__(self, device: torch.device):
-        self._device, self._model = device, dict[str, torch.Tensor]()
+    def __init__(self, device: torch.device, sent: Sent | None = None):
+        self._device, self._model, self._sent = device, dict[str, torch.Tensor](), sent
         self._info: dict[str, Any] = {}
         self._group: Any = None
+        self._nccl: Any = Nccl() if device.type == "cuda" else None
         self._link = torch.empty(0)
         self._streams: list[torch.cuda.Stream] = []
 
@@ -132,15 +166,16 @@ class Receiver:
         if self._device.type == "cuda":
             self._streams = [torch.cuda.Stream(self._device) for _ in range(init_info["packed_num_buffers"])]
             identity = base64.b64decode(init_info["nccl_unique_id_b64"])
-            self._group = nccl.init_rank(init_info["world_size"], identity, init_info["rank_offset"])
-            nccl.all_reduce([torch.zeros(1, device=self._device)], comms=[self._group])
-            torch.cuda.current_stream().synchronize()
+            self._group = self._nccl.join(identity, init_info["world_size"], init_info["rank_offset"])
+            self._nccl.warm_up(self._group, torch.cuda.current_stream())
         else:
             self._group = gloo(init_info["port"], 1)
 
     def _receive(self, content: torch.Tensor) -> None:
+        if self._sent is not None:
+            self._sent.wait()
         if self._device.type == "cuda":
-            nccl.broadcast([content], 0, comms=[self._group])
+            self._nccl.broadcast(self._group, content, torch.cuda.current_stream())
         else:
             broadcast(self._group, content).wait()
 
@@ -195,6 +230,8 @@ class Receiver:
         return {name: checksum(tensor) for name, tensor in self._model.items()}
 
     def close(self) -> None:
+        if self._nccl is not None:
+            self._nccl("ncclCommDestroy", self._group)
         self._group = None
 
     def _synchronize(self) -> None:
@@ -202,13 +239,13 @@ class Receiver:
             torch.cuda.synchronize(self._device)
 
 
-def receive(port: int, device: str, own_process: bool) -> None:
+def receive(port: int, device: str, own_process: bool, noted: bool) -> None:
     place = torch.device(device)
     if place.type == "cuda":
         torch.cuda.set_device(place)
     if own_process:
         torch.set_num_threads(1)
-    messages, receiver = Messages(port), Receiver(place)
+    messages, receiver = Messages(port), Receiver(place, Sent(port) if noted else None)
     while True:
         call, content = messages.asked()
         try:
@@ -258,7 +295,7 @@ def done(sending: Sending) -> None:
         pass
 
 
-def link_rate(messages: Messages, wire: NcclWire | GlooWire, size: int) -> float:
+def link_rate(messages: Messages, wire: NcclWire | GlooWire | NotedWire, size: int) -> float:
     """Measure plain broadcasts, in bytes a second: many in a row, as a whole publication's."""
     content = torch.ones(size, dtype=torch.uint8, device=wire.device)
     seconds = []
@@ -317,12 +354,14 @@ def measure(policy: Policy, given: argparse.Namespace, messages: Messages | None
         return
     print(f"names and shapes without values: {time.perf_counter() - start:.2f} s", flush=True)
     cuda = given.device == "cuda"
-    wire = NcclWire(policy.device) if cuda else GlooWire(messages.port)
+    wire: NcclWire | GlooWire | NotedWire = NcclWire(policy.device) if cuda else GlooWire(messages.port)
     start = time.perf_counter()
     answer = messages.ask("init_weight_transfer_engine", init_info=wire.init_info(1, given.chunk))
     with ThreadPoolExecutor(1) as waiting:
         link.join(wire, 1, waiting.submit(answer), LIMIT.total_seconds())
     print(f"joined in {time.perf_counter() - start:.2f} s", flush=True)
+    if isinstance(wire, NcclWire) and target == f"cuda:{ranks.size - 1}":
+        wire = NotedWire(wire, Sent(messages.port))
     rates = {"plain broadcasts": link_rate(messages, wire, LINK if cuda else LINK // 20)}
     if cuda and target != str(policy.device):
         rates["plain copies"] = copy_rate(policy.device, torch.device(target))
@@ -355,8 +394,9 @@ def measure(policy: Policy, given: argparse.Namespace, messages: Messages | None
         right = checksum(drawn(name, list(entry.shape), entry.dtype, policy.device))
         equal += found[entry.name] == right
     print(f"checksums equal to those of what was drawn: {equal} of {len(stream.entries)}", flush=True)
-    messages.ask("close")()
+    answer = messages.ask("close")  # who leaves a group waits for the others to leave
     wire.close()
+    answer()
     ranks.share(lambda: None)
     if equal != len(stream.entries) or len(found) != equal:
         raise SystemExit("not all that arrived is what was drawn")
@@ -388,9 +428,9 @@ def run(given: argparse.Namespace) -> None:
     if ranks.rank == size - 1:
         if as_process:
             context = multiprocessing.get_context("spawn")
-            waiting = context.Process(target=receive, args=(port, target, True), daemon=True)
+            waiting = context.Process(target=receive, args=(port, target, True, cuda and not spare), daemon=True)
         else:
-            waiting = threading.Thread(target=receive, args=(port, target, False), daemon=True)
+            waiting = threading.Thread(target=receive, args=(port, target, False, cuda and not spare), daemon=True)
         waiting.start()
     measure(policy, given, messages, target)
     if waiting is not None:

@@ -33,7 +33,7 @@ class TensorStream:
     """
 
     def __init__(self, policy: Policy, dtype: torch.dtype):
-        self._policy, self._dtype = policy, dtype
+        self.policy, self._dtype = policy, dtype
         groups = weight_groups(policy)
         named = [_Group(names, number == len(groups) - 1) for number, names in enumerate(groups)]
         self._groups = policy.weights.ranks.share(lambda: [self._planned(group) for group in named])
@@ -46,7 +46,7 @@ class TensorStream:
     def give(self, take: Take) -> None:
         """Give the tensors to `take`, on the first rank. Every rank calls this; what the first one raises, all raise,
         when all weights are gathered."""
-        ranks, failed = self._policy.weights.ranks, list[Exception]()
+        ranks, failed = self.policy.weights.ranks, list[Exception]()
         for group in self._groups:
             joined = self._on_first(group)
             if not ranks.first or failed:
@@ -64,14 +64,14 @@ class TensorStream:
         ranks.share(end)
 
     def _on_first(self, group: _Group) -> dict[str, torch.Tensor]:
-        weights = self._policy.weights
+        weights = self.policy.weights
         parts = {**weights.frozen, **weights.master}
-        kept = joined_dtype(self._policy, self._dtype)
+        kept = joined_dtype(self.policy, self._dtype)
         return weights.on_device_of_first({name: parts.get(name) for name in group.names}, kept)
 
     def _planned(self, group: _Group) -> _Group:
         """Have transformers name tensors whose values nobody has written: until then they take no memory."""
-        pieces = self._policy.weights.pieces
+        pieces = self.policy.weights.pieces
         plain = (name for name in group.names if not is_adapters(name))
         tensors = {name: torch.empty(pieces[name].shape, dtype=self._dtype) for name in plain}
         tensors |= self._buffers(group)
@@ -91,13 +91,13 @@ class TensorStream:
 
     def _whole(self, group: _Group, joined: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Merge an adapter, and add the buffers to the last ones."""
-        tensors = plain_weights(self._policy, joined, self._dtype)
+        tensors = plain_weights(self.policy, joined, self._dtype)
         return tensors | self._buffers(group)
 
     def _buffers(self, group: _Group) -> dict[str, torch.Tensor]:
-        return {**self._policy.buffers, **saved_buffers(self._policy.model)} if group.last else {}
+        return {**self.policy.buffers, **saved_buffers(self.policy.model)} if group.last else {}
 
     def _by_transformers(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
-        give_group(self._policy, tensors, found.update)
+        give_group(self.policy, tensors, found.update)
         return found

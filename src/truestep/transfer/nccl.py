@@ -1,7 +1,8 @@
 """A wire of NCCL: the trainer is rank 0 of a group of its own with the ranks of one server.
 
 vLLM's backend `nccl` joins a group by an id that comes by HTTP. Its ranks add up one float32 when they have joined, and
-then take what rank 0 broadcasts.
+then take what rank 0 broadcasts. The groups of torch.distributed are joined by other messages, so NCCL is called here
+by its own functions, in the library that torch has loaded.
 """
 
 import base64
@@ -10,10 +11,68 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.cuda import nccl
 
-_MOST = 2**31 - 1  # elements of a message
-_WIDE = (torch.uint8, torch.int32, torch.int64)  # NCCL broadcasts bytes, whatever they are called
+from truestep.errors import TruestepError
+
+_BYTE, _FLOAT = 1, 7  # ncclUint8, ncclFloat32
+_SUM = 0
+_ID_BYTES = 128
+
+
+class NcclError(TruestepError):
+    """NCCL refused a call."""
+
+
+class _Id(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_char * _ID_BYTES),)
+
+
+class Nccl:
+    """NCCL's functions."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL("libnccl.so.2")
+        pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        for name, arguments in {
+            "ncclGetUniqueId": [ctypes.POINTER(_Id)],
+            "ncclCommInitRank": [ctypes.POINTER(pointer), number, _Id, number],
+            "ncclAllReduce": [pointer, pointer, size, number, number, pointer, pointer],
+            "ncclBroadcast": [pointer, pointer, size, number, number, pointer, pointer],
+            "ncclCommDestroy": [pointer],
+            "ncclCommAbort": [pointer],
+        }.items():
+            getattr(self._library, name).argtypes = arguments
+        self._library.ncclGetErrorString.restype = ctypes.c_char_p
+
+    def __call__(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            said = self._library.ncclGetErrorString(code).decode(errors="replace")
+            raise NcclError(f"{name}: {said}")
+
+    def new_id(self) -> bytes:
+        found = _Id()
+        self("ncclGetUniqueId", ctypes.byref(found))
+        return bytes(found)
+
+    def join(self, identity: bytes, ranks: int, rank: int) -> ctypes.c_void_p:
+        """Enter a group, on the current device; return when all are there."""
+        group = ctypes.c_void_p()
+        self("ncclCommInitRank", ctypes.byref(group), ranks, _Id.from_buffer_copy(identity), rank)
+        return group
+
+    def warm_up(self, group: ctypes.c_void_p, stream: torch.cuda.Stream) -> None:
+        """Add up one number, as every rank of a group of vLLM's does first."""
+        with torch.cuda.stream(stream):
+            one = torch.zeros(1, device=stream.device)
+            place = one.data_ptr()
+            self("ncclAllReduce", place, place, 1, _FLOAT, _SUM, group, stream.cuda_stream)
+            stream.synchronize()
+
+    def broadcast(self, group: ctypes.c_void_p, content: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """Send bytes from rank 0, or take them into `content`, as the stream comes to it."""
+        place = content.data_ptr()
+        self("ncclBroadcast", place, place, content.nbytes, _BYTE, 0, group, stream.cuda_stream)
 
 
 class NcclWire:
@@ -22,9 +81,10 @@ class NcclWire:
     def __init__(self, device: torch.device):
         """Make a group's id. Nobody is in the group yet."""
         self.device = device
-        self._id: bytes = nccl.unique_id()
+        self._nccl = Nccl()
+        self._id = self._nccl.new_id()
         self._stream = torch.cuda.Stream(device)
-        self._group: Any = None
+        self._group: ctypes.c_void_p | None = None
 
     def init_info(self, ranks: int, chunk: int) -> dict[str, Any]:
         """Invite a server that has so many ranks, as vLLM's backend `nccl` reads it."""
@@ -39,30 +99,30 @@ class NcclWire:
 
     def join(self, ranks: int) -> None:
         """Enter the group, and wait for as many ranks of the server: this may be for ever, and belongs in a thread."""
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-            self._group = nccl.init_rank(ranks + 1, self._id, 0)
-            nccl.all_reduce([torch.zeros(1, device=self.device)], streams=[self._stream], comms=[self._group])
-            self._stream.synchronize()
+        with torch.cuda.device(self.device):
+            self._group = self._nccl.join(self._id, ranks + 1, 0)
+            self._nccl.warm_up(self._group, self._stream)
 
     def send(self, content: torch.Tensor) -> "Broadcast":
         assert self._group is not None, "the group was joined"
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        widened = _widened(content)
         with torch.cuda.device(self.device):
-            nccl.broadcast([widened], 0, streams=[self._stream], comms=[self._group])
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            self._nccl.broadcast(self._group, content, self._stream)
             done = torch.cuda.Event()
             done.record(self._stream)
         return Broadcast(done)
 
     def close(self) -> None:
         """Leave the group, with all that was sent received."""
-        self._group = None
+        if self._group is not None:
+            group, self._group = self._group, None
+            self._nccl("ncclCommDestroy", group)
 
     def abandon(self) -> None:
         """Give up what is being sent: a broadcast that nobody takes would occupy the GPU for ever."""
-        group, self._group = self._group, None
-        if group is not None:
-            _abort(group)
+        if self._group is not None:
+            group, self._group = self._group, None
+            self._nccl("ncclCommAbort", group)
 
 
 @dataclass(frozen=True)
@@ -71,26 +131,3 @@ class Broadcast:
 
     def is_completed(self) -> bool:
         return self.done.query()
-
-
-def _widened(content: torch.Tensor) -> torch.Tensor:
-    """View bytes as fewer elements where a message would have too many."""
-    for dtype in _WIDE:
-        if len(content) % dtype.itemsize == 0 and len(content) // dtype.itemsize <= _MOST:
-            return content.view(dtype)
-    raise ValueError(f"NCCL takes no message of {len(content)} bytes")
-
-
-def _abort(group: Any) -> None:
-    """Abort a group by NCCL's own call, which torch gives for groups of torch.distributed alone."""
-    python = ctypes.pythonapi
-    python.PyCapsule_GetPointer.restype = ctypes.c_void_p
-    python.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-    python.PyCapsule_GetName.restype = ctypes.c_char_p
-    python.PyCapsule_GetName.argtypes = [ctypes.py_object]
-    python.PyCapsule_SetDestructor.argtypes = [ctypes.py_object, ctypes.c_void_p]
-    address = python.PyCapsule_GetPointer(group, python.PyCapsule_GetName(group))
-    python.PyCapsule_SetDestructor(group, None)  # what is aborted must not be destroyed again
-    library = ctypes.CDLL("libnccl.so.2")  # which torch has loaded
-    library.ncclCommAbort.argtypes = [ctypes.c_void_p]
-    library.ncclCommAbort(address)

@@ -4,15 +4,14 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from truestep import progress
 from truestep.policy.policy import Policy
-from truestep.policy.save import save_adapter, stream_policy, stream_tensors
+from truestep.policy.save import save_adapter, stream_policy
+from truestep.policy.tensor_stream import TensorStream
 from truestep.sampler.server.protocol import InferenceServer
 from truestep.transfer.memory import MemoryFullError, SharedMemory
 
@@ -90,6 +89,7 @@ class Publisher:
     def __init__(self, directory: WeightsDirectory, dtype: torch.dtype, *, memory_alone: bool = False):
         """Publish in `dtype`. `memory_alone`: weights for which memory has no room are an error."""
         self._directory, self._dtype, self.memory_alone = directory, dtype, memory_alone
+        self._stream: TensorStream | None = None  # of the policy, when it was written to memory
 
     def write(self, policy: Policy, version: int, wanted: Wanted, memory: SharedMemory | None) -> Places:
         """Write weights. Every rank calls this with its part of them; the first one has the memory."""
@@ -114,12 +114,9 @@ class Publisher:
             assert memory is not None
             return memory
 
-        def add(tensors: Mapping[str, torch.Tensor]) -> None:
-            of_first().add(tensors)
-            progress.made("tensors published", len(tensors))
-
-        name = f"{version:012d}-{secrets.token_hex(4)}"
-        size = sum(piece.shape.numel() for piece in policy.weights.pieces.values()) * self._dtype.itemsize
-        ranks.share(lambda: of_first().begin(name, size))
-        stream_tensors(policy, self._dtype, add)
+        if self._stream is None or self._stream.policy is not policy:
+            self._stream = TensorStream(policy, self._dtype)
+        stream, name = self._stream, f"{version:012d}-{secrets.token_hex(4)}"
+        ranks.share(lambda: of_first().begin(name, sum(entry.nbytes for entry in stream.entries)))
+        stream.give(lambda tensors: of_first().add(tensors))
         return ranks.share(lambda: of_first().finish())
