@@ -255,12 +255,14 @@ class ServerSampler(SamplerBase):
     adapter: Literal["merged", "served"] = "merged"
     """How servers get an adapter. merged: merged into the model, whose weights they load. served: alone, beside the
     model that they were started with, so that several runs share a server (vLLM with --enable-lora)."""
-    transfer: Literal["auto", "memory", "disk"] = "auto"
+    transfer: Literal["auto", "memory", "nccl", "disk"] = "auto"
     """How new weights get to the servers. memory: through memory of this machine, to vLLM servers started with
-    --weight-transfer-config '{"backend": "truestep"}'. disk: through weights_directory. auto: each server the first way
-    if it can take them so, else the second."""
+    --weight-transfer-config '{"backend": "truestep"}'. nccl: from the trainer's first GPU to those of vLLM servers
+    started with --weight-transfer-config '{"backend": "nccl"}', on this machine or another. disk: through
+    weights_directory. auto: memory for each server that can take them so, else disk."""
     memory_directory: str = "/dev/shm"
-    """A file system in memory that the servers of this machine see under the same path."""
+    """A file system in memory, in which new weights lie until the next ones. For transfer: memory the servers of this
+    machine see it under the same path."""
     weights_directory: str | None = None
     """The directory that new weights are written to for the servers to read: on a disk that they see under the same
     path, and used by this run alone. null: weights, in the run's directory."""

@@ -143,6 +143,6 @@ class _Chunk:
         if entry.nbytes:
             place = self._room[self._end : self._end + entry.nbytes]
             # Bytes of a chunk may begin anywhere: a view of the tensor's type may not.
-            place.copy_(as_bytes(tensor.contiguous()))
+            place.copy_(as_bytes(tensor.contiguous()), non_blocking=True)
             self._end += entry.nbytes
         return None if self._coming else self._room

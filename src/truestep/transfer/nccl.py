@@ -6,7 +6,11 @@ by its own functions, in the library that torch has loaded.
 """
 
 import base64
+import contextlib
 import ctypes
+import mmap
+import weakref
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +87,7 @@ class NcclWire:
         self.device = device
         self._nccl = Nccl()
         self._id = self._nccl.new_id()
-        self._stream = torch.cuda.Stream(device)
+        self._stream, self._beside = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._group: ctypes.c_void_p | None = None
 
     def init_info(self, ranks: int, chunk: int) -> dict[str, Any]:
@@ -112,6 +116,21 @@ class NcclWire:
             done.record(self._stream)
         return Broadcast(done)
 
+    def beside(self) -> AbstractContextManager[Any]:
+        """Have what is queued inside run beside the other work of the trainer's device."""
+        return torch.cuda.stream(self._beside)
+
+    def know(self, memory: mmap.mmap) -> None:
+        """Have the driver know of memory, for the GPU to copy from it by itself. Unknown memory is slower, no worse."""
+        content = torch.frombuffer(memory, dtype=torch.uint8)
+        address, size = content.data_ptr(), content.nbytes
+        with torch.cuda.device(self.device):
+            if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)):
+                with contextlib.suppress(RuntimeError):  # a refusal is reported by the next kernel that is launched
+                    torch.full((1,), 1.0, device=self.device)
+                return
+        weakref.finalize(memory, _forget, address).atexit = False
+
     def close(self) -> None:
         """Leave the group, with all that was sent received."""
         if self._group is not None:
@@ -123,6 +142,10 @@ class NcclWire:
         if self._group is not None:
             group, self._group = self._group, None
             self._nccl("ncclCommAbort", group)
+
+
+def _forget(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 @dataclass(frozen=True)

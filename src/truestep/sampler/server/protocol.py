@@ -65,7 +65,7 @@ class InferenceServer(Protocol):
     url: str  # its name in messages and documents
     model: str  # the name that it serves the model under
     advice: Advice = Advice()
-    in_memory: bool = False  # it takes weights from memory that it shares with the trainer; `reach` finds out
+    in_memory: bool = False  # it takes weights from the trainer's memory; `reach` or `link` finds out
 
     async def describe(self) -> Description:
         """Say what is served. It answers even while paused, or a server that hangs would never be found out."""
@@ -100,6 +100,11 @@ class InferenceServer(Protocol):
     async def reach(self, memory: Path, token: str) -> str | None:
         """Find out whether the server sees the trainer's memory, and can take weights from it; the reason where not."""
         return f"{self.advice.kind} takes weights from a disk alone"
+
+    async def link(self, device: torch.device) -> str | None:
+        """Find out whether the server takes weights that are sent from the trainer's memory, through this device of
+        its, to the server's own; the reason where not."""
+        return f"{self.advice.kind} takes no weights from a trainer's device"
 
     async def stage(self, weights: Path) -> None:
         """Make ready what `load` will be given next, while completions run."""

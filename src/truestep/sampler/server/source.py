@@ -9,6 +9,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from truestep import progress
 from truestep.environments.prompts import Prompt
 from truestep.environments.rater import Rates
@@ -86,7 +88,8 @@ class ServerSource:
         sampling: SamplingOptions,
         pace: Pace,
         publisher: Publisher,
-        memory: SharedMemory | None = None,  # for servers of this machine
+        memory: SharedMemory | None = None,  # for servers of this machine, or for what is sent to servers
+        send_from: torch.device | None = None,  # the device from which weights in memory are sent to servers' own
         advantage_rule: AdvantageRule | str,
         pause: str,
         tolerance: float,
@@ -97,7 +100,7 @@ class ServerSource:
         loop: LoopThread | None = None,  # tests give one with a clock of its own
     ):
         self._policy, self._prompts, self._rewards = policy, prompts, rewards
-        self._sampling, self._publisher, self.memory = sampling, publisher, memory
+        self._sampling, self._publisher, self.memory, self._send_from = sampling, publisher, memory, send_from
         self._advantage_rule, self._truncated = advantage_rule, truncated
         self._sorting: list[PutAside] = []  # the loop's thread adds to it
         self._put_aside: list[PutAside] = []  # what the last snapshot knows of, and no line of the ledger has yet
@@ -142,6 +145,13 @@ class ServerSource:
 
     async def _reach(self, server: InferenceServer) -> None:
         if self.memory is None:
+            return
+        if self._send_from is not None:
+            if (reason := await server.link(self._send_from)) is not None:
+                raise ServerError(
+                    f"sampler.transfer: nccl: {server.url} does not take weights so: {reason}. Start it with "
+                    '--weight-transfer-config \'{"backend": "nccl"}\''
+                )
             return
         reason = await server.reach(self.memory.path, self.memory.token)
         if reason is not None and self._publisher.memory_alone:

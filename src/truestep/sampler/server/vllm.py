@@ -7,13 +7,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+
 from truestep.policy.adapter_files import is_adapter
 from truestep.sampler.server.errors import BadAnswerError, ForgottenError, ServerError, UnreachableError
+from truestep.sampler.server.linked import Link, ServerWire
 from truestep.sampler.server.over_http import QUICK_SECONDS, HttpServer
 from truestep.sampler.server.protocol import Advice, Choice, CompletionRequest
 from truestep.sampler.server.staging import wait_until_checked
 from truestep.text import printable
 from truestep.transfer.memory import INDEX
+from truestep.transfer.nccl import NcclWire
 from truestep.transfer.receiver import NOT_TAKEN
 
 # The distribution as it is, whatever defaults a server takes from the model.
@@ -28,6 +32,7 @@ _PLAIN_SAMPLING: dict[str, Any] = {
 }
 
 
+_PATIENCE = 60.0  # seconds that ranks may take to join, and a server to take one message of weights
 _REFUSED = "answered 500"  # as vLLM answers whatever its engine raises
 _ADAPTERS = (
     " For adapters start the server with --enable-lora, --max-lora-rank (adapter.rank or more) and "
@@ -49,6 +54,8 @@ class Vllm(HttpServer):
     )
 
     _memory: tuple[Path, str] | None = None  # the trainer's, and its token
+    _device: torch.device | None = None  # of the trainer, from which weights are sent to the server's GPUs
+    _link: Link | None = None  # None: it has to be made, if there is such a device
     _adapter: str | None = None  # the name of the adapter that was loaded last: each has a name of its own
 
     async def complete(self, request: CompletionRequest) -> list[Choice]:
@@ -123,9 +130,65 @@ class Vllm(HttpServer):
         self.in_memory = True
         return None
 
+    async def link(self, device: torch.device) -> str | None:
+        self._device, self.in_memory = device, False
+        try:
+            await self._join()
+        except ServerError as error:
+            return str(error)
+        except UnreachableError as error:
+            if _REFUSED not in str(error):
+                raise
+            return str(error)
+        self.in_memory = True
+        return None
+
+    def _wire(self, device: torch.device) -> ServerWire:
+        return NcclWire(device)
+
+    async def _join(self) -> None:
+        """Make a group of the trainer and all ranks of the server, by vLLM's own backend `nccl`."""
+        assert self._device is not None
+        found = await self._get("/get_world_size", QUICK_SECONDS)
+        ranks = found.get("world_size") if isinstance(found, dict) else None
+        if type(ranks) is not int or ranks < 1:
+            raise BadAnswerError("/get_world_size has no number of ranks")
+        link = Link(self._wire(self._device), min(self._timeout, _PATIENCE))
+
+        async def ask(init_info: dict[str, Any]) -> Any:
+            return await self._post("/init_weight_transfer_engine", {"init_info": init_info})
+
+        try:
+            await link.join(ranks, ask)
+        except BaseException:
+            link.close()
+            raise
+        self._link = link
+
+    async def _send(self, index: Path) -> None:
+        """Send weights to the paused server's GPUs."""
+        if self._link is None:
+            raise UnreachableError("it is in no group with the trainer: it was restarted")
+        await self._start_update()
+
+        async def announce(update_info: dict[str, Any]) -> Any:
+            return await self._post("/update_weights", {"update_info": update_info})
+
+        try:
+            await self._link.send(index, announce)
+        except BaseException:  # nobody knows how much of it the server took, and the group is left
+            self._link.close()
+            self._link = None
+            raise
+
     async def stage(self, weights: Path) -> None:
-        """Have every worker of the server check weights in memory, beside its work, and wait for it."""
+        """Have every worker of the server check weights in memory, beside its work, and wait for it. A server that
+        weights are sent to is asked to join again if it has to."""
         if not _is_index(weights):
+            return
+        if self._device is not None:
+            if self._link is None:
+                await self._join()
             return
         marks = weights.parent / f"marks-{secrets.token_hex(8)}"
         marks.mkdir()
@@ -142,10 +205,10 @@ class Vllm(HttpServer):
         try:
             await self._post("/start_weight_update")
         except UnreachableError as error:
-            if self._memory is None or _REFUSED not in str(error):
+            if not self.in_memory or _REFUSED not in str(error):
                 raise
             # It is another process by now, or a trainer that was killed has left an update under way.
-            if reason := await self.reach(*self._memory):
+            if self._memory is not None and (reason := await self.reach(*self._memory)):
                 self.in_memory = True  # as all who are started with this configuration
                 raise UnreachableError(f"it takes weights from memory no longer: {reason}") from error
             with contextlib.suppress(UnreachableError):
@@ -154,7 +217,10 @@ class Vllm(HttpServer):
 
     async def _load_from_memory(self, index: Path) -> None:
         try:
-            await self._post("/update_weights", {"update_info": {"load": str(index)}})
+            if self._device is not None:
+                await self._send(index)
+            else:
+                await self._post("/update_weights", {"update_info": {"load": str(index)}})
         except UnreachableError as error:
             if NOT_TAKEN in str(error) and await self._refuses(error):
                 raise ServerError(
@@ -204,6 +270,9 @@ class Vllm(HttpServer):
             await self._tell("/v1/unload_lora_adapter", {"lora_name": name}, QUICK_SECONDS)
 
     async def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
         if self._adapter is not None:
             with contextlib.suppress(UnreachableError):
                 await self._unload(self._adapter)

@@ -1,0 +1,110 @@
+"""The trainer's side of a link to the GPUs of one server: it sends weights that lie in the trainer's memory.
+
+They lie there for the server to take whenever it can: a server that comes late or comes back gets the same ones, and
+no rank that trains waits for it.
+"""
+
+import asyncio
+import mmap
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from truestep.sampler.server.errors import UnreachableError
+from truestep.transfer.link import CHUNK, LinkError, Sender, Wire, join
+from truestep.transfer.packed import Entry, update_info
+from truestep.transfer.source import Files, TransferError, weights_of
+
+Ask = Callable[[dict[str, Any]], Awaitable[Any]]
+
+
+class ServerWire(Wire, Protocol):
+    """A wire that a server is invited to."""
+
+    def init_info(self, ranks: int, chunk: int) -> dict[str, Any]:
+        """Invite a server that has so many ranks."""
+        ...
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """Have what is queued inside run beside the other work of the trainer's device."""
+        ...
+
+    def know(self, memory: mmap.mmap) -> None:
+        """Tell the device's driver of memory that it will copy from."""
+        ...
+
+    def abandon(self) -> None:
+        """Leave, whatever is being sent."""
+        ...
+
+
+class Link:
+    """A group that the trainer and one server are in."""
+
+    def __init__(self, wire: ServerWire, patience: float):
+        """`patience`: the seconds that one message may take."""
+        self._wire, self._patience = wire, patience
+        self._files = Files(mmap.ACCESS_WRITE, wire.know)
+
+    async def join(self, ranks: int, ask: Ask) -> None:
+        """Invite the server by `ask`, and wait until all its ranks are there."""
+        answer = _begun(ask(self._wire.init_info(ranks, CHUNK)))
+        try:
+            await asyncio.to_thread(join, self._wire, ranks, answer, self._patience)
+        except LinkError as error:
+            raise UnreachableError(str(error)) from error
+
+    async def send(self, index: Path, announce: Ask) -> None:
+        """Send the weights of an index to the server, which takes them while it answers `announce`."""
+        with _opened(index, self._files) as tensors:
+            entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+            answer = _begun(announce(update_info(entries)))
+            await asyncio.to_thread(self._send, entries, tensors, answer)
+            await asyncio.wrap_future(answer)
+
+    def _send(self, entries: list[Entry], tensors: Mapping[str, torch.Tensor], answer: "Future[Any]") -> None:
+        def watch() -> None:
+            if answer.done():
+                answer.result()  # it refused, and nobody will take what is sent
+
+        sender = Sender(self._wire, CHUNK, self._patience, watch)
+        try:
+            with self._wire.beside():
+                sender.begin(entries)
+                sender.add(tensors)
+                sender.finish()
+        except BaseException as error:
+            answer.cancel()
+            self._wire.abandon()
+            if isinstance(error, LinkError):
+                raise UnreachableError(str(error)) from error
+            raise
+
+    def close(self) -> None:
+        self._wire.abandon()
+        self._files.clear()
+
+
+@contextmanager
+def _opened(index: Path, files: Files) -> Iterator[dict[str, torch.Tensor]]:
+    try:
+        opened = weights_of(index, files)
+    except TransferError as error:
+        raise UnreachableError(str(error)) from error
+    try:
+        yield opened.tensors
+    finally:
+        opened.close()
+
+
+def _begun(work: Awaitable[Any]) -> "Future[Any]":
+    """Have the loop that runs do the work, for another thread to look at."""
+
+    async def done() -> Any:
+        return await work
+
+    return asyncio.run_coroutine_threadsafe(done(), asyncio.get_running_loop())
