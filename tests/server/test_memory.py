@@ -198,7 +198,7 @@ def train_and_kill(config: dict[str, Any], rank: int, tensors: int) -> None:
     """This rank is killed at so many calls that add tensors, or gather them, of the second publication."""
     from truestep.policy.weights.protocol import Weights
 
-    honest, calls = Weights.on_first, [0]
+    honest, calls = Weights.on_device_of_first, [0]
 
     def caught(self: Weights, *arguments: Any) -> dict[str, torch.Tensor]:
         calls[0] += 1
@@ -206,7 +206,7 @@ def train_and_kill(config: dict[str, Any], rank: int, tensors: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return honest(self, *arguments)
 
-    Weights.on_first = caught  # type: ignore[method-assign]
+    Weights.on_device_of_first = caught  # type: ignore[method-assign]
     train_all([config])
 
 

@@ -19,13 +19,15 @@ from safetensors.torch import load_file, save_file
 
 from adapters import write_adapter
 from ranks.cases import on_ranks
+from server.test_publication import stored
 from tiny import expert_model, make_model
 from truestep.assemble.policy import join_ranks, make_policy
 from truestep.config.schema import Config
 from truestep.policy.loading.load import load_policy
 from truestep.policy.model.adapter import AdapterSource
-from truestep.policy.save import stream_tensors
+from truestep.policy.policy import Policy
 from truestep.policy.tensor_stream import TensorStream
+from truestep.sampler.server.sync import WeightsDirectory
 from truestep.transfer.link import LinkError, Sender, Sending, join
 from truestep.transfer.packed import Entry, as_bytes, chunks_of, update_info
 
@@ -223,16 +225,21 @@ def test_what_fails_while_joining_is_raised() -> None:
         join(Kept(joining=joining), 1, Future(), 60)
 
 
+def of_files(policy: Policy, dtype: torch.dtype, folder: Path) -> dict[str, torch.Tensor]:
+    """Read what is written to a disk for servers."""
+    return stored(WeightsDirectory(folder / "disk").write(policy, 0, dtype))
+
+
 def test_an_adapter_is_merged_under_the_names_of_files(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama")
     write_adapter(tmp_path / "adapter", model)
     policy = load_policy(model, adapter=AdapterSource(path=tmp_path / "adapter"))
-    right: dict[str, torch.Tensor] = {}
-    stream_tensors(policy, torch.bfloat16, right.update)
+    right = of_files(policy, torch.bfloat16, tmp_path)
     stream, found = TensorStream(policy, torch.bfloat16), dict[str, torch.Tensor]()
     stream.give(found.update)
     assert stream.entries == entries_of(found)
-    assert same(found, right)
+    assert found.keys() == right.keys()
+    assert same(found, {name: right[name] for name in found})
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_tied", "experts"])
@@ -241,8 +248,7 @@ def test_what_is_announced_is_what_files_have(family: str, dtype: torch.dtype, t
     policy = load_policy(
         expert_model(tmp_path / "model") if family == "experts" else make_model(tmp_path / "model", family)
     )
-    right: dict[str, torch.Tensor] = {}
-    stream_tensors(policy, dtype, right.update)
+    right = of_files(policy, dtype, tmp_path)
     stream, found = TensorStream(policy, dtype), dict[str, torch.Tensor]()
     stream.give(found.update)
     assert stream.entries == entries_of(found)
@@ -320,8 +326,7 @@ def test_what_ranks_send_is_what_one_process_has(
     model = expert_model(tmp_path / "model") if kind == "experts" else make_model(tmp_path / "model", kind)
     (tmp_path / "out").mkdir()
     on_ranks(size, send_and_receive, config_of(model, parallel), str(tmp_path / "out"))
-    right: dict[str, torch.Tensor] = {}
-    stream_tensors(load_policy(model), torch.bfloat16, right.update)
+    right = of_files(load_policy(model), torch.bfloat16, tmp_path)
     found = load_file(tmp_path / "out" / "found.safetensors")
     assert found.keys() == right.keys()
     assert same(found, {name: right[name] for name in found})

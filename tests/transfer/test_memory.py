@@ -18,7 +18,7 @@ import torch
 
 from tiny import expert_model, make_model
 from truestep.policy.loading.load import load_policy
-from truestep.policy.save import save_policy, stream_tensors
+from truestep.policy.save import save_policy
 from truestep.sampler.server.sync import Publisher, Wanted, WeightsDirectory
 from truestep.transfer import memory as memory_module
 from truestep.transfer.checksum import _BLOCK as BLOCK
@@ -265,13 +265,3 @@ def test_a_server_needs_nothing_of_the_trainer() -> None:
         "sys.exit(str(wrong) if wrong or 'transformers' in sys.modules else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
-
-
-def test_streamed_tensors_are_those_of_the_files(tmp_path: Path) -> None:
-    policy = load_policy(make_model(tmp_path / "model", "gemma2"))
-    given: dict[str, torch.Tensor] = {}
-    stream_tensors(policy, torch.bfloat16, lambda tensors: given.update(tensors))
-    from server.test_publication import stored
-
-    path = WeightsDirectory(tmp_path / "disk").write(policy, 0, torch.bfloat16)
-    assert same(given, stored(path))

@@ -50,13 +50,6 @@ def stream_policy(policy: Policy, directory: Path, dtype: torch.dtype) -> None:
     policy.weights.ranks.share(lambda: _complete(policy, directory, dtype))
 
 
-def stream_tensors(policy: Policy, dtype: torch.dtype, take: Callable[[Mapping[str, torch.Tensor]], None]) -> None:
-    """Give the tensors that `stream_policy` would write to `take`, on the first rank, a layer at a time. Every rank
-    calls this; what the first one raises, all raise."""
-    for tensors in _groups_on_first(policy, dtype):
-        policy.weights.ranks.share(partial(give_group, policy, tensors, take))
-
-
 def _groups_on_first(policy: Policy, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
     """Join the weights of one group after another on the first rank; the last ones come with the buffers."""
     groups = weight_groups(policy)

@@ -26,7 +26,7 @@ class _Group:
 
 
 class TensorStream:
-    """Gives what `save.stream_tensors` gives, and keeps it on the device of the first rank.
+    """Gives the tensors that `save.stream_policy` writes, on the device of the first rank.
 
     transformers knows what files call a tensor, and which ones they have together. It is asked once, about tensors
     without values; where it only renames them, it is not asked again. Every rank makes one.
