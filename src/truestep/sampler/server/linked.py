@@ -45,14 +45,14 @@ class ServerWire(Wire, Protocol):
 class Link:
     """A group that the trainer and one server are in."""
 
-    def __init__(self, wire: ServerWire, patience: float):
-        """`patience`: the seconds that one message may take."""
-        self._wire, self._patience = wire, patience
+    def __init__(self, wire: ServerWire, patience: float, chunk: int = CHUNK):
+        """`patience`: the seconds that one message may take; `chunk`: the bytes of one."""
+        self._wire, self._patience, self._chunk = wire, patience, chunk
         self._files = Files(mmap.ACCESS_WRITE, wire.know)
 
     async def join(self, ranks: int, ask: Ask) -> None:
         """Invite the server by `ask`, and wait until all its ranks are there."""
-        answer = _begun(ask(self._wire.init_info(ranks, CHUNK)))
+        answer = _begun(ask(self._wire.init_info(ranks, self._chunk)))
         try:
             await asyncio.to_thread(join, self._wire, ranks, answer, self._patience)
         except LinkError as error:
@@ -71,7 +71,7 @@ class Link:
             if answer.done():
                 answer.result()  # it refused, and nobody will take what is sent
 
-        sender = Sender(self._wire, CHUNK, self._patience, watch)
+        sender = Sender(self._wire, self._chunk, self._patience, watch)
         try:
             with self._wire.beside():
                 sender.begin(entries)

@@ -11,7 +11,7 @@ import torch
 
 from truestep.policy.adapter_files import is_adapter
 from truestep.sampler.server.errors import BadAnswerError, ForgottenError, ServerError, UnreachableError
-from truestep.sampler.server.linked import Link, ServerWire
+from truestep.sampler.server.linked import Link
 from truestep.sampler.server.over_http import QUICK_SECONDS, HttpServer
 from truestep.sampler.server.protocol import Advice, Choice, CompletionRequest
 from truestep.sampler.server.staging import wait_until_checked
@@ -143,8 +143,8 @@ class Vllm(HttpServer):
         self.in_memory = True
         return None
 
-    def _wire(self, device: torch.device) -> ServerWire:
-        return NcclWire(device)
+    def _make_link(self, device: torch.device) -> Link:
+        return Link(NcclWire(device), min(self._timeout, _PATIENCE))
 
     async def _join(self) -> None:
         """Make a group of the trainer and all ranks of the server, by vLLM's own backend `nccl`."""
@@ -153,7 +153,7 @@ class Vllm(HttpServer):
         ranks = found.get("world_size") if isinstance(found, dict) else None
         if type(ranks) is not int or ranks < 1:
             raise BadAnswerError("/get_world_size has no number of ranks")
-        link = Link(self._wire(self._device), min(self._timeout, _PATIENCE))
+        link = self._make_link(self._device)
 
         async def ask(init_info: dict[str, Any]) -> Any:
             return await self._post("/init_weight_transfer_engine", {"init_info": init_info})

@@ -1,0 +1,126 @@
+"""A server that speaks as the backend `nccl` of vLLM does, with gloo in the place of NCCL, and the trainer's side."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from server.memory_server import FakeVllm
+from truestep.sampler.server.linked import Link
+from truestep.sampler.server.vllm import Vllm
+from truestep.transfer.link import Sending
+
+CHUNK = 5000  # bytes: many for a tiny model
+PATIENCE = 8.0  # seconds
+
+
+def joined(folder: str, rank: int, ranks: int) -> Any:
+    store = dist.FileStore(str(Path(folder, "store")), ranks)
+    return dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=20))
+
+
+def broadcast(group: Any, content: torch.Tensor) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    return group.broadcast([content], options)
+
+
+class GlooWire:
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self._folder, self._group = tempfile.mkdtemp(), None
+
+    def init_info(self, ranks: int, chunk: int) -> dict[str, Any]:
+        size = {"packed": True, "packed_buffer_size_bytes": chunk}
+        return {"nccl_unique_id_b64": self._folder, "rank_offset": 1, "world_size": ranks + 1, **size}
+
+    def join(self, ranks: int) -> None:
+        self._group = joined(self._folder, 0, ranks + 1)
+
+    def send(self, content: torch.Tensor) -> Sending:
+        sending: Sending = broadcast(self._group, content)
+        return sending
+
+    def beside(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def know(self, memory: Any) -> None: ...
+
+    def abandon(self) -> None:
+        self._group = None
+
+
+class VllmByGloo(Vllm):
+    def _make_link(self, device: torch.device) -> Link:
+        return Link(GlooWire(), PATIENCE, CHUNK)
+
+
+class FakeLinked(FakeVllm):
+    def __init__(self, model: Path, name: str):
+        super().__init__(model, name)
+        self._group: Any = None
+        self._chunk = 0
+        self.refuses = False  # it was started with another backend
+        self.before_chunk: Callable[[int], None] | None = None  # is called with the number of each
+
+    def restart(self) -> None:
+        super().restart()
+        self._group = None
+
+    async def _reply(self, path: str, body: Any) -> Any:
+        info = (body or {}).get("init_info") or (body or {}).get("update_info")
+        if path == "/get_world_size":
+            return {"world_size": 1}
+        if path == "/init_weight_transfer_engine":
+            if self.refuses:
+                raise RuntimeError("got an unexpected keyword argument 'nccl_unique_id_b64'")
+            self._chunk = info["packed_buffer_size_bytes"]
+            self._group = await asyncio.to_thread(joined, info["nccl_unique_id_b64"], 1, info["world_size"])
+            return {"message": "done"}
+        if path == "/update_weights":
+            if not self.updating:
+                raise RuntimeError("start_weight_update must be called before update_weights.")
+            if self.before_update is not None:
+                self.before_update(info)
+            if self._group is None:
+                raise RuntimeError("NCCL weight transfer not initialized.")
+            tensors = await asyncio.to_thread(self._receive, self._group, info)
+            if self.takes != "nothing":
+                self._load_tensors(iter(tensors))
+            return {"message": "done"}
+        return await super()._reply(path, body)
+
+    def _receive(self, group: Any, info: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+        """Read chunks, each of which ends with the tensor that makes it longer than it was to be."""
+        found, waiting, number = [], [], 0
+
+        def read() -> None:
+            nonlocal number
+            if self.before_chunk is not None:
+                self.before_chunk(number)
+            number += 1
+            content = torch.empty(sum(tensor.nbytes for _, tensor in waiting), dtype=torch.uint8)
+            broadcast(group, content).wait()
+            for (name, tensor), part in zip(
+                waiting, content.split([tensor.nbytes for _, tensor in waiting]), strict=True
+            ):
+                tensor.view(-1).view(torch.uint8).copy_(part)
+                found.append((name, tensor))
+            waiting.clear()
+
+        for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
+            waiting.append((name, torch.empty(shape, dtype=getattr(torch, dtype))))
+            if sum(tensor.nbytes for _, tensor in waiting) > self._chunk:
+                read()
+        if waiting:
+            read()
+        return found

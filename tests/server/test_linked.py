@@ -1,0 +1,149 @@
+"""Weights that are sent to servers' devices: on policy, and what goes wrong is found in time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import latest, read_weights
+from ranks.cases import on_ranks, train_all
+from server.linked_server import PATIENCE, FakeLinked
+from server.models import make_model as make_served_model
+from server.sglang_server import serving
+from server.test_memory import check_on_policy, run_config
+from server.vllm_server import NAME
+from small_runs import merged, read_lines
+from truestep.config.schema import Config
+from truestep.config.yaml_tree import ConfigError
+from truestep.ranks.launch import RankError
+from truestep.transfer.memory import _remove_abandoned
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_served_model(tmp_path_factory.mktemp("served") / "model", seed=2)
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "memory").mkdir()
+    yield tmp_path / "memory"
+    _remove_abandoned(tmp_path / "memory")
+    assert not list((tmp_path / "memory").iterdir())
+
+
+def linked(directory: Path, urls: list[str], **sections: Any) -> dict[str, Any]:
+    sampler = {"transfer": "nccl", "protocol": "server.linked_server:VllmByGloo"}
+    return run_config(directory, urls, **merged({"sampler": sampler}, sections))
+
+
+@pytest.mark.parametrize(
+    ("size", "parallel"),
+    [
+        (1, {}),
+        pytest.param(2, {}, marks=pytest.mark.long),
+        pytest.param(2, {"tensor": 2}, marks=pytest.mark.long),
+        pytest.param(2, {"pipeline": 2}, marks=pytest.mark.long),
+    ],
+)
+def test_a_run_through_links_is_on_policy(size: int, parallel: dict[str, int], served: Path, tmp_path: Path) -> None:
+    fakes = FakeLinked(served, NAME), FakeLinked(served, NAME)
+    with serving(fakes[0]) as first, serving(fakes[1]) as second:
+        on_ranks(size, train_all, [linked(tmp_path, [first, second], parallel=parallel)])
+    check_on_policy(tmp_path / "run")
+    assert not (tmp_path / "run" / "weights").exists(), "nothing went over the disk"
+    trained = read_weights(latest(tmp_path / "run"))
+    for fake in fakes:
+        assert fake.paths.count("/finish_weight_update") == 5 and "/collective_rpc" not in fake.paths
+        assert fake.paths.count("/init_weight_transfer_engine") == 1
+        has = fake._model.state_dict()
+        assert all(torch.equal(has[name], value) for name, value in trained.items())
+
+
+@pytest.mark.parametrize("moment", ["update", "middle"])
+def test_a_server_that_restarts_joins_again(moment: str, served: Path, tmp_path: Path) -> None:
+    fake, updates = FakeLinked(served, NAME), []
+
+    def lost() -> None:
+        fake.restart()
+        raise RuntimeError("the connection was lost")
+
+    def before(info: dict[str, Any]) -> None:
+        updates.append(info)
+        if moment == "update" and len(updates) == 2:
+            lost()
+
+    def before_chunk(number: int) -> None:
+        if moment == "middle" and len(updates) == 2 and number == 3:
+            lost()
+
+    fake.before_update, fake.before_chunk = before, before_chunk
+    began = time.monotonic()
+    with serving(fake) as url:
+        on_ranks(1, train_all, [linked(tmp_path, [url], optimizer={"learning_rate": 1e-2})])
+    check_on_policy(tmp_path / "run")
+    assert fake.paths.count("/init_weight_transfer_engine") == 2
+    names = [name for line in read_lines(tmp_path / "run" / "ledger.jsonl") for name in line["documents"]]
+    assert len(names) == len(set(names)) == 64
+    assert time.monotonic() - began < 60
+
+
+def test_a_server_that_stands_still_is_left_and_asked_again(served: Path, tmp_path: Path) -> None:
+    fake, chunks = FakeLinked(served, NAME), []
+
+    def before_chunk(number: int) -> None:
+        chunks.append(number)
+        if chunks.count(1) == 2 and number == 1:
+            time.sleep(PATIENCE + 4)
+            raise RuntimeError("too late")
+
+    fake.before_chunk = before_chunk
+    with serving(fake) as url:
+        on_ranks(1, train_all, [linked(tmp_path, [url])])
+    check_on_policy(tmp_path / "run")
+    assert fake.paths.count("/init_weight_transfer_engine") >= 2
+
+
+def test_a_server_that_says_yes_and_takes_nothing_ends_the_run(served: Path, tmp_path: Path) -> None:
+    fake = FakeLinked(served, NAME)
+    loads = iter([False, *[True] * 9])
+
+    def before(info: dict[str, Any]) -> None:
+        fake.takes = "nothing" if next(loads) else "all"
+
+    fake.before_update = before
+    with serving(fake) as url, pytest.raises(RankError, match="was given the weights of version"):
+        on_ranks(1, train_all, [linked(tmp_path, [url], optimizer={"learning_rate": 1e-2})])
+    assert len(read_lines(tmp_path / "run" / "ledger.jsonl")) == 1, "nothing of the wrong weights was trained on"
+
+
+def test_a_server_with_another_backend_is_refused_by_name(served: Path, tmp_path: Path) -> None:
+    fake = FakeLinked(served, NAME)
+    fake.refuses = True
+    with serving(fake) as url, pytest.raises(RankError, match='transfer: nccl: .*unexpected.*"backend": "nccl"'):
+        on_ranks(1, train_all, [linked(tmp_path, [url])])
+
+
+def test_an_update_that_a_killed_trainer_began_is_ended(served: Path, tmp_path: Path) -> None:
+    fake = FakeLinked(served, NAME)
+    fake.updating = True
+    with serving(fake) as url:
+        on_ranks(1, train_all, [linked(tmp_path, [url])])
+    check_on_policy(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"sampler": {"protocol": "sglang"}}, "nccl needs sampler.protocol: vllm"),
+        ({"sampler": {"protocol": "vllm"}, "model": {"device": "cpu"}}, "sends weights from a GPU"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused(sections: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, ValueError), match=said):
+        Config.model_validate(linked(tmp_path, ["http://127.0.0.1:1"], **sections))
