@@ -61,6 +61,10 @@ CASES = [
         "4: sampler.transfer: memory needs sampler.protocol: vllm; sglang takes weights from a disk",
     ),
     (
+        served("transfer: nccl").replace("model: {path: m}", "model: {path: m, device: cpu}"),
+        "4, run.yaml:1: sampler.transfer: nccl sends weights from a GPU, and model.device is cpu",
+    ),
+    (
         served("adapter: served, transfer: memory") + "adapter: {}\n",
         "4, run.yaml:5: sampler.transfer: memory is for whole models, and sampler.adapter: served gives servers an "
         "adapter alone",
