@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,31 @@ def broadcast(group: Any, content: torch.Tensor) -> Any:
     options = dist.BroadcastOptions()
     options.rootRank = 0
     return group.broadcast([content], options)
+
+
+def read(info: dict[str, Any], size: int, receive: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Read tensors by a plain loop, as a server does that knows the announcement and the size of a chunk."""
+    found, waiting, total = dict[str, torch.Tensor](), list[tuple[str, torch.dtype, list[int], int]](), 0
+
+    def take() -> None:
+        content, begin = receive(total), 0
+        for name, dtype, shape, length in waiting:
+            found[name] = content[begin : begin + length].clone().view(dtype).view(shape)
+            begin += length
+
+    for name, dtype_name, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
+        dtype = getattr(torch, dtype_name)
+        length = torch.empty(shape, dtype=dtype, device="meta").nbytes
+        waiting.append((name, dtype, shape, length))
+        total += length
+        if total > size:
+            take()
+            waiting, total = [], 0
+    if total:
+        take()
+    for name, dtype, shape, _ in waiting:
+        found.setdefault(name, torch.empty(shape, dtype=dtype))
+    return found
 
 
 class GlooWire:
@@ -95,32 +121,18 @@ class FakeLinked(FakeVllm):
                 raise RuntimeError("NCCL weight transfer not initialized.")
             tensors = await asyncio.to_thread(self._receive, self._group, info)
             if self.takes != "nothing":
-                self._load_tensors(iter(tensors))
+                self._load_tensors(iter(tensors.items()))
             return {"message": "done"}
         return await super()._reply(path, body)
 
-    def _receive(self, group: Any, info: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-        """Read chunks, each of which ends with the tensor that makes it longer than it was to be."""
-        found, waiting, number = [], [], 0
+    def _receive(self, group: Any, info: dict[str, Any]) -> dict[str, torch.Tensor]:
+        numbers = count()
 
-        def read() -> None:
-            nonlocal number
+        def receive(size: int) -> torch.Tensor:
             if self.before_chunk is not None:
-                self.before_chunk(number)
-            number += 1
-            content = torch.empty(sum(tensor.nbytes for _, tensor in waiting), dtype=torch.uint8)
+                self.before_chunk(next(numbers))
+            content = torch.empty(size, dtype=torch.uint8)
             broadcast(group, content).wait()
-            for (name, tensor), part in zip(
-                waiting, content.split([tensor.nbytes for _, tensor in waiting]), strict=True
-            ):
-                tensor.view(-1).view(torch.uint8).copy_(part)
-                found.append((name, tensor))
-            waiting.clear()
+            return content
 
-        for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
-            waiting.append((name, torch.empty(shape, dtype=getattr(torch, dtype))))
-            if sum(tensor.nbytes for _, tensor in waiting) > self._chunk:
-                read()
-        if waiting:
-            read()
-        return found
+        return read(info, self._chunk, receive)

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from adapters import write_adapter
 from ranks.cases import on_ranks
-from server.test_publication import stored
+from server.linked_server import broadcast, read
+from server.test_publication import config_of, stored
 from tiny import expert_model, make_model
 from truestep.assemble.policy import join_ranks, make_policy
 from truestep.config.schema import Config
@@ -75,42 +76,13 @@ class Gloo:
     def join(self, ranks: int) -> None: ...
 
     def send(self, content: torch.Tensor) -> Sending:
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        sent: Sending = self._group.broadcast([content], options)
+        sent: Sending = broadcast(self._group, content)
         return sent
 
     def receive(self, size: int) -> torch.Tensor:
         content = torch.empty(size, dtype=torch.uint8)
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        self._group.broadcast([content], options).wait()
+        broadcast(self._group, content).wait()
         return content
-
-
-def read(info: dict[str, Any], size: int, receive: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Read tensors by a plain loop, as a server does that knows the announcement and the size of a chunk."""
-    found, waiting, total = dict[str, torch.Tensor](), list[tuple[str, torch.dtype, list[int], int]](), 0
-
-    def take() -> None:
-        content, begin = receive(total), 0
-        for name, dtype, shape, count in waiting:
-            found[name] = content[begin : begin + count].clone().view(dtype).view(shape)
-            begin += count
-
-    for name, dtype_name, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
-        dtype = getattr(torch, dtype_name)
-        count = torch.empty(shape, dtype=dtype, device="meta").nbytes
-        waiting.append((name, dtype, shape, count))
-        total += count
-        if total > size:
-            take()
-            waiting, total = [], 0
-    if total:
-        take()
-    for name, dtype, shape, _ in waiting:
-        found.setdefault(name, torch.empty(shape, dtype=dtype))
-    return found
 
 
 def entries_of(tensors: dict[str, torch.Tensor]) -> list[Entry]:
@@ -266,16 +238,6 @@ def test_what_the_first_rank_raises_ends_the_stream(tmp_path: Path) -> None:
     with pytest.raises(LinkError, match="broken"):
         TensorStream(policy, torch.float32).give(take)
     assert calls == [1]
-
-
-def config_of(model: Path, parallel: dict[str, int]) -> dict[str, Any]:
-    return {
-        "model": {"path": str(model), "dtype": "float32", "head": {"fp32_lm_head": True}},
-        "data": {"path": "none", "advantages": "none", "tokens_per_microbatch": 256},
-        "schedule": {"stall_timeout": 30},
-        "parallel": parallel,
-        "checkpoint": {"directory": "none"},
-    }
 
 
 def send_and_receive(config: dict[str, Any], folder: str) -> None:

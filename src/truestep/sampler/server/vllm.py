@@ -3,7 +3,7 @@
 import contextlib
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -118,22 +118,17 @@ class Vllm(HttpServer):
     async def reach(self, memory: Path, token: str) -> str | None:
         init_info = {"directory": str(memory), "token": token}
         self._memory = (memory, token)
-        self.in_memory = False
-        try:
-            await self._post("/init_weight_transfer_engine", {"init_info": init_info}, QUICK_SECONDS)
-        except ServerError as error:
-            return str(error)
-        except UnreachableError as error:
-            if _REFUSED not in str(error):
-                raise
-            return str(error)
-        self.in_memory = True
-        return None
+        return await self._taking(self._post("/init_weight_transfer_engine", {"init_info": init_info}, QUICK_SECONDS))
 
     async def link(self, device: torch.device) -> str | None:
-        self._device, self.in_memory = device, False
+        self._device = device
+        return await self._taking(self._join())
+
+    async def _taking(self, asking: Awaitable[Any]) -> str | None:
+        """Ask the server to take weights from the trainer's memory; the reason where it does not."""
+        self.in_memory = False
         try:
-            await self._join()
+            await asking
         except ServerError as error:
             return str(error)
         except UnreachableError as error:
