@@ -191,6 +191,8 @@ class Trainer:
                 self._evaluate()
             if self.save_rule.due(self.step):
                 self._save()
+            elif self.save_rule.every > 0 and self.hooks.saves:
+                self.saves.prepare(self.policy, lambda: optimizer_parts(self.optimizer, self.policy.weights))
         return f"all {self.steps} steps are done"
 
     def _put_rejected(self, rejected: Sequence[Rejected]) -> None:

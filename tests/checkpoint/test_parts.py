@@ -6,7 +6,7 @@ import itertools
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -144,6 +144,53 @@ def test_the_staging_memory_is_used_again_and_is_no_larger_than_the_parts() -> N
     staging.stage(parts)
     assert staging._room.data_ptr() == place
     assert staging._room.nbytes <= sum(part.values.nbytes for part in parts) + 64 * len(parts)
+
+
+def test_staging_memory_that_a_thread_makes_is_what_the_first_save_uses() -> None:
+    staging = Staging()
+    parts = [TensorPart("one", (100, 7), (0, 0), torch.full((100, 7), 1.0))]
+    assert not staging.has_room
+    staging.make_room_beside(parts)
+    assert staging.has_room, "it is on its way"
+    assert staging._making is not None
+    staging._making.wait()
+    place = staging._room.data_ptr()
+    (staged,) = staging.stage(parts).parts
+    assert staged.values.data_ptr() == place
+    assert staging.has_room and staged.values.eq(1).all()
+
+
+def test_a_save_fails_with_what_the_thread_that_makes_its_memory_failed_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> torch.Tensor:
+        raise MemoryError("planted")
+
+    monkeypatch.setattr("truestep.checkpoint.staging.zeros_on_host", refused)
+    staging = Staging()
+    parts = [TensorPart("one", (100, 7), (0, 0), torch.zeros(100, 7))]
+    staging.make_room_beside(parts)
+    with pytest.raises(MemoryError, match="planted"):
+        staging.stage(parts)
+
+
+@pytest.mark.parametrize(("every", "made"), [(0, 0), (1, 0), (2, 1)])
+def test_the_memory_is_made_once_and_before_the_first_save(
+    every: int, made: int, tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that saves after its first step has nothing to make it beside; one that saves at its end needs none."""
+    honest, sizes = Staging.make_room_beside, []
+
+    def counted(self: Staging, parts: Sequence[TensorPart]) -> None:
+        sizes.append(sum(part.values.nbytes for part in parts))
+        honest(self, parts)
+
+    monkeypatch.setattr(Staging, "make_room_beside", counted)
+    write_rollouts(tmp_path / "r.jsonl", 24)
+    given = {"every": every, "keep": 9}
+    trainer = quiet_trainer(file_config(tiny_model("llama"), tmp_path / "r.jsonl", tmp_path / "run", checkpoint=given))
+    trainer.run()
+    assert len(sizes) == made
+    room = trainer.saves._staging._room.nbytes
+    assert all(size <= room < size + 64 * 400 for size in sizes), "it is as large as what is staged"
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_tied", "gemma2", "mistral"])

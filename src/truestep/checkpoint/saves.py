@@ -4,13 +4,12 @@ How far they have come, the ranks tell each other between steps: so every rank l
 same step, and no message is sent while another thread sends one. One save is under way at a time.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from truestep.checkpoint.background import Task
 from truestep.checkpoint.staging import Staged, Staging
 from truestep.checkpoint.store import CheckpointStore, ModelFiles, Progress, Written, policy_parts
 from truestep.policy.policy import Policy
@@ -54,35 +53,12 @@ class Report:
     late: bool = False  # it may wait no longer
 
 
-class _Task:
-    """Work in a thread, and what became of it."""
-
-    def __init__(self, work: Callable[[], Any]):
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,), name="save", daemon=True)
-        self._thread.start()
-
-    def _run(self, work: Callable[[], Any]) -> None:
-        try:
-            self.result = work()
-        except BaseException as error:  # also what ends threads: it must not pass for work that is done
-            self.error = error
-
-    def wait(self, seconds: float | None) -> None:
-        self._thread.join(seconds)
-
-    @property
-    def ended(self) -> bool:
-        return not self._thread.is_alive()
-
-
 @dataclass
 class _UnderWay:
     progress: Progress
     documents_seen: int
     staged: Staged | None
-    task: _Task | None  # of this stage, if this rank has one
+    task: Task | None  # of this stage, if this rank has one
     completing: bool = False  # all parts are written
 
 
@@ -98,6 +74,11 @@ class Saves:
     @property
     def under_way(self) -> bool:
         return self._under_way is not None
+
+    def prepare(self, policy: Policy, state: Callable[[], Iterable[TensorPart]]) -> None:
+        """Have a thread make the memory that parts are copied to, so that the first save need not wait for it."""
+        if not self._staging.has_room:
+            self._staging.make_room_beside([*policy_parts(policy), *state()])
 
     def begin(
         self,
@@ -118,7 +99,7 @@ class Saves:
             self._model = replace(self._model or ModelFiles.of(policy), with_weights=hugging_face)
         staged = self._staging.stage([*policy_parts(policy), *state])
         random = encode_random()
-        task = _Task(lambda: self._store.write_part(progress.step, ranks.rank, staged, random))
+        task = Task(lambda: self._store.write_part(progress.step, ranks.rank, staged, random))
         self._under_way = _UnderWay(progress, documents_seen, staged, task)
         return None
 
@@ -162,7 +143,7 @@ class Saves:
         parts: list[Written] = self._ranks.gather(under_way.task.result)
         under_way.staged, under_way.completing = None, True
         progress, model = under_way.progress, self._model
-        under_way.task = None if model is None else _Task(lambda: self._store.write_rest(progress, model, parts))
+        under_way.task = None if model is None else Task(lambda: self._store.write_rest(progress, model, parts))
 
     def finish(self, deadline: float | None = None) -> Complete | None:
         """Wait until the save under way is complete, but no longer than `deadline`, by the clock `time.monotonic`, on

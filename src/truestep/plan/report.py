@@ -187,7 +187,7 @@ def _remarks(config: Config, shape: ModelShape, layout: RankLayout) -> list[str]
     staged = staged_bytes(config, shape, layout)
     lines = [
         f"The plan takes {LABELS:.0%} of the tokens for labels. The allocator holds a few percent more than the peak.",
-        f"From the first save on, a rank holds up to {staged / GIB:.1f} GiB of host memory for what it saves.",
+        f"A rank holds up to {staged / GIB:.1f} GiB of host memory for what it saves, from the first step or save on.",
     ]
     if offloaded(config):
         held = state_bytes(config, shape, trained) + (_FLOAT32 * trained.all if masters_offloaded(config) else 0)
