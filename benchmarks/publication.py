@@ -8,7 +8,7 @@ The first form needs no server. A random model of Qwen3's shape is published, an
 each as in a run; beside them, in the same process and of as many bytes, a plain copy between two arrays whose pages are
 there, by one thread and by as many as the trainer has. The second form publishes the policy of DIRECTORY to a vLLM that
 serves it with `--weight-transfer-config '{"backend": "truestep"}'`, and says how long each part takes, from weights
-that are there to the first new token.
+that are there to the first new token: through memory, and over the disk of the temporary directory.
 `--device cuda` and `--dtype bfloat16` as in training. `--processor-time` counts the processor's seconds in the
 first form: on a machine that does other work, they say more. The third form is `publication_nccl`'s.
 """
@@ -132,14 +132,14 @@ def rates(policy: Policy, given: argparse.Namespace, memory: SharedMemory, folde
         print(f"{name}: {rate:.2f} GB/s, {shares}")
 
 
-async def parts(policy: Policy, given: argparse.Namespace, memory: SharedMemory, folder: Path) -> None:
+async def parts(policy: Policy, given: argparse.Namespace, memory: SharedMemory, folder: Path, by_memory: bool) -> None:
     server = Vllm(given.url, given.served_name, None, 600)
     publisher = Publisher(WeightsDirectory(folder / "disk"), getattr(torch, given.dtype))
     prompts = tuple(tuple(range(3, 3 + length)) for length in (136, 200, 300))
     size = policy.vocabulary_size
     request = CompletionRequest(prompts[0], 1, 1.0, 1, frozenset(), size)
     rows: list[dict[str, float]] = []
-    if (reason := await server.reach(memory.path, memory.token)) is not None:
+    if by_memory and (reason := await server.reach(memory.path, memory.token)) is not None:
         raise SystemExit(f"the server takes no weights from memory: {reason}")
     for version in range(given.repeat + 2):
         row: dict[str, float] = {}
@@ -150,17 +150,19 @@ async def parts(policy: Policy, given: argparse.Namespace, memory: SharedMemory,
             now = time.perf_counter()
             row[name], last = now - last, now
 
-        index = publisher.write(policy, version, Wanted(False, True), memory).memory
-        assert index is not None
-        part("weights into memory")
+        places = publisher.write(policy, version, Wanted(not by_memory, by_memory), memory)
+        place = places.memory or places.disk
+        assert place is not None
+        part("weights into memory" if by_memory else "weights onto the disk")
         known = expect(policy, prompts, version)
         part("probes scored by the trainer")
-        await server.stage(index)
-        part("checked beside completions")
+        if by_memory:
+            await server.stage(place)
+            part("checked beside completions")
         await server.pause("wait")
-        await server.load(index)
+        await server.load(place)
         await server.resume()
-        part("pause: copied and resumed")
+        part("pause: copied and resumed" if by_memory else "pause: read and resumed")
         gap = await measure(server, known)
         part("probes scored by the server")
         await server.complete(request)
@@ -193,7 +195,8 @@ def main() -> None:
             if given.url is None:
                 rates(policy, given, memory, folder)
             else:
-                asyncio.run(parts(policy, given, memory, folder))
+                for by_memory in (True, False):
+                    asyncio.run(parts(policy, given, memory, folder, by_memory))
         finally:
             memory.close()
 
