@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from server.gloo_in_vllm import broadcast, id_of, join
 from server.memory_server import FakeVllm
 from truestep.sampler.server.linked import Link
 from truestep.sampler.server.vllm import Vllm
@@ -21,17 +21,6 @@ from truestep.transfer.link import Sending
 
 CHUNK = 5000  # bytes: many for a tiny model
 PATIENCE = 8.0  # seconds
-
-
-def joined(folder: str, rank: int, ranks: int) -> Any:
-    store = dist.FileStore(str(Path(folder, "store")), ranks)
-    return dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=20))
-
-
-def broadcast(group: Any, content: torch.Tensor) -> Any:
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    return group.broadcast([content], options)
 
 
 def read(info: dict[str, Any], size: int, receive: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -63,14 +52,15 @@ class GlooWire:
     device = torch.device("cpu")
 
     def __init__(self) -> None:
-        self._folder, self._group = tempfile.mkdtemp(), None
+        self._id, self._group = id_of(tempfile.mkdtemp()), None
 
     def init_info(self, ranks: int, chunk: int) -> dict[str, Any]:
         size = {"packed": True, "packed_buffer_size_bytes": chunk}
-        return {"nccl_unique_id_b64": self._folder, "rank_offset": 1, "world_size": ranks + 1, **size}
+        identity = base64.b64encode(self._id).decode()
+        return {"nccl_unique_id_b64": identity, "rank_offset": 1, "world_size": ranks + 1, **size}
 
     def join(self, ranks: int) -> None:
-        self._group = joined(self._folder, 0, ranks + 1)
+        self._group = join(self._id, 0, ranks + 1)
 
     def send(self, content: torch.Tensor) -> Sending:
         sending: Sending = broadcast(self._group, content)
@@ -97,12 +87,25 @@ class FakeLinked(FakeVllm):
         self._chunk = 0
         self.refuses = False  # it was started with another backend
         self.before_chunk: Callable[[int], None] | None = None  # is called with the number of each
+        self.before_start: Callable[[], None] | None = None  # of an update
+        self._empty = self._dead = False  # its layers, since an update began; its engine
 
     def restart(self) -> None:
         super().restart()
-        self._group = None
+        self._group, self._empty, self._dead = None, False, False
 
     async def _reply(self, path: str, body: Any) -> Any:
+        if path == "/start_weight_update" and self.before_start is not None:
+            self.before_start()
+        if self._dead or (self._empty and path == "/v1/completions"):
+            self._dead = True
+            raise RuntimeError("EngineCore encountered an issue: operators with Meta tensors")
+        answer = await self._linked(path, body)
+        if path in ("/start_weight_update", "/finish_weight_update"):
+            self._empty = path == "/start_weight_update"
+        return answer
+
+    async def _linked(self, path: str, body: Any) -> Any:
         info = (body or {}).get("init_info") or (body or {}).get("update_info")
         if path == "/get_world_size":
             return {"world_size": 1}
@@ -110,16 +113,21 @@ class FakeLinked(FakeVllm):
             if self.refuses:
                 raise RuntimeError("got an unexpected keyword argument 'nccl_unique_id_b64'")
             self._chunk = info["packed_buffer_size_bytes"]
-            self._group = await asyncio.to_thread(joined, info["nccl_unique_id_b64"], 1, info["world_size"])
+            identity = base64.b64decode(info["nccl_unique_id_b64"], validate=True)
+            self._group = await asyncio.to_thread(join, identity, 1, info["world_size"])
             return {"message": "done"}
         if path == "/update_weights":
             if not self.updating:
                 raise RuntimeError("start_weight_update must be called before update_weights.")
-            if self.before_update is not None:
-                self.before_update(info)
-            if self._group is None:
-                raise RuntimeError("NCCL weight transfer not initialized.")
-            tensors = await asyncio.to_thread(self._receive, self._group, info)
+            try:
+                if self.before_update is not None:
+                    self.before_update(info)
+                if self._group is None:
+                    raise RuntimeError("NCCL weight transfer not initialized.")
+                tensors = await asyncio.to_thread(self._receive, self._group, info)
+            except BaseException:
+                self.updating = False
+                raise
             if self.takes != "nothing":
                 self._load_tensors(iter(tensors.items()))
             return {"message": "done"}

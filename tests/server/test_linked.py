@@ -65,9 +65,15 @@ def test_a_run_through_links_is_on_policy(size: int, parallel: dict[str, int], s
         assert all(torch.equal(has[name], value) for name, value in trained.items())
 
 
-@pytest.mark.parametrize("moment", ["update", "middle"])
+@pytest.mark.parametrize("moment", ["before", "update", "middle"])
 def test_a_server_that_restarts_joins_again(moment: str, served: Path, tmp_path: Path) -> None:
+    """A restart before an update shows when the update has begun: the new process is in no group, and the trainer sees
+    to it that it computes again."""
     fake, updates = FakeLinked(served, NAME), []
+
+    def before_start() -> None:
+        if moment == "before" and len(updates) == 1 and fake.paths.count("/start_weight_update") == 2:
+            fake.restart()
 
     def lost() -> None:
         fake.restart()
@@ -82,7 +88,7 @@ def test_a_server_that_restarts_joins_again(moment: str, served: Path, tmp_path:
         if moment == "middle" and len(updates) == 2 and number == 3:
             lost()
 
-    fake.before_update, fake.before_chunk = before, before_chunk
+    fake.before_start, fake.before_update, fake.before_chunk = before_start, before, before_chunk
     began = time.monotonic()
     with serving(fake) as url:
         on_ranks(1, train_all, [linked(tmp_path, [url], optimizer={"learning_rate": 1e-2})])

@@ -71,7 +71,9 @@ class SharedMemoryEngine(WeightTransferEngine):
 
         wanted = {name.replace(".base_layer.", ".") for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
-        loaded = self.model.load_weights(weights)
-        finalize_layerwise_reload(self.model, self.model_config)
+        try:
+            loaded = self.model.load_weights(weights)
+        finally:  # layers that have no weights would end the engine with the next request
+            finalize_layerwise_reload(self.model, self.model_config)
         if loaded is not None and self.model_config.quantization is None and (missing := wanted - set(loaded)):
             raise TransferError(f"{NOT_TAKEN} anything for {len(missing)} of its weights, such as {min(missing)}")

@@ -1,5 +1,6 @@
 """A vLLM server: all that the trainer knows of vLLM's paths, bodies, status codes and oddities."""
 
+import asyncio
 import contextlib
 import secrets
 import shutil
@@ -174,7 +175,15 @@ class Vllm(HttpServer):
         except BaseException:  # nobody knows how much of it the server took, and the group is left
             self._link.close()
             self._link = None
+            await asyncio.shield(self._give_up_update())
             raise
+
+    async def _give_up_update(self) -> None:
+        """Have the server compute again after an update that failed: its layers are empty since it began, and the next
+        request would end its engine. It begins anew where vLLM has ended the update itself."""
+        for path in ("/start_weight_update", "/finish_weight_update"):
+            with contextlib.suppress(UnreachableError, ServerError, BadAnswerError):
+                await self._post(path, None, QUICK_SECONDS)
 
     async def stage(self, weights: Path) -> None:
         """Have every worker of the server check weights in memory, beside its work, and wait for it. A server that

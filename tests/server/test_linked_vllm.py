@@ -1,0 +1,108 @@
+"""Weights by vLLM's own backend `nccl`: a real server, its own messages, chunks and loading; gloo carries the bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ranks.cases import on_ranks, train_all
+from server.conftest import Servers
+from server.linked_server import VllmByGloo
+from server.runs import recorded, server_config
+from server.test_memory_of_vllm import give, policy_of, sums
+from server.vllm_server import NAME
+from small_runs import read_lines
+from truestep.sampler.server.errors import ServerError
+from truestep.sampler.server.sync import Publisher, Wanted, WeightsDirectory
+from truestep.transfer.memory import SharedMemory
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]  # the first test waits for the servers to start
+LINKED = {"transfer": "nccl", "protocol": "server.linked_server:VllmByGloo"}
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[SharedMemory]:
+    made = SharedMemory(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_server_computes_with_what_was_sent_as_with_the_same_weights_on_a_disk(
+    servers: Servers, memory: SharedMemory, tmp_path: Path
+) -> None:
+    """Twice by the same link, by vLLM's own checksums of all that its model computes with."""
+    publisher = Publisher(WeightsDirectory(tmp_path / "disk"), torch.float32)
+    by_disk, by_link = [], []
+
+    async def send(places: list[Path]) -> None:
+        remote = VllmByGloo(servers.linked.url, NAME, None, 60)
+        try:
+            assert await remote.link(torch.device("cpu")) is None
+            for index in places:
+                await remote.stage(index)
+                await remote.pause("abort")
+                await remote.load(index)
+                await remote.resume()
+                by_link.append(await asyncio.to_thread(sums, servers.linked))
+                info = await asyncio.to_thread(servers.linked.get, "/weight_info")
+                assert info.json() == {"weight_version": index.name.split(".")[0]}
+        finally:
+            await remote.close()
+
+    policies = [policy_of(tmp_path / str(seed), seed) for seed in (41, 42)]
+    indices = []
+    for version, policy in enumerate(policies):
+        places = publisher.write(policy, version, Wanted(True, True), memory)
+        assert places.disk is not None and places.memory is not None
+        give(servers.linked, places.disk, None)
+        by_disk.append(sums(servers.linked))
+        indices.append(places.memory)
+    give(servers.linked, servers.model, None)
+    asyncio.run(send(indices))
+    assert by_link == by_disk and by_disk[0] != by_disk[1] and len(by_disk[0]) > 10
+
+
+def test_training_by_links_is_on_policy(servers: Servers, tmp_path: Path) -> None:
+    run = recorded(server_config(tmp_path, [servers.linked.url], sampler={**LINKED, "max_staleness": 16}))
+    run.trainer.run()
+    assert run.worst_gap() < 1e-4
+    assert not (tmp_path / "run" / "weights").exists()
+    staleness = [line["max_staleness"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert staleness[0] == 0 and max(staleness) == 16, "sampling went on beside training"
+
+
+@pytest.mark.parametrize("parallel", [{}, {"tensor": 2}])
+def test_ranks_train_by_links(parallel: dict[str, int], servers: Servers, tmp_path: Path) -> None:
+    config = server_config(
+        tmp_path, [servers.linked.url], parallel=parallel, sampler=LINKED, logging={"console": False}
+    )
+    on_ranks(2, train_all, [config.model_dump(mode="json", exclude_unset=True)])
+    metrics = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert len(metrics) == 4 and all(abs(line["ratio_new_old"] - 1) < 1e-4 for line in metrics)
+
+
+def test_a_server_that_is_started_anew_joins_anew(servers: Servers, tmp_path: Path) -> None:
+    schedule = {"steps": 4, "stall_timeout": 280}
+    run = recorded(server_config(tmp_path, [servers.linked.url], sampler=LINKED, schedule=schedule))
+    updated = run.trainer.source.updated
+
+    def kill_once(seen: int) -> None:
+        updated(seen)
+        if seen == 32:
+            servers.linked.kill()
+            servers.linked.start()
+
+    run.trainer.source.updated = kill_once  # type: ignore[method-assign]
+    assert run.trainer.run() == "all 4 steps are done"
+    assert run.worst_gap() < 1e-4
+
+
+@pytest.mark.parametrize("other", ["first", "second"])
+def test_a_server_with_another_backend_or_none_is_refused(other: str, servers: Servers, tmp_path: Path) -> None:
+    url = getattr(servers, other).url
+    with pytest.raises(ServerError, match='transfer: nccl: .*"backend": "nccl"'):
+        recorded(server_config(tmp_path, [url], sampler=LINKED))
