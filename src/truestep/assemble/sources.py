@@ -292,7 +292,7 @@ def _make_publisher(config: Config, sampler: ServerSampler) -> Publisher:
     assert config.checkpoint.directory is not None
     path = Path(sampler.weights_directory or Path(config.checkpoint.directory) / "weights")
     directory = WeightsDirectory(path, adapter_alone=sampler.adapter == "served")
-    return Publisher(directory, getattr(torch, config.model.dtype), memory_alone=sampler.transfer in ("memory", "nccl"))
+    return Publisher(directory, getattr(torch, config.model.dtype), memory_alone=sampler.memory_alone)
 
 
 def _make_memory(sampler: ServerSampler) -> SharedMemory | None:
@@ -302,7 +302,7 @@ def _make_memory(sampler: ServerSampler) -> SharedMemory | None:
     try:
         return SharedMemory(Path(sampler.memory_directory), usable_cores())
     except OSError as error:
-        if sampler.transfer in ("memory", "nccl"):
+        if sampler.memory_alone:
             raise SourceError(f"sampler.memory_directory: {sampler.memory_directory}: {error.strerror}") from error
         return None
 

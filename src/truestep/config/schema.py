@@ -375,7 +375,7 @@ def _reference(config: "Config") -> Iterator[str]:
 
 def _transfer(config: "Config") -> Iterator[str]:
     sampler = config.sampler
-    if sampler is None or sampler.type != "server" or sampler.transfer not in ("memory", "nccl"):
+    if sampler is None or sampler.type != "server" or not sampler.memory_alone:
         return
     name = f"sampler.transfer: {sampler.transfer}"
     if sampler.protocol == "sglang":

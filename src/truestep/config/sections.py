@@ -270,6 +270,11 @@ class ServerSampler(SamplerBase):
     """How far, in nats, a server's log-probs of a probe may be from the trainer's after new weights. If they are
     further away, the run ends before anything is trained on. null: 0.001 with model.dtype: float32, else 0.1."""
 
+    @property
+    def memory_alone(self) -> bool:
+        """Tell whether new weights go through memory and no other way."""
+        return self.transfer in ("memory", "nccl")
+
 
 SamplerConfig = Annotated[
     Annotated[InProcessSampler, Tag("in_process")] | Annotated[ServerSampler, Tag("server")], by_type("in_process")
