@@ -83,7 +83,7 @@ SLOW = [
     ("step", "computing step 1", 1.6),
     ("evaluation", "evaluating after step 0", 0.12),
     ("save", "saving after step 1", 0.046),
-    ("load", "loading the model", 0.6),
+    ("load", "loading the model", 0.66),
 ]
 
 

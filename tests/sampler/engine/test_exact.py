@@ -109,6 +109,22 @@ def test_the_samplers_logprobs_are_trainings(kind: str, dtype: str, tiny_model: 
         assert (mine.token_ids, mine.logprobs) == (theirs.token_ids, theirs.logprobs)
 
 
+@pytest.mark.release
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
+def test_long_documents_too(kind: str, tiny_model: Model) -> None:
+    """Of 8k tokens, whose prompts are computed in pieces while another completion is decoded."""
+    policy = load_policy(tiny_model(kind), dtype="bfloat16", head=HeadSettings(fp32=True))
+    generator = np.random.default_rng(5)
+    lengths = 8178, 30, 7001
+    asked = [
+        Request(tuple(generator.integers(0, VOCABULARY, length).tolist()), (9, number))
+        for number, length in enumerate(lengths)
+    ]
+    answers, counts = in_company(policy, asked, Limits(4, 8192, piece_tokens=1000))
+    assert counts.prompt_tokens == sum(lengths)
+    assert equal(policy, asked, answers)
+
+
 def test_without_it_bfloat16_differs(tiny_model: Model) -> None:
     """The comparison can fail."""
     policy = load_policy(tiny_model("llama"), dtype="bfloat16", head=HeadSettings(fp32=True))
