@@ -14,14 +14,14 @@ from server.conftest import Servers
 from server.linked_server import VllmByGloo
 from server.runs import recorded, server_config
 from server.test_memory_of_vllm import give, policy_of, sums
-from server.vllm_server import NAME
+from server.vllm_server import LINKED, NAME, VllmServer
 from small_runs import read_lines
 from truestep.sampler.server.errors import ServerError
 from truestep.sampler.server.sync import Publisher, Wanted, WeightsDirectory
 from truestep.transfer.memory import SharedMemory
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]  # the first test waits for the servers to start
-LINKED = {"transfer": "nccl", "protocol": "server.linked_server:VllmByGloo"}
+BY_LINK = {"transfer": "nccl", "protocol": "server.linked_server:VllmByGloo"}
 
 
 @pytest.fixture
@@ -31,43 +31,63 @@ def memory(tmp_path: Path) -> Iterator[SharedMemory]:
     made.close()
 
 
-def test_a_server_computes_with_what_was_sent_as_with_the_same_weights_on_a_disk(
-    servers: Servers, memory: SharedMemory, tmp_path: Path
-) -> None:
-    """Twice by the same link, by vLLM's own checksums of all that its model computes with."""
-    publisher = Publisher(WeightsDirectory(tmp_path / "disk"), torch.float32)
-    by_disk, by_link = [], []
+def by_link(server: VllmServer, indices: list[Path]) -> list[dict[str, str]]:
+    """Send weights one after another by the same link; give vLLM's own checksums of what it computes with."""
+    found = []
 
-    async def send(places: list[Path]) -> None:
-        remote = VllmByGloo(servers.linked.url, NAME, None, 60)
+    async def send() -> None:
+        remote = VllmByGloo(server.url, NAME, None, 60)
         try:
             assert await remote.link(torch.device("cpu")) is None
-            for index in places:
+            for index in indices:
                 await remote.stage(index)
                 await remote.pause("abort")
                 await remote.load(index)
                 await remote.resume()
-                by_link.append(await asyncio.to_thread(sums, servers.linked))
-                info = await asyncio.to_thread(servers.linked.get, "/weight_info")
+                found.append(await asyncio.to_thread(sums, server))
+                info = await asyncio.to_thread(server.get, "/weight_info")
                 assert info.json() == {"weight_version": index.name.split(".")[0]}
         finally:
             await remote.close()
 
-    policies = [policy_of(tmp_path / str(seed), seed) for seed in (41, 42)]
-    indices = []
-    for version, policy in enumerate(policies):
+    asyncio.run(send())
+    return found
+
+
+def check_links(server: VllmServer, model: Path, memory: SharedMemory, directory: Path) -> None:
+    """A server computes with what was sent as with the same weights on a disk."""
+    publisher = Publisher(WeightsDirectory(directory / "disk"), torch.float32)
+    by_disk, indices = [], []
+    for version, seed in enumerate((41, 42)):
+        policy = policy_of(directory / str(seed), seed)
         places = publisher.write(policy, version, Wanted(True, True), memory)
         assert places.disk is not None and places.memory is not None
-        give(servers.linked, places.disk, None)
-        by_disk.append(sums(servers.linked))
+        give(server, places.disk, None)
+        by_disk.append(sums(server))
         indices.append(places.memory)
-    give(servers.linked, servers.model, None)
-    asyncio.run(send(indices))
-    assert by_link == by_disk and by_disk[0] != by_disk[1] and len(by_disk[0]) > 10
+    give(server, model, None)
+    assert by_link(server, indices) == by_disk and by_disk[0] != by_disk[1] and len(by_disk[0]) > 10
+
+
+def test_a_server_computes_with_what_was_sent(servers: Servers, memory: SharedMemory, tmp_path: Path) -> None:
+    check_links(servers.linked, servers.model, memory, tmp_path)
+
+
+def test_every_rank_of_a_server_takes_its_part(servers: Servers, memory: SharedMemory, tmp_path: Path) -> None:
+    tensor = VllmServer(
+        servers.linked._starter, servers.model, tmp_path / "log", others=(*LINKED, "--tensor-parallel-size", "2")
+    )
+    try:
+        tensor.start()
+        tensor.wait()
+        assert tensor.get("/get_world_size").json() == {"world_size": 2}
+        check_links(tensor, servers.model, memory, tmp_path)
+    finally:
+        tensor.kill()
 
 
 def test_training_by_links_is_on_policy(servers: Servers, tmp_path: Path) -> None:
-    run = recorded(server_config(tmp_path, [servers.linked.url], sampler={**LINKED, "max_staleness": 16}))
+    run = recorded(server_config(tmp_path, [servers.linked.url], sampler={**BY_LINK, "max_staleness": 16}))
     run.trainer.run()
     assert run.worst_gap() < 1e-4
     assert not (tmp_path / "run" / "weights").exists()
@@ -78,7 +98,7 @@ def test_training_by_links_is_on_policy(servers: Servers, tmp_path: Path) -> Non
 @pytest.mark.parametrize("parallel", [{}, {"tensor": 2}])
 def test_ranks_train_by_links(parallel: dict[str, int], servers: Servers, tmp_path: Path) -> None:
     config = server_config(
-        tmp_path, [servers.linked.url], parallel=parallel, sampler=LINKED, logging={"console": False}
+        tmp_path, [servers.linked.url], parallel=parallel, sampler=BY_LINK, logging={"console": False}
     )
     on_ranks(2, train_all, [config.model_dump(mode="json", exclude_unset=True)])
     metrics = read_lines(tmp_path / "run" / "metrics.jsonl")
@@ -87,7 +107,7 @@ def test_ranks_train_by_links(parallel: dict[str, int], servers: Servers, tmp_pa
 
 def test_a_server_that_is_started_anew_joins_anew(servers: Servers, tmp_path: Path) -> None:
     schedule = {"steps": 4, "stall_timeout": 280}
-    run = recorded(server_config(tmp_path, [servers.linked.url], sampler=LINKED, schedule=schedule))
+    run = recorded(server_config(tmp_path, [servers.linked.url], sampler=BY_LINK, schedule=schedule))
     updated = run.trainer.source.updated
 
     def kill_once(seen: int) -> None:
@@ -105,4 +125,4 @@ def test_a_server_that_is_started_anew_joins_anew(servers: Servers, tmp_path: Pa
 def test_a_server_with_another_backend_or_none_is_refused(other: str, servers: Servers, tmp_path: Path) -> None:
     url = getattr(servers, other).url
     with pytest.raises(ServerError, match='transfer: nccl: .*"backend": "nccl"'):
-        recorded(server_config(tmp_path, [url], sampler=LINKED))
+        recorded(server_config(tmp_path, [url], sampler=BY_LINK))
