@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,47 @@ def test_a_checksum_sees_what_can_go_wrong() -> None:
     turned = sent[torch.tensor([1, 0, *range(2, 64)])]
     short = torch.cat([sent[:-1], torch.zeros(1, 1024)])
     assert len({right, *(checksum(other) for other in (flipped, turned, short, sent.t().contiguous()))}) == 5
+
+
+def test_an_addition_is_copied_while_the_next_one_is_made(
+    memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever gives weights up waits for the copies that were begun, and no other one is begun."""
+    honest, held, copied = memory_module._copy, threading.Event(), list[int]()
+
+    def slow(content: Any, room: Any, start: int) -> Any:
+        held.wait(60)
+        copied.append(len(content))
+        return honest(content, room, start)
+
+    monkeypatch.setattr(memory_module, "_copy", slow)
+    memory.begin("w", 1000)
+    memory.add({f"{number}": torch.ones(number) for number in range(1, 9)})
+    assert not copied, "nobody waited"
+    threading.Timer(0.2, held.set).start()
+    memory.abandon()
+    assert 0 < len(copied) <= 4, "one of each thread"
+
+
+def test_what_a_copy_fails_with_is_raised_before_weights_are_shown(
+    memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = memory_module._copy
+
+    def failing(content: Any, room: Any, start: int) -> Any:
+        if len(content) == 8:
+            raise OSError(5, "planted")
+        return honest(content, room, start)
+
+    monkeypatch.setattr(memory_module, "_copy", failing)
+    memory.begin("w", 1000)
+    memory.add({"whole": torch.ones(7)})
+    memory.add({"broken": torch.ones(2)})
+    with pytest.raises(OSError, match="planted"):
+        memory.finish()
+    assert not list(memory.path.glob("*.json"))
+    monkeypatch.setattr(memory_module, "_copy", honest)
+    assert write(memory, "again", {"whole": torch.ones(7)}).exists()
 
 
 def test_a_changed_byte_is_found_and_nothing_is_loaded(memory: SharedMemory, tmp_path: Path) -> None:

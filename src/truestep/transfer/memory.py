@@ -11,6 +11,7 @@ import mmap
 import os
 import secrets
 import shutil
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -62,7 +63,7 @@ class SharedMemory:
         if slot is None:
             slot = _Slot(self.path / f"slot-{len(self._slots)}")
             self._slots.append(slot)
-        self._writing = _Writing(slot, name)
+        self._writing = _Writing(slot, name, self._threads)
         try:
             slot.make_room(size)
         except BaseException:
@@ -70,14 +71,17 @@ class SharedMemory:
             raise
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy tensors behind those that are there, and note their checksums."""
+        """Copy tensors behind those that are there, and add up their checksums: some still when this returns. They must
+        not change before `finish`, or `abandon`."""
         assert self._writing is not None
-        self._writing.add({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, self._threads)
+        self._writing.add({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
 
     def finish(self) -> Path:
         """Show the weights to readers; give the path of their index."""
         assert self._writing is not None
-        writing, self._writing = self._writing, None
+        writing = self._writing
+        writing.wait()
+        self._writing = None
         index = self.path / f"{writing.name}{INDEX}"
         entry = {"slot": writing.slot.path.name, "tensors": writing.tensors}
         partial = index.with_suffix(".partial")
@@ -89,9 +93,10 @@ class SharedMemory:
 
     def abandon(self) -> None:
         """Give up what was begun."""
-        if self._writing is not None:
-            self._writing.slot.unlock()
-            self._writing = None
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.stop()
+            writing.slot.unlock()
 
     def close(self) -> None:
         """Remove everything. What is being read stays until its readers are done."""
@@ -140,40 +145,46 @@ class _Slot:
 
 
 class _Writing:
-    """Weights that are being written."""
+    """Weights that are being written: some are copied while the next ones are made."""
 
-    def __init__(self, slot: _Slot, name: str):
-        self.slot, self.name, self._end = slot, name, 0
+    def __init__(self, slot: _Slot, name: str, threads: ThreadPoolExecutor):
+        self.slot, self.name, self._threads, self._end = slot, name, threads, 0
         self.tensors: dict[str, dict[str, Any]] = {}
+        self._under_way: deque[list[tuple[str, list[Future[Checksum]]]]] = deque()  # what was added at a time
 
-    def add(self, tensors: Mapping[str, torch.Tensor], threads: ThreadPoolExecutor) -> None:
+    def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
         begins = []
         for tensor in tensors.values():
             begins.append(self._end)
             self._end += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
         if self._end > len(self.slot.content):
             self.slot.make_room(self._end + self._end // 8)
-        of_tensors: list[list[Future[Checksum]]] = []  # of all at once: threads wait for each other once
-        for begin, tensor in zip(begins, tensors.values(), strict=True):
+        self._under_way.append([])
+        for begin, (name, tensor) in zip(begins, tensors.items(), strict=True):
             content = bytes_of(tensor)
             room = self.slot.content[begin : begin + len(content)]
-            of_tensors.append([threads.submit(_copy, content, room, at) for at in range(0, len(content), _STRETCH)])
-        try:
-            for (name, tensor), begin, parts in zip(tensors.items(), begins, of_tensors, strict=True):
+            parts = [self._threads.submit(_copy, content, room, at) for at in range(0, len(content), _STRETCH)]
+            self._under_way[-1].append((name, parts))
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self.tensors[name] = {"dtype": dtype, "shape": list(tensor.shape), "begin": begin}
+        self.wait(1)
+
+    def wait(self, most: int = 0) -> None:
+        """Wait until no more than so many additions are being copied, and note the checksums of the others."""
+        while len(self._under_way) > most:
+            for name, parts in self._under_way[0]:
                 found = Checksum()
                 for part in parts:
                     found.join(part.result())
-                self.tensors[name] = {
-                    "dtype": str(tensor.dtype).removeprefix("torch."),
-                    "shape": list(tensor.shape),
-                    "begin": begin,
-                    "checksum": str(found),
-                }
-        finally:  # whoever was interrupted leaves nobody who still writes
-            left = [part for parts in of_tensors for part in parts]
-            for part in left:
-                part.cancel()
-            wait(left)
+                self.tensors[name]["checksum"] = str(found)
+            self._under_way.popleft()
+
+    def stop(self) -> None:
+        """Leave nobody who still writes."""
+        left = [part for added in self._under_way for _, parts in added for part in parts]
+        for part in left:
+            part.cancel()
+        wait(left)
 
 
 def _copy(content: Any, room: Any, start: int) -> Checksum:
