@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -165,6 +166,16 @@ def write_case(folder: Path, name: str, given: argparse.Namespace) -> dict[str, 
     return {**base, **{name: {**base.get(name, {}), **values} for name, values in case.options.items()}}
 
 
+def drawn(name: str, shape: Sequence[int], device: Any) -> Any:
+    """Draw a weight, the same for each name on a kind of device."""
+    import torch
+
+    if len(shape) < 2:
+        return torch.ones(shape, dtype=torch.bfloat16, device=device)
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02, generator=generator)
+
+
 def made_up(device: str, directory: Path, *_: Any) -> tuple[Any, None]:
     """Make a model whose weights are drawn where others are read: on the device, the same for each name."""
     import torch
@@ -179,15 +190,9 @@ def made_up(device: str, directory: Path, *_: Any) -> tuple[Any, None]:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention.NAME)
     names = {parameter: name for name, parameter in model.named_parameters()}
 
-    def values(name: str, shape: torch.Size) -> torch.Tensor:
-        if len(shape) < 2:
-            return torch.ones(shape, dtype=torch.bfloat16, device=device)
-        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
-        empty = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        return empty.normal_(0, 0.02, generator=generator)
-
     def unread(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        return torch.nn.Parameter(Unread.of(parameter.detach(), partial(values, names[parameter], parameter.shape)))
+        values = partial(drawn, names[parameter], parameter.shape, device)
+        return torch.nn.Parameter(Unread.of(parameter.detach(), values))
 
     replace_parameters(model, unread)
     return model.eval(), None

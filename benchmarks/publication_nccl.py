@@ -26,7 +26,6 @@ import statistics
 import tempfile
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -35,7 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fits import made_up
+from fits import drawn, made_up
 
 from truestep.policy.loading import load
 from truestep.policy.policy import Policy
@@ -73,15 +72,6 @@ def checksum(tensor: torch.Tensor) -> str:
         plain += int(block.sum())
         placed += int((block * places).sum())
     return f"{plain}:{placed}:{list(tensor.shape)}:{tensor.dtype}"
-
-
-def drawn(name: str, shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Draw a weight as `fits.made_up` does."""
-    if len(shape) < 2:
-        return torch.ones(shape, dtype=torch.bfloat16, device=device).to(dtype)
-    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
-    empty = torch.empty(shape, dtype=torch.bfloat16, device=device)
-    return empty.normal_(0, 0.02, generator=generator).to(dtype)
 
 
 class Messages:
@@ -391,7 +381,7 @@ def measure(policy: Policy, given: argparse.Namespace, messages: Messages | None
     for entry in stream.entries:
         tied = entry.name == "lm_head.weight" and policy.facts.tied
         name = "model.embed_tokens.weight" if tied else entry.name
-        right = checksum(drawn(name, list(entry.shape), entry.dtype, policy.device))
+        right = checksum(drawn(name, entry.shape, policy.device).to(entry.dtype))
         equal += found[entry.name] == right
     print(f"checksums equal to those of what was drawn: {equal} of {len(stream.entries)}", flush=True)
     answer = messages.ask("close")  # who leaves a group waits for the others to leave
