@@ -89,7 +89,7 @@ class Staging:
         if self._room.nbytes >= size and self._pinned >= pinned:
             return
         self._room, self._pinned = torch.empty(0, dtype=torch.uint8), False  # before there is more
-        with nullcontext() if device is None else torch.cuda.device(device):  # a thread has a GPU of its own, the first
+        with nullcontext() if device is None else torch.cuda.device(device):  # that of a new thread is the first
             room = zeros_on_host((size,), torch.uint8, pinned=pinned)
         if not pinned:
             room.fill_(0)  # memory that was never written is not there yet
