@@ -286,7 +286,6 @@ class ServerSource:
             if self._publishing is not None:
                 with contextlib.suppress(TimeoutError):
                     self._publishing.exception(_CLOSE_SECONDS)
-                self._publishing.cancel()
         finally:
             self._loop.run(self._ahead.close())
             self._loop.close()

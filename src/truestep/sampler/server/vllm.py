@@ -302,7 +302,7 @@ class Vllm(HttpServer):
         return _REFUSED in str(error) and await self._lives()
 
     async def resume(self) -> None:
-        await self._post("/resume")
+        await self._post("/resume", None, QUICK_SECONDS)
 
 
 def _is_index(weights: Path) -> bool:
