@@ -142,9 +142,10 @@ class Trainer:
                 self._evaluate()
                 if self._lacks_evaluation() and self._asked_to_stop():
                     ended = None  # the run that goes on from here makes it
-            stopped = ended is None and self.stopped_by is not None
+            # Where one rank was interrupted in a wait the others know of no signal; and one may have come here since.
+            signalled = ended is None and self._agree() is not None
             grace = self.save_rule.grace
-            self._save_last(self.state.asked_at + grace if stopped and grace is not None else None)
+            self._save_last(self.state.asked_at + grace if signalled and grace is not None else None)
         if ended is not None:
             self.state.stopped_by = None  # it came too late to stop anything
         ended_by = ended or self._stopped()
@@ -202,15 +203,19 @@ class Trainer:
             self.keeper.rejected(rejected)
 
     def _asked_to_stop(self) -> bool:
-        """Agree with all ranks, so that they end after the same step, whichever of them was asked, and go on with the
-        same learning rate. A signal that comes while they tell each other is for the next step."""
+        """Agree with all ranks, so that they end after the same step, whichever of them was asked."""
+        return self._agree() is not None or self.callbacks.run.stop_reason is not None
+
+    def _agree(self) -> int | None:
+        """Have all ranks know the signal that asked one of them to stop, and go on with the same learning rate and the
+        same save. A signal that comes while they tell each other is for the next time."""
         told = self.ranks.gather((self.stopped_by, self.callbacks.asked, self.saves.report()))
         agreed = next((number for number, *_ in told if number is not None), None)
         if agreed is not None and self.stopped_by is None:
             self.ask_to_stop(agreed)
         self.callbacks.agree(told[0][1])
         self._saved(self.saves.hear([report for *_, report in told]))
-        return agreed is not None or self.callbacks.run.stop_reason is not None
+        return agreed
 
     def _end_of_data(self, dropped: int) -> str:
         total = f" of {self.steps}" if self.steps else ""
@@ -347,7 +352,7 @@ class Trainer:
     def _save_last(self, deadline: float | None) -> None:
         """Save where the run ends, by a deadline if there is one."""
         self._finish_save(deadline)
-        if deadline is not None and self.ranks.share(lambda: time.monotonic() > deadline):
+        if deadline is not None and any(self.ranks.gather(time.monotonic() > deadline)):
             return
         self._save()
         self._finish_save(deadline)

@@ -559,3 +559,14 @@ def test_a_server_that_cannot_stream_says_so() -> None:
 
 async def _tokenizes_nothing(server: FakeServer) -> None:
     assert await server.tokenize("text") is None
+
+
+def test_a_run_that_ends_in_the_middle_of_a_sync_leaves_no_server_standing_still() -> None:
+    server = FakeServer()
+    run = Run([server])
+    run.step()
+    server.faults["load"].append(lambda: asyncio.sleep(500))
+    run.thread.advance(5)
+    assert server.paused
+    run.close()
+    assert not server.paused and server.closed

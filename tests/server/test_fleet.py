@@ -461,3 +461,55 @@ def test_a_server_is_lost_that_cannot_make_weights_ready_and_gets_them_when_it_c
         assert server.weights == 8 and not watched.fatal
 
     run(main())
+
+
+@pytest.mark.parametrize("rolling", [False, True])
+def test_a_fleet_that_closes_leaves_no_server_standing_still(rolling: bool) -> None:
+    """One of them refuses the weights, and the run ends while another one is in the middle of loading them."""
+
+    async def main() -> None:
+        servers = [FakeServer("a"), FakeServer("b")]
+        watched = Watched(*servers, rolling=rolling)
+        servers[0].faults["load"].append(lambda: asyncio.sleep(50))
+        servers[1].faults["load"].append(ServerError("these are no weights of mine"))
+        publishing = watched.later(watched.fleet.publish(published(0)))
+        await asyncio.sleep(5)
+        assert servers[0].paused and publishing.done() is not rolling
+        await watched.fleet.close()
+        assert not any(server.paused for server in servers) and servers[0].calls[-1] == "resume"
+        assert len(asyncio.all_tasks()) == 1 + (not publishing.done()), "nothing goes on"
+        with pytest.raises((ServerError, asyncio.CancelledError)):
+            await publishing
+
+    run(main())
+
+
+def test_a_server_is_brought_back_with_the_weights_that_it_was_shown() -> None:
+    """Also where newer ones come between."""
+
+    async def main() -> None:
+        server, shown = FakeServer(), list[Path]()
+
+        async def stage(weights: Path) -> None:
+            await server._call("stage")
+            shown.append(weights)
+
+        async def load(weights: Path) -> None:
+            assert weights == shown[-1], "these weights were not staged"
+            await FakeServer.load(server, weights)
+
+        server.stage, server.load = stage, load  # type: ignore[method-assign]
+        watched = Watched(server)
+        await watched.fleet.publish(published(0))
+        await server.crash_and_restart()
+        server.faults["stage"].append(lambda: asyncio.sleep(5))
+        with pytest.raises(UnreachableError):
+            server.faults["complete"].append(UnreachableError("lost"))
+            await answered(watched)
+        await asyncio.sleep(1)
+        await watched.fleet.publish(published(8))
+        assert not watched.fatal and server.weights == 8 and watched.known[0].version == 8
+        assert (await answered(watched)).choices[0].versions[0] == 8
+        await watched.fleet.close()
+
+    run(main())

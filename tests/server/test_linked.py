@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from checkpoints import latest, read_weights
 from ranks.cases import on_ranks, train_all
-from server.linked_server import PATIENCE, FakeLinked
+from server.linked_server import PATIENCE, FakeLinked, GlooWire
 from server.models import make_model as make_served_model
 from server.sglang_server import serving
 from server.test_memory import check_on_policy, run_config
@@ -21,7 +22,9 @@ from small_runs import merged, read_lines
 from truestep.config.schema import Config
 from truestep.config.yaml_tree import ConfigError
 from truestep.ranks.launch import RankError
+from truestep.transfer.link import Sending
 from truestep.transfer.memory import _remove_abandoned
+from truestep.transfer.nccl import NcclError
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +62,8 @@ def test_a_run_through_links_is_on_policy(size: int, parallel: dict[str, int], s
     assert not (tmp_path / "run" / "weights").exists(), "nothing went over the disk"
     trained = read_weights(latest(tmp_path / "run"))
     for fake in fakes:
-        assert fake.paths.count("/finish_weight_update") == 5 and "/collective_rpc" not in fake.paths
+        assert fake.paths.count("/finish_weight_update") == 6, "one ends what an earlier trainer may have begun"
+        assert "/collective_rpc" not in fake.paths
         assert fake.paths.count("/init_weight_transfer_engine") == 1
         has = fake._model.state_dict()
         assert all(torch.equal(has[name], value) for name, value in trained.items())
@@ -72,7 +76,7 @@ def test_a_server_that_restarts_joins_again(moment: str, served: Path, tmp_path:
     fake, updates = FakeLinked(served, NAME), []
 
     def before_start() -> None:
-        if moment == "before" and len(updates) == 1 and fake.paths.count("/start_weight_update") == 2:
+        if moment == "before" and len(updates) == 1 and fake.paths.count("/start_weight_update") == 3:
             fake.restart()
 
     def lost() -> None:
@@ -113,6 +117,55 @@ def test_a_server_that_stands_still_is_left_and_asked_again(served: Path, tmp_pa
         on_ranks(1, train_all, [linked(tmp_path, [url])])
     check_on_policy(tmp_path / "run")
     assert fake.paths.count("/init_weight_transfer_engine") >= 2
+
+
+@pytest.mark.parametrize("path", ["/start_weight_update", "/finish_weight_update"])
+def test_an_update_whose_beginning_or_end_got_no_answer_is_ended(path: str, served: Path, tmp_path: Path) -> None:
+    """The server's layers are empty then, and its engine would end with the next request."""
+    fake, honest = FakeLinked(served, NAME), FakeLinked._linked
+
+    async def linked_(path_: str, body: Any) -> Any:
+        lost = path_ == path and fake.paths.count(path) == 3
+        if not lost or path == "/start_weight_update":
+            answer = await honest(fake, path_, body)
+        if lost:
+            fake._empty = True
+            raise ConnectionResetError
+        return answer
+
+    fake._linked = linked_  # type: ignore[method-assign]
+    with serving(fake) as url:
+        on_ranks(1, train_all, [linked(tmp_path, [url], schedule={"stall_timeout": 20})])
+    check_on_policy(tmp_path / "run")
+
+
+def train_with_a_wire_that_fails(config: dict[str, Any]) -> None:
+    """NCCL refuses to send what another rank of its group will not take."""
+    honest, number = GlooWire.send, count()
+
+    def send(self: GlooWire, content: torch.Tensor) -> Sending:
+        if next(number) == 6:
+            raise NcclError("ncclBroadcast: remote process exited or there was a network error")
+        return honest(self, content)
+
+    GlooWire.send = send  # type: ignore[method-assign]
+    train_all([config])
+
+
+def test_a_wire_that_fails_in_the_middle_is_a_server_that_is_lost(served: Path, tmp_path: Path) -> None:
+    fake = FakeLinked(served, NAME)
+    with serving(fake) as url:
+        on_ranks(1, train_with_a_wire_that_fails, linked(tmp_path, [url]))
+    check_on_policy(tmp_path / "run")
+    assert fake.paths.count("/init_weight_transfer_engine") == 2
+
+
+def test_an_update_that_a_killed_trainer_left_open_does_not_end_the_engine(served: Path, tmp_path: Path) -> None:
+    fake = FakeLinked(served, NAME)
+    fake.updating = fake._empty = True
+    with serving(fake) as url:
+        on_ranks(1, train_all, [linked(tmp_path, [url])])
+    check_on_policy(tmp_path / "run")
 
 
 def test_a_server_that_says_yes_and_takes_nothing_ends_the_run(served: Path, tmp_path: Path) -> None:

@@ -194,6 +194,30 @@ def test_a_server_that_restarts_is_given_its_weights_again(
     assert len(names) == len(set(names)) == 64
 
 
+def test_an_engine_that_dies_in_the_middle_of_an_update_is_given_its_weights_again(
+    served: Path, memory: Path, tmp_path: Path
+) -> None:
+    """vLLM says so once, and then ends: nobody answers until it is started again."""
+    fake, down = FakeVllm(served, NAME), list[str]()
+    honest = fake._reply
+
+    async def reply(path: str, body: Any) -> Any:
+        if path == "/start_weight_update" and fake.paths.count(path) == 2 and not down:
+            fake.restart()
+            down.append(path)
+            raise RuntimeError("EngineCore encountered an issue")
+        if 0 < len(down) < 4:
+            down.append(path)
+            raise ConnectionResetError
+        return await honest(path, body)
+
+    fake._reply = reply  # type: ignore[method-assign]
+    with serving(fake) as url:
+        on_ranks(1, train_all, [run_config(tmp_path, [url])])
+    assert len(down) == 4
+    check_on_policy(tmp_path / "run")
+
+
 def train_and_kill(config: dict[str, Any], rank: int, tensors: int) -> None:
     """This rank is killed at so many calls that add tensors, or gather them, of the second publication."""
     from truestep.policy.weights.protocol import Weights

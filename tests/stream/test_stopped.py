@@ -23,12 +23,14 @@ _DROPS = {"data": {"truncated": "drop"}}
 _TWICE = {"schedule": {"updates_per_batch": 2}}
 _PACKED = {"schedule": {"overshoot": "keep"}}
 _EACH = {"checkpoint": {"every": 1}}
+_GRACE = {"checkpoint": {"grace": 100}}
 Case = tuple[Instant, dict[str, Any]]
 
-# `make test` has the first three: a step, a wait, and reading ahead.
+# `make test` has the first four: a step, waits, and reading ahead.
 CASES: dict[str, Case] = {
     "in a step": (Instant("computing step 3"), _DROPS),
     "waiting for documents": (Instant("taken", _MESSAGES), _DROPS),
+    "waiting for documents, and one rank is asked": (Instant("taken", _MESSAGES, ranks=(0,)), _GRACE),
     "reading ahead": (Instant("arrived", 20), _PACKED),
     "in a step, on the other rank": (Instant("computing step 3", ranks=(1,)), {}),
     "between two updates": (Instant("ending step 3"), _TWICE),
@@ -41,7 +43,7 @@ CASES: dict[str, Case] = {
     "before a save": (Instant("saving after step 2"), _PACKED),
     **{f"in a save, change {number}": (Instant("changed", number), _EACH) for number in (1, 3, 6, 9, 14, 25, 40)},
 }
-_SHORT = list(CASES)[:3]
+_SHORT = list(CASES)[:4]
 
 
 def given(model: Path, source: dict[str, str], run: Path, sections: dict[str, Any]) -> dict[str, Any]:
@@ -136,7 +138,7 @@ def test_stopped_with_parts_of_their_own(names: list[str], tiny_model: Callable[
         assert set(times.values()) == {updates}, name
 
 
-@pytest.mark.parametrize("names", [_SHORT, pytest.param(list(CASES)[3:], marks=pytest.mark.release)])
+@pytest.mark.parametrize("names", [_SHORT, pytest.param(list(CASES)[4:], marks=pytest.mark.release)])
 @needs_redis
 def test_stopped_on_redis(
     names: list[str], redis_server: RedisServer, tiny_model: Callable[[str], Path], tmp_path: Path
@@ -156,7 +158,7 @@ def test_stopped_on_redis(
         assert redis_server.events(f"s{number}:events")[-1]["event"] == "training_finished"
 
 
-@pytest.mark.parametrize("names", [_SHORT, pytest.param(list(CASES)[3:], marks=pytest.mark.release)])
+@pytest.mark.parametrize("names", [_SHORT, pytest.param(list(CASES)[4:], marks=pytest.mark.release)])
 def test_stopped_on_a_watched_directory(names: list[str], tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     model, configs, senders = tiny_model("llama"), [], []
     for number, name in enumerate(names):

@@ -24,7 +24,7 @@ from truestep.sampler.server.sync import Publisher, Wanted, WeightsDirectory
 from truestep.transfer import memory as memory_module
 from truestep.transfer.checksum import _BLOCK as BLOCK
 from truestep.transfer.checksum import ROW, checksum
-from truestep.transfer.memory import MemoryFullError, SharedMemory
+from truestep.transfer.memory import MemoryFullError, SharedMemory, room_of
 from truestep.transfer.receiver import CHECKED, FAILED, Receiver, TransferError
 
 
@@ -225,6 +225,16 @@ def test_no_room_is_an_error_before_anything_is_written(memory: SharedMemory, mo
     monkeypatch.undo()
     assert first.exists()
     assert write(memory, "c", some()).exists()
+
+
+def test_tensors_of_odd_sizes_take_no_more_than_was_asked_for(memory: SharedMemory) -> None:
+    """A file that has to grow grows by an eighth, for which there may be no room."""
+    tensors = {str(number): torch.zeros(1003, dtype=torch.uint8) for number in range(50)}
+    size = sum(room_of(tensor.nbytes) for tensor in tensors.values())
+    memory.begin("a", size)
+    memory.add(tensors)
+    memory.finish()
+    assert (memory.path / "slot-0").stat().st_size == size
 
 
 def test_another_machine_s_memory_is_known(memory: SharedMemory, tmp_path: Path) -> None:

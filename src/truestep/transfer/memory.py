@@ -57,7 +57,7 @@ class SharedMemory:
         self._threads = ThreadPoolExecutor(self.num_threads, "copy weights")
 
     def begin(self, name: str, size: int) -> None:
-        """Begin to write weights of about `size` bytes."""
+        """Begin to write weights that take `size` bytes, the sum of their `room_of`."""
         self.abandon()
         slot = next((slot for slot in self._slots if slot is not self._current and slot.lock()), None)
         if slot is None:
@@ -156,7 +156,7 @@ class _Writing:
         begins = []
         for tensor in tensors.values():
             begins.append(self._end)
-            self._end += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+            self._end += room_of(tensor.nbytes)
         if self._end > len(self.slot.content):
             self.slot.make_room(self._end + self._end // 8)
         self._under_way.append([])
@@ -185,6 +185,11 @@ class _Writing:
         for part in left:
             part.cancel()
         wait(left)
+
+
+def room_of(nbytes: int) -> int:
+    """Give the bytes that a tensor takes in a file."""
+    return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
 def _copy(content: Any, room: Any, start: int) -> Checksum:

@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
-from truestep.errors import TruestepError
+from truestep.transfer.link import LinkError
 
 _BYTE, _FLOAT = 1, 7  # ncclUint8, ncclFloat32
 _SUM = 0
 _ID_BYTES = 128
 
 
-class NcclError(TruestepError):
-    """NCCL refused a call."""
+class NcclError(LinkError):
+    """NCCL refused a call, as it does when another rank of the group is gone."""
 
 
 class _Id(ctypes.Structure):

@@ -1,6 +1,7 @@
 """Checks of a server before the first weights are sent: is it the trainer's model, and is its room enough?"""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from truestep.environments.prompts import Prompt
 from truestep.sampler.server.errors import BadAnswerError, ServerError, UnreachableError
@@ -13,7 +14,7 @@ async def check_server(server: InferenceServer, prompts: Sequence[Prompt], vocab
 
     `longest`: tokens of the longest prompt and its completion.
     """
-    try:
+    with answering(server):
         description = await server.describe()
         _check_description(server, description, longest)
         # A trainer that was killed in the middle of a sync left it standing still.
@@ -27,11 +28,18 @@ async def check_server(server: InferenceServer, prompts: Sequence[Prompt], vocab
                 f"{vocabulary_size}: it serves another model"
             )
         await _check_tokenizer(server, prompts)
+    return description.longest_text or longest
+
+
+@contextmanager
+def answering(server: InferenceServer) -> Iterator[None]:
+    """Refuse a server that gives no answer, or one that nobody can read."""
+    try:
+        yield
     except (UnreachableError, BadAnswerError) as error:
         raise ServerError(
             f"sampler.urls: {server.url} does not answer as {server.advice.kind} does: {error}"
         ) from error
-    return description.longest_text or longest
 
 
 def _check_description(server: InferenceServer, description: Description, longest: int) -> None:

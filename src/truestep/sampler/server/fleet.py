@@ -7,8 +7,9 @@ An answer counts only once a probe that began after it has shown that its server
 import asyncio
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from truestep import progress
 from truestep.sampler.server import answer
@@ -28,6 +29,7 @@ from truestep.sampler.server.sync import Places
 _FIRST_DELAY, _LONGEST_DELAY = 0.1, 5.0  # seconds between attempts to reach a lost server
 _PATIENCE = 3  # attempts after which its unconfirmed answers are given up for others to make
 _REMEMBERED = 4  # versions that a server may still have
+_CLOSE_SECONDS = 10.0  # for servers that are paused to go on, when the run ends
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Fleet:
         self._published: dict[int, Published] = {}
         self._current: Published | None = None
         self._changed = Signal()
-        self._recoveries: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # each gives weights to a server, or brings one back
 
     async def ask(self, request: CompletionRequest) -> Answer:
         """Ask the server that has least to do."""
@@ -162,11 +164,17 @@ class Fleet:
             del self._published[old]
         if self._rolling:
             for server in self.servers:
-                await self._update(server, published)
+                await self._begin(self._update(server, published))
         else:
-            await asyncio.gather(*(self._update(server, published) for server in self.servers))
+            await asyncio.gather(*(self._begin(self._update(server, published)) for server in self.servers))
         self.version = published.version
         self._changed.set()
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _update(self, server: Server, published: Published) -> None:
         async with server.control:
@@ -185,8 +193,8 @@ class Fleet:
                 self._lose(server, error)
 
     async def _load(self, server: Server, published: Published) -> None:
-        await server.remote.pause(self._pause)
         try:
+            await server.remote.pause(self._pause)
             await server.remote.load(published.places.of(server.remote))
             if self._pause != "keep":
                 server.epoch += 1  # what still comes was under way while the weights changed
@@ -272,9 +280,7 @@ class Fleet:
         if server.lost_at is None:
             server.lost_at = asyncio.get_running_loop().time()
             server.is_open = False
-            task = asyncio.get_running_loop().create_task(self._recover(server))
-            self._recoveries.add(task)
-            task.add_done_callback(self._recoveries.discard)
+            self._begin(self._recover(server))
 
     async def _recover(self, server: Server) -> None:
         delay = _FIRST_DELAY
@@ -300,6 +306,7 @@ class Fleet:
     async def _bring_back(self, server: Server) -> None:
         """Open a server that answers again. It may be another process, with the weights that it was started with."""
         assert self._current is not None
+        current = self._current  # newer weights may come meanwhile: who publishes them waits, and loads them next
         await server.remote.describe()
         await server.remote.resume()  # a sync that was cut short left it standing still
         try:
@@ -308,9 +315,9 @@ class Fleet:
             has_them = False
         if not has_them:
             self._void(server)
-        if not has_them or server.version != self._current.version:
-            await server.remote.stage(self._current.places.of(server.remote))
-            await self._load(server, self._current)
+        if not has_them or server.version != current.version:
+            await server.remote.stage(current.places.of(server.remote))
+            await self._load(server, current)
         self._open(server)
 
     def report(self) -> str:
@@ -318,8 +325,9 @@ class Fleet:
         return "; ".join(map(str, self.servers))
 
     async def close(self) -> None:
-        """End attempts to bring servers back, and let go of them."""
-        for task in list(self._recoveries):
+        """End what is done to servers, see to it that none is left paused, and let go of them."""
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._recoveries, return_exceptions=True)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_CLOSE_SECONDS)
         await asyncio.gather(*(server.remote.close() for server in self.servers))

@@ -13,7 +13,7 @@ from truestep.policy.policy import Policy
 from truestep.policy.save import save_adapter, stream_policy
 from truestep.policy.tensor_stream import TensorStream
 from truestep.sampler.server.protocol import InferenceServer
-from truestep.transfer.memory import MemoryFullError, SharedMemory
+from truestep.transfer.memory import MemoryFullError, SharedMemory, room_of
 
 _PREFIX = "truestep-weights-"
 _KEPT = 2  # the newest is being read, and a server that was away may still ask for the one before
@@ -117,6 +117,6 @@ class Publisher:
         if self._stream is None or self._stream.policy is not policy:
             self._stream = TensorStream(policy, self._dtype)
         stream, name = self._stream, f"{version:012d}-{secrets.token_hex(4)}"
-        ranks.share(lambda: of_first().begin(name, sum(entry.nbytes for entry in stream.entries)))
+        ranks.share(lambda: of_first().begin(name, sum(room_of(entry.nbytes) for entry in stream.entries)))
         stream.give(lambda tensors: of_first().add(tensors))
         return ranks.share(lambda: of_first().finish())

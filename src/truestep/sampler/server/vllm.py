@@ -54,7 +54,6 @@ class Vllm(HttpServer):
         loaded="although reload_weights was called",
     )
 
-    _memory: tuple[Path, str] | None = None  # the trainer's, and its token
     _device: torch.device | None = None  # of the trainer, from which weights are sent to the server's GPUs
     _link: Link | None = None  # None: it has to be made, if there is such a device
     _adapter: str | None = None  # the name of the adapter that was loaded last: each has a name of its own
@@ -118,12 +117,11 @@ class Vllm(HttpServer):
 
     async def reach(self, memory: Path, token: str) -> str | None:
         init_info = {"directory": str(memory), "token": token}
-        self._memory = (memory, token)
         return await self._taking(self._post("/init_weight_transfer_engine", {"init_info": init_info}, QUICK_SECONDS))
 
     async def link(self, device: torch.device) -> str | None:
         self._device = device
-        return await self._taking(self._join())
+        return await self._taking(self._join_first())
 
     async def _taking(self, asking: Awaitable[Any]) -> str | None:
         """Ask the server to take weights from the trainer's memory; the reason where it does not."""
@@ -141,6 +139,15 @@ class Vllm(HttpServer):
 
     def _make_link(self, device: torch.device) -> Link:
         return Link(NcclWire(device), min(self._timeout, _PATIENCE))
+
+    async def _join_first(self) -> None:
+        """Join a server that a trainer before this one may have left in the middle of an update."""
+        await self.pause("abort")
+        try:
+            await self._give_up_update()
+        finally:
+            await self.resume()
+        await self._join()
 
     async def _join(self) -> None:
         """Make a group of the trainer and all ranks of the server, by vLLM's own backend `nccl`."""
@@ -165,13 +172,14 @@ class Vllm(HttpServer):
         """Send weights to the paused server's GPUs."""
         if self._link is None:
             raise UnreachableError("it is in no group with the trainer: it was restarted")
-        await self._start_update()
 
         async def announce(update_info: dict[str, Any]) -> Any:
             return await self._post("/update_weights", {"update_info": update_info})
 
         try:
+            await self._start_update()
             await self._link.send(index, announce)
+            await self._finish_update(index)
         except BaseException:  # nobody knows how much of it the server took, and the group is left
             self._link.close()
             self._link = None
@@ -209,15 +217,15 @@ class Vllm(HttpServer):
         try:
             await self._post("/start_weight_update")
         except UnreachableError as error:
-            if not self.in_memory or _REFUSED not in str(error):
+            if _REFUSED not in str(error):
                 raise
-            # It is another process by now, or a trainer that was killed has left an update under way.
-            if self._memory is not None and (reason := await self.reach(*self._memory)):
-                self.in_memory = True  # as all who are started with this configuration
-                raise UnreachableError(f"it takes weights from memory no longer: {reason}") from error
+            # An update that was cut short is under way still, of this trainer or of one that was killed.
             with contextlib.suppress(UnreachableError):
                 await self._post("/finish_weight_update")
             await self._post("/start_weight_update")
+
+    async def _finish_update(self, index: Path) -> None:
+        await self._post("/finish_weight_update", {"weight_version": index.name.removesuffix(INDEX)})
 
     async def _load_from_memory(self, index: Path) -> None:
         try:
@@ -225,6 +233,7 @@ class Vllm(HttpServer):
                 await self._send(index)
             else:
                 await self._post("/update_weights", {"update_info": {"load": str(index)}})
+                await self._finish_update(index)
         except UnreachableError as error:
             if NOT_TAKEN in str(error) and await self._refuses(error):
                 raise ServerError(
@@ -232,7 +241,6 @@ class Vllm(HttpServer):
                     "the trainer's architecture?"
                 ) from error
             raise
-        await self._post("/finish_weight_update", {"weight_version": index.name.removesuffix(INDEX)})
 
     async def load(self, weights: Path) -> None:
         if is_adapter(weights):
@@ -302,7 +310,7 @@ class Vllm(HttpServer):
         return _REFUSED in str(error) and await self._lives()
 
     async def resume(self) -> None:
-        await self._post("/resume")
+        await self._post("/resume", None, QUICK_SECONDS)
 
 
 def _is_index(weights: Path) -> bool:
