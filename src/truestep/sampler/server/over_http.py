@@ -15,6 +15,7 @@ from truestep.text import printable
 CONNECT_SECONDS = 10.0
 QUICK_SECONDS = 30.0  # for an answer that takes no computing
 _BUSY = (408, 425, 429)  # statuses below 500 that a later request may not meet again
+_ALONE = {"Connection": "close"}  # no other request goes by the same connection
 _KEY_HINT = "; set sampler.api_key_env to the variable that holds its key"
 
 
@@ -60,18 +61,27 @@ class HttpServer(InferenceServer):
     async def _post(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
         return await self._json("POST", path, body, timeout or self._timeout)
 
-    async def _tell(self, path: str, body: Any, timeout: float) -> None:
-        """Send what is answered by a status alone, or with a text for people."""
-        await self._request("POST", path, body, timeout)
+    async def _order(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
+        """Ask for a change of the server, by a connection of its own: a server may close one with an error that it
+        answers, and the next request would be lost on it."""
+        return await self._json("POST", path, body, timeout or self._timeout, _ALONE)
 
-    async def _request(self, method: str, path: str, body: Any, timeout: float) -> httpx.Response:
+    async def _tell(self, path: str, body: Any, timeout: float) -> None:
+        """Ask for a change that is answered by a status alone, or with a text for people."""
+        await self._request("POST", path, body, timeout, _ALONE)
+
+    async def _request(
+        self, method: str, path: str, body: Any, timeout: float, headers: Mapping[str, str] | None = None
+    ) -> httpx.Response:
         async with _reaching(path, timeout):
-            response = await self._http.request(method, path, json=body)
+            response = await self._http.request(method, path, json=body, headers=headers)
         self._check_status(path, response.status_code, response.text)
         return response
 
-    async def _json(self, method: str, path: str, body: Any, timeout: float) -> Any:
-        response = await self._request(method, path, body, timeout)
+    async def _json(
+        self, method: str, path: str, body: Any, timeout: float, headers: Mapping[str, str] | None = None
+    ) -> Any:
+        response = await self._request(method, path, body, timeout, headers)
         try:
             return response.json() if response.content else None
         except (ValueError, RecursionError) as error:  # RecursionError: nested without end

@@ -90,12 +90,12 @@ class Sglang(HttpServer):
 
     async def pause(self, mode: str) -> None:
         if mode in _MODES:  # to wait takes no pause: nothing is under way, and loading waits for what others ask
-            await self._post("/pause_generation", {"mode": _MODES[mode]})
+            await self._order("/pause_generation", {"mode": _MODES[mode]})
 
     async def load(self, weights: Path) -> None:
         body = {"model_path": str(weights), "flush_cache": True}
         try:
-            answer = await self._post("/update_weights_from_disk", body)
+            answer = await self._order("/update_weights_from_disk", body)
         except ServerError as error:
             raise self._refusal(weights, error) from error
         except UnreachableError as error:
@@ -113,7 +113,7 @@ class Sglang(HttpServer):
         )
 
     async def resume(self) -> None:
-        await self._post("/continue_generation", {})
+        await self._order("/continue_generation", {})
 
 
 def read_answers(answers: list[Any], request: CompletionRequest) -> list[Choice]:

@@ -113,11 +113,11 @@ class Vllm(HttpServer):
             raise BadAnswerError("a probe was answered without the log-probs of its next token") from error
 
     async def pause(self, mode: str) -> None:
-        await self._post(f"/pause?mode={mode}")
+        await self._order(f"/pause?mode={mode}")
 
     async def reach(self, memory: Path, token: str) -> str | None:
         init_info = {"directory": str(memory), "token": token}
-        return await self._taking(self._post("/init_weight_transfer_engine", {"init_info": init_info}, QUICK_SECONDS))
+        return await self._taking(self._order("/init_weight_transfer_engine", {"init_info": init_info}, QUICK_SECONDS))
 
     async def link(self, device: torch.device) -> str | None:
         self._device = device
@@ -159,7 +159,7 @@ class Vllm(HttpServer):
         link = self._make_link(self._device)
 
         async def ask(init_info: dict[str, Any]) -> Any:
-            return await self._post("/init_weight_transfer_engine", {"init_info": init_info})
+            return await self._order("/init_weight_transfer_engine", {"init_info": init_info})
 
         try:
             await link.join(ranks, ask)
@@ -174,7 +174,7 @@ class Vllm(HttpServer):
             raise UnreachableError("it is in no group with the trainer: it was restarted")
 
         async def announce(update_info: dict[str, Any]) -> Any:
-            return await self._post("/update_weights", {"update_info": update_info})
+            return await self._order("/update_weights", {"update_info": update_info})
 
         try:
             await self._start_update()
@@ -191,7 +191,7 @@ class Vllm(HttpServer):
         request would end its engine. It begins anew where vLLM has ended the update itself."""
         for path in ("/start_weight_update", "/finish_weight_update"):
             with contextlib.suppress(UnreachableError, ServerError, BadAnswerError):
-                await self._post(path, None, QUICK_SECONDS)
+                await self._order(path, None, QUICK_SECONDS)
 
     async def stage(self, weights: Path) -> None:
         """Have every worker of the server check weights in memory, beside its work, and wait for it. A server that
@@ -206,7 +206,7 @@ class Vllm(HttpServer):
         marks.mkdir()
         try:
             await self._start_update()
-            await self._post("/update_weights", {"update_info": {"stage": str(weights), "marks": str(marks)}})
+            await self._order("/update_weights", {"update_info": {"stage": str(weights), "marks": str(marks)}})
             problem = await wait_until_checked(marks, self._timeout, self._lives)
         finally:
             shutil.rmtree(marks, ignore_errors=True)
@@ -215,24 +215,24 @@ class Vllm(HttpServer):
 
     async def _start_update(self) -> None:
         try:
-            await self._post("/start_weight_update")
+            await self._order("/start_weight_update")
         except UnreachableError as error:
             if _REFUSED not in str(error):
                 raise
             # An update that was cut short is under way still, of this trainer or of one that was killed.
             with contextlib.suppress(UnreachableError):
-                await self._post("/finish_weight_update")
-            await self._post("/start_weight_update")
+                await self._order("/finish_weight_update")
+            await self._order("/start_weight_update")
 
     async def _finish_update(self, index: Path) -> None:
-        await self._post("/finish_weight_update", {"weight_version": index.name.removesuffix(INDEX)})
+        await self._order("/finish_weight_update", {"weight_version": index.name.removesuffix(INDEX)})
 
     async def _load_from_memory(self, index: Path) -> None:
         try:
             if self._device is not None:
                 await self._send(index)
             else:
-                await self._post("/update_weights", {"update_info": {"load": str(index)}})
+                await self._order("/update_weights", {"update_info": {"load": str(index)}})
                 await self._finish_update(index)
         except UnreachableError as error:
             if NOT_TAKEN in str(error) and await self._refuses(error):
@@ -251,12 +251,12 @@ class Vllm(HttpServer):
         else:
             try:
                 kwargs = {"weights_path": str(weights)}
-                await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
+                await self._order("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
             except UnreachableError as error:
                 await self._blame(weights, error)
         # Also what running completions have computed so far: they go on with the new weights' own view of their
         # beginning.
-        answer = await self._post("/reset_prefix_cache?reset_running_requests=true")
+        answer = await self._order("/reset_prefix_cache?reset_running_requests=true")
         if isinstance(answer, dict) and answer.get("success") is False:
             raise UnreachableError(
                 "/reset_prefix_cache did not succeed: something still holds the cache of the old weights"
@@ -310,7 +310,7 @@ class Vllm(HttpServer):
         return _REFUSED in str(error) and await self._lives()
 
     async def resume(self) -> None:
-        await self._post("/resume", None, QUICK_SECONDS)
+        await self._order("/resume", None, QUICK_SECONDS)
 
 
 def _is_index(weights: Path) -> bool:
