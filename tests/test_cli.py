@@ -189,7 +189,7 @@ def test_a_mistake_is_one_message_and_makes_no_run(overrides: list[str], said: s
     [
         ("sampler", "reward", "no_such_module_x:score", "no_such_module_x"),
         ("sampler", "reward", "score", "package.module:function"),
-        ("sampler", "prompts", "missing.jsonl", "missing.jsonl does not exist"),
+        ("sampler", "prompts", "missing.jsonl", "sampler.prompts: missing.jsonl does not exist"),
         ("data", "group_size", None, "sampler needs data.group_size"),
         ("data", "group_size", 3, "data.group_size: 3"),
         ("schedule", "steps", None, "sampler needs schedule.steps"),
@@ -213,7 +213,7 @@ def test_a_model_without_a_tokenizer_cannot_sample(sampled: dict[str, Any], tiny
 
 @pytest.mark.parametrize(
     ("parallel", "said"),
-    [({"data_replicate": 3}, "does not divide the 2 ranks"), ({"data_shard": 4}, "make 4 ranks and 2 were started")],
+    [({"data_replicate": 3}, "does not divide the 2 ranks"), ({"data_shard": 4}, "needs 4 ranks, and this run has 2")],
 )
 def test_a_layout_that_cannot_be_is_refused_before_anything_is_done(
     parallel: dict[str, int], said: str, files: dict[str, Any], monkeypatch: pytest.MonkeyPatch

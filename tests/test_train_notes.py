@@ -33,7 +33,7 @@ from small_runs import (
 from truestep.config.load import dump_config
 from truestep.config.schema import Config
 from truestep.demo import model as demo_model
-from truestep.run_notes import what_next
+from truestep.run_notes import longer_by, what_next
 from truestep.train import make_trainer
 
 Model = Callable[[str], Path]
@@ -88,11 +88,12 @@ def test_a_model_that_never_ends_a_text_is_warned_of(tmp_path: Path) -> None:
 def test_a_run_says_what_runs_on_what(config: Config, tmp_path: Path) -> None:
     lines = said(config).splitlines()
     weights = sum(tensor.numel() for tensor in load_file(Path(config.model.path) / "model.safetensors").values())
-    assert lines[0] == f"run: grpo, steps until the data ends of 5 documents, in {tmp_path / 'run'}"
+    assert lines[0] == f"run: grpo, steps of 5 documents until the data ends, in {tmp_path / 'run'}"
     assert lines[1] == f"model: {config.model.path} (LlamaForCausalLM), {weights:,} parameters, computes in float32"
-    assert lines[2] == f"device: cpu, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    assert lines[2] == f"device: cpu, {threads} thread{'s' if threads > 1 else ''}"
     assert lines[3] == f"documents: 20 of {tmp_path / 'r.jsonl'}"
-    assert re.fullmatch(r"memory planned: \d+\.\d GiB at the peak of a step, on the rank that needs most", lines[4])
+    assert re.fullmatch(r"memory planned: \d+\.\d GiB at the peak of a step", lines[4])
     assert lines[-1] == f"the data ended after step 4; the run is in {tmp_path / 'run'}"
 
 
@@ -109,15 +110,40 @@ def test_a_run_that_samples_says_its_prompts_and_its_trained_weights(tmp_path: P
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_the_commands_that_come_next_can_be_typed(finished: bool) -> None:
-    typed = ["truestep", "train", "a b.yaml", "--schedule.steps", "4", "--seed", "1"]
-    head, *lines = what_next(Path("runs/a b"), finished, typed)
+@pytest.mark.parametrize("given", [["--schedule.steps", "4"], ["--schedule.steps=4"]])
+def test_the_commands_that_come_next_can_be_typed(finished: bool, given: list[str]) -> None:
+    typed = ["truestep", "train", "a b.yaml", *given, "--seed", "1"]
+    head, *lines = what_next(Path("runs/a b"), finished, "schedule.steps", typed)
     assert head == "next:"
     commands = [shlex.split(line.partition(": ")[2]) for line in lines]
     again = ["truestep", "train", "a b.yaml", "--seed", "1", "--schedule.steps", "NUMBER"] if finished else typed
     assert commands[0] == ["truestep", "report", "runs/a b"]
     assert commands[1] == ["truestep", "export", "runs/a b", "--output", "DIRECTORY"]
     assert commands[2] == again
+
+
+def test_a_run_whose_data_ended_is_made_longer_by_epochs(config: Config, tmp_path: Path) -> None:
+    assert config.data.path is not None
+    assert longer_by(config, 4) == "data.epochs"
+    six = config.model_copy(update={"schedule": config.schedule.model_copy(update={"steps": 6})})
+    assert longer_by(six, 4) == "data.epochs"  # the data ended before the steps were made
+    assert longer_by(six, 6) == "schedule.steps"
+    sent = config.model_copy(update={"data": config.data.model_copy(update={"path": None})})
+    assert longer_by(sent, 4) is None
+    assert len(what_next(tmp_path, True, None, ["truestep", "train", "a.yaml"])) == 3
+    said(config)
+    more = config.model_copy(update={"data": config.data.model_copy(update={"epochs": 2})})
+    text = said(more)
+    assert "data.epochs is now 2; before it was 1" in text
+    assert "the data ended after step 8" in text
+
+
+def test_a_model_that_changed_is_told_how_to_begin_with_it(config: Config) -> None:
+    said(config)
+    other = config.model_copy(update={"model": config.model.model_copy(update={"path": "models/other"})})
+    assert "To begin with the new model, name another checkpoint.directory" in said(other)
+    limited = config.model_copy(update={"schedule": config.schedule.model_copy(update={"steps": 9})})
+    assert "schedule.steps is now 9; before it was null" in said(limited)
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -117,7 +117,7 @@ _output = click.option("--output", required=True, type=click.Path(path_type=Path
 @_config_command
 @click.option("--explain", is_flag=True, help="Only print the objective that CONFIG means, as a formula.")
 def train(config: "Config", explain: bool) -> None:
-    """Train as CONFIG says, from the run's last checkpoint if it has one."""
+    """Train as CONFIG says. A run that has a checkpoint goes on from its last one."""
     if explain:
         from truestep.config.explain import explain as write_out
 
@@ -126,14 +126,15 @@ def train(config: "Config", explain: bool) -> None:
         return
     with _display():
         from truestep.ranks.group import leave
-        from truestep.run_notes import what_next
+        from truestep.run_notes import longer_by, what_next
         from truestep.train import train as run
 
     trainer = run(config, Console())
     stopped_by = trainer.stopped_by
     leave()
     if config.logging.console and trainer.ranks.first:
-        for line in what_next(trainer.directory.path, trainer.finished, _as_typed()):
+        longer = longer_by(config, trainer.step)
+        for line in what_next(trainer.directory.path, trainer.finished, longer, _as_typed()):
             _print(line)
     if stopped_by is not None:
         sys.exit(128 + stopped_by)
@@ -157,7 +158,7 @@ def plan(
     calibrate: bool,
     output: Path | None,
 ) -> None:
-    """Print the memory that CONFIG needs on each rank and the time of its steps, without reading a weight."""
+    """Print the memory that CONFIG needs, and the time of a step. No GPU is needed, and no weight is read."""
     from truestep.plan import cards
     from truestep.plan.report import make_plan_report
 
@@ -179,7 +180,7 @@ def plan(
 @_output
 @click.option("--gradients", is_flag=True, help="Also the backward pass: gradients.safetensors and grad_norm.")
 def score(config: "Config", output: Path, gradients: bool) -> None:
-    """Run all of data.path as one step, update nothing, and write what the step is made of."""
+    """Run all of data.path as one step and update nothing. What the step is made of is written to files."""
     with _display():
         from truestep.metrics.tables import step_table
         from truestep.ranks.group import leave
@@ -201,7 +202,7 @@ def score(config: "Config", output: Path, gradients: bool) -> None:
     "--documents", type=click.IntRange(min=4), default=14, show_default=True, help="The number of rollouts to use."
 )
 def verify(config: "Config", output: Path, full: bool, ranks: int, documents: int) -> None:
-    """Prove the numbers of CONFIG: the same steps under many layouts, each against a float64 reference."""
+    """Prove the numbers of CONFIG under many layouts. Each is compared with a float64 reference over the same steps."""
     from truestep.ranks import forks
 
     forks.begin()
@@ -236,7 +237,7 @@ def verify(config: "Config", output: Path, full: bool, ranks: int, documents: in
     help="An earlier version of the weights, to recognise stale ones by; a run's own checkpoints are tried anyway.",
 )
 def parity(config: "Config", output: Path, documents: int, older: tuple[Path, ...]) -> None:
-    """Measure how far the sampler's log-probs are from the trainer's, and try each possible cause alone."""
+    """Measure how far the sampler's log-probs are from the trainer's. Each possible cause is tried alone."""
     with _display():
         from truestep.files import write_json, write_text_whole
         from truestep.parity import report
@@ -277,8 +278,8 @@ def parity(config: "Config", output: Path, documents: int, older: tuple[Path, ..
 def export(
     source: Path, output: Path, dtype: str, trust_remote_code: bool, adapter_alone: bool, model: Path | None
 ) -> None:
-    """Turn a checkpoint, or the last one of a run's directory SOURCE, into a Hugging Face directory. An adapter is
-    merged into its model."""
+    """Make a Hugging Face directory of a checkpoint. SOURCE is a checkpoint, or the directory of a run, whose last one
+    is taken. An adapter is merged into its model."""
     with _display():
         from truestep.export import export as run
 
@@ -315,7 +316,7 @@ def check(
     temperature: float,
     group_size: int | None,
 ) -> None:
-    """Show the counts, lengths, groups and rejected records of rollout FILES, with the reasons."""
+    """Show what is in rollout FILES, and what is rejected and why. Counts, lengths and groups are shown."""
     with _display():
         from truestep.rollouts.check import check_files, render
 
@@ -386,7 +387,7 @@ def report(runs: tuple[Path, ...], output: Path | None, serve: bool, host: str, 
 )
 @_guarded
 def demo(output: Path, seed: int) -> None:
-    """Do a whole RL run on this machine: make a tiny model, warm it up, train it by GRPO, write the report."""
+    """Do a whole RL run on this machine. It makes a tiny model, warms it up, trains it by GRPO and writes a report."""
     from truestep.demo.run import run
 
     run(output, seed, Console())
@@ -398,7 +399,7 @@ def demo(output: Path, seed: int) -> None:
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seeds the prompts.")
 @_guarded
 def init(directory: Path, model: Path | None, seed: int) -> None:
-    """Write a task that runs as it is into DIRECTORY: prompts, a reward, a configuration and a test."""
+    """Write a task that runs as it is into DIRECTORY. It has prompts, a reward, a configuration and a test."""
     from truestep.init.make import init as run
 
     written = run(directory, model, seed)

@@ -38,6 +38,8 @@ def load_custom(option: str, name: str) -> Any:
     except ImportError as error:
         stem = module_name.removesuffix(".py").replace("/", ".").strip(".")
         hint = f"; write {stem}:{attribute}" if module_name.endswith(".py") else ""
+        if not hint and error.name == module_name.partition(".")[0]:
+            hint = ": it is searched in the working directory and among the installed packages"
         raise CustomError(f"{option} {name!r}: {error}{hint}") from error
     except (Exception, SystemExit) as error:  # the module is the user's: importing it can raise anything
         problem = f"importing {module_name} raised {type(error).__name__}: {error}"

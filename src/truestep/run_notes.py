@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from truestep.config.describe import show_value
 from truestep.config.load import ConfigError, load_config
 from truestep.config.schema import Config
 from truestep.config.sections import InProcessSampler
@@ -71,13 +72,20 @@ def _changes_since(directory: RunDirectory, config: Config) -> list[str]:
         return []
     now = _flat(redacted_options(config.model_dump()))  # a secret that changed is no one's business
     notes = [
-        f"{name} is now {printable(now.get(name))}; before it was {printable(before.get(name))}"
+        f"{name} is now {_plain(now.get(name))}; before it was {_plain(before.get(name))}"
         for name in dict.fromkeys((*before, *now))
         if before.get(name) != now.get(name)
     ]
     if before.get("model.path") != now.get("model.path"):
-        notes.append("the weights still come from the checkpoint: model.path is read at a run's beginning only")
+        notes.append(
+            "the weights still come from the checkpoint: model.path is read at a run's beginning only. To begin with "
+            "the new model, name another checkpoint.directory"
+        )
     return notes
+
+
+def _plain(value: Any) -> str:
+    return printable(show_value(value))
 
 
 def _flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -105,8 +113,9 @@ def what_runs(config: Config, policy: Policy, directory: RunDirectory, source: S
 
 def _steps(config: Config) -> str:
     schedule = config.schedule
-    steps = "steps until the data ends" if schedule.steps is None else f"{schedule.steps:,} steps"
-    return f"{steps} of {schedule.docs_per_step:,} documents" if schedule.docs_per_step else steps
+    steps = "steps" if schedule.steps is None else f"{schedule.steps:,} steps"
+    size = f" of {schedule.docs_per_step:,} documents" if schedule.docs_per_step else ""
+    return f"{steps}{size}{' until the data ends' if schedule.steps is None else ''}"
 
 
 def _many(count: int) -> str:
@@ -120,7 +129,8 @@ def _device(device: torch.device) -> str:
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
         return f"{facts.name}, {facts.total_memory / GIB:.0f} GiB"
-    return f"{device.type}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{device.type}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _documents(config: Config, source: Source) -> str:
@@ -145,22 +155,40 @@ def _memory(config: Config, ranks: int) -> str:
     except TruestepError as error:  # a model whose layers are not found: the run does not need the plan
         return f"not known ({printable(error, 100)})"
     timed = "" if step is None else f"; {step.total:.2f} s of computing for {step.tokens:,.0f} tokens"
-    return f"{planned / GIB:.1f} GiB at the peak of a step, on the rank that needs most{timed}"
+    rank = ", on the rank that needs most" if ranks > 1 else ""
+    return f"{planned / GIB:.1f} GiB at the peak of a step{rank}{timed}"
 
 
-def what_next(directory: Path, finished: bool, command: Sequence[str]) -> list[str]:
-    """Name the commands that come after a run; `command` is the one that trained it, word by word."""
-    again = list(command)
-    if finished:
-        while "--schedule.steps" in again[:-1]:
-            place = again.index("--schedule.steps")
-            del again[place : place + 2]
-        again += ["--schedule.steps", "NUMBER"]
+def longer_by(config: Config, steps_made: int) -> str | None:
+    """Name the option that makes a finished run longer. None: its documents were sent, and their sender ended them."""
+    if config.schedule.steps is not None and steps_made >= config.schedule.steps:
+        return "schedule.steps"
+    return "data.epochs" if config.data.path is not None else None
+
+
+def what_next(directory: Path, finished: bool, longer: str | None, command: Sequence[str]) -> list[str]:
+    """Name the commands that come after a run; `command` is the one that trained it, word by word, and `longer` the
+    option that makes it longer once it has finished."""
     run = str(directory)
     rows = {
         "the page of this run": ["truestep", "report", run],
         "its model, for other programs": ["truestep", "export", run, "--output", "DIRECTORY"],
-        "train further" if finished else "go on from here": again,
     }
+    if not finished:
+        rows["go on from here"] = list(command)
+    elif longer is not None:
+        rows["train further"] = [*_without(f"--{longer}", command), f"--{longer}", "NUMBER"]
     width = max(map(len, rows)) + 1
     return ["next:", *(f"  {what + ':':<{width}} {shlex.join(typed)}" for what, typed in rows.items())]
+
+
+def _without(option: str, command: Sequence[str]) -> list[str]:
+    """Leave an override out of a command, written as `option value` or as `option=value`."""
+    kept: list[str] = []
+    words = iter(command)
+    for word in words:
+        if word == option:
+            next(words, None)
+        elif not word.startswith(f"{option}="):
+            kept.append(word)
+    return kept

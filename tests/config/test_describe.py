@@ -203,6 +203,11 @@ OPTION_ERRORS = [
         "2: checkpoint.qqqq is unknown: section checkpoint has directory, every, keep, hugging_face_every, grace, lock",
     ),
     ("loss.type: gspo", "2: 'loss.type' is unknown: in a file it is type under loss"),
+    (
+        "loss: {type: ppo}",
+        "2: loss.type must be grpo, gspo, reinforce, cispo, sapo, gmpo, dppo, cross_entropy or custom, not 'ppo'; "
+        "did you mean grpo?",
+    ),
     ("loss: {type: reinforce, ratio_capp: 1}", "2: loss.ratio_capp is unknown: did you mean loss.ratio_cap?"),
     ("loss: {type: grpo, ratio_capp: 1}", "2: loss.ratio_capp is unknown: did you mean loss.ratio_cap?"),
     # options of another variant

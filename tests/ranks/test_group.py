@@ -69,8 +69,9 @@ def test_weights_are_spread_over_data_and_context_ranks(layout: RankLayout, size
             4,
             "parallel.tensor: 2 x parallel.pipeline: 3 make a multiple of 6, which does",
         ),
-        (RankLayout(data_shard=2, tensor=2), 8, "parallel.data_shard: 2 x parallel.tensor: 2 make 4 ranks and 8 were"),
-        (RankLayout(data_shard=1), 2, "parallel.data_shard: 1 make 1 ranks and 2 were started"),
+        (RankLayout(data_shard=2, tensor=2), 8, "parallel.data_shard: 2 x parallel.tensor: 2 need 4 ranks, and"),
+        (RankLayout(data_shard=2), 1, "data_shard: 2 needs 2 ranks, and this run has 1: start 2 with torchrun"),
+        (RankLayout(data_shard=1), 2, "parallel.data_shard: 1 needs 1 rank, and this run has 2"),
     ],
 )
 def test_a_layout_that_does_not_make_up_the_ranks_is_refused(layout: RankLayout, size: int, message: str) -> None:

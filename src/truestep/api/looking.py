@@ -55,7 +55,7 @@ def verify(
 
 
 def parity(config: Config | str | Path, *, documents: int = 64, older: Sequence[str | Path] = ()) -> Parity:
-    """Measure how far the sampler's log-probs are from the trainer's, and try each possible cause alone."""
+    """Measure how far the sampler's log-probs are from the trainer's. Each possible cause is tried alone."""
     return parity_here(configured(config), documents=documents, older=[Path(path) for path in older])
 
 

@@ -72,9 +72,9 @@ def check_inputs(config: Config, ranks: Ranks) -> None:
         expand_paths(config.evaluation.path)
     if data.source is not None and ranks.first:
         make_transport(data.source).close()
-    for section in (sampler, config.evaluation):
+    for name, section in (("sampler", sampler), ("evaluation", config.evaluation)):
         if section is not None and section.prompts is not None:
-            find_prompts(section.prompts)
+            find_prompts(section.prompts, f"{name}.prompts")
     check_rewards(config, ranks)
     if isinstance(sampler, ServerSampler) and ranks.first:
         server_maker(sampler)

@@ -260,7 +260,7 @@ def explain_unknown(name: Sequence[str], variant: str = "") -> str:
 
 
 # How other programs write a value.
-_OF_OTHERS = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "torch.bfloat16": "bfloat16"}
+_OF_OTHERS = {"ppo": "grpo", "fp32": "float32", "float": "float32", "bf16": "bfloat16", "torch.bfloat16": "bfloat16"}
 
 
 def explain_wrong(name: str, value: Any) -> str:

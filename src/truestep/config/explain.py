@@ -210,7 +210,8 @@ def _advantages(config: Config) -> Iterator[Line]:
 def _documents(config: Config) -> Iterator[Line]:
     data, schedule = config.data, config.schedule
     if schedule.docs_per_step:
-        yield "", f"{schedule.docs_per_step} documents a step ({schedule.overshoot})"
+        rest = ", and the rest of the micro-batch that crosses this number" if schedule.overshoot == "keep" else ""
+        yield "", f"{schedule.docs_per_step} documents a step{rest}"
     else:
         number = schedule.depth_first_micro_batches * schedule.breadth_first_micro_batches
         yield "", f"full micro-batches of {data.tokens_per_microbatch} tokens: {number} of each rank"

@@ -84,10 +84,11 @@ def _check_fields(fields: dict[str, Any], where: str) -> None:
             ) from None
 
 
-def find_prompts(path: str | Path) -> Path:
+def find_prompts(path: str | Path, option: str | None = None) -> Path:
+    """Give the file or the dataset; `option` is the one that names it, for the message where there is none."""
     source = Path(path)
     if not source.exists():
-        raise PromptError(f"{source} does not exist")
+        raise PromptError(f"{option}: {source} does not exist" if option else f"{source} does not exist")
     return source
 
 

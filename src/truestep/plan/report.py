@@ -186,7 +186,7 @@ def _remarks(config: Config, shape: ModelShape, layout: RankLayout) -> list[str]
     trained = shape.part(0, 1, 1, 1, trained=True)
     staged = staged_bytes(config, shape, layout)
     lines = [
-        f"The plan takes {LABELS:.0%} of the tokens for labels. The allocator holds a few percent more than the peak.",
+        f"The plan assumes that {LABELS:.0%} of the tokens are labels. The allocator holds a few percent more.",
         f"A rank holds up to {staged / GIB:.1f} GiB of host memory for what it saves, from the first step or save on.",
     ]
     if offloaded(config):
@@ -198,7 +198,8 @@ def _remarks(config: Config, shape: ModelShape, layout: RankLayout) -> list[str]
         lines.append(f"Host memory holds the reference's weights: {held:.1f} GiB, shared among ranks as weights are.")
     if config.sampler is not None and config.sampler.type == "in_process":
         lines.append("The sampler's cache takes what is free while it samples, and gives it back.")
-        lines.append("Sampling is not planned in time: tensor ranks sample without compiled layers and CUDA graphs.")
+        slow = ": tensor ranks sample without compiled layers and CUDA graphs" if layout.by_name["tensor"] > 1 else ""
+        lines.append(f"The time of sampling is not planned{slow}.")
     return lines
 
 

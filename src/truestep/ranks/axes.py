@@ -87,9 +87,10 @@ class RankLayout:
             raise RankError(f"{' x '.join(options)}{makes} does not divide the {size} ranks that were started")
         data_shard = size // rest if sizes["data_shard"] == -1 else sizes["data_shard"]
         if data_shard * rest != size:
+            asked, need = data_shard * rest, "need" if len(options) > 1 else "needs"
             raise RankError(
-                f"{' x '.join(options) or 'parallel.data_shard: 1'} make {data_shard * rest} ranks and {size} were "
-                "started: start that many with torchrun --nproc-per-node, or set data_shard: -1"
+                f"{' x '.join(options) or 'parallel.data_shard: 1'} {need} {asked} rank{'s' if asked > 1 else ''}, and "
+                f"this run has {size}: start {asked} with torchrun --nproc-per-node, or set parallel.data_shard: -1"
             )
         return RankLayout(**sizes | {"data_shard": data_shard})
 

@@ -117,7 +117,8 @@ class Display:
 
     def _answer(self, number: int) -> None:
         how = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        text = f"stopping ({how}): the work in hand ends first, then the run is saved. A second one ends it at once"
+        again = how if number == signal.SIGINT else "signal"
+        text = f"stopping ({how}): the work in hand ends first, then the run is saved. A second {again} ends it at once"
         if self._live:
             self._messages.append(Text(text, style="bold yellow"))
         else:
