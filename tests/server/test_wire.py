@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,30 @@ def test_weights_that_cannot_be_loaded_and_a_server_that_went_away_meanwhile() -
         ask(load, reply("busy", 503), reply(""))
     with pytest.raises(UnreachableError, match="something still holds the cache"):
         ask(load, reply(""), reply('{"success": false}'))
+
+
+def test_a_connection_that_a_server_closes_with_an_error_is_not_used_again() -> None:
+    """As vLLM's does a moment after it has answered: the next request would be lost on it."""
+
+    async def main() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(asyncio.IncompleteReadError):  # the client has closed it
+                while not (await reader.readuntil(b"\r\n\r\n")).startswith(b"POST"):
+                    writer.write(reply('{"data": [{"id": "m"}]}'))
+                writer.write(reply("{}", 500))
+                await asyncio.sleep(0.05)  # the answer is there, and the end of the connection is not
+            writer.transport.abort()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        vllm = Vllm(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m", None, 10)
+        try:
+            assert "answered 500" in str(await vllm.reach(Path("memory"), "token"))
+            assert (await vllm.describe()).names == ("m",)
+        finally:
+            await vllm.close()
+            server.close()
+
+    asyncio.run(main())
 
 
 def test_an_adapter_gets_a_name_of_its_own_and_one_that_is_forgotten_is_known(tmp_path: Path) -> None:
