@@ -7,7 +7,8 @@
 A random model of Qwen3's shape, supervised, documents of one length, so that all steps are alike. A step is counted
 from one gradient to the next, with all that is between them. Steps that save, and those while a checkpoint is written,
 are compared with the others. Host memory is what is a process's own (RssAnon and RssShmem, where pinned memory counts),
-looked at 50 times a second; a rank's part is what it stages. Then the run is made anew from its last checkpoint, and
+looked at 50 times a second; a rank's part is what it stages. The memory that it stages to, as large as the part, is
+made after the first step: `grown` is what comes beside it. Then the run is made anew from its last checkpoint, and
 weights and states are compared by sums of their bits. `--in-step` waits for each save, as the comparison. `--every` as
 large as `--steps` makes one checkpoint, at the end, and tells of it alone.
 """
