@@ -93,7 +93,8 @@ def test_a_run_says_what_runs_on_what(config: Config, tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     assert lines[2] == f"device: cpu, {threads} thread{'s' if threads > 1 else ''}"
     assert lines[3] == f"documents: 20 of {tmp_path / 'r.jsonl'}"
-    assert re.fullmatch(r"memory planned: \d+\.\d GiB at the peak of a step", lines[4])
+    planned = r"memory planned: \d+\.\d GiB at the peak of a step, with micro-batches of [\d,]+ tokens"
+    assert re.fullmatch(planned, lines[4])
     assert lines[-1] == f"the data ended after step 4; the run is in {tmp_path / 'run'}"
 
 

@@ -156,7 +156,8 @@ def _memory(config: Config, ranks: int) -> str:
         return f"not known ({printable(error, 100)})"
     timed = "" if step is None else f"; {step.total:.2f} s of computing for {step.tokens:,.0f} tokens"
     rank = ", on the rank that needs most" if ranks > 1 else ""
-    return f"{planned / GIB:.1f} GiB at the peak of a step{rank}{timed}"
+    size = f"with micro-batches of {config.data.tokens_per_microbatch:,} tokens"
+    return f"{planned / GIB:.1f} GiB at the peak of a step{rank}, {size}{timed}"
 
 
 def longer_by(config: Config, steps_made: int) -> str | None:

@@ -9,6 +9,7 @@ BAD = [
     # input_ids
     ({"input_ids": MISSING}, "input_ids is missing"),
     ({"input_ids": None}, "input_ids is missing"),
+    ({"input_ids": None, "prompt": "a b"}, "input_ids is missing: this is a prompt, as sampler.prompts has them"),
     ({"input_ids": []}, "input_ids is empty: a document has at least one token"),
     ({"input_ids": "56789"}, "input_ids is '56789': expected a list"),
     ({"input_ids": 5}, "input_ids is 5: expected a list"),

@@ -140,15 +140,18 @@ def test_an_update_whose_beginning_or_end_got_no_answer_is_ended(path: str, serv
 
 
 def train_with_a_wire_that_fails(config: dict[str, Any]) -> None:
-    """NCCL refuses to send what another rank of its group will not take."""
+    """NCCL refuses to send what another rank of its group will not take, and to leave the group."""
     honest, number = GlooWire.send, count()
+
+    def abandon(self: GlooWire) -> None:
+        raise NcclError("ncclCommAbort: unhandled system error")
 
     def send(self: GlooWire, content: torch.Tensor) -> Sending:
         if next(number) == 6:
             raise NcclError("ncclBroadcast: remote process exited or there was a network error")
         return honest(self, content)
 
-    GlooWire.send = send  # type: ignore[method-assign]
+    GlooWire.send, GlooWire.abandon = send, abandon  # type: ignore[method-assign]
     train_all([config])
 
 

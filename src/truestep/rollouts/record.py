@@ -123,7 +123,8 @@ def _with_tokens(record: Record, chat: ChatTemplate | None) -> Record:
 def _input_ids(record: Record, checks: Checks) -> np.ndarray:
     tokens = _list(record, "input_ids")
     if tokens is None:
-        raise BadRecord("input_ids is missing")
+        hint = ": this is a prompt, as sampler.prompts has them" if "prompt" in record else ""
+        raise BadRecord(f"input_ids is missing{hint}")
     if not len(tokens):
         raise BadRecord("input_ids is empty: a document has at least one token")
     if checks.max_tokens is not None and len(tokens) > checks.max_tokens:

@@ -5,6 +5,7 @@ no rank that trains waits for it.
 """
 
 import asyncio
+import contextlib
 import mmap
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -79,13 +80,17 @@ class Link:
                 sender.finish()
         except BaseException as error:
             answer.cancel()
-            self._wire.abandon()
+            self._leave()
             if isinstance(error, LinkError):
                 raise UnreachableError(str(error)) from error
             raise
 
+    def _leave(self) -> None:
+        with contextlib.suppress(LinkError):  # a group that is broken is left all the same
+            self._wire.abandon()
+
     def close(self) -> None:
-        self._wire.abandon()
+        self._leave()
         self._files.clear()
 
 
