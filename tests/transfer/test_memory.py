@@ -123,9 +123,10 @@ def test_an_addition_is_copied_while_the_next_one_is_made(
     memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever gives weights up waits for the copies that were begun, and no other one is begun."""
-    honest, held, copied = memory_module._copy, threading.Event(), list[int]()
+    honest, begun, held, copied = memory_module._copy, threading.Event(), threading.Event(), list[int]()
 
     def slow(content: Any, room: Any, start: int) -> Any:
+        begun.set()
         held.wait(60)
         copied.append(len(content))
         return honest(content, room, start)
@@ -133,7 +134,7 @@ def test_an_addition_is_copied_while_the_next_one_is_made(
     monkeypatch.setattr(memory_module, "_copy", slow)
     memory.begin("w", 1000)
     memory.add({f"{number}": torch.ones(number) for number in range(1, 9)})
-    assert not copied, "nobody waited"
+    assert begun.wait(60) and not copied, "nobody waited"
     threading.Timer(0.2, held.set).start()
     memory.abandon()
     assert 0 < len(copied) <= 4, "one of each thread"
