@@ -19,6 +19,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from truestep.config.losses import LOSSES_OF_OTHERS
 from truestep.config.schema import Config
 
 TEXT, BOOL, NULL, REQUIRED = "text", "true | false", "null", "required"
@@ -260,7 +261,8 @@ def explain_unknown(name: Sequence[str], variant: str = "") -> str:
 
 
 # How other programs write a value.
-_OF_OTHERS = {"ppo": "grpo", "fp32": "float32", "float": "float32", "bf16": "bfloat16", "torch.bfloat16": "bfloat16"}
+_OF_TYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "torch.bfloat16": "bfloat16"}
+_OF_OTHERS = _OF_TYPES | LOSSES_OF_OTHERS
 
 
 def explain_wrong(name: str, value: Any) -> str:

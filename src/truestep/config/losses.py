@@ -388,6 +388,8 @@ class CustomLoss(PolicyLoss):
         return bool(getattr(self.custom, "whole_documents", False))
 
 
+LOSSES_OF_OTHERS = {"ppo": "grpo"}  # by the names of other programs: the same clipped loss of a label
+
 LossConfig = Annotated[
     Annotated[GrpoLoss, Tag("grpo")]
     | Annotated[GspoLoss, Tag("gspo")]

@@ -1,7 +1,6 @@
 """Checks of a server before the first weights are sent: is it the trainer's model, and is its room enough?"""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 
 from truestep.environments.prompts import Prompt
 from truestep.sampler.server.errors import BadAnswerError, ServerError, UnreachableError
@@ -9,14 +8,22 @@ from truestep.sampler.server.probe import TEMPERATURE, Gap
 from truestep.sampler.server.protocol import Description, InferenceServer
 
 
-async def check_server(server: InferenceServer, prompts: Sequence[Prompt], vocabulary_size: int, longest: int) -> int:
+async def check_server(
+    server: InferenceServer,
+    prompts: Sequence[Prompt],
+    vocabulary_size: int,
+    longest: int,
+    reach: Callable[[InferenceServer], Awaitable[None]],
+) -> int:
     """Refuse a server of another model or of too short texts; give the most tokens that it takes.
 
-    `longest`: tokens of the longest prompt and its completion.
+    `longest`: tokens of the longest prompt and its completion. `reach` makes it ready for weights, before anything is
+    computed: it ends an update that was cut short.
     """
-    with answering(server):
+    try:
         description = await server.describe()
         _check_description(server, description, longest)
+        await reach(server)
         # A trainer that was killed in the middle of a sync left it standing still.
         await server.resume()
         served_size = description.vocabulary_size
@@ -28,18 +35,11 @@ async def check_server(server: InferenceServer, prompts: Sequence[Prompt], vocab
                 f"{vocabulary_size}: it serves another model"
             )
         await _check_tokenizer(server, prompts)
-    return description.longest_text or longest
-
-
-@contextmanager
-def answering(server: InferenceServer) -> Iterator[None]:
-    """Refuse a server that gives no answer, or one that nobody can read."""
-    try:
-        yield
     except (UnreachableError, BadAnswerError) as error:
         raise ServerError(
             f"sampler.urls: {server.url} does not answer as {server.advice.kind} does: {error}"
         ) from error
+    return description.longest_text or longest
 
 
 def _check_description(server: InferenceServer, description: Description, longest: int) -> None:

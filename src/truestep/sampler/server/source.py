@@ -24,7 +24,7 @@ from truestep.sampler.groups import fingerprint, num_groups, refuse_other_groups
 from truestep.sampler.rated import Rated
 from truestep.sampler.server.ahead import LookAhead, Pace
 from truestep.sampler.server.answers import Answering
-from truestep.sampler.server.check import answering, check_server
+from truestep.sampler.server.check import check_server
 from truestep.sampler.server.errors import ServerError
 from truestep.sampler.server.fleet import Fleet, Published
 from truestep.sampler.server.making import Group, SamplingOptions
@@ -132,9 +132,7 @@ class ServerSource:
             lengths = []
             for server in servers:
                 with progress.waiting_for(f"{server.url} to answer"):
-                    with answering(server):
-                        await self._reach(server)  # first: an update that was cut short is ended, and requests may come
-                    lengths.append(await check_server(server, self._prompts, size, needed))
+                    lengths.append(await check_server(server, self._prompts, size, needed, self._reach))
         except BaseException:
             await asyncio.gather(*(server.close() for server in servers))
             raise
