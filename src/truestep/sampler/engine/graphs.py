@@ -181,6 +181,7 @@ class Graphs:
         torch.cuda.current_stream(self._place).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         pool = next((made.pool() for made, _ in self._made.values()), None)
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        # Other threads may use the driver meanwhile, as one does that makes the memory for saves.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             output = work()
         return graph, output
