@@ -21,6 +21,7 @@ from truestep.transfer.link import Sending
 
 CHUNK = 5000  # bytes: many for a tiny model
 PATIENCE = 8.0  # seconds
+BY_LINK = {"transfer": "nccl", "protocol": "server.linked_server:VllmByGloo"}  # of a sampler
 
 
 def read(info: dict[str, Any], size: int, receive: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:

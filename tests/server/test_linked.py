@@ -13,7 +13,7 @@ import torch
 
 from checkpoints import latest, read_weights
 from ranks.cases import on_ranks, train_all
-from server.linked_server import PATIENCE, FakeLinked, GlooWire
+from server.linked_server import BY_LINK, PATIENCE, FakeLinked, GlooWire
 from server.models import make_model as make_served_model
 from server.sglang_server import serving
 from server.test_memory import check_on_policy, run_config
@@ -41,8 +41,7 @@ def memory(tmp_path: Path) -> Iterator[Path]:
 
 
 def linked(directory: Path, urls: list[str], **sections: Any) -> dict[str, Any]:
-    sampler = {"transfer": "nccl", "protocol": "server.linked_server:VllmByGloo"}
-    return run_config(directory, urls, **merged({"sampler": sampler}, sections))
+    return run_config(directory, urls, **merged({"sampler": BY_LINK}, sections))
 
 
 @pytest.mark.parametrize(

@@ -9,19 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from ranks.cases import on_ranks, train_all
 from server.conftest import Servers
-from server.linked_server import VllmByGloo
+from server.linked_server import BY_LINK, VllmByGloo
 from server.runs import recorded, server_config
 from server.test_memory_of_vllm import give, policy_of, sums
 from server.vllm_server import LINKED, NAME, VllmServer
-from small_runs import read_lines
 from truestep.sampler.server.errors import ServerError
 from truestep.sampler.server.sync import Publisher, Wanted, WeightsDirectory
 from truestep.transfer.memory import SharedMemory
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]  # the first test waits for the servers to start
-BY_LINK = {"transfer": "nccl", "protocol": "server.linked_server:VllmByGloo"}
 
 
 @pytest.fixture
@@ -84,41 +81,6 @@ def test_every_rank_of_a_server_takes_its_part(servers: Servers, memory: SharedM
         check_links(tensor, servers.model, memory, tmp_path)
     finally:
         tensor.kill()
-
-
-def test_training_by_links_is_on_policy(servers: Servers, tmp_path: Path) -> None:
-    run = recorded(server_config(tmp_path, [servers.linked.url], sampler={**BY_LINK, "max_staleness": 16}))
-    run.trainer.run()
-    assert run.worst_gap() < 1e-4
-    assert not (tmp_path / "run" / "weights").exists()
-    staleness = [line["max_staleness"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
-    assert staleness[0] == 0 and max(staleness) == 16, "sampling went on beside training"
-
-
-@pytest.mark.parametrize("parallel", [{}, {"tensor": 2}])
-def test_ranks_train_by_links(parallel: dict[str, int], servers: Servers, tmp_path: Path) -> None:
-    config = server_config(
-        tmp_path, [servers.linked.url], parallel=parallel, sampler=BY_LINK, logging={"console": False}
-    )
-    on_ranks(2, train_all, [config.model_dump(mode="json", exclude_unset=True)])
-    metrics = read_lines(tmp_path / "run" / "metrics.jsonl")
-    assert len(metrics) == 4 and all(abs(line["ratio_new_old"] - 1) < 1e-4 for line in metrics)
-
-
-def test_a_server_that_is_started_anew_joins_anew(servers: Servers, tmp_path: Path) -> None:
-    schedule = {"steps": 4, "stall_timeout": 280}
-    run = recorded(server_config(tmp_path, [servers.linked.url], sampler=BY_LINK, schedule=schedule))
-    updated = run.trainer.source.updated
-
-    def kill_once(seen: int) -> None:
-        updated(seen)
-        if seen == 32:
-            servers.linked.kill()
-            servers.linked.start()
-
-    run.trainer.source.updated = kill_once  # type: ignore[method-assign]
-    assert run.trainer.run() == "all 4 steps are done"
-    assert run.worst_gap() < 1e-4
 
 
 @pytest.mark.parametrize("other", ["first", "second"])

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from ranks.cases import on_ranks, train_all
 from server.conftest import Servers
 from server.models import make_model
 from server.proxy import Answer, Proxy
@@ -81,26 +80,6 @@ def test_what_a_server_has_afterwards_is_what_it_has_of_the_same_weights_on_a_di
     assert by_memory == by_disk and by_disk[0] != by_disk[1] and len(by_disk[0]) > 10
 
 
-def test_training_through_memory_is_on_policy(servers: Servers, tmp_path: Path) -> None:
-    sampler = {"transfer": "memory", "max_staleness": 16}
-    run = recorded(server_config(tmp_path, [servers.second.url], sampler=sampler))
-    run.trainer.run()
-    assert run.worst_gap() < 1e-4
-    assert not (tmp_path / "run" / "weights").exists()
-    staleness = [line["max_staleness"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
-    assert staleness[0] == 0 and max(staleness) == 16, "sampling went on beside training"
-
-
-@pytest.mark.parametrize("parallel", [{}, {"pipeline": 2}])
-def test_ranks_train_through_memory(parallel: dict[str, int], servers: Servers, tmp_path: Path) -> None:
-    config = server_config(
-        tmp_path, [servers.second.url], parallel=parallel, sampler={"transfer": "memory"}, logging={"console": False}
-    )
-    on_ranks(2, train_all, [config.model_dump(mode="json", exclude_unset=True)])
-    metrics = read_lines(tmp_path / "run" / "metrics.jsonl")
-    assert len(metrics) == 4 and all(abs(line["ratio_new_old"] - 1) < 1e-4 for line in metrics)
-
-
 def test_a_server_without_the_plugin_gets_weights_by_the_disk(servers: Servers, tmp_path: Path) -> None:
     with pytest.raises(ServerError, match="does not take weights from this machine's memory: .*not configured"):
         recorded(server_config(tmp_path, [servers.first.url], sampler={"transfer": "memory"}))
@@ -126,24 +105,3 @@ def test_a_server_that_says_yes_and_takes_nothing_is_found(servers: Servers, tmp
         with pytest.raises(ServerError, match="was given the weights of version 0"):
             run.trainer.run()
     assert not (tmp_path / "run" / "ledger.jsonl").exists() or not read_lines(tmp_path / "run" / "ledger.jsonl")
-
-
-def test_a_server_that_is_started_anew_is_given_the_memory_anew(servers: Servers, tmp_path: Path) -> None:
-    config = server_config(
-        tmp_path,
-        [servers.second.url],
-        sampler={"transfer": "memory"},
-        schedule={"steps": 4, "stall_timeout": 280},
-    )
-    run = recorded(config)
-    updated = run.trainer.source.updated
-
-    def kill_once(seen: int) -> None:
-        updated(seen)
-        if seen == 32:
-            servers.second.kill()
-            servers.second.start()
-
-    run.trainer.source.updated = kill_once  # type: ignore[method-assign]
-    assert run.trainer.run() == "all 4 steps are done"
-    assert run.worst_gap() < 1e-4

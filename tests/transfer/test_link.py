@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from adapters import write_adapter
 from ranks.cases import on_ranks
-from server.linked_server import broadcast, read
+from server.gloo_in_vllm import broadcast
+from server.linked_server import read
 from server.test_publication import config_of, stored
 from tiny import expert_model, make_model
 from truestep.assemble.policy import join_ranks, make_policy
