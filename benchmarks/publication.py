@@ -64,6 +64,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--chunk", type=int, default=CHUNK, help="with --nccl: bytes that are sent at a time")
     parser.add_argument("--receiver", choices=("auto", "process", "thread"), default="auto", help="with --nccl")
+    parser.add_argument("--noted", action="store_true", help="with --nccl: a receiver that shares a GPU enters late")
     given = parser.parse_args()
     given.device = given.device or ("cuda" if given.nccl else "cpu")
     return given
@@ -180,6 +181,7 @@ def main() -> None:
     if given.nccl:
         # A kernel that is loaded while another one waits for a peer may wait for it, and both for ever.
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # streams that share one wait for each other
         import publication_nccl
 
         publication_nccl.run(given)

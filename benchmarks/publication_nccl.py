@@ -6,8 +6,9 @@
 The ranks that torchrun starts are the trainer: a random model of Qwen3's shape is sharded over them. The receiver
 speaks the messages of vLLM's backend `nccl`, and copies what comes into a model's tensors. It has a GPU of its own
 where the machine has one more than ranks. Else it shares the last rank's: as a thread of it, since a GPU runs two
-processes in turns and not side by side, and it enters a broadcast only after the sender has. `--receiver process` has
-it be a process all the same.
+processes in turns and not side by side. `--receiver process` has it be a process all the same. On a shared GPU it
+enters the first broadcasts only after the sender has: what is loaded and made at a first use must not wait behind a
+kernel that waits for its peer. `--noted` has all be so.
 
 Printed are the rate of the link, by plain broadcasts of 1 GB in a group of the same two GPUs and by plain copies, the
 seconds of a publication, and how many tensors arrived with the checksum of those that were drawn. `--device cpu` runs
@@ -48,6 +49,7 @@ from truestep.transfer.packed import as_bytes, update_info
 
 LINK = 10**9  # bytes of a plain broadcast
 LIMIT = datetime.timedelta(seconds=120)
+WARM_UP = 2  # publications
 BLOCK = 2**24  # numbers of a checksum that are added up at a time
 
 
@@ -129,8 +131,11 @@ class NotedWire:
 
     def __init__(self, wire: NcclWire, sent: Sent):
         self._wire, self._sent, self.device = wire, sent, wire.device
+        self.noting = True
 
     def send(self, content: torch.Tensor) -> Sending:
+        if not self.noting:
+            return self._wire.send(content)
         torch.cuda.current_stream(self.device).synchronize()
         sending = self._wire.send(content)
         self._sent.note()
@@ -209,6 +214,10 @@ class Receiver:
         if total:
             take()
         self._synchronize()
+
+    def run_freely(self) -> None:
+        """Enter broadcasts without waiting for the sender from now on."""
+        self._sent = None
 
     def clear(self) -> None:
         """Forget all values, so that what a checksum finds has come since."""
@@ -338,7 +347,7 @@ def measure(policy: Policy, given: argparse.Namespace, messages: Messages | None
     start = time.perf_counter()
     stream = TensorStream(policy, dtype)
     if messages is None:
-        for _ in range(given.repeat + 2):
+        for _ in range(given.repeat + WARM_UP + 1):
             publish(stream, None, None, ranks)
         ranks.share(lambda: None)
         return
@@ -364,12 +373,15 @@ def measure(policy: Policy, given: argparse.Namespace, messages: Messages | None
     sender = Sender(wire, given.chunk)
     size = sum(entry.nbytes for entry in stream.entries)
     seconds = []
-    for number in range(given.repeat + 2):
-        if number == given.repeat + 1:
+    for number in range(given.repeat + WARM_UP + 1):
+        if number == WARM_UP and isinstance(wire, NotedWire) and not given.noted:
+            messages.ask("run_freely")()
+            wire.noting = False
+        if number == given.repeat + WARM_UP:
             messages.ask("clear")()
         seconds.append(publish(stream, sender, messages, ranks))
         print(f"publication {number}: {seconds[-1]:.3f} s", flush=True)
-    middle = statistics.median(seconds[1:-1])
+    middle = statistics.median(seconds[WARM_UP:-1])
     print(f"{size / 1e9:.2f} GB in {middle:.3f} s, the median of {given.repeat}: {size / middle / 1e9:.1f} GB/s")
     for name, rate in rates.items():
         print(f"{size / middle / rate:.0%} of the link by {name}")

@@ -58,6 +58,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=3, help="steps that are not counted")
     parser.add_argument("--in-step", action="store_true", help="wait for each save")
     parser.add_argument("--offload", choices=("none", "states", "all"), default="none")
+    parser.add_argument("--compile", action="store_true", help="the layers")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--folder", type=Path, help="where the run's files go; a new one by default")
     return parser.parse_args()
@@ -98,7 +99,8 @@ def prepare(given: argparse.Namespace, folder: Path, ranks: Ranks) -> dict[str, 
 
     ranks.share(write)
     return {
-        "model": {"path": str(folder / "model"), "device": given.device, "activation_checkpointing": True},
+        "model": {"path": str(folder / "model"), "device": given.device, "activation_checkpointing": True}
+        | {"compile": given.compile},
         "loss": {"type": "cross_entropy"},
         "data": {"path": str(folder / "rollouts.jsonl"), "tokens_per_microbatch": given.tokens, "advantages": "none"},
         "schedule": {"docs_per_step": documents // given.steps, "stall_timeout": 1800},

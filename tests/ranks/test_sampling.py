@@ -16,15 +16,17 @@ from ranks.cases import on_ranks, train_all
 from ranks.test_train_over_ranks import check_same_run, config
 from raters import DirectRater
 from sampler.engine.test_engine import options, requests, run, same
+from sampler.engine.test_gpu_path import in_graphs, replay
 from selection import long_except
 from small_runs import read_lines, sort_prompts, tokenised_model, without_times, word_model, write_lines
 from tiny import make_model
 from truestep.environments.prompts import Prompt
 from truestep.environments.rewards import Rating
 from truestep.policy.loading.load import load_policy
+from truestep.policy.model import compiled
 from truestep.policy.policy import Policy
 from truestep.ranks.axes import RankError, RankLayout
-from truestep.ranks.group import Ranks, join
+from truestep.ranks.group import Ranks, join, leave
 from truestep.ranks.watch import Watch
 from truestep.rollouts.source import Interrupted, never
 from truestep.sampler import decode as decode_module
@@ -33,6 +35,7 @@ from truestep.sampler.decode import decode, decode_here
 from truestep.sampler.engine import engine as engine_module
 from truestep.sampler.engine.attend import UnservedError
 from truestep.sampler.engine.engine import Engine, Limits, engine_of
+from truestep.sampler.engine.graphs import Graphs
 from truestep.sampler.rated import decode_rated
 from truestep.sampler.team import DisagreementError
 
@@ -99,6 +102,45 @@ def test_completions_are_those_of_one_process(tiny_model: Model) -> None:
         *cases(tiny_model("granite"), CUT),
     ]
     on_ranks(2, sample, given, {"tensor": 2})
+
+
+def sample_in_graphs(given: Sequence[Case], fails_on: int | None) -> None:
+    """Steps are replayed on the same memory, layers are compiled, and what ranks exchange is a part of both."""
+    ranks = joined(tensor=2)
+    with pytest.MonkeyPatch.context() as patch:
+        made = replay(patch)
+        patch.setattr(compiled, "BACKEND", "eager")
+        if ranks.rank == fails_on:
+            patch.setattr(Graphs, "_capture", fail_to_capture)
+            patch.setattr(torch.cuda, "synchronize", lambda *_: None)
+        for case in given:
+            engine = engine_of_gathered(policy := load_policy(case.model, ranks=ranks))
+            assert isinstance(engine, Engine)
+            in_graphs(engine).device.compiles = True
+            for _ in range(2):
+                for mine, theirs in zip(decode(policy, asked(), case.how), case.expected, strict=True):
+                    same(mine, theirs)
+            assert engine.graphs is not None
+            assert bool(len(engine.graphs)) == (fails_on is None)
+            assert ranks.gather(made) == [made] * 2
+            move = policy.model.base_model.norm.weight
+            if ranks.rank == 1:  # the other rank, whose weights are where they were, makes its graphs anew too
+                move.data = move.data.clone()
+            before = len(made)
+            decode(policy, asked()[:3], case.how)
+            assert len(made) > before
+            leave()
+            assert len(engine.graphs) == 0, "NCCL does not leave a group that a graph uses"
+
+
+def fail_to_capture(_: Graphs, work: Callable[[], torch.Tensor]) -> None:
+    work()  # what is captured is computed once before
+    raise RuntimeError("capture is not permitted")
+
+
+@pytest.mark.parametrize("fails_on", long_except([None, 1], None))
+def test_compiled_layers_and_graphs_draw_the_same(fails_on: int | None, tiny_model: Model) -> None:
+    on_ranks(2, sample_in_graphs, cases(tiny_model("qwen3_tied"), PLAIN), fails_on)
 
 
 @pytest.mark.long

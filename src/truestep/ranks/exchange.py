@@ -77,6 +77,7 @@ class TokenExchange:
         return sum_everywhere(parts, self.group) if self._everywhere else sum_to_own_tokens(parts, self.group)
 
 
+@torch.compiler.disable  # compiled layers call it
 def sum_everywhere(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [..., S, H]
     """Sum what every rank computed, to the same bits on each: all add up the same parts in the same order."""
     gathered = gather_parts(parts, group)

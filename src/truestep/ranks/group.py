@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -331,8 +332,24 @@ def _own_group(rank: int, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup 
     return own
 
 
+class Clears(Protocol):
+    """Something that uses the groups in its own way until it is cleared."""
+
+    def clear(self) -> None: ...
+
+
+_cleared_at_leave: WeakSet[Clears] = WeakSet()
+
+
+def clear_at_leave(thing: Clears) -> None:
+    """Have something cleared before the groups are destroyed, if it is still there."""
+    _cleared_at_leave.add(thing)
+
+
 def leave() -> None:
     """Destroy the process group; every rank has come to its end."""
+    for thing in list(_cleared_at_leave):
+        thing.clear()
     _lay_out.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()

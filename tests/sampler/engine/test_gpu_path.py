@@ -49,7 +49,12 @@ class Replay:
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Replays in the place of graphs; gives what was captured."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return replay(monkeypatch)
+
+
+def replay(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Have replays in the place of graphs; give what is captured."""
     made: list[tuple[Any, ...]] = []
     now: dict[str, Any] = {}  # the session's own steps: its cache is read from where `Graphs` says it is
     run, run_prompts, make = Graphs.run, Graphs.run_prompts, Graphs._make
@@ -74,17 +79,22 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(Graphs, "run_prompts", run_prompts_noting)
     monkeypatch.setattr(Graphs, "_make", make_noting)
     monkeypatch.setattr(Graphs, "_capture", capture)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     return made
 
 
 def as_on_a_gpu(engine: Engine) -> Engine:
     from truestep.sampler.engine import attend_kernels, draw_kernels
 
-    engine.device.attend, engine.device.draw, engine.device.lag = attend_kernels.attend, draw_kernels.draw, 2
+    engine.device.attend, engine.device.draw = attend_kernels.attend, draw_kernels.draw
     engine.device.store = attend_kernels.store
+    return in_graphs(engine)
+
+
+def in_graphs(engine: Engine) -> Engine:
+    """Have steps be graphs, and their draws be known late."""
+    engine.device.lag = 2
     engine.device.fetch = lambda tensor: Result(tensor.clone())  # a GPU's copy is made before the next step begins
-    engine.graphs = Graphs(engine.device.place, len(engine.layers))
+    engine.graphs = Graphs(engine.device.place, len(engine.layers), engine.team)
     return engine
 
 

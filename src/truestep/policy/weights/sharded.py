@@ -216,32 +216,29 @@ class ShardedWeights(Weights):
         return piece[rows * self.ranks.shard : rows * (self.ranks.shard + 1)]
 
     def unshard_on_first(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        # In one message for each type: small tensors are many. Rounded before they are sent, they are half as many.
+        # Rounded before they are sent, they are half as many bytes; each part comes straight to its place in the whole.
         joined: dict[str, torch.Tensor] = {}
-        by_type: dict[torch.dtype, list[str]] = {}
+        messages: list[Any] = []
         for name, part in parts.items():
-            by_type.setdefault(min(dtype, part.dtype, key=lambda kind: kind.itemsize), []).append(name)
-        for kind, names in by_type.items():
-            sizes = [self._rows(name) * parts[name].shape[1:].numel() for name in names]
-            sent = torch.zeros(sum(sizes), dtype=kind, device=self.device)
-            for room, name in zip(sent.split(sizes), names, strict=True):
-                room[: parts[name].numel()] = parts[name].to(self.device).flatten()
-            received = self._to_first_shard(sent)
-            if received is None:
+            kind = min(dtype, part.dtype, key=lambda kind: kind.itemsize)
+            if self.ranks.shard:
+                messages += self._message(dist.isend, part.to(self.device, kind), 0)
                 continue
-            for name, of_ranks in zip(names, received.split(sizes, dim=1), strict=True):
-                whole = sent.new_empty(of_ranks.numel())  # its own memory: what shares some is taken for tied
-                whole.view_as(of_ranks).copy_(of_ranks)
-                shape = (self.ranks.shards * self._rows(name), *parts[name].shape[1:])
-                joined[name] = whole.view(shape)[: self._sharded[name].shape[0]]
+            whole = joined[name] = torch.empty(self._sharded[name].shape, dtype=kind, device=self.device)
+            first, *others = whole.split(self._rows(name))
+            first.copy_(part)
+            for rank, place in enumerate(others, start=1):
+                messages += self._message(dist.irecv, place, rank)
+        if messages:
+            for sending in dist.batch_isend_irecv(messages):
+                sending.wait()
         return joined
 
-    def _to_first_shard(self, sent: torch.Tensor) -> torch.Tensor | None:
-        """Gather what each rank of the shard group sends, as bytes: not every backend knows every type."""
-        lines = sent.new_empty(self.ranks.shards, len(sent)) if self.ranks.shard == 0 else None
-        rooms = None if lines is None else [line.view(torch.uint8) for line in lines]
-        dist.gather(sent.view(torch.uint8), rooms, group=self._group, group_dst=0)
-        return lines
+    def _message(self, kind: Any, content: torch.Tensor, peer: int) -> list[Any]:
+        """Describe a message within the shard group, of bytes: not every backend knows every type."""
+        if not content.numel():  # the last ranks may have no rows
+            return []
+        return [dist.P2POp(kind, content.contiguous().view(-1).view(torch.uint8), group=self._group, group_peer=peer)]
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

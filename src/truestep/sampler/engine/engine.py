@@ -109,13 +109,12 @@ class Engine:
             if self.device.place.type == "cuda":
                 from truestep.sampler.engine.serving import serve_with_kernels
 
-                # Exact layers are compiled otherwise; those that exchange something with other ranks are not.
-                compiled = None if exact or self.team.size > 1 else self._compiled
+                compiled = None if exact else self._compiled  # exact layers are compiled otherwise
                 self.device = serve_with_kernels(self.device, policy, self.layers, compiled)
             if exact:
                 self.device = exact_device(self.device)
                 make_exact(policy, self.layers, self.device)
-        self.graphs = Graphs(self.device.place, len(self.layers)) if self.device.graphs else None
+        self.graphs = Graphs(self.device.place, len(self.layers), self.team) if self.device.graphs else None
 
     @contextmanager
     def session(self, policy: Policy, limits: Limits) -> Iterator["Session"]:

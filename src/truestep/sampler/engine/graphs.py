@@ -2,6 +2,8 @@
 
 A graph reads the places of the cache and everything about its rows or prompts from memory that stays where it is.
 Weights change in place between phases; where they lie elsewhere, graphs are made anew.
+
+Tensor ranks make and run the same graphs at the same time: what they exchange is a part of them.
 """
 
 import logging
@@ -14,8 +16,10 @@ import torch
 
 from truestep import progress
 from truestep.policy.model.attention import PackedLayout
+from truestep.ranks.group import clear_at_leave
 from truestep.sampler.engine.cache import PagedCache
 from truestep.sampler.engine.rows import PAGES, idle_rows
+from truestep.sampler.team import Team
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +86,10 @@ def length_for(longest: int) -> int:
 
 
 class Graphs:
-    def __init__(self, place: torch.device, num_layers: int):
-        self._place = place
+    def __init__(self, place: torch.device, num_layers: int, team: Team):
+        self._place, self._team = place, team
+        if team.size > 1:
+            clear_at_leave(self)  # NCCL does not leave a group that a graph still uses
         self._places = torch.zeros(num_layers, 2, dtype=torch.int64, device=place)
         self._lines = torch.zeros(0, PAGES, dtype=torch.int64, device=place)
         self.last = torch.zeros(0, dtype=torch.int64, device=place)  # of each slot, the token drawn last
@@ -99,15 +105,18 @@ class Graphs:
         weights = tuple(parameter.data_ptr() for parameter in model.parameters())
         size = size_for(slots)
         fits = len(self._lines) >= size and self._lines.shape[1] >= PAGES + width
-        if fits and weights == self._weights:
+        if self._team.all(fits and weights == self._weights):
             return
-        self._made.clear()
+        self.clear()
         self._weights = weights
         if not fits:
             size = max(size, len(self._lines))
             width = max(PAGES + width, self._lines.shape[1])
             self._lines = torch.zeros(size, width, dtype=torch.int64, device=self._place)
             self.last = torch.zeros(size + 1, dtype=torch.int64, device=self._place)
+
+    def clear(self) -> None:
+        self._made.clear()
 
     def __len__(self) -> int:
         return len(self._made)
@@ -163,15 +172,18 @@ class Graphs:
     def _make(self, key: tuple[Any, ...], work: Callable[[], torch.Tensor]) -> None:
         if key[0] in self._broken:
             return
+        found, problem = None, "another tensor rank could not make one"
         try:
             with progress.working("compiling the sampler", "graphs"):
-                self._made[key] = self._capture(work)
+                found = self._capture(work)
         except Exception as error:  # a driver's, a compiler's or torch's own: they have no common type
-            self._broken.add(key[0])
-            log.warning(
-                "sampling computes %s without CUDA graphs, which is slower: %s: %s", key[0], type(error).__name__, error
-            )
+            problem = f"{type(error).__name__}: {error}"
             torch.cuda.synchronize(self._place)
+        if self._team.all(found is not None) and found is not None:
+            self._made[key] = found
+            return
+        self._broken.add(key[0])
+        log.warning("sampling computes %s without CUDA graphs, which is slower: %s", key[0], problem)
 
     def _capture(self, work: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         stream = torch.cuda.Stream(self._place)

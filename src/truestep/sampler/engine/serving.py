@@ -28,14 +28,13 @@ def serve_with_kernels(
     device: Device, policy: Policy, layers: list[LayerShape], compiled: dict[Any, Any] | None
 ) -> Device:
     """Give the device with the kernels that serve on it, and on all tensor ranks. `compiled`: keeps the layers'
-    compiled code; None: they run by their own. A step that exchanges something with other ranks is no CUDA graph."""
+    compiled code; None: they run by their own."""
     dtype, team = policy.weights.dtype, Team.of(policy)
     if team.all(_right("attention", lambda: check_attention(device.place, dtype, device.page_size, layers))):
         from truestep.sampler.engine import attend_kernels
 
         fused = all(attention.is_fused(device.place, dtype, layer.softcap) for layer in layers)
-        graphs = team.size == 1
-        device = replace(device, attend=attend_kernels.attend, store=attend_kernels.store, graphs=graphs, fused=fused)
+        device = replace(device, attend=attend_kernels.attend, store=attend_kernels.store, graphs=True, fused=fused)
     if team.all(_right("draw", lambda: check_draw(device.place, policy.head))):
         from truestep.sampler.engine import draw_kernels
 
@@ -49,7 +48,7 @@ def serve_with_kernels(
             probe(policy, layers, device.page_size)
         return None
 
-    return replace(device, compiles=_right("compiled layers", run_compiled))
+    return replace(device, compiles=team.all(_right("compiled layers", run_compiled)))
 
 
 def _right(what: str, check: Callable[[], str | None]) -> bool:
