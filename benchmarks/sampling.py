@@ -304,16 +304,16 @@ KINDS = {
 }
 
 
-def breakdown(policy: Policy) -> None:
+def breakdown(policy: Policy, rows: int = 256, prompt: int = 128, new: int = 256) -> None:
     """Where the GPU's time of a step goes, over 30 steps in the middle."""
     engine = engine_of(policy)
     assert isinstance(engine, Engine)
     spent: dict[str, float] = {}
     others: dict[str, float] = {}
-    with engine.session(policy, Limits(256, 384)) as session:
-        for number, request in enumerate(requests(256, 128)):
-            session.submit(number, request, options(256))
-        for _ in range(120):
+    with engine.session(policy, Limits(rows, prompt + new)) as session:
+        for number, request in enumerate(requests(rows, prompt)):
+            session.submit(number, request, options(new))
+        for _ in range(new // 2):
             session.step()
         took, _ = timed(lambda: [session.step() for _ in range(30)])
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
@@ -330,7 +330,8 @@ def breakdown(policy: Policy) -> None:
         if kind == "other kernels":
             others[event.key[:70]] = event.device_time_total / 30e3
     print(
-        f"a step of 256 rows at about 265 tokens: {took / 30 * 1e3:.2f} ms; plan and lines on the host {host * 1e3:.2f}"
+        f"a step of {rows} rows at about {prompt + new // 2} tokens: {took / 30 * 1e3:.2f} ms; plan and lines on the "
+        f"host {host * 1e3:.2f}"
     )
     print("   ".join(f"{kind} {ms:.2f} ms" for kind, ms in sorted(spent.items(), key=lambda item: -item[1])))
     print("   ".join(f"{name} {ms:.3f}" for name, ms in sorted(others.items(), key=lambda item: -item[1])[:8]))
@@ -490,6 +491,7 @@ def main() -> None:
                 other = sized(name)
                 report_engine(other)
                 main_case(other, rates, given.quick, *case)
+                breakdown(other, *case)
                 del other
     with section("float32", given.only, limit + 20) as wanted:
         if wanted:

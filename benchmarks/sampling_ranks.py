@@ -27,7 +27,7 @@ from truestep.policy.policy import Policy
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks, join, leave
 from truestep.sampler.decode import decode
-from truestep.sampler.engine.engine import Engine, engine_of
+from truestep.sampler.engine.engine import Engine, Limits, engine_of
 
 LAYOUTS = {"data": RankLayout(data_shard=2), "tensor": RankLayout(tensor=2)}
 
@@ -56,7 +56,7 @@ def bound(policy: Policy, given: argparse.Namespace, rates: Rates, layout: str) 
     return given.new * step + cache + 2 * weights * rows * given.prompt / rates.product
 
 
-def measure(layout: str, given: argparse.Namespace, ranks: Ranks, rates: Rates) -> None:
+def measure(layout: str, given: argparse.Namespace, ranks: Ranks, rates: Rates) -> Policy:
     policy = make_policy(given.size, ranks)
     with torch.no_grad(), policy.weights.gathered():
         engine = engine_of(policy)
@@ -85,6 +85,34 @@ def measure(layout: str, given: argparse.Namespace, ranks: Ranks, rates: Rates) 
             f"{tokens / least / 2:,.0f}, {least / took:.0%} of it",
             flush=True,
         )
+    return policy
+
+
+def profile(policy: Policy, given: argparse.Namespace, ranks: Ranks) -> None:
+    """Where the first GPU's time of a step goes, over 20 steps in the middle."""
+    with torch.no_grad(), policy.weights.gathered():
+        engine = engine_of(policy)
+        assert isinstance(engine, Engine)
+        rows = given.rows if ranks.tensor > 1 else given.rows // 2
+        with engine.session(policy, Limits(rows, given.prompt + given.new)) as session:
+            for number, request in enumerate(requests(rows, given.prompt)):
+                session.submit(number, request, options(given.new))
+            for _ in range(given.new // 2):
+                session.step()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(20):
+                session.step()
+            torch.cuda.synchronize()
+            took = (time.perf_counter() - start) / 20
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+                for _ in range(20):
+                    session.step()
+                torch.cuda.synchronize()
+    if ranks.first:
+        print(f"a step of {rows} rows: {took * 1e3:.2f} ms; by kernel, ms and calls:")
+        for event in sorted(seen.key_averages(), key=lambda event: -event.device_time_total)[:24]:
+            print(f"  {event.device_time_total / 20e3:7.3f} {event.count / 20:6.1f}  {event.key[:100]}")
 
 
 def main() -> None:
@@ -95,6 +123,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--profile", action="store_true")
     given = parser.parse_args()
     ranks = join(LAYOUTS[given.layout], device="cuda", stall_timeout=240)
     rates = Rates()
@@ -104,7 +133,9 @@ def main() -> None:
             f"{rates.product / 1e12:.0f} TFLOP/s",
             flush=True,
         )
-    measure(given.layout, given, ranks, rates)
+    policy = measure(given.layout, given, ranks, rates)
+    if given.profile:
+        profile(policy, given, ranks)
     leave()
 
 

@@ -20,6 +20,7 @@ import io
 import json
 import os
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -133,6 +134,8 @@ def measure(given: argparse.Namespace, trainer: Trainer) -> dict[str, Any]:
         processor.append(time.process_time())
         most.append(memory.most())
         saving.append(trainer.saves.under_way)
+        if trainer.ranks.first and len(times) % 10 == 0:
+            print(f"{len(times)} gradients after {times[-1] - started:.0f} s", file=sys.stderr, flush=True)
 
     trainer.hooks = Hooks(on_gradient=seen)
     if given.in_step:
