@@ -9,13 +9,16 @@ from one gradient to the next, with all that is between them. Steps that save, a
 are compared with the others. Host memory is what is a process's own (RssAnon and RssShmem, where pinned memory counts),
 looked at 50 times a second; a rank's part is what it stages. The memory that it stages to, as large as the part, is
 made after the first step: `grown` is what comes beside it. Then the run is made anew from its last checkpoint, and
-weights and states are compared by sums of their bits. `--in-step` waits for each save, as the comparison. `--every` as
+weights and states are compared by sums of their bits. `all_steps` has each step by its number: how long it took, as a
+multiple of the median of those that do not save, and meanwhile the seconds of Python's garbage collections and those
+of processors that another machine of the host had. `--in-step` waits for each save, as the comparison. `--every` as
 large as `--steps` makes one checkpoint, at the end, and tells of it alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import io
 import json
 import os
@@ -56,7 +59,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=1024, help="of a document")
     parser.add_argument("--steps", type=int, default=81)
     parser.add_argument("--every", type=int, default=20)
-    parser.add_argument("--warm-up", type=int, default=3, help="steps that are not counted")
+    parser.add_argument("--warm-up", type=int, default=12, help="steps that are not counted")
     parser.add_argument("--in-step", action="store_true", help="wait for each save")
     parser.add_argument("--offload", choices=("none", "states", "all"), default="none")
     parser.add_argument("--compile", action="store_true", help="the layers")
@@ -85,6 +88,25 @@ class Memory:
     def most(self) -> float:
         most, self._most = max(self._most, self.now()), 0.0
         return most
+
+
+class Collections:
+    """The seconds that Python's own collections of unused objects took."""
+
+    def __init__(self) -> None:
+        self.seconds, self._began = 0.0, 0.0
+        gc.callbacks.append(self._seen)
+
+    def _seen(self, phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        else:
+            self.seconds += time.perf_counter() - self._began
+
+
+def taken_by_others() -> float:
+    """The seconds of all this machine's processors that other machines of the same host had."""
+    return int(Path("/proc/stat").read_text().split(maxsplit=9)[8]) / os.sysconf("SC_CLK_TCK")
 
 
 def prepare(given: argparse.Namespace, folder: Path, ranks: Ranks) -> dict[str, Any]:
@@ -125,7 +147,8 @@ def fingerprint(trainer: Trainer) -> dict[str, int]:
 
 
 def measure(given: argparse.Namespace, trainer: Trainer) -> dict[str, Any]:
-    memory, times, most, saving, processor = Memory(), [], [], [], []
+    memory, times, most, saving, processor, others = Memory(), [], [], [], [], []
+    collected = Collections()
 
     def seen(*_: object) -> None:
         if given.device == "cuda":
@@ -134,6 +157,7 @@ def measure(given: argparse.Namespace, trainer: Trainer) -> dict[str, Any]:
         processor.append(time.process_time())
         most.append(memory.most())
         saving.append(trainer.saves.under_way)
+        others.append((collected.seconds, taken_by_others()))
         if trainer.ranks.first and len(times) % 10 == 0:
             print(f"{len(times)} gradients after {times[-1] - started:.0f} s", file=sys.stderr, flush=True)
 
@@ -156,6 +180,7 @@ def measure(given: argparse.Namespace, trainer: Trainer) -> dict[str, Any]:
     spent = {i: times[i] - times[i - 1] for i in steps}
     plain = [spent[i] for i in steps if i not in overlaps]
     typical = statistics.median(plain)
+    usually = statistics.fmean(plain)
     busy = {i: processor[i] - processor[i - 1] for i in steps}
     usual = statistics.median(busy[i] for i in steps if i not in overlaps)
     saves = sum(i % given.every == 0 for i in steps)
@@ -167,6 +192,17 @@ def measure(given: argparse.Namespace, trainer: Trainer) -> dict[str, Any]:
         "processor_seconds_of_a_step": usual,
         "and_of_a_save": sum(busy[i] - usual for i in overlaps) / max(1, saves),
         "step": typical,
+        "mean_of_steps_without": usually,
+        "overlapping_are_longer_by": statistics.fmean(spent[i] for i in overlaps) / usually - 1,
+        "without_the_first_save": statistics.fmean(spent[i] for i in overlaps if i >= 2 * given.every) / usually - 1,
+        "all_steps": [
+            [
+                i,
+                round(spent[i] / typical, 3),
+                *(round(now - before, 2) for now, before in zip(others[i], others[i - 1], strict=True)),
+            ]
+            for i in steps
+        ],
         "spread": statistics.quantiles(plain, n=10)[-1] / typical - 1,
         "first_save_takes": sum(spent[i] - typical for i in overlaps if i < 2 * given.every),
         "steps_that_overlap": [round(spent[i] / typical, 4) for i in overlaps],

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import io
 import math
 import os
 import signal
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -462,6 +464,44 @@ def test_trainer_is_made_of_what_the_config_says(tiny_model: Model, tmp_path: Pa
     trainer.run()
     assert not (tmp_path / "run/metrics.jsonl").exists()
     assert (tmp_path / "run/ledger.jsonl").exists()
+
+
+def test_the_garbage_collector_looks_at_what_is_newer_than_the_run(tiny_model: Model, tmp_path: Path) -> None:
+    class Circle:
+        """Garbage that only the collector finds."""
+
+        def __init__(self) -> None:
+            self.itself = self
+
+    write_rollouts(tmp_path / "r.jsonl", 60)
+    trainer = quiet_trainer(file_config(tiny_model("llama"), tmp_path / "r.jsonl", tmp_path / "run"))
+    seen: list[tuple[int, int]] = []
+    circles: list[weakref.ref[Circle]] = []
+
+    def look(*_: object) -> None:
+        seen.append((gc.get_freeze_count(), len(gc.get_objects())))
+        circles.append(weakref.ref(Circle()))
+
+    trainer.hooks = Hooks(on_gradient=look)
+    before = gc.get_freeze_count()
+    trainer.run()
+    assert len(seen) == 15
+    assert {frozen for frozen, _ in seen[:10]} == {before}
+    assert all(frozen > 50_000 and newer < frozen / 4 for frozen, newer in seen[10:])
+    assert all(circle() is None for circle in circles[:10]), "garbage was taken away before"
+    assert gc.get_freeze_count() == before == 0
+
+
+def test_a_program_that_froze_its_own_objects_keeps_them_so(tiny_model: Model, tmp_path: Path) -> None:
+    write_rollouts(tmp_path / "r.jsonl", 44)
+    trainer = quiet_trainer(file_config(tiny_model("llama"), tmp_path / "r.jsonl", tmp_path / "run"))
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        trainer.run()
+        assert gc.get_freeze_count() >= before * 0.9  # those that are not used any more are gone
+    finally:
+        gc.unfreeze()
 
 
 def test_hooks_change_plans_see_gradients_and_leave_no_checkpoint(

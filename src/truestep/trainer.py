@@ -16,6 +16,7 @@ from truestep.checkpoint.saves import Complete, SaveRule, Saves
 from truestep.checkpoint.store import CheckpointStore, Progress
 from truestep.errors import TruestepError
 from truestep.kept.keeper import Keeper
+from truestep.long_lived import LongLived
 from truestep.metrics.sinks import ShowsRollouts, Sink
 from truestep.metrics.spent import StepTimes
 from truestep.metrics.types import Max
@@ -101,6 +102,7 @@ class Trainer:
     ended: str = "not run yet"  # how the run ended, as a sentence
     finished: bool = False  # it was not stopped
     _num_rejected: int = 0  # records, since the last step
+    _long_lived: LongLived = field(default_factory=LongLived)
 
     @property
     def step(self) -> int:
@@ -121,6 +123,7 @@ class Trainer:
             self.ended, self.finished = self._run()
             return self.ended
         finally:
+            self._long_lived.give_back()
             if self.keeper is not None:
                 self.keeper.close()
             self.directory.unlock()
@@ -194,6 +197,7 @@ class Trainer:
                 self._save()
             elif self.save_rule.every > 0 and self.hooks.saves:
                 self.saves.prepare(self.policy, lambda: optimizer_parts(self.optimizer, self.policy.weights))
+            self._long_lived.step_made()
         return f"all {self.steps} steps are done"
 
     def _put_rejected(self, rejected: Sequence[Rejected]) -> None:
@@ -332,9 +336,13 @@ class Trainer:
             self._finish_save()
 
     def _begin_save(self) -> Complete | None:
-        if self.keeper is not None:
-            self.keeper.sync()
-        self.directory.sync()
+        kept_on_disk = None if self.keeper is None else self.keeper.write()
+
+        def sync() -> None:
+            if kept_on_disk is not None:
+                kept_on_disk()
+            self.directory.sync()
+
         planned = self.state.planned or self.plans.snapshot()
         progress = Progress(
             step=self.step,
@@ -347,7 +355,7 @@ class Trainer:
         )
         optimizer_state = optimizer_parts(self.optimizer, self.policy.weights)
         hugging_face = self.save_rule.is_hugging_face(self.step)
-        return self.saves.begin(self.policy, optimizer_state, progress, self.state.documents_seen, hugging_face)
+        return self.saves.begin(self.policy, optimizer_state, progress, self.state.documents_seen, hugging_face, sync)
 
     def _save_last(self, deadline: float | None) -> None:
         """Save where the run ends, by a deadline if there is one."""

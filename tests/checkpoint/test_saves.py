@@ -81,6 +81,51 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_do_not_show_in_it(
         assert file_hashes(slow) == file_hashes(quick), step
 
 
+def test_the_run_s_files_are_on_the_disk_before_a_checkpoint_counts_and_no_step_waits_for_them(
+    config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk takes from step 2 to step 4 for them."""
+    trainer, free, seen, synced = quiet_trainer(config("run")), threading.Event(), [], set[str]()
+    honest = os.fsync
+
+    def slow(handle: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{handle}")).name
+        if name == "ledger.jsonl":
+            assert threading.current_thread() is not threading.main_thread()
+            assert free.wait(60)
+        if trainer.checkpoints.latest() is None:
+            synced.add(name.replace("-00000001-00000002", ""))
+        honest(handle)
+
+    def look(*_: object) -> None:
+        seen.append((trainer.step + 1, trainer.saves.under_way, trainer.checkpoints.latest()))
+        if trainer.step == 3:
+            free.set()
+
+    monkeypatch.setattr(os, "fsync", slow)
+    trainer.hooks = Hooks(on_gradient=look)
+    trainer.run()
+    assert seen[2:4] == [(3, True, None), (4, True, None)], "two more steps were made meanwhile"
+    assert {"ledger.jsonl", "metrics.jsonl"} <= synced
+    assert any(name.endswith(".parquet") for name in synced), f"what is kept of rollouts too: {synced}"
+
+
+def test_a_disk_that_refuses_the_run_s_files_ends_the_run(
+    config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, honest = quiet_trainer(config("run")), os.fsync
+
+    def refuse(handle: int) -> None:
+        if os.readlink(f"/proc/self/fd/{handle}").endswith("ledger.jsonl"):
+            raise OSError("input/output error")
+        honest(handle)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="input/output error"):
+        trainer.run()
+    assert trainer.checkpoints.latest() is None
+
+
 def test_without_a_copy_later_steps_would_show(
     config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,9 +76,15 @@ class Saves:
         return self._under_way is not None
 
     def prepare(self, policy: Policy, state: Callable[[], Iterable[TensorPart]]) -> None:
-        """Have a thread make the memory that parts are copied to, so that the first save need not wait for it."""
+        """Make what all saves need, so that the first one need not wait for it. A thread makes the memory that parts
+        are copied to."""
         if not self._staging.has_room:
             self._staging.make_room_beside([*policy_parts(policy), *state()])
+        if self._ranks.first:
+            self._model = self._files(policy)
+
+    def _files(self, policy: Policy) -> ModelFiles:
+        return self._model or ModelFiles.of(policy)
 
     def begin(
         self,
@@ -87,19 +93,26 @@ class Saves:
         progress: Progress,
         documents_seen: int,
         hugging_face: bool = False,
+        sync: Callable[[], None] = lambda: None,
     ) -> Complete | None:
         """Stage this rank's part of a checkpoint and begin to write it; give the checkpoint if it is there already.
-        With `hugging_face` its weights are written as a Hugging Face directory too. Every rank calls this."""
+        With `hugging_face` its weights are written as a Hugging Face directory too. `sync` puts on the disk what the
+        checkpoint counts on; the thread that writes calls it first. Every rank calls this."""
         assert self._under_way is None, "one save at a time"
         ranks, final = self._ranks, self._store.final(progress.step)
         if ranks.share(lambda: final in self._store.complete()):
             return Complete(final, progress.step, documents_seen)
         ranks.share(lambda: self._store.prepare(progress.step))
         if ranks.first:
-            self._model = replace(self._model or ModelFiles.of(policy), with_weights=hugging_face)
+            self._model = replace(self._files(policy), with_weights=hugging_face)
         staged = self._staging.stage([*policy_parts(policy), *state])
         random = encode_random()
-        task = Task(lambda: self._store.write_part(progress.step, ranks.rank, staged, random))
+
+        def write() -> Written:
+            sync()
+            return self._store.write_part(progress.step, ranks.rank, staged, random)
+
+        task = Task(write)
         self._under_way = _UnderWay(progress, documents_seen, staged, task)
         return None
 

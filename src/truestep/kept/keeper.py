@@ -77,13 +77,19 @@ class Keeper:
             rows.append(row_of(document, known.get(document.id), self._reader, step, plan.documents_seen, tokens))
         return rows
 
-    def sync(self) -> None:
-        """Write what is left, and put it on the disk: a checkpoint will count on it."""
+    def write(self) -> Callable[[], None]:
+        """Write what is left. Give what puts it on the disk, which any thread may call before a checkpoint counts on
+        it."""
         if self._writes:
             with self._harmless():
                 self._flush()
-                written, self._unsynced = self._unsynced, []
+        written, self._unsynced = self._unsynced, []
+
+        def sync() -> None:
+            with self._harmless():
                 files.sync(self.folder, written)
+
+        return sync
 
     def close(self) -> None:
         if self._writes:

@@ -6,6 +6,7 @@ rank = (((stage · replicas + replica) · data_shard + part) · context + run) �
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from truestep.errors import TruestepError
@@ -73,7 +74,7 @@ class RankLayout:
             raise TypeError(f"ranks have no dimension {min(unknown)}")
         object.__setattr__(self, "sizes", tuple(sizes.get(axis.name, axis.default) for axis in AXES))
 
-    @property
+    @cached_property
     def by_name(self) -> dict[str, int]:
         return {axis.name: size for axis, size in zip(AXES, self.sizes, strict=True)}
 
