@@ -180,6 +180,7 @@ def measure(given: argparse.Namespace, trainer: Trainer) -> dict[str, Any]:
     spent = {i: times[i] - times[i - 1] for i in steps}
     plain = [spent[i] for i in steps if i not in overlaps]
     typical = statistics.median(plain)
+    metrics = [json.loads(line) for line in (trainer.directory.path / "metrics.jsonl").read_text().splitlines()]
     usually = statistics.fmean(plain)
     busy = {i: processor[i] - processor[i - 1] for i in steps}
     usual = statistics.median(busy[i] for i in steps if i not in overlaps)
@@ -195,6 +196,7 @@ def measure(given: argparse.Namespace, trainer: Trainer) -> dict[str, Any]:
         "mean_of_steps_without": usually,
         "overlapping_are_longer_by": statistics.fmean(spent[i] for i in overlaps) / usually - 1,
         "without_the_first_save": statistics.fmean(spent[i] for i in overlaps if i >= 2 * given.every) / usually - 1,
+        "a_step_waits_for": [round(line["time/save"], 3) for line in metrics if "time/save" in line],
         "all_steps": [
             [
                 i,

@@ -473,7 +473,7 @@ def test_the_garbage_collector_looks_at_what_is_newer_than_the_run(tiny_model: M
         def __init__(self) -> None:
             self.itself = self
 
-    write_rollouts(tmp_path / "r.jsonl", 60)
+    write_rollouts(tmp_path / "r.jsonl", 75)
     trainer = quiet_trainer(file_config(tiny_model("llama"), tmp_path / "r.jsonl", tmp_path / "run"))
     seen: list[tuple[int, int]] = []
     circles: list[weakref.ref[Circle]] = []
@@ -489,19 +489,7 @@ def test_the_garbage_collector_looks_at_what_is_newer_than_the_run(tiny_model: M
     assert {frozen for frozen, _ in seen[:10]} == {before}
     assert all(frozen > 50_000 and newer < frozen / 4 for frozen, newer in seen[10:])
     assert all(circle() is None for circle in circles[:10]), "garbage was taken away before"
-    assert gc.get_freeze_count() == before == 0
-
-
-def test_a_program_that_froze_its_own_objects_keeps_them_so(tiny_model: Model, tmp_path: Path) -> None:
-    write_rollouts(tmp_path / "r.jsonl", 44)
-    trainer = quiet_trainer(file_config(tiny_model("llama"), tmp_path / "r.jsonl", tmp_path / "run"))
-    gc.freeze()
-    try:
-        before = gc.get_freeze_count()
-        trainer.run()
-        assert gc.get_freeze_count() >= before * 0.9  # those that are not used any more are gone
-    finally:
-        gc.unfreeze()
+    assert gc.get_freeze_count() == 0
 
 
 def test_hooks_change_plans_see_gradients_and_leave_no_checkpoint(

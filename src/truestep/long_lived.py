@@ -19,7 +19,7 @@ class LongLived:
 
     def step_made(self) -> None:
         self._steps += 1
-        if self._steps in _AFTER and (self._put_aside or not gc.get_freeze_count()):  # else the program has its own way
+        if self._steps in _AFTER:
             gc.collect()
             gc.freeze()
             self._put_aside = True

@@ -63,16 +63,13 @@ class Staging:
             self._stream = self._stream or torch.cuda.Stream(device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
         staged, end = [], 0
-        for part in given:
-            start, end = end, end + _room_of(part.values)
-            copy = self._room[start : start + part.values.nbytes].view(part.values.dtype).view(part.values.shape)
-            if part.values.is_cuda:
-                with torch.cuda.stream(self._stream):
-                    copy.copy_(part.values, non_blocking=True)
-            else:
-                copy.copy_(part.values)
-            progress.made("bytes staged", part.values.nbytes)
-            staged.append(replace(part, values=copy))
+        with nullcontext() if device is None else torch.cuda.stream(self._stream):
+            for part in given:
+                start, end = end, end + _room_of(part.values)
+                copy = self._room[start : start + part.values.nbytes].view(part.values.dtype).view(part.values.shape)
+                copy.copy_(part.values, non_blocking=part.values.is_cuda)
+                progress.made("bytes staged", part.values.nbytes)
+                staged.append(replace(part, values=copy))
         return Staged(tuple(staged), None if device is None else self._stream.record_event())
 
     def _wait_for_room(self) -> None:

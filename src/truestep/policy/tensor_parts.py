@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -85,19 +86,37 @@ class Tensors(Protocol):
         ...
 
 
+class _Places:
+    """What a rank writes of its weights, which stays as it is."""
+
+    def __init__(self, weights: Weights):
+        self.boxes: dict[tuple[str, tuple[int, ...]], Box] = {}
+        ranks, parts = weights.ranks, {**weights.frozen, **weights.master}
+        own = [name for name, piece in weights.pieces.items() if name in parts and piece.counted_on(ranks)]
+        shares = divide([float(parts[name].numel()) for name in own], ranks.size_of("data_replicate"))
+        self.names = [own[index] for index in shares[ranks.place_on("data_replicate")]]
+
+
+_PLACES: WeakKeyDictionary[Weights, _Places] = WeakKeyDictionary()
+
+
+def _places_of(weights: Weights) -> _Places:
+    return _PLACES.get(weights) or _PLACES.setdefault(weights, _Places(weights))
+
+
 def own_box(weights: Weights, name: str, shape: Sequence[int]) -> Box:
     """Find the box of this rank in a tensor that is cut as a weight is; nothing may be in it."""
-    box = Box.of_view(weights.part_of(name, torch.empty(tuple(shape), device="meta")), shape)
-    assert box is not None, f"this rank's part of {name} is no box"
-    return box
+    boxes, key = _places_of(weights).boxes, (name, tuple(shape))
+    if key not in boxes:
+        box = Box.of_view(weights.part_of(name, torch.empty(key[1], device="meta")), shape)
+        assert box is not None, f"this rank's part of {name} is no box"
+        boxes[key] = box
+    return boxes[key]
 
 
 def written_here(weights: Weights) -> list[str]:
     """Name the weights whose part this rank writes: of ranks with the same values one does, each its share."""
-    ranks, parts = weights.ranks, {**weights.frozen, **weights.master}
-    own = [name for name, piece in weights.pieces.items() if name in parts and piece.counted_on(ranks)]
-    shares = divide([float(parts[name].numel()) for name in own], ranks.size_of("data_replicate"))
-    return [own[index] for index in shares[ranks.place_on("data_replicate")]]
+    return _places_of(weights).names
 
 
 def weight_parts(weights: Weights) -> Iterator[TensorPart]:
