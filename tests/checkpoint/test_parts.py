@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,9 @@ def write_cut(checkpoint: Path, tensors: dict[str, torch.Tensor], ranks: int, dr
     described = []
     for rank, share in enumerate(shares):
         file = checkpoint / FOLDER / part_name(rank)
-        write_tensors({part.key: part.values for part in Staging().stage(share).parts}, file)
+        staged = Staging().stage(share)
+        staged.copy()
+        write_tensors({part.key: part.values for part in staged.parts}, file)
         described.append(describe_parts(file, share))
     write_index(checkpoint / FOLDER, described)
 
@@ -137,6 +140,7 @@ def test_the_staging_memory_is_used_again_and_is_no_larger_than_the_parts() -> N
     staging = Staging()
     parts = [TensorPart(f"{n}", (100, n), (0, 0), torch.full((100, n), float(n))) for n in range(1, 9)]
     first = staging.stage(parts)
+    first.copy()
     place = staging._room.data_ptr()
     for part in parts:
         part.values.zero_()  # an update
@@ -155,9 +159,55 @@ def test_staging_memory_that_a_thread_makes_is_what_the_first_save_uses() -> Non
     assert staging._making is not None
     staging._making.wait()
     place = staging._room.data_ptr()
-    (staged,) = staging.stage(parts).parts
+    given = staging.stage(parts)
+    given.copy()
+    (staged,) = given.parts
     assert staged.values.data_ptr() == place
     assert staging.has_room and staged.values.eq(1).all()
+
+
+class FakeStream:
+    """A GPU's stream: events that nobody has waited for are copies under way."""
+
+    def __init__(self) -> None:
+        self.flying = self.most = self.waited = 0
+
+    def wait_event(self, _: object) -> None:
+        self.waited += 1
+
+    def record_event(self) -> FakeStream:
+        self.flying += 1
+        self.most = max(self.most, self.flying)
+        return self
+
+    def synchronize(self) -> None:
+        self.flying -= 1
+
+
+def test_a_gpu_is_asked_for_a_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small copies that a step waits for come through between the pieces."""
+    monkeypatch.setattr("truestep.checkpoint.staging._PIECE", 4096)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(7,), (5000,), (), (300, 77), (4096,), (2, 3)]
+    parts = [TensorPart(f"{n}", tuple(shape), (0,) * len(shape), torch.randn(shape, generator=generator))
+             for n, shape in enumerate(shapes)]  # fmt: skip
+    parts.append(TensorPart("turned", (60, 50), (0, 0), torch.randn(50, 60, generator=generator).T))
+    staged, stream = Staging().stage(parts), FakeStream()
+    staged._stream = stream
+    staged.copy()
+    assert all(torch.equal(copy.values, part.values) for copy, part in zip(staged.parts, parts, strict=True))
+    assert stream.waited == 1 and stream.most == 3
+    staged.before_update()
+
+
+def test_an_update_goes_on_where_a_copy_failed() -> None:
+    """The save fails, and says so to all ranks after the step."""
+    staged = Staging().stage([TensorPart("one", (3,), (0,), torch.zeros(3))])
+    staged._sources = [torch.zeros(4)]
+    with pytest.raises(RuntimeError):
+        staged.copy()
+    staged.before_update()
 
 
 def test_a_save_fails_with_what_the_thread_that_makes_its_memory_failed_with(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from ranks.cases import on_ranks
 from ranks.test_train_over_ranks import config as over_ranks
 from small_runs import file_config, file_hashes, quiet_trainer, write_rollouts
 from truestep.callbacks import Callback, Run
+from truestep.checkpoint.staging import Staged
 from truestep.checkpoint.store import CheckpointStore
 from truestep.config.schema import Config
 from truestep.ranks.axes import RankError
@@ -139,6 +140,31 @@ def test_without_a_copy_later_steps_would_show(
     trainer.run()
     slow, quick = (read_weights(tmp_path / run / "checkpoints" / "step-00000002") for run in ("slow", "quick"))
     assert not all(same_bits(slow[name], value) for name, value in quick.items())
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_update_waits_until_what_it_changes_is_copied(
+    waits: bool, config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy of step 2 is held up until step 3 is about to change the weights. A planted fault: nothing waits."""
+    quiet_trainer(config("quick")).run()
+    trainer, free, honest = quiet_trainer(config("slow")), threading.Event(), Staged.copy
+
+    def slow(staged: Staged) -> None:
+        assert free.wait(60)
+        honest(staged)
+
+    def look(*_: object) -> None:
+        if trainer.step == 2:  # in the middle of step 3
+            threading.Timer(0.3, free.set).start()
+
+    monkeypatch.setattr(Staged, "copy", slow)
+    if not waits:
+        monkeypatch.setattr(Staged, "before_update", lambda _: None)
+    trainer.hooks = Hooks(on_gradient=look)
+    trainer.run()
+    slow_one, quick = (read_weights(tmp_path / run / "checkpoints" / "step-00000002") for run in ("slow", "quick"))
+    assert all(same_bits(slow_one[name], value) for name, value in quick.items()) == waits
 
 
 def stopped_in_step(trainer: Trainer, step: int) -> None:

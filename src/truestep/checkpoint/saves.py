@@ -95,9 +95,9 @@ class Saves:
         hugging_face: bool = False,
         sync: Callable[[], None] = lambda: None,
     ) -> Complete | None:
-        """Stage this rank's part of a checkpoint and begin to write it; give the checkpoint if it is there already.
-        With `hugging_face` its weights are written as a Hugging Face directory too. `sync` puts on the disk what the
-        checkpoint counts on; the thread that writes calls it first. Every rank calls this."""
+        """Begin to copy and write this rank's part of a checkpoint; give the checkpoint if it is there already. With
+        `hugging_face` its weights are written as a Hugging Face directory too. `sync` puts on the disk what the
+        checkpoint counts on; the thread that writes calls it before that. Every rank calls this."""
         assert self._under_way is None, "one save at a time"
         ranks, final = self._ranks, self._store.final(progress.step)
         if ranks.share(lambda: final in self._store.complete()):
@@ -109,6 +109,7 @@ class Saves:
         random = encode_random()
 
         def write() -> Written:
+            staged.copy()
             sync()
             return self._store.write_part(progress.step, ranks.rank, staged, random)
 
@@ -117,7 +118,7 @@ class Saves:
         return None
 
     def before_update(self) -> None:
-        """See to it that what is staged is copied before it changes."""
+        """See to it that what is saved is copied before it changes."""
         if self._under_way is not None and self._under_way.staged is not None:
             self._under_way.staged.before_update()
 

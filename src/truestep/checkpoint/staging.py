@@ -1,8 +1,15 @@
-"""Parts are copied to host memory within a step, so that the next step may change what they were copied from."""
+"""Parts are copied to host memory, and nothing changes what they are copied from before that.
 
-from collections.abc import Iterable, Sequence
+The thread that writes a checkpoint copies them, beside the computation of the next step. A GPU does its copies to the
+host in their order, whichever stream asks for them, and a step waits for small ones: so the thread asks for a little at
+a time.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,25 +20,61 @@ from truestep.policy.tensor_parts import TensorPart
 from truestep.policy.weights.host import zeros_on_host
 
 _ALIGNED = 64  # bytes
+_PIECE = 2**24  # bytes that are asked for at a time: a third of a millisecond of a GPU's
+_AHEAD = 2  # pieces that are asked for while one is copied
 
 
-@dataclass(frozen=True)
+@dataclass
 class Staged:
-    """Parts whose values are in host memory, as soon as the copies that were begun are done."""
+    """Parts whose values are in host memory when `copy` has run."""
 
     parts: tuple[TensorPart, ...]
-    copied: Any = None  # the event of a GPU after which all copies are there
+    _sources: list[torch.Tensor]
+    _stream: Any = None  # of a GPU
+    _ready: Any = None  # the event of a GPU after which the sources are what is saved
+    _copied: threading.Event = field(default_factory=threading.Event)
 
-    def wait(self) -> None:
-        """Wait for the copies."""
-        if self.copied is not None:
-            with progress.waiting_for("the GPU to copy a checkpoint to the host"):
-                self.copied.synchronize()
+    @torch.no_grad()
+    def copy(self) -> None:
+        """Copy, in any thread; return when all is there."""
+        try:
+            self._copy_on_gpu() if self._stream is not None else self._copy_here()
+        finally:
+            self._sources = []
+            self._copied.set()
+
+    def _copy_here(self) -> None:
+        for source, target in self._pieces():
+            target.copy_(source)
+
+    def _copy_on_gpu(self) -> None:
+        stream, flying, asked = self._stream, deque[Any](), 0
+        with torch.cuda.stream(stream):  # and its device
+            stream.wait_event(self._ready)
+            for source, target in self._pieces():
+                target.copy_(source, non_blocking=source.is_cuda)
+                asked += target.nbytes
+                if asked >= _PIECE:
+                    flying.append(stream.record_event())
+                    asked = 0
+                while len(flying) > _AHEAD:
+                    flying.popleft().synchronize()
+            stream.synchronize()
+
+    def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for source, part in zip(self._sources, self.parts, strict=True):
+            if source.nbytes <= _PIECE or not source.is_contiguous():
+                yield source, part.values
+            else:
+                size = _PIECE // source.itemsize
+                yield from zip(source.view(-1).split(size), part.values.view(-1).split(size), strict=True)
+            progress.made("bytes staged", source.nbytes)
 
     def before_update(self) -> None:
-        """Have the GPU finish the copies before it changes what is copied. Nothing on the host waits for it."""
-        if self.copied is not None:
-            torch.cuda.current_stream().wait_event(self.copied)
+        """Wait until nothing is left to be copied."""
+        if not self._copied.is_set():
+            with progress.waiting_for("the copy of a checkpoint to the host's memory"):
+                self._copied.wait()
 
 
 class Staging:
@@ -54,23 +97,21 @@ class Staging:
         self._making = Task(lambda: self._make_room(size, device))
 
     def stage(self, parts: Iterable[TensorPart]) -> Staged:
-        """Begin to copy parts. Those of a GPU are copied beside what it computes next."""
+        """Give parts that are to be copied, each to its place."""
         given = list(parts)
         device = _device_of(given)
         self._wait_for_room()
         self._make_room(_room_for(given), device)
-        if device is not None:
-            self._stream = self._stream or torch.cuda.Stream(device)
-            self._stream.wait_stream(torch.cuda.current_stream(device))
-        staged, end = [], 0
-        with nullcontext() if device is None else torch.cuda.stream(self._stream):
-            for part in given:
-                start, end = end, end + _room_of(part.values)
-                copy = self._room[start : start + part.values.nbytes].view(part.values.dtype).view(part.values.shape)
-                copy.copy_(part.values, non_blocking=part.values.is_cuda)
-                progress.made("bytes staged", part.values.nbytes)
-                staged.append(replace(part, values=copy))
-        return Staged(tuple(staged), None if device is None else self._stream.record_event())
+        copies, end = [], 0
+        for part in given:
+            start, end = end, end + _room_of(part.values)
+            copy = self._room[start : start + part.values.nbytes].view(part.values.dtype).view(part.values.shape)
+            copies.append(replace(part, values=copy))
+        sources = [part.values.detach() for part in given]
+        if device is None:
+            return Staged(tuple(copies), sources)
+        self._stream = self._stream or torch.cuda.Stream(device)
+        return Staged(tuple(copies), sources, self._stream, torch.cuda.current_stream(device).record_event())
 
     def _wait_for_room(self) -> None:
         making, self._making = self._making, None

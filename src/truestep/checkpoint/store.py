@@ -144,7 +144,6 @@ class CheckpointStore:
         """Write what a rank has of a checkpoint."""
         folder = self.partial(step) / FOLDER
         file, checksums = folder / part_name(rank), RunningChecksums()
-        staged.wait()
         with working("writing a checkpoint", "bytes written", sum(part.values.nbytes for part in staged.parts)):
             write_tensors({part.key: part.values for part in staged.parts}, file, watch=checksums.add)
         (folder / _random_name(rank)).write_text(json.dumps(random), encoding="utf-8")
