@@ -1,6 +1,6 @@
 """Where the time of a whole run goes: `train` on one GPU, which samples its own documents, as a user runs it.
 
-    python benchmarks/whole_run.py [--documents 256] [--prompt 128] [--new 512] [--steps 3] [--plain]
+    python benchmarks/whole_run.py [--documents 256] [--prompt 128] [--new 512] [--steps 3] [--tokens 16384] [--plain]
                                    [--case recompute kl exact ...]
 
 The model has random weights in bfloat16 and Qwen3's shape (1.72B parameters), so every completion takes all of its
@@ -57,7 +57,7 @@ def run(folder: Path, name: str, given: argparse.Namespace) -> None:
             "compile": given.compile,
         },
         "loss": {"type": "grpo"},
-        "data": {"group_size": 8, "tokens_per_microbatch": 16_384},
+        "data": {"group_size": 8, "tokens_per_microbatch": given.tokens},
         "sampler": {
             "prompts": str(folder / "prompts.jsonl"),
             "reward": "whole_run_reward:reward",
@@ -108,6 +108,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=512)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=16_384, help="of a micro-batch")
     parser.add_argument("--compile", action="store_true", help="the layers, in training")
     parser.add_argument("--plain", action="store_true", help="without the engine")
     parser.add_argument("--case", nargs="+", default=["as it is"], choices=CASES)

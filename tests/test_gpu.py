@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -14,12 +16,14 @@ from oracles.step import oracle_logprobs, oracle_step
 from scoring import check_against_oracle, run_score, write_records
 from step.test_score_oracle import LOSSES, OPTIONS, config_for, records_for
 from tiny import make_model
+from truestep.checkpoint.staging import Staging
 from truestep.head.chunked import HeadRows, forward_backward
 from truestep.head.logits import HeadSettings, row_statistics, scaled_logits
 from truestep.losses.label_losses import Grpo
 from truestep.losses.objective import Denominator, Objective
 from truestep.policy.loading.load import load_policy
 from truestep.policy.model import attention, flash
+from truestep.policy.tensor_parts import TensorPart
 from truestep.rollouts.packing import pack, pack_tokens
 from truestep.rollouts.record import Checks, Needs, parse_record
 from truestep.step.plan import StepRule, plan_exactly
@@ -238,3 +242,28 @@ def test_the_host_waits_only_where_it_must(tmp_path: Path, tiny_model: Callable[
     between = [stack for stack in waits if any(place.endswith("passes.py:run") for place in stack)]
     assert between, "the mode sees what waits"
     assert all("chunked.py:_chunk" in stack for stack in between), [stack[-6:] for stack in between]
+
+
+def test_what_a_step_reads_does_not_wait_behind_a_save() -> None:
+    """A GPU copies to the host in the order it is asked: a small copy comes through between the pieces of large ones."""
+    parts = [
+        TensorPart(f"{n}", (2**28 + n,), (0,), torch.full((2**28 + n,), float(n), device="cuda")) for n in range(1, 5)
+    ]
+    staging, number = Staging(), torch.ones(1, device="cuda")
+    staged = staging.stage(parts)  # the memory is made
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    thread = threading.Thread(target=staged.copy)
+    thread.start()
+    waits = []
+    while thread.is_alive():
+        before = time.perf_counter()
+        number.item()
+        waits.append(time.perf_counter() - before)
+        time.sleep(0.001)
+    took = time.perf_counter() - start
+    staged.before_update()
+    assert all(bool((copy.values == float(copy.key)).all()) for copy in staged.parts)
+    assert len(waits) > 10 and max(waits) < 0.1 * took, f"{max(waits):.3f} of {took:.3f} s"
+    waits.sort()
+    assert waits[len(waits) // 2] < 0.005
