@@ -245,7 +245,7 @@ def test_the_host_waits_only_where_it_must(tmp_path: Path, tiny_model: Callable[
 
 
 def test_what_a_step_reads_does_not_wait_behind_a_save() -> None:
-    """A GPU copies to the host in the order it is asked: a small copy comes through between the pieces of large ones."""
+    """A GPU copies to the host in the order it is asked: a small copy comes through between pieces of large ones."""
     parts = [
         TensorPart(f"{n}", (2**28 + n,), (0,), torch.full((2**28 + n,), float(n), device="cuda")) for n in range(1, 5)
     ]
