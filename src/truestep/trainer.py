@@ -132,6 +132,7 @@ class Trainer:
             self.source.close(self.finished)
             if self.evaluator is not None:
                 self.evaluator.close()
+            self.saves.close()
 
     def _run(self) -> tuple[str, bool]:
         self.source.asked_to_stop = lambda: self.stopped_by is not None

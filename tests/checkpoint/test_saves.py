@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from rich.console import Console
 
 from checkpoints import latest, read_states, read_weights
@@ -165,6 +168,43 @@ def test_an_update_waits_until_what_it_changes_is_copied(
     trainer.run()
     slow_one, quick = (read_weights(tmp_path / run / "checkpoints" / "step-00000002") for run in ("slow", "quick"))
     assert all(same_bits(slow_one[name], value) for name, value in quick.items()) == waits
+
+
+FAILS = """
+import math
+import sys
+import torch
+from truestep import trainer
+from truestep.checkpoint import staging
+from truestep.cli import main
+
+made, norms = staging.{owner}, iter((1.0, math.nan))
+
+def slow(*arguments, **options):
+    much = torch.zeros(2**28, dtype=torch.uint8)
+    for _ in range(100):
+        much.fill_(0)
+    return made(*arguments, **options)
+
+staging.{owner} = slow
+trainer.gradient_norm = lambda weights: next(norms)
+main(["train", sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize(("owner", "every"), [("zeros_on_host", 5), ("Staged.copy", 1)])
+def test_a_run_that_fails_beside_a_save_ends_with_its_own_message(
+    owner: str, every: int, config: Callable[..., Config], tmp_path: Path
+) -> None:
+    """A thread in torch's code aborts a process that ends."""
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(config("run", every=every).model_dump(mode="json", exclude_unset=True)))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", FAILS.format(owner=owner), str(file)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert "the gradient's norm is nan" in " ".join(ended.stderr.split())
+    assert "terminate called" not in ended.stderr
+    assert ended.returncode == 1
 
 
 def stopped_in_step(trainer: Trainer, step: int) -> None:

@@ -176,3 +176,8 @@ class Saves:
 
     def _end(self) -> None:
         self._under_way = None
+
+    def close(self) -> None:
+        """Wait for threads that are in torch's own code: a process that ends meanwhile is aborted by them."""
+        self._staging.close()
+        self.before_update()

@@ -96,6 +96,11 @@ class Staging:
         size, device = _room_for(parts), _device_of(parts)
         self._making = Task(lambda: self._make_room(size, device))
 
+    def close(self) -> None:
+        """Wait for the thread that makes memory, whatever becomes of it."""
+        if self._making is not None:
+            self._making.wait()
+
     def stage(self, parts: Iterable[TensorPart]) -> Staged:
         """Give parts that are to be copied, each to its place."""
         given = list(parts)
