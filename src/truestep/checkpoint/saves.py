@@ -69,6 +69,7 @@ class Saves:
         self._store, self._ranks = store, ranks
         self._staging = Staging()
         self._under_way: _UnderWay | None = None
+        self._staged: Staged | None = None  # the last one, also of a save that was given up
         self._model: ModelFiles | None = None  # on the first rank; the same for all saves
 
     @property
@@ -101,6 +102,7 @@ class Saves:
         assert self._under_way is None, "one save at a time"
         ranks, final = self._ranks, self._store.final(progress.step)
         if ranks.share(lambda: final in self._store.complete()):
+            sync()
             return Complete(final, progress.step, documents_seen)
         ranks.share(lambda: self._store.prepare(progress.step))
         if ranks.first:
@@ -113,7 +115,7 @@ class Saves:
             sync()
             return self._store.write_part(progress.step, ranks.rank, staged, random)
 
-        task = Task(write)
+        task, self._staged = Task(write), staged
         self._under_way = _UnderWay(progress, documents_seen, staged, task)
         return None
 
@@ -180,4 +182,5 @@ class Saves:
     def close(self) -> None:
         """Wait for threads that are in torch's own code: a process that ends meanwhile is aborted by them."""
         self._staging.close()
-        self.before_update()
+        if self._staged is not None:
+            self._staged.give_up()

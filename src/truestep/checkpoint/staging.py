@@ -16,12 +16,17 @@ import torch
 
 from truestep import progress
 from truestep.checkpoint.background import Task
+from truestep.errors import TruestepError
 from truestep.policy.tensor_parts import TensorPart
 from truestep.policy.weights.host import zeros_on_host
 
 _ALIGNED = 64  # bytes
 _PIECE = 2**24  # bytes that are asked for at a time: a third of a millisecond of a GPU's
 _AHEAD = 2  # pieces that are asked for while one is copied
+
+
+class CopyError(TruestepError):
+    pass
 
 
 @dataclass
@@ -33,6 +38,7 @@ class Staged:
     _stream: Any = None  # of a GPU
     _ready: Any = None  # the event of a GPU after which the sources are what is saved
     _copied: threading.Event = field(default_factory=threading.Event)
+    _given_up: bool = False
 
     @torch.no_grad()
     def copy(self) -> None:
@@ -64,11 +70,20 @@ class Staged:
     def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for source, part in zip(self._sources, self.parts, strict=True):
             if source.nbytes <= _PIECE or not source.is_contiguous():
-                yield source, part.values
+                pieces = [(source, part.values)]
             else:
                 size = _PIECE // source.itemsize
-                yield from zip(source.view(-1).split(size), part.values.view(-1).split(size), strict=True)
+                pieces = list(zip(source.view(-1).split(size), part.values.view(-1).split(size), strict=True))
+            for piece in pieces:
+                if self._given_up:
+                    raise CopyError("the run ended before its checkpoint was copied")
+                yield piece
             progress.made("bytes staged", source.nbytes)
+
+    def give_up(self) -> None:
+        """Copy no more, and wait for the end of that."""
+        self._given_up = True
+        self._copied.wait()
 
     def before_update(self) -> None:
         """Wait until nothing is left to be copied."""

@@ -198,8 +198,7 @@ def _remarks(config: Config, shape: ModelShape, layout: RankLayout) -> list[str]
         lines.append(f"Host memory holds the reference's weights: {held:.1f} GiB, shared among ranks as weights are.")
     if config.sampler is not None and config.sampler.type == "in_process":
         lines.append("The sampler's cache takes what is free while it samples, and gives it back.")
-        slow = ": tensor ranks sample without compiled layers and CUDA graphs" if layout.by_name["tensor"] > 1 else ""
-        lines.append(f"The time of sampling is not planned{slow}.")
+        lines.append("The time of sampling is not planned.")
     return lines
 
 

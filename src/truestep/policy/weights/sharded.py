@@ -224,7 +224,8 @@ class ShardedWeights(Weights):
             if self.ranks.shard:
                 messages += self._message(dist.isend, part.to(self.device, kind), 0)
                 continue
-            whole = joined[name] = torch.empty(self._sharded[name].shape, dtype=kind, device=self.device)
+            shape = (self._sharded[name].shape[0], *part.shape[1:])
+            whole = joined[name] = torch.empty(shape, dtype=kind, device=self.device)
             first, *others = whole.split(self._rows(name))
             first.copy_(part)
             for rank, place in enumerate(others, start=1):

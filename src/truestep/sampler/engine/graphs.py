@@ -177,6 +177,8 @@ class Graphs:
             with progress.working("compiling the sampler", "graphs"):
                 found = self._capture(work)
         except Exception as error:  # a driver's, a compiler's or torch's own: they have no common type
+            if self._team.size > 1 and isinstance(error, torch.OutOfMemoryError):
+                raise  # of this rank alone: the others may wait in the middle of a step
             problem = f"{type(error).__name__}: {error}"
             torch.cuda.synchronize(self._place)
         if self._team.all(found is not None) and found is not None:
