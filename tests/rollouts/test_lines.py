@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollouts.rollout_records import GOOD, same
@@ -139,6 +139,7 @@ DECIMALS = st.from_regex(r"\A-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,40})?([eE][-+]?[0-
 
 @settings(max_examples=500, deadline=None)
 @given(st.lists(TEXTS | DECIMALS, min_size=1, max_size=4), st.sampled_from([", ", ","]))
+@example(["N,"], ", ")
 def test_numbers_have_every_bit(texts: list[str], separator: str) -> None:
     text = separator.join(texts)
     for kind, types in ((pa.float64(), (int, float)), (pa.int64(), (int,))):

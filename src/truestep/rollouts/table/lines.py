@@ -90,7 +90,7 @@ def _numbers(text: bytes, separator: bytes, kind: pa.DataType) -> np.ndarray | N
 
     Arrow reads digits as Python does, to the last bit. It also takes what JSON has not: 01, .5, 1., 0x1 and words.
     """
-    written = np.frombuffer(text + b"   ", np.uint8)
+    written = np.frombuffer(text + b"    ", np.uint8)  # a number may begin one byte after the end
     commas = np.flatnonzero(written == ord(","))
     starts = np.append(0, commas + len(separator))
     ends = np.append(commas, len(text))
