@@ -35,7 +35,7 @@ from truestep.ranks.group import ALONE
 from truestep.rollouts.packing import pack_tokens
 from truestep.sampler.completions import Completion, DecodeOptions, Request
 from truestep.sampler.decode import decode_here, decode_plainly
-from truestep.sampler.engine.engine import Counts, Engine, Limits, engine_of
+from truestep.sampler.engine.engine import Counts, Engine, Limits, Session, engine_of
 from truestep.step.exact import score_exactly
 from truestep.types import Rollout
 
@@ -304,27 +304,38 @@ KINDS = {
 }
 
 
-def breakdown(policy: Policy, rows: int = 256, prompt: int = 128, new: int = 256) -> None:
-    """Where the GPU's time of a step goes, over 30 steps in the middle."""
+@contextlib.contextmanager
+def half_way(policy: Policy, rows: int, prompt: int, new: int) -> Iterator[Session]:
+    """A session whose rows have all drawn half of their tokens."""
     engine = engine_of(policy)
     assert isinstance(engine, Engine)
-    spent: dict[str, float] = {}
-    others: dict[str, float] = {}
     with engine.session(policy, Limits(rows, prompt + new)) as session:
         for number, request in enumerate(requests(rows, prompt)):
             session.submit(number, request, options(new))
         for _ in range(new // 2):
             session.step()
-        took, _ = timed(lambda: [session.step() for _ in range(30)])
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-            for _ in range(30):
-                session.step()
-            torch.cuda.synchronize()
+        yield session
+
+
+def profiled(session: Session, steps: int) -> tuple[float, Any]:
+    """The seconds of some steps, and the kernels of as many more."""
+    took, _ = timed(lambda: [session.step() for _ in range(steps)])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        timed(lambda: [session.step() for _ in range(steps)])
+    return took, seen.key_averages()
+
+
+def breakdown(policy: Policy, rows: int = 256, prompt: int = 128, new: int = 256) -> None:
+    """Where the GPU's time of a step goes, over 30 steps in the middle."""
+    spent: dict[str, float] = {}
+    others: dict[str, float] = {}
+    with half_way(policy, rows, prompt, new) as session:
+        took, kernels = profiled(session, 30)
         host = time.perf_counter()
         plan = session._schedule.plan()
         session._lines(plan.rows, len(plan.rows), session._tables.shape[1])
         host = time.perf_counter() - host
-    for event in seen.key_averages():
+    for event in kernels:
         kind = next((kind for word, kind in KINDS.items() if word in event.key), "other kernels")
         spent[kind] = spent.get(kind, 0.0) + event.device_time_total / 30e3
         if kind == "other kernels":

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from fits import made_up
-from sampling import SIZES, VOCABULARY, Rates, options, requests
+from sampling import SIZES, VOCABULARY, Rates, half_way, options, profiled, requests
 from transformers import Qwen3Config
 
 from truestep.policy.loading import load
@@ -27,7 +27,7 @@ from truestep.policy.policy import Policy
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks, join, leave
 from truestep.sampler.decode import decode
-from truestep.sampler.engine.engine import Engine, Limits, engine_of
+from truestep.sampler.engine.engine import Engine, engine_of
 
 LAYOUTS = {"data": RankLayout(data_shard=2), "tensor": RankLayout(tensor=2)}
 
@@ -90,28 +90,12 @@ def measure(layout: str, given: argparse.Namespace, ranks: Ranks, rates: Rates) 
 
 def profile(policy: Policy, given: argparse.Namespace, ranks: Ranks) -> None:
     """Where the first GPU's time of a step goes, over 20 steps in the middle."""
-    with torch.no_grad(), policy.weights.gathered():
-        engine = engine_of(policy)
-        assert isinstance(engine, Engine)
-        rows = given.rows if ranks.tensor > 1 else given.rows // 2
-        with engine.session(policy, Limits(rows, given.prompt + given.new)) as session:
-            for number, request in enumerate(requests(rows, given.prompt)):
-                session.submit(number, request, options(given.new))
-            for _ in range(given.new // 2):
-                session.step()
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(20):
-                session.step()
-            torch.cuda.synchronize()
-            took = (time.perf_counter() - start) / 20
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-                for _ in range(20):
-                    session.step()
-                torch.cuda.synchronize()
+    rows = given.rows if ranks.tensor > 1 else given.rows // 2
+    with torch.no_grad(), policy.weights.gathered(), half_way(policy, rows, given.prompt, given.new) as session:
+        took, kernels = profiled(session, 20)
     if ranks.first:
-        print(f"a step of {rows} rows: {took * 1e3:.2f} ms; by kernel, ms and calls:")
-        for event in sorted(seen.key_averages(), key=lambda event: -event.device_time_total)[:24]:
+        print(f"a step of {rows} rows: {took / 20 * 1e3:.2f} ms; by kernel, ms and calls:")
+        for event in sorted(kernels, key=lambda event: -event.device_time_total)[:24]:
             print(f"  {event.device_time_total / 20e3:7.3f} {event.count / 20:6.1f}  {event.key[:100]}")
 
 

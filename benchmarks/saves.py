@@ -122,8 +122,12 @@ def prepare(given: argparse.Namespace, folder: Path, ranks: Ranks) -> dict[str, 
 
     ranks.share(write)
     return {
-        "model": {"path": str(folder / "model"), "device": given.device, "activation_checkpointing": True}
-        | {"compile": given.compile},
+        "model": {
+            "path": str(folder / "model"),
+            "device": given.device,
+            "activation_checkpointing": True,
+            "compile": given.compile,
+        },
         "loss": {"type": "cross_entropy"},
         "data": {"path": str(folder / "rollouts.jsonl"), "tokens_per_microbatch": given.tokens, "advantages": "none"},
         "schedule": {"docs_per_step": documents // given.steps, "stall_timeout": 1800},

@@ -1,5 +1,6 @@
 """Files that are whole or absent (written under another name, synced, renamed), and files of lines, damaged or not."""
 
+import contextlib
 import itertools
 import json
 import logging
@@ -27,6 +28,13 @@ def sync_directory(directory: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def sync_files(files: Iterable[Path]) -> None:
+    """Put files on the disk, those of them that are there."""
+    for path in files:
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def sync_tree(directory: Path) -> None:

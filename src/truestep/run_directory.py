@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from truestep.errors import TruestepError
-from truestep.files import Line, append_json_line, cut_file, lines_from_the_end, write_json
+from truestep.files import Line, append_json_line, cut_file, lines_from_the_end, sync_files, write_json
 from truestep.kept import files as kept_files
 from truestep.rollouts.rejects import write_rejected
 from truestep.text import printable
@@ -171,10 +171,8 @@ class RunDirectory:
 
     def sync(self) -> None:
         """Put the lines of all steps on the disk, before a checkpoint of them counts."""
-        for file in (self.ledger, self.metrics, self.evaluations, self.rejected) if self.writes else ():
-            if file.is_file():
-                with file.open("rb") as stream:
-                    os.fsync(stream.fileno())
+        if self.writes:
+            sync_files((self.ledger, self.metrics, self.evaluations, self.rejected))
 
     def record_evaluation(self, line: dict[str, Any]) -> None:
         self._append(self.evaluations, line)

@@ -57,7 +57,6 @@ class Report:
 class _UnderWay:
     progress: Progress
     documents_seen: int
-    staged: Staged | None
     task: Task | None  # of this stage, if this rank has one
     completing: bool = False  # all parts are written
 
@@ -116,13 +115,13 @@ class Saves:
             return self._store.write_part(progress.step, ranks.rank, staged, random)
 
         task, self._staged = Task(write), staged
-        self._under_way = _UnderWay(progress, documents_seen, staged, task)
+        self._under_way = _UnderWay(progress, documents_seen, task)
         return None
 
     def before_update(self) -> None:
         """See to it that what is saved is copied before it changes."""
-        if self._under_way is not None and self._under_way.staged is not None:
-            self._under_way.staged.before_update()
+        if self._staged is not None:
+            self._staged.before_update()
 
     def report(self, late: bool = False) -> Report | None:
         """Tell how far this rank has come. Every rank gives all reports to `hear`."""
@@ -157,7 +156,7 @@ class Saves:
         """Have the first rank write the rest, now that all parts are written."""
         assert under_way.task is not None
         parts: list[Written] = self._ranks.gather(under_way.task.result)
-        under_way.staged, under_way.completing = None, True
+        under_way.completing = True
         progress, model = under_way.progress, self._model
         under_way.task = None if model is None else Task(lambda: self._store.write_rest(progress, model, parts))
 

@@ -1,13 +1,12 @@
 """The files of kept rollouts: Parquet, each of a few steps, named by these, complete or absent."""
 
-import contextlib
 import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from truestep.files import sync_directory
+from truestep.files import sync_directory, sync_files
 from truestep.text import printable
 
 FOLDER = "rollouts"
@@ -85,9 +84,7 @@ def _put(file: Path, table: Any, parquet: Any) -> Path:
 
 def sync(folder: Path, files: Sequence[Path]) -> None:
     """Put files on the disk before a checkpoint counts that needs their steps no more."""
-    for file in files:
-        with contextlib.suppress(FileNotFoundError), file.open("rb") as stream:  # thinned out meanwhile
-            os.fsync(stream.fileno())
+    sync_files(files)  # some may be thinned out meanwhile
     if files and folder.is_dir():
         sync_directory(folder)
 
