@@ -23,7 +23,7 @@ from truestep.checkpoint.staging import Staging
 from truestep.policy.loading.load import load_policy, read_model
 from truestep.policy.policy import Policy
 from truestep.policy.save import save_policy
-from truestep.policy.tensor_files import write_tensors
+from truestep.policy.tensor_files import write_image
 from truestep.policy.tensor_parts import (
     FOLDER,
     STATE,
@@ -66,7 +66,7 @@ def write_cut(checkpoint: Path, tensors: dict[str, torch.Tensor], ranks: int, dr
         file = checkpoint / FOLDER / part_name(rank)
         staged = Staging().stage(share)
         staged.copy()
-        write_tensors({part.key: part.values for part in staged.parts}, file)
+        write_image(staged.image, file)
         described.append(describe_parts(file, share))
     write_index(checkpoint / FOLDER, described)
 
@@ -147,7 +147,7 @@ def test_the_staging_memory_is_used_again_and_is_no_larger_than_the_parts() -> N
     assert all((part.values == float(part.key)).all() for part in first.parts)
     staging.stage(parts)
     assert staging._room.data_ptr() == place
-    assert staging._room.nbytes <= sum(part.values.nbytes for part in parts) + 64 * len(parts)
+    assert staging._room.nbytes == first.image.nbytes <= sum(part.values.nbytes for part in parts) + 100 * len(parts)
 
 
 def test_staging_memory_that_a_thread_makes_is_what_the_first_save_uses() -> None:
@@ -162,7 +162,7 @@ def test_staging_memory_that_a_thread_makes_is_what_the_first_save_uses() -> Non
     given = staging.stage(parts)
     given.copy()
     (staged,) = given.parts
-    assert staged.values.data_ptr() == place
+    assert staged.values.data_ptr() == place + given.image.nbytes - staged.values.nbytes
     assert staging.has_room and staged.values.eq(1).all()
 
 
@@ -214,7 +214,7 @@ def test_a_save_fails_with_what_the_thread_that_makes_its_memory_failed_with(mon
     def refused(*_: object, **__: object) -> torch.Tensor:
         raise MemoryError("planted")
 
-    monkeypatch.setattr("truestep.checkpoint.staging.zeros_on_host", refused)
+    monkeypatch.setattr("truestep.checkpoint.staging.mapped", refused)
     staging = Staging()
     parts = [TensorPart("one", (100, 7), (0, 0), torch.zeros(100, 7))]
     staging.make_room_beside(parts)

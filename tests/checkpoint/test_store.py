@@ -141,7 +141,7 @@ class Disk:
             (Path, "write_bytes"),
             (Path, "write_text"),
             (Path, "mkdir"),
-            (store_module, "write_tensors"),
+            (store_module, "write_image"),
             (Staging, "stage"),
         ):
             monkeypatch.setattr(owner, name, self._counted(name, getattr(owner, name)))
@@ -204,7 +204,7 @@ def test_a_failed_save_is_told(policy: Policy, tmp_path: Path, monkeypatch: pyte
     store = CheckpointStore(tmp_path, 1)
     first = save(store, policy, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "write_tensors", full)
+        patch.setattr(store_module, "write_image", full)
         with pytest.raises(OSError, match="no space left"):
             save(store, policy, 2)
     assert store.latest() == first

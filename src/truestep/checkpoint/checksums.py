@@ -1,16 +1,18 @@
 """Checksums of a checkpoint's files: a byte that flipped on a disk must not be trained on.
 
 `truestep/checksums.json` has a CRC-32 of each stretch of each file, so that threads and ranks can check parts of one
-file at a time, and so that the message says where the damage is.
+file at a time, and so that the message says where the damage is. The checksum is zlib's, computed by zlib-ng, five
+times as fast.
 """
 
 import os
-import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from zlib_ng.zlib_ng import crc32
 
 from truestep import progress
 from truestep.files import LineError, exact_object, write_json
@@ -20,7 +22,7 @@ from truestep.text import printable
 MANIFEST = "truestep/checksums.json"
 STRETCH = 1 << 26  # bytes that one checksum is of
 _READ = 1 << 20  # bytes read at a time
-_MOST_THREADS = 8  # zlib lets other threads run; more than this wait for the disk
+_MOST_THREADS = 8  # the checksum lets other threads run; more than this wait for the disk
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class RunningChecksums:
             room = STRETCH - self._bytes % STRETCH
             if self._bytes and room == STRETCH:
                 self._crc32.append(0)
-            self._crc32[-1] = zlib.crc32(content[:room], self._crc32[-1])
+            self._crc32[-1] = crc32(content[:room], self._crc32[-1])
             self._bytes, content = self._bytes + len(content[:room]), content[room:]
 
     def entry(self) -> dict[str, Any]:
@@ -127,7 +129,7 @@ def _checksum(checkpoint: Path, stretch: _Stretch) -> int:
     with (checkpoint / stretch.name).open("rb", buffering=0) as file:
         file.seek(stretch.start)
         while left > 0 and (block := file.read(min(_READ, left))):
-            checksum, left = zlib.crc32(block, checksum), left - len(block)
+            checksum, left = crc32(block, checksum), left - len(block)
             progress.made("bytes read", len(block))
     return checksum
 

@@ -1,4 +1,5 @@
-"""Parts are copied to host memory, and nothing changes what they are copied from before that.
+"""Parts are copied to host memory, and nothing changes what they are copied from before that. There they lie as in the
+file that is made of them, header included, so that a disk can take it from there as it is.
 
 The thread that writes a checkpoint copies them, beside the computation of the next step. A GPU does its copies to the
 host in their order, whichever stream asks for them, and a step waits for small ones: so the thread asks for a little at
@@ -8,7 +9,6 @@ a time.
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,10 +17,10 @@ import torch
 from truestep import progress
 from truestep.checkpoint.background import Task
 from truestep.errors import TruestepError
+from truestep.policy.tensor_files import lay_out
 from truestep.policy.tensor_parts import TensorPart
-from truestep.policy.weights.host import zeros_on_host
+from truestep.policy.weights.host import mapped, zeros_on_host
 
-_ALIGNED = 64  # bytes
 _PIECE = 2**24  # bytes that are asked for at a time: a third of a millisecond of a GPU's
 _AHEAD = 2  # pieces that are asked for while one is copied
 
@@ -34,6 +34,7 @@ class Staged:
     """Parts whose values are in host memory when `copy` has run."""
 
     parts: tuple[TensorPart, ...]
+    image: torch.Tensor  # the bytes of their file
     _sources: list[torch.Tensor]
     _stream: Any = None  # of a GPU
     _ready: Any = None  # the event of a GPU after which the sources are what is saved
@@ -108,7 +109,7 @@ class Staging:
 
     def make_room_beside(self, parts: Sequence[TensorPart]) -> None:
         """Have a thread make the memory for such parts."""
-        size, device = _room_for(parts), _device_of(parts)
+        size, device = lay_out({part.key: part.values for part in parts}).size, _device_of(parts)
         self._making = Task(lambda: self._make_room(size, device))
 
     def close(self) -> None:
@@ -119,19 +120,20 @@ class Staging:
     def stage(self, parts: Iterable[TensorPart]) -> Staged:
         """Give parts that are to be copied, each to its place."""
         given = list(parts)
-        device = _device_of(given)
+        device, layout = _device_of(given), lay_out({part.key: part.values for part in given})
         self._wait_for_room()
-        self._make_room(_room_for(given), device)
-        copies, end = [], 0
+        self._make_room(layout.size, device)
+        image, copies = self._room[: layout.size], []
+        image[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
         for part in given:
-            start, end = end, end + _room_of(part.values)
-            copy = self._room[start : start + part.values.nbytes].view(part.values.dtype).view(part.values.shape)
+            start = layout.starts[part.key]
+            copy = image[start : start + part.values.nbytes].view(part.values.dtype).view(part.values.shape)
             copies.append(replace(part, values=copy))
         sources = [part.values.detach() for part in given]
         if device is None:
-            return Staged(tuple(copies), sources)
+            return Staged(tuple(copies), image, sources)
         self._stream = self._stream or torch.cuda.Stream(device)
-        return Staged(tuple(copies), sources, self._stream, torch.cuda.current_stream(device).record_event())
+        return Staged(tuple(copies), image, sources, self._stream, torch.cuda.current_stream(device).record_event())
 
     def _wait_for_room(self) -> None:
         making, self._making = self._making, None
@@ -147,21 +149,14 @@ class Staging:
         if self._room.nbytes >= size and self._pinned >= pinned:
             return
         self._room, self._pinned = torch.empty(0, dtype=torch.uint8), False  # before there is more
-        with nullcontext() if device is None else torch.cuda.device(device):  # that of a new thread is the first
-            room = zeros_on_host((size,), torch.uint8, pinned=pinned)
-        if not pinned:
-            room.fill_(0)  # memory that was never written is not there yet
+        if device is None:  # memory that was never written is not there yet
+            room = torch.frombuffer(mapped(size), dtype=torch.uint8).fill_(0)
+        else:
+            with torch.cuda.device(device):  # that of a new thread is the first
+                room = zeros_on_host((size,), torch.uint8, pinned=True)
         self._room, self._pinned = room, pinned
 
 
 def _device_of(parts: Iterable[TensorPart]) -> torch.device | None:
     """Give the GPU that holds parts, if one does."""
     return next((part.values.device for part in parts if part.values.is_cuda), None)
-
-
-def _room_for(parts: Iterable[TensorPart]) -> int:
-    return sum(_room_of(part.values) for part in parts)
-
-
-def _room_of(tensor: torch.Tensor) -> int:
-    return -(-tensor.nbytes // _ALIGNED) * _ALIGNED

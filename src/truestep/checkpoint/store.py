@@ -28,7 +28,7 @@ from truestep.policy.adapter_files import write_adapter
 from truestep.policy.model.adapter import Adapter, is_adapters
 from truestep.policy.policy import Policy
 from truestep.policy.save import model_files, saved_buffers, write_weights
-from truestep.policy.tensor_files import read_tensors, write_tensors
+from truestep.policy.tensor_files import read_tensors, write_image
 from truestep.policy.tensor_parts import (
     BUFFER,
     FOLDER,
@@ -145,7 +145,7 @@ class CheckpointStore:
         folder = self.partial(step) / FOLDER
         file, checksums = folder / part_name(rank), RunningChecksums()
         with working("writing a checkpoint", "bytes written", sum(part.values.nbytes for part in staged.parts)):
-            write_tensors({part.key: part.values for part in staged.parts}, file, watch=checksums.add)
+            write_image(staged.image, file, watch=checksums.add)
         (folder / _random_name(rank)).write_text(json.dumps(random), encoding="utf-8")
         return Written({f"{FOLDER}/{file.name}": checksums.entry()}, describe_parts(file, staged.parts))
 

@@ -4,10 +4,13 @@ safetensors' own writer is one call that holds up every thread of the process un
 are the same, byte for byte.
 """
 
+import errno
+import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +22,8 @@ _PIECE = 2**24  # bytes that are written at a time
 # Bytes after which what was written goes to the disk: one sync of a whole model would be one wait without a sign of
 # life. Its pieces take as long as it does.
 _SYNCED = 2**26
+# A write from memory straight to the disk begins and ends at a multiple of so many bytes, in memory and in the file.
+_PAGE = 2**12
 # Names of types in a file, in the order in which their tensors stand there: each lies at a multiple of its size.
 _TYPES = {
     getattr(torch, name): stored
@@ -48,35 +53,65 @@ _ORDER = {dtype: place for place, dtype in enumerate(_TYPES)}
 TYPES_BY_NAME = {name: dtype for dtype, name in _TYPES.items()}
 
 
-def write_tensors(
-    tensors: Mapping[str, torch.Tensor],
-    file: str | os.PathLike[str],
-    metadata: Mapping[str, str] | None = None,
-    watch: Callable[[memoryview], None] | None = None,
-) -> None:
-    """Write a safetensors file, and put it on the disk. `watch` is shown the bytes as they are written, in order."""
+@dataclass(frozen=True)
+class Layout:
+    """Where tensors stand in a safetensors file: behind its header, in this order."""
+
+    header: bytes
+    starts: Mapping[str, int]  # the first byte of each
+    size: int
+
+
+def lay_out(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> Layout:
     unknown = {tensor.dtype for tensor in tensors.values()} - set(_TYPES)
     if unknown:
         raise TypeError(f"tensors of {min(map(str, unknown))} cannot be saved")
     names = sorted(tensors, key=lambda name: (_ORDER[tensors[name].dtype], name.encode()))
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end, starts = 0, {}
+    for name in names:
+        tensor, starts[name] = tensors[name], end
+        end += tensor.nbytes
+        entries[name] = {
+            "dtype": _TYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [starts[name], end],
+        }
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return Layout(header, {name: len(header) + start for name, start in starts.items()}, len(header) + end)
+
+
+def write_tensors(
+    tensors: Mapping[str, torch.Tensor],
+    file: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a safetensors file, and put it on the disk."""
+    layout = lay_out(tensors, metadata)
     with progress.waiting_for(f"the disk to write {file}"), open(file, "wb", buffering=0) as stream:
-        written = _Written(stream.fileno(), watch)
-        written.add(_header(tensors, names, metadata))
-        for name in names:
+        written = _Written(stream.fileno())
+        written.add(layout.header)
+        for name in layout.starts:
             written.add(_bytes_of(tensors[name]))
         written.sync()
 
 
-def _header(tensors: Mapping[str, torch.Tensor], names: list[str], metadata: Mapping[str, str] | None) -> bytes:
-    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
-    end = 0
-    for name in names:
-        tensor, start = tensors[name], end
-        end += tensor.nbytes
-        entries[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+def write_image(
+    image: torch.Tensor, file: str | os.PathLike[str], watch: Callable[[memoryview], None] | None = None
+) -> None:
+    """Write a file that lies in memory as a whole, and put it on the disk. `watch` is shown its bytes in order.
+
+    Where the file system can, they go straight to the disk: no processor copies them, and no memory holds them twice.
+    """
+    content = _bytes_of(image)
+    whole_pages = len(content) // _PAGE * _PAGE if image.data_ptr() % _PAGE == 0 else 0
+    with progress.waiting_for(f"the disk to write {file}"), open(file, "wb", buffering=0) as stream:
+        written = _Written(stream.fileno(), watch)
+        written.add_straight(content[:whole_pages])
+        written.add(content[whole_pages:])
+        written.sync()
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -88,24 +123,58 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 class _Written:
     """What was written to a file, and what of it is not on the disk yet."""
 
-    def __init__(self, handle: int, watch: Callable[[memoryview], None] | None):
+    def __init__(self, handle: int, watch: Callable[[memoryview], None] | None = None):
         self._handle, self._waiting, self._watch = handle, 0, watch
 
     def add(self, content: bytes | memoryview) -> None:
         rest = memoryview(content)
         while rest:
-            count = os.write(self._handle, rest[:_PIECE])
-            if self._watch is not None:
-                self._watch(rest[:count])
-            progress.made("bytes written", count)
-            rest, self._waiting = rest[count:], self._waiting + count
+            rest = self._write(rest)
             if self._waiting >= _SYNCED:
                 self.sync()
+
+    def add_straight(self, content: memoryview) -> None:
+        """Add what begins and ends at a multiple of pages, past the system's own copies of files where that goes."""
+        rest = content
+        with _direct(self._handle) as goes:
+            try:
+                while goes and rest:
+                    rest = self._write(rest)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # pages that this disk does not take
+                    raise
+        self.add(rest)
+
+    def _write(self, content: memoryview) -> memoryview:
+        """Write a piece; give the rest."""
+        count = os.write(self._handle, content[:_PIECE])
+        if self._watch is not None:
+            self._watch(content[:count])
+        progress.made("bytes written", count)
+        self._waiting += count
+        return content[count:]
 
     def sync(self) -> None:
         os.fdatasync(self._handle) if hasattr(os, "fdatasync") else os.fsync(self._handle)
         progress.made("bytes on the disk", self._waiting)
         self._waiting = 0
+
+
+@contextmanager
+def _direct(handle: int) -> Iterator[bool]:
+    """Have writes go straight to the disk. Tell whether they do: not every system and file system can."""
+    flag = getattr(os, "O_DIRECT", 0)
+    before = fcntl.fcntl(handle, fcntl.F_GETFL)
+    try:
+        if flag:
+            fcntl.fcntl(handle, fcntl.F_SETFL, before | flag)
+    except OSError:
+        flag = 0
+    try:
+        yield bool(flag)
+    finally:
+        if flag:
+            fcntl.fcntl(handle, fcntl.F_SETFL, before)
 
 
 def read_tensors(file: str | os.PathLike[str]) -> dict[str, torch.Tensor]:

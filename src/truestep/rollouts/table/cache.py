@@ -12,7 +12,6 @@ import os
 import shutil
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from zlib_ng.zlib_ng import crc32
 
 from truestep import progress
 from truestep.files import sync_directory, sync_tree
@@ -180,7 +180,7 @@ def _checksum(path: Path) -> int:
     total = 0
     with path.open("rb") as file:
         for block in iter(lambda: file.read(1 << 22), b""):
-            total = zlib.crc32(block, total)
+            total = crc32(block, total)
     return total
 
 

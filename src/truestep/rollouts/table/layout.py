@@ -7,13 +7,13 @@ the token ids, the spans of labels, each array field at its labels alone, and al
 import dataclasses
 import hashlib
 import json
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from zlib_ng.zlib_ng import crc32
 
 from truestep.rollouts.documents import ARRAYS
 from truestep.types import Rollout
@@ -95,11 +95,11 @@ def _others(rollout: Rollout) -> str:
 
 def checksum(arrays: list[np.ndarray | None], others: str) -> int:
     """Sum up the stored values of a document, so that damage is noticed when it is read."""
-    total = zlib.crc32(others.encode())
+    total = crc32(others.encode())
     for position, array in enumerate(arrays):
         if position == 0 and array is not None:
             array = array.astype(np.int64)  # a part's ids are as wide as its largest
-        total = zlib.crc32(b"-" if array is None else np.ascontiguousarray(array).data, total)
+        total = crc32(b"-" if array is None else np.ascontiguousarray(array).data, total)
     return total
 
 
