@@ -48,7 +48,7 @@ class StillWeights(Weights):
     """Weights that nobody trains."""
 
     def __init__(self, dtype: torch.dtype):
-        self.ranks, self.dtype, self.pieces, self.master, self.frozen = ALONE, dtype, {}, {}, {}
+        self.ranks, self.dtype, self.pieces, self._masters, self.frozen = ALONE, dtype, {}, {}, {}
 
 
 def make_policy(dtype: torch.dtype, tied: bool = True, **shape: int) -> Policy:

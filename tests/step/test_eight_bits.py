@@ -52,7 +52,7 @@ def turn_by_hand(row: int, column: int, number: int, count: int) -> float:
 
 
 def level_by_hand(share: float, turn: float, count: int) -> float:
-    table = [0.0] + [10 ** (7 * (place / (count - 1) - 1)) for place in range(count)]
+    table = [0.0] + [10 ** (5 * (place / (count - 1) - 1)) for place in range(count)]
     below = min(bisect_right(table, share) - 1, count - 1)
     above = turn < (share - table[below]) / (table[below + 1] - table[below])
     if count == 255 and share > 0 and not below:
@@ -147,7 +147,7 @@ def test_a_second_moment_follows_slow_changes() -> None:
         plain = 0.999 * plain + 0.001 * gradient**2
     state = optimizer.state[weights.master["w"]]
     blocks = Blocks.of(64)
-    root = dequantise(Quantised(state["exp_avg_root"], state["exp_avg_root_scale"]), blocks, SECOND)
+    root = dequantise(Quantised(state["exp_avg_root"], state["exp_avg_root_largest"]), blocks, SECOND)
     assert float((root / plain.sqrt() - 1).abs().mean()) < 0.05
     assert abs(float((root / plain.sqrt()).mean()) - 1) < 0.01
 
@@ -229,8 +229,8 @@ def test_state_is_kept_in_eight_bits_and_goes_on_bit_for_bit() -> None:
     kept = {name: value.clone() for name, value in optimizer_tensors(optimizer, weights).items()}
     sizes = {name: value.nbytes for name, value in kept.items() if name.startswith("matrix")}
     assert sizes == {
-        "matrix.exp_avg": 192, "matrix.exp_avg_scale": 6 * 16 * 4, "matrix.exp_avg_root": 192,
-        "matrix.exp_avg_root_scale": 6 * 16 * 4, "matrix.step": 4,
+        "matrix.exp_avg": 192, "matrix.exp_avg_largest": 6 * 16 * 4, "matrix.exp_avg_root": 192,
+        "matrix.exp_avg_root_largest": 6 * 16 * 4, "matrix.step": 4,
     }  # fmt: skip
     assert kept["vector.exp_avg"].dtype == torch.float32
     resumed = made_weights()

@@ -55,7 +55,7 @@ TYPES_BY_NAME = {name: dtype for dtype, name in _TYPES.items()}
 
 @dataclass(frozen=True)
 class Layout:
-    """Where tensors stand in a safetensors file: behind its header, in this order."""
+    """A safetensors file before it is written: its header, and behind it tensors in this order."""
 
     header: bytes
     starts: Mapping[str, int]  # the first byte of each

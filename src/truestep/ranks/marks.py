@@ -2,12 +2,15 @@
 
 A mark writes its number to the host's memory when the device comes to it. Reading that memory waits for nothing and
 calls no driver: it disturbs neither a computation nor a graph that is being captured.
+
+Those who listen are told when the host has asked for a layer's work.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,6 +21,29 @@ _MOST = 2**16  # numbers that are there to be written; then they begin anew
 _asked: dict[int, int] = {}  # the last mark that was asked for, by device
 _counted: dict[int, int] = {}  # and the last one that was counted as progress
 _inside = 0  # passes under way whose layers report
+
+
+class Listener(Protocol):
+    """One who has something to do beside a pass. It is told as the host asks for the work, not as that is done."""
+
+    def layer_ended(self) -> None:
+        """Hear of the end of a layer's forward or backward pass."""
+
+    def last_backward(self) -> None:
+        """Hear that a step's last backward pass on this rank begins."""
+
+
+_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def listen(listener: Listener) -> None:
+    """Tell a listener of passes from now on, for as long as it is there."""
+    _listeners.add(listener)
+
+
+def last_backward() -> None:
+    for listener in list(_listeners):
+        listener.last_backward()
 
 
 class _Device:
@@ -74,6 +100,12 @@ def layer_done(layer: torch.nn.Module, arguments: Any, output: Any) -> None:
     if not isinstance(hidden, torch.Tensor):
         return
     device = hidden.device
-    mark("layers", device)
+    _ended(device)
     if hidden.requires_grad:
-        hidden.register_hook(lambda gradient: mark("layers", device))
+        hidden.register_hook(lambda gradient: _ended(device))
+
+
+def _ended(device: torch.device) -> None:
+    mark("layers", device)
+    for listener in list(_listeners):
+        listener.layer_ended()

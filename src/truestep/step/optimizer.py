@@ -201,8 +201,9 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, weights: Weights, tensor
         master = weights.master[name]
         if isinstance(optimizer, ByWeight):
             _check_kinds(optimizer.kinds(master), state, name)
-            state = {kind: optimizer.place(value) for kind, value in state.items()}
-        optimizer.state[master] = state
+            optimizer.restore(master, state)
+        else:
+            optimizer.state[master] = state
 
 
 def _check_kinds(wanted: Mapping[str, tuple[torch.dtype, torch.Size]], state: Mapping[str, Any], name: str) -> None:

@@ -60,7 +60,10 @@ class Passes:
         name = "training" if self._backward else "scoring"
         last = self._stages[0] if self._backward else self._stages[-1]  # of a micro-batch's passes here
         with marks.layers_report(), progress.working(name, "micro-batches", self._micro_batches):
-            for current in self._schedule.ranks[self._rank]:
+            passes = self._schedule.ranks[self._rank]
+            for current in passes:
+                if self._backward and current == passes[-1]:
+                    marks.last_backward()
                 with self._stopwatch.measure("forward" if current.forward else "backward"):
                     if current.forward:
                         self._forward(current)

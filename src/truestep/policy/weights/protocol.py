@@ -1,6 +1,6 @@
 """The interface of a policy's weights, wherever they lie."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -44,10 +44,22 @@ class Weights(Protocol):
     ranks: Ranks
     dtype: torch.dtype  # in which the model computes
     pieces: dict[str, Piece]  # of all weights of the uncut model, by name, in its order
-    master: dict[str, torch.nn.Parameter]  # this rank's part of each trained weight; what an optimizer updates
     frozen: dict[str, torch.Tensor]  # this rank's part of each weight that is not trained, in `dtype`
     # Masters lie on the host, and what the model computes with is beside them on the device. Then they have no `grad`.
     masters_on_host: bool = False
+    _wait_for_masters: Callable[[], None] | None = None
+    _masters: dict[str, torch.nn.Parameter]
+
+    @property
+    def master(self) -> dict[str, torch.nn.Parameter]:
+        """This rank's part of each trained weight; what an optimizer updates."""
+        if self._wait_for_masters is not None:
+            self._wait_for_masters()
+        return self._masters
+
+    def masters_come_late(self, wait: Callable[[], None]) -> None:
+        """Have whoever asks for masters wait: an optimizer lets them come back to the host while other things go on."""
+        self._wait_for_masters = wait
 
     def zero_gradients(self) -> None: ...
 

@@ -102,10 +102,10 @@ class ShardedWeights(Weights):
         trained = {name: parameter for name, parameter in self._sharded.items() if parameter.requires_grad}
         self._computed: dict[str, torch.Tensor] = {}
         if self.masters_on_host:
-            self.master = {n: torch.nn.Parameter(to_host(part.to_local().detach())) for n, part in trained.items()}
+            self._masters = {n: torch.nn.Parameter(to_host(part.to_local().detach())) for n, part in trained.items()}
             self._free_masters(trained)
         else:
-            self.master = {name: torch.nn.Parameter(part.to_local().detach()) for name, part in trained.items()}
+            self._masters = {name: torch.nn.Parameter(part.to_local().detach()) for name, part in trained.items()}
 
     def _free_masters(self, trained: Mapping[str, Any]) -> None:
         """Keep, in the place of each float32 shard, its copy in the type of the model, and have FSDP gather that."""
@@ -127,7 +127,7 @@ class ShardedWeights(Weights):
 
     @property
     def gradients(self) -> dict[str, torch.Tensor]:
-        assert len(self._gradients) == len(self.master), "every master has a gradient from its first step on"
+        assert len(self._gradients) == len(self._masters), "every master has a gradient from its first step on"
         return dict(self._gradients)
 
     def _keep_gradient(self, name: str, gradient: torch.Tensor) -> None:
@@ -137,12 +137,12 @@ class ShardedWeights(Weights):
             return
         self._gradients[name] = gradient
         if not self.masters_on_host:
-            self.master[name].grad = gradient
+            self._masters[name].grad = gradient
 
     def zero_gradients(self) -> None:
         self._head_gradient = None
         self._gradients.clear()
-        for name, master in self.master.items():
+        for name, master in self._masters.items():
             self._sharded[name].grad = None
             master.grad = None
 
@@ -176,7 +176,7 @@ class ShardedWeights(Weights):
             self._reduce_head()
 
     def _head_buffer(self, weight: torch.Tensor) -> torch.Tensor | None:
-        if self._head_name not in self.master:
+        if self._head_name not in self._masters:
             return None
         if self._head_gradient is None:
             # Rows for as many ranks as there are, each the same number: what a reduce-scatter takes.
@@ -192,13 +192,13 @@ class ShardedWeights(Weights):
         part = gradient.new_empty(gradient.shape[0] // self.ranks.shards, gradient.shape[1])
         reduce_scatter(part, gradient, group=self._group)
         assert self._head_name is not None
-        reduced = self.ranks.sum_over("replicate", part)[: self.master[self._head_name].shape[0]]
+        reduced = self.ranks.sum_over("replicate", part)[: self._masters[self._head_name].shape[0]]
         self._keep_gradient(self._head_name, reduced)
 
     @torch.no_grad()
     def reduce(self) -> None:
         self._reduce_head()
-        for name, master in self.master.items():
+        for name, master in self._masters.items():
             reduced = self._sharded[name].grad
             if reduced is not None:
                 self._keep_gradient(name, reduced.to_local())
@@ -262,7 +262,7 @@ class ShardedWeights(Weights):
     def publish(self) -> None:
         """Do nothing, unless masters lie on the host: the next gather reads the masters' memory."""
         for name, copy in self._computed.items():
-            copy.copy_(self.master[name])
+            copy.copy_(self._masters[name])
 
     @torch.no_grad()
     def publish_rows(self, name: str, rows: slice, values: torch.Tensor) -> None:

@@ -33,7 +33,7 @@ class WholeWeights(Weights):
         """Take over a model. If it is cut, `pieces` has all weights of the uncut one, by name, in its order."""
         self.ranks, self.dtype, self.masters_on_host = ranks, dtype, masters_on_host
         self.pieces = pieces or pieces_of(model)
-        self.master, self.frozen = {}, {}
+        self._masters, self.frozen = {}, {}
         self._computed: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # masters by the model's parameters
         self._buffers: dict[torch.nn.Parameter, torch.Tensor] = {}  # gradients by the model's parameters
         self._by_name: dict[str, torch.nn.Parameter] = {}  # the model's parameters of the masters
@@ -45,7 +45,7 @@ class WholeWeights(Weights):
                 if not masters_on_host:
                     master.grad = gradient
                 self._buffers[parameter], self._by_name[name] = gradient, parameter
-                self.master[name] = self._computed[parameter] = master
+                self._masters[name] = self._computed[parameter] = master
                 if master is not parameter:
                     parameter.register_post_accumulate_grad_hook(partial(_move_gradient, gradient))
             # The parameters alone: buffers such as rotary frequencies stay float32, as transformers keeps them.

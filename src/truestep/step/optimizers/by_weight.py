@@ -13,6 +13,7 @@ import torch
 from truestep import progress
 from truestep.policy.weights.host import zeros_on_host
 from truestep.policy.weights.protocol import Weights
+from truestep.ranks import marks
 from truestep.step.optimizers.conveyor import Conveyor
 
 State = dict[str, torch.Tensor]  # of a weight: tensors with its dimensions, of which the last may have another size
@@ -61,8 +62,36 @@ class ByWeight(torch.optim.Optimizer):
         self._weights, self._home = weights, home
         self._names = {id(master): name for name, master in weights.master.items()}
         self._conveyor = Conveyor(weights.device)
+        self._moves = home == "host" or weights.masters_on_host
+        if self._moves:
+            weights.masters_come_late(self._conveyor.settle)
+            marks.listen(self)
         filled = [{"params": list(named.values()), "rule": rule} for rule, named in groups if named]
         super().__init__(filled, {"lr": 0.0})
+
+    @property
+    def state(self) -> Any:
+        """Give the state of each weight, all of it where it lies."""
+        self._conveyor.settle()
+        return self._states
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        self._conveyor.forget()
+        self._states = states
+
+    def restore(self, master: torch.nn.Parameter, state: State) -> None:
+        """Take the state of a weight, which lies on the host."""
+        self._conveyor.forget()
+        self._states[master] = {kind: self._place(value) for kind, value in state.items()}
+
+    def layer_ended(self) -> None:
+        self._conveyor.layer_ended()
+
+    def last_backward(self) -> None:
+        """Fetch what the next update needs, beside the last backward pass before it."""
+        if all(self._states.get(master) for group in self.param_groups for master in group["params"]):
+            self._conveyor.come(self._moving(batch) for group in self.param_groups for batch in self._batches(group))
 
     def begin(self, rule: Rule, master: torch.nn.Parameter) -> dict[str, Any]:
         """Make the first state of a weight, where it is to lie."""
@@ -76,7 +105,7 @@ class ByWeight(torch.optim.Optimizer):
             return torch.zeros(like.shape, dtype=like.dtype, device=device)
         return zeros_on_host(like.shape, like.dtype, pinned=device.type == "cuda")
 
-    def place(self, value: torch.Tensor) -> torch.Tensor:
+    def _place(self, value: torch.Tensor) -> torch.Tensor:
         """Put a tensor of a state, which lies on the host, where states lie."""
         return self._zeros(value).copy_(value) if value.ndim else value
 
@@ -92,7 +121,7 @@ class ByWeight(torch.optim.Optimizer):
         gradients = self._weights.gradients
         for group in self.param_groups:
             for master in group["params"]:
-                state = self.state[master]
+                state = self._states[master]
                 if not state:
                     state.update(self.begin(group["rule"], master))
                 state[STEP] += 1
@@ -120,7 +149,7 @@ class ByWeight(torch.optim.Optimizer):
         moving: list[State] = [{} for _ in batch]
         for found, (master, rows) in zip(moving, batch, strict=True):
             if self._home == "host":
-                found |= _of_rows(self.state[master], rows)
+                found |= _of_rows(self._states[master], rows)
             if self._weights.masters_on_host:
                 found[_MASTER] = _some(master.detach(), rows)
         return moving
@@ -134,7 +163,7 @@ class ByWeight(torch.optim.Optimizer):
     ) -> None:
         slots = []
         for (master, rows), moved in zip(batch, here, strict=True):
-            name, state = self._names[id(master)], self.state[master]
+            name, state = self._names[id(master)], self._states[master]
             own = {**_of_rows(state, rows), **moved}
             weight, gradient = own.pop(_MASTER, _some(master.detach(), rows)), _some(gradients[name], rows)
             slots.append(Slot(name, rows.start, int(state[STEP]), weight, gradient, own))

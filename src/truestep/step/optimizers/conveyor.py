@@ -1,80 +1,185 @@
 """Moves tensors between host and device beside the computation: while one load is worked on, the next is on its way,
 and the one before goes back.
 
+Much of the way is covered while the model computes. The first loads come during the last backward pass of a step, and
+the last ones go back during the next step's first passes: as far as there is room, which is what other steps have taken
+at the ends of their layers. So the most memory that a run takes does not grow. Whoever reads what is on its way back
+calls `settle` before.
+
 On a CPU host and device are one. A load is copied there and back all the same, so that the code that moves it is the
 same code, and gives the same numbers bit for bit.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+from truestep import progress
 
 Tensors = dict[str, torch.Tensor]
 # What is moved, and the work on its copies on the device, which changes them in place.
 Load = tuple[Sequence[Tensors], Callable[[Sequence[Tensors]], None]]
 
+_GOING = 2  # loads that may be on their way back whatever memory they take
+
+
+class Lanes(Protocol):
+    """The ways between host and device."""
+
+    def fetch(self, load: Sequence[Tensors]) -> tuple[list[Tensors], Any]:
+        """Begin to copy a load to the device. Give its copies, and the event after which they are there."""
+
+    def arrive(self, event: Any) -> None:
+        """Have the device wait for copies before it does what it is asked for next."""
+
+    def send(self, host: Sequence[Tensors], copies: Sequence[Tensors]) -> Any:
+        """Begin to copy a load back, after what the device was asked for. Give the event after which it is there."""
+
+    def is_back(self, event: Any) -> bool: ...
+
+    def wait(self, event: Any) -> None:
+        """Wait until a load is back."""
+
+    def used(self) -> int:
+        """Count the bytes of the device's memory that are in use."""
+
 
 class Conveyor:
     def __init__(self, device: torch.device):
-        self._device = device
-        # Each direction has a stream of its own: a GPU has an engine of copies for each.
-        self._coming: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._going: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._lanes: Lanes = Streams(device) if device.type == "cuda" else Here()
+        self._wanted: deque[Sequence[Tensors]] = deque()  # what may come before its work is asked for
+        self._ahead: deque[tuple[list[Tensors], Any]] = deque()  # what came so
+        self._going: deque[tuple[Any, list[Tensors]]] = deque()  # copies on their way back, kept until they are there
+        self._room = 0  # bytes in use at the end of a layer, at most, while no load was on the device
+
+    def come(self, loads: Iterable[Sequence[Tensors]]) -> None:
+        """Fetch loads, in the order in which they will be worked on, whenever a layer ends and leaves room."""
+        self.forget()
+        self._wanted.extend(loads)
+
+    def layer_ended(self) -> None:
+        """Use the time in which a layer computes: the host has just asked for that."""
+        while self._going and (self._lanes.is_back(self._going[0][0]) or self._lanes.used() > self._room):
+            self._free_first()
+        if not self._going and not self._ahead:
+            self._room = max(self._room, self._lanes.used())
+        while self._wanted and self._lanes.used() + _size(self._wanted[0]) <= self._room:
+            try:
+                self._ahead.append(self._lanes.fetch(self._wanted.popleft()))
+            except torch.OutOfMemoryError:  # in pieces that are too small: it comes in its own time
+                self._wanted.clear()
 
     def run(self, loads: Iterable[Load]) -> None:
-        """Do the work of each load, in order, on copies on the device, and put them back. Then all of it is there."""
-        if self._coming is not None:
-            # What others did to the tensors on the device comes before what is done here.
-            self._coming.wait_stream(torch.cuda.current_stream(self._device))
+        """Do the work of each load, in order, on copies on the device, and begin to put them back."""
+        self._wanted.clear()
+        self.settle()
         waiting: tuple[Load, list[Tensors], Any] | None = None
-        gone: list[tuple[Any, list[Tensors]]] = []  # copies that are on their way back, kept until they are there
         for load in loads:
-            fetched = self._fetch(load[0])
+            fetched = self._ahead.popleft() if self._ahead else self._lanes.fetch(load[0])
             if waiting is not None:
-                gone.append(self._work(*waiting))
-                self._forget(gone, 1)
+                self._work(*waiting)
             waiting = load, *fetched
         if waiting is not None:
-            gone.append(self._work(*waiting))
-        moved = any(tensors for _, copies in gone for tensors in copies)
-        self._forget(gone, 0)
-        if self._going is not None and moved:
-            self._going.synchronize()
+            self._work(*waiting)
 
-    def _fetch(self, load: Sequence[Tensors]) -> tuple[list[Tensors], Any]:
-        """Begin to copy a load to the device. Give its copies, and the event after which they are there."""
-        if self._coming is None:
-            return [{kind: value.clone() for kind, value in tensors.items()} for tensors in load], None
+    def settle(self) -> None:
+        """Wait until all is back on the host."""
+        if self._going:
+            with progress.waiting_for("the optimizer's state to come back to the host's memory"):
+                while self._going:
+                    self._free_first()
+
+    def forget(self) -> None:
+        """Let go of what came ahead."""
+        self.settle()
+        self._wanted.clear()
+        while self._ahead:
+            self._lanes.wait(self._ahead[0][1])
+            self._ahead.popleft()
+
+    def _work(self, load: Load, fetched: list[Tensors], there: Any) -> None:
+        """Work on what was fetched, and send it back."""
+        host, work = load
+        self._lanes.arrive(there)
+        work(fetched)
+        if not _size(host):
+            return
+        self._going.append((self._lanes.send(host, fetched), fetched))
+        while len(self._going) > _GOING and self._lanes.used() > self._room:
+            self._free_first()
+
+    def _free_first(self) -> None:
+        """Wait until the first load is back, and free its copies."""
+        self._lanes.wait(self._going[0][0])
+        self._going.popleft()
+
+
+class Streams:
+    """The ways to a GPU and back: a stream each, since it has an engine of copies for each."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._coming, self._going = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def fetch(self, load: Sequence[Tensors]) -> tuple[list[Tensors], Any]:
+        # Memory of the stream that computes, which uses it before and after: it is free when that stream is here.
+        copies = [
+            {kind: torch.empty_like(value, device=self._device, pin_memory=False) for kind, value in tensors.items()}
+            for tensors in load
+        ]
+        self._coming.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._coming):
-            copies = [
-                {kind: value.to(self._device, non_blocking=True) for kind, value in tensors.items()} for tensors in load
-            ]
+            _copy(copies, load)
         return copies, self._coming.record_event()
 
-    def _work(self, load: Load, fetched: list[Tensors], there: Any) -> tuple[Any, list[Tensors]]:
-        """Work on what was fetched, and send it back. Give the event after which it is on the host."""
-        host, work = load
-        if there is not None:
-            torch.cuda.current_stream(self._device).wait_event(there)
-        work(fetched)
-        if self._going is None:
-            _copy_back(host, fetched)
-            return None, fetched
+    def arrive(self, event: Any) -> None:
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def send(self, host: Sequence[Tensors], copies: Sequence[Tensors]) -> Any:
         self._going.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._going):
-            _copy_back(host, fetched)
-        return self._going.record_event(), fetched
+            _copy(host, copies)
+        return self._going.record_event()
 
-    def _forget(self, gone: list[tuple[Any, list[Tensors]]], most: int) -> None:
-        """Free all but the last copies: their memory is used again by what comes, after they are back."""
-        while len(gone) > most:
-            event, _ = gone.pop(0)
-            if event is not None:
-                self._coming.wait_event(event)
+    def is_back(self, event: Any) -> bool:
+        return bool(event.query())
+
+    def wait(self, event: Any) -> None:
+        event.synchronize()
+
+    def used(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
 
 
-def _copy_back(host: Sequence[Tensors], fetched: Sequence[Tensors]) -> None:
-    for there, here in zip(host, fetched, strict=True):
-        for kind, value in there.items():
-            value.copy_(here[kind], non_blocking=True)
+class Here:
+    """A device that is the host: what is copied is there at once, and there is no room to gain."""
+
+    def fetch(self, load: Sequence[Tensors]) -> tuple[list[Tensors], Any]:
+        return [{kind: value.clone() for kind, value in tensors.items()} for tensors in load], None
+
+    def arrive(self, event: Any) -> None:
+        return
+
+    def send(self, host: Sequence[Tensors], copies: Sequence[Tensors]) -> Any:
+        _copy(host, copies)
+
+    def is_back(self, event: Any) -> bool:
+        return True
+
+    def wait(self, event: Any) -> None:
+        return
+
+    def used(self) -> int:
+        return 1
+
+
+def _copy(there: Sequence[Tensors], here: Sequence[Tensors]) -> None:
+    for targets, sources in zip(there, here, strict=True):
+        for kind, target in targets.items():
+            target.copy_(sources[kind], non_blocking=True)
+
+
+def _size(load: Sequence[Tensors]) -> int:
+    return sum(value.nbytes for tensors in load for value in tensors.values())

@@ -4,10 +4,10 @@ A block is at most 256 neighbours in a row (the last dimension) of the whole wei
 the row. Ranks cut weights between rows, or a row into equal parts. So every block is whole on one rank, and a weight's
 blocks are the same under every layout.
 
-The levels are geometric, over seven powers of ten below the block's largest number: 127 of them and a sign for the
+The levels are geometric, over five powers of ten below the block's largest number: 127 of them and a sign for the
 first moment, 255 for the square root of the second. A number becomes one of its two neighbouring levels, in turn, so
 that it is right on average. Without that the second moment would stand still: it changes by a thousandth a step, and
-levels lie six hundredths apart. Which of the two is a function of the place in the weight and of the update's number.
+levels lie five hundredths apart. Which of the two is a function of the place in the weight and of the update's number.
 """
 
 import math
@@ -24,7 +24,7 @@ from truestep.policy.weights.protocol import Weights
 from truestep.step.optimizers.adamw import AdamWOptions
 from truestep.step.optimizers.by_weight import Slot, State
 
-DECADES = 7.0
+DECADES = 5.0
 FIRST, SECOND = 127, 255  # levels above 0
 # Turns are the fractional parts of row · A + column · B + update · C: each number's go through [0, 1) evenly, and
 # neighbours differ. The factors are those of the golden ratio and of its relatives in two dimensions, times 2^32.
@@ -94,9 +94,9 @@ class AdamW8Bit:
         scales = torch.zeros((*part.shape[:-1], blocks), dtype=torch.float32, device=part.device)
         return {
             "exp_avg": torch.zeros_like(part, dtype=torch.int8),
-            "exp_avg_scale": scales,
+            "exp_avg_largest": scales,
             "exp_avg_root": torch.zeros_like(part, dtype=torch.uint8),
-            "exp_avg_root_scale": scales.clone(),
+            "exp_avg_root_largest": scales.clone(),
         }
 
     def _blocks(self, name: str) -> Blocks:
@@ -112,9 +112,9 @@ class AdamW8Bit:
         beta1, beta2 = options.betas
         flat = {kind: value.reshape(-1, value.shape[-1]) for kind, value in slot.state.items()}
         weight, gradient = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (slot.weight, slot.gradient))
-        first = dequantise(Quantised(flat["exp_avg"], flat["exp_avg_scale"]), blocks, FIRST)
+        first = dequantise(Quantised(flat["exp_avg"], flat["exp_avg_largest"]), blocks, FIRST)
         first.mul_(beta1).add_(gradient, alpha=1 - beta1)
-        second = dequantise(Quantised(flat["exp_avg_root"], flat["exp_avg_root_scale"]), blocks, SECOND)
+        second = dequantise(Quantised(flat["exp_avg_root"], flat["exp_avg_root_largest"]), blocks, SECOND)
         second.square_().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         root = second.sqrt_()
         weight.mul_(1 - rate * options.weight_decay)
@@ -124,7 +124,7 @@ class AdamW8Bit:
         for kind, values, count in (("exp_avg", first, FIRST), ("exp_avg_root", root, SECOND)):
             stored = quantise(values, blocks, turns(rows, columns, number, count), count)
             flat[kind].copy_(stored.codes)
-            flat[f"{kind}_scale"].copy_(stored.scale)
+            flat[f"{kind}_largest"].copy_(stored.scale)
 
     def _places(self, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
         """Find the rows and the columns of the whole weight that are updated here."""

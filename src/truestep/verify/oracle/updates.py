@@ -13,7 +13,7 @@ from torch import Tensor
 
 Bounds = tuple[Tensor, Tensor]  # the least and the greatest value that is right
 _ROUNDING = 1e-6  # of a moment, relative to the terms it is the sum of
-_DECADES, _PARTS, _BLOCK = 7, 16, 256
+_DECADES, _PARTS, _BLOCK = 5, 16, 256
 _ROW, _COLUMN = 3_242_174_889, 2_447_445_414
 _SIGNED, _POSITIVE = (127, 2_654_435_769), (255, 1_640_531_527)  # levels, and the factor of the update's number
 

@@ -1,0 +1,281 @@
+"""What lies on the host moves beside the passes: numbers are the same, and no more memory is taken than without.
+
+A device is stood for whose copies are made as late as they may be. What is not there yet is NaN, on both sides.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import latest, read_states, read_weights
+from small_runs import file_config, merged, quiet_trainer, write_rollouts
+from truestep.config.schema import Config
+from truestep.ranks import marks
+from truestep.step.optimizers import conveyor
+from truestep.step.optimizers.conveyor import Conveyor, Tensors
+
+
+class LateLanes:
+    """The ways to a device: copies to it are made when it waits for them, copies to the host when that waits, or now
+    and then by themselves. Its memory holds loads, and what the passes of a run take."""
+
+    def __init__(self, draw: random.Random | None = None):
+        self.draw = draw
+        self.taken = 0  # by passes
+        self.most = 0  # that was ever in use
+        self.coming: dict[int, tuple[Sequence[Tensors], list[Tensors]]] = {}
+        self.going: dict[int, tuple[Sequence[Tensors], list[Tensors], list[Tensors]]] = {}
+        self.here: list[tuple[int, list[Tensors]]] = []
+        self.fetches = self.waits = 0
+
+    def fetch(self, load: Sequence[Tensors]) -> tuple[list[Tensors], Any]:
+        before = [{kind: value.clone() for kind, value in tensors.items()} for tensors in load]
+        copies = [{kind: _spoilt(value) for kind, value in tensors.items()} for tensors in load]
+        self.fetches += 1
+        self.coming[self.fetches] = load, before
+        self.here.append((self.fetches, copies))
+        self.most = max(self.most, self.used())
+        return copies, self.fetches
+
+    def arrive(self, event: int) -> None:
+        load, before = self.coming.pop(event)
+        copies = next(copies for number, copies in self.here if number == event)
+        for tensors, kept, copy in zip(load, before, copies, strict=True):
+            for kind, value in tensors.items():
+                assert _same(value, kept[kind]), "it changed on the host while it was on its way"
+                copy[kind].copy_(value)
+
+    def send(self, host: Sequence[Tensors], copies: Sequence[Tensors]) -> Any:
+        values = [{kind: value.clone() for kind, value in tensors.items()} for tensors in copies]
+        for tensors in host:
+            for value in tensors.values():
+                _spoil(value)
+        number = next(number for number, own in self.here if own is copies)
+        self.going[number] = host, list(copies), values
+        return number
+
+    def is_back(self, event: int) -> bool:
+        if self.draw is not None and self.draw.random() < 0.2:
+            self._bring(event)
+        return event not in self.going
+
+    def wait(self, event: int) -> None:
+        self.waits += 1
+        if event in self.coming:
+            self.arrive(event)
+            self._free(event)
+        self._bring(event)
+
+    def _bring(self, event: int) -> None:
+        if event in self.going:
+            host, _, values = self.going.pop(event)
+            for tensors, value in zip(host, values, strict=True):
+                for kind, target in tensors.items():
+                    target.copy_(value[kind])
+            self._free(event)
+
+    def _free(self, event: int) -> None:
+        self.here = [(number, copies) for number, copies in self.here if number != event]
+
+    def used(self) -> int:
+        return self.taken + sum(conveyor._size(copies) for _, copies in self.here)
+
+
+def _spoil(value: torch.Tensor) -> None:
+    value.fill_(math.nan if value.is_floating_point() else 77)
+
+
+def _spoilt(value: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty_like(value)
+    _spoil(copy)
+    return copy
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def by_hand(lanes: LateLanes) -> Conveyor:
+    made = Conveyor(torch.device("cpu"))
+    made._lanes = lanes
+    return made
+
+
+def loads_of(count: int, size: int = 100) -> list[Sequence[Tensors]]:
+    return [[{"value": torch.full((size,), float(number))}] for number in range(count)]
+
+
+def add(copies: Sequence[Tensors]) -> None:
+    copies[0]["value"] += 1
+
+
+def test_loads_come_in_the_last_backward_pass_and_go_back_in_the_next_forward_pass() -> None:
+    """Layers take 1,000 bytes each, loads 400."""
+    lanes = LateLanes()
+    moving, loads = by_hand(lanes), loads_of(6)
+    for taken in (1000, 2000, 3000, 2000, 1000, 0):  # a step's layers, forward and back
+        lanes.taken = taken
+        moving.layer_ended()
+    moving.run((load, add) for load in loads)
+    assert len(lanes.going) == 6, "nothing waited: 2,400 bytes are less than layers take"
+    on_device = []
+    for taken in (1000, 2000, 3000):
+        lanes.taken = taken
+        moving.layer_ended()
+        on_device.append(len(lanes.here))
+    assert on_device == [5, 2, 0]
+    moving.come(loads)
+    for taken in (2000, 1000, 0):
+        lanes.taken = taken
+        moving.layer_ended()
+        on_device.append(len(lanes.here))
+    assert on_device[3:] == [2, 5, 6]
+    before = lanes.fetches
+    moving.run((load, add) for load in loads)
+    assert lanes.fetches == before, "all were there"
+    moving.settle()
+    assert [load[0]["value"].unique().item() for load in loads] == [2, 3, 4, 5, 6, 7]
+    assert lanes.most <= 3000
+
+
+def test_without_room_two_loads_go_back_at_a_time() -> None:
+    lanes = LateLanes()
+    moving, loads = by_hand(lanes), loads_of(9)
+    lanes.taken = 10**6
+    moving.run((load, add) for load in loads)
+    assert lanes.most == 10**6 + 4 * 400, "one that is worked on, one that comes, two that go"
+    moving.settle()
+    assert [load[0]["value"].unique().item() for load in loads] == list(range(1, 10))
+    assert not lanes.here
+
+
+def test_what_came_ahead_is_let_go_of_before_it_changes_on_the_host() -> None:
+    lanes = LateLanes()
+    moving, loads = by_hand(lanes), loads_of(3)
+    lanes.taken = 5000
+    moving.layer_ended()
+    lanes.taken = 0
+    moving.come(loads)
+    moving.layer_ended()
+    assert len(lanes.coming) == 3
+    moving.forget()
+    assert not lanes.here
+    for load in loads:
+        load[0]["value"].fill_(10.0)
+    moving.run((load, add) for load in loads)
+    moving.settle()
+    assert all(load[0]["value"].eq(11).all() for load in loads)
+
+
+def test_a_device_without_memory_for_what_might_come_ahead_gets_it_in_its_own_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lanes = LateLanes()
+    moving, loads, honest = by_hand(lanes), loads_of(3), lanes.fetch
+
+    def full(load: Sequence[Tensors]) -> Any:
+        if lanes.fetches == 1:
+            raise torch.OutOfMemoryError("in pieces")
+        return honest(load)
+
+    lanes.taken = 5000
+    moving.layer_ended()
+    lanes.taken = 0
+    moving.come(loads)
+    monkeypatch.setattr(lanes, "fetch", full)
+    moving.layer_ended()
+    moving.layer_ended()
+    assert len(lanes.here) == 1
+    monkeypatch.setattr(lanes, "fetch", honest)
+    moving.run((load, add) for load in loads)
+    moving.settle()
+    assert [load[0]["value"].unique().item() for load in loads] == [1, 2, 3]
+
+
+class Passes:
+    """What a run's passes take of the device's memory: layers are piled up, and taken down again."""
+
+    def __init__(self, lanes: list[LateLanes], draw: random.Random):
+        self._lanes, self._draw, self._honest = lanes, draw, marks._ended
+
+    def ended(self, device: torch.device) -> None:
+        for lanes in self._lanes:
+            lanes.taken = self._draw.choice((0, 3_000, 30_000))
+        self._honest(device)
+
+
+@pytest.mark.parametrize(
+    ("kind", "offload"), [("adamw", "states"), ("adamw", "all"), ("adamw_8bit", "states"), ("muon", "all")]
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_run_is_the_same_bit_for_bit_however_late_copies_are(
+    kind: str,
+    offload: str,
+    seed: int,
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Six steps in two runs, each with checkpoints, of which the second goes on from the first one's."""
+    model = tiny_model("qwen3_tied")
+    write_rollouts(tmp_path / "rollouts.jsonl", 40)
+    monkeypatch.setattr("truestep.step.optimizers.by_weight._NUMBERS", 500)
+    draw, made = random.Random(seed), list[LateLanes]()
+
+    def lanes() -> LateLanes:
+        made.append(LateLanes(draw))
+        return made[-1]
+
+    def run(name: str, offload: str) -> Path:
+        for steps in (3, 6):
+            config = file_config(
+                model, tmp_path / "rollouts.jsonl", tmp_path / name,
+                optimizer={"type": kind, "offload": offload, "weight_decay": 0.1},
+                schedule={"steps": steps}, checkpoint={"every": 2},
+            )  # fmt: skip
+            half = merged(config.model_dump(), {"model": {"dtype": "bfloat16"}})
+            quiet_trainer(Config.model_validate(half)).run()
+        return latest(tmp_path / name)
+
+    ahead, honest = list[int](), Conveyor.run
+    going = list[int]()
+
+    def watched(moving: Conveyor, loads: Any) -> None:
+        ahead.append(len(moving._ahead))
+        honest(moving, loads)
+        going.append(len(moving._going))
+
+    first = run("plain", "none")
+    with monkeypatch.context() as late:
+        late.setattr(Conveyor, "run", watched)
+        late.setattr(conveyor, "Here", lanes)
+        late.setattr(marks, "_ended", Passes(made, draw).ended)
+        second = run("late", offload)
+    for read in (read_weights, read_states):
+        plain, offloaded = read(first), read(second)
+        assert plain.keys() == offloaded.keys()
+        assert all(torch.equal(plain[key], value) for key, value in offloaded.items())
+    assert len(made) == 2 and max(ahead) > 1 and max(going) > 2, "some came in passes, and some went back in them"
+
+
+def test_planted_nobody_waits_for_what_is_on_its_way_back(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the test above can fail: a checkpoint gets what is not there yet."""
+    write_rollouts(tmp_path / "rollouts.jsonl", 40)
+    monkeypatch.setattr(conveyor, "Here", LateLanes)
+    monkeypatch.setattr(Conveyor, "settle", lambda _: None)
+    config = file_config(
+        tiny_model("qwen3_tied"), tmp_path / "rollouts.jsonl", tmp_path / "run",
+        optimizer={"type": "adamw", "offload": "states"}, schedule={"steps": 1}, checkpoint={"every": 1},
+    )  # fmt: skip
+    quiet_trainer(config).run()
+    states = read_states(latest(tmp_path / "run"))
+    assert any(value.isnan().any() for value in states.values() if value.is_floating_point())
