@@ -8,12 +8,14 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from oracles.step import oracle_logprobs, oracle_step
 from scoring import check_against_oracle, run_score, write_records
+from small_runs import file_config, quiet_trainer, write_rollouts
 from step.test_score_oracle import LOSSES, OPTIONS, config_for, records_for
 from tiny import make_model
 from truestep.checkpoint.staging import Staging
@@ -26,6 +28,7 @@ from truestep.policy.model import attention, flash
 from truestep.policy.tensor_parts import TensorPart
 from truestep.rollouts.packing import pack, pack_tokens
 from truestep.rollouts.record import Checks, Needs, parse_record
+from truestep.step.optimizers.conveyor import Conveyor
 from truestep.step.plan import StepRule, plan_exactly
 from truestep.step.runner import StepRunner
 from truestep.types import Coefficients
@@ -267,3 +270,36 @@ def test_what_a_step_reads_does_not_wait_behind_a_save() -> None:
     assert len(waits) > 10 and max(waits) < 0.1 * took, f"{max(waits):.3f} of {took:.3f} s"
     waits.sort()
     assert waits[len(waits) // 2] < 0.005
+
+
+@pytest.mark.parametrize("offload", ["states", "all"])
+def test_what_is_on_the_host_moves_beside_the_passes_and_takes_no_more_memory(
+    offload: str, tmp_path: Path, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers are bit for bit those without. Some loads come before an update, and some go back after it."""
+    write_rollouts(tmp_path / "rollouts.jsonl", 40)
+    monkeypatch.setattr("truestep.step.optimizers.by_weight._NUMBERS", 500)
+    ahead, going, honest = list[int](), list[int](), Conveyor.run
+
+    def watched(moving: Conveyor, loads: Any) -> None:
+        ahead.append(len(moving._ahead))
+        honest(moving, loads)
+        going.append(len(moving._going))
+
+    monkeypatch.setattr(Conveyor, "run", watched)
+    weights, peaks = [], []
+    for home in ("none", offload):
+        config = file_config(
+            tiny_model("qwen3_tied"), tmp_path / "rollouts.jsonl", tmp_path / home,
+            model={"dtype": "bfloat16", "device": "cuda"}, optimizer={"offload": home, "weight_decay": 0.1},
+            schedule={"steps": 6}, checkpoint={"every": 3},
+        )  # fmt: skip
+        trainer = quiet_trainer(config)
+        torch.cuda.reset_peak_memory_stats()
+        trainer.run()
+        peaks.append(torch.cuda.max_memory_allocated())
+        weights.append({name: master.detach().cpu() for name, master in trainer.policy.weights.master.items()})
+        del trainer
+    assert all(torch.equal(weights[1][name], value) for name, value in weights[0].items())
+    assert max(ahead) > 0 and max(going) > 2, (ahead, going)
+    assert peaks[1] <= peaks[0], peaks
