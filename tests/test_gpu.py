@@ -15,10 +15,11 @@ import torch
 
 from oracles.step import oracle_logprobs, oracle_step
 from scoring import check_against_oracle, run_score, write_records
-from small_runs import file_config, quiet_trainer, write_rollouts
+from small_runs import file_config, merged, quiet_trainer, write_rollouts
 from step.test_score_oracle import LOSSES, OPTIONS, config_for, records_for
 from tiny import make_model
 from truestep.checkpoint.staging import Staging
+from truestep.config.schema import Config
 from truestep.head.chunked import HeadRows, forward_backward
 from truestep.head.logits import HeadSettings, row_statistics, scaled_logits
 from truestep.losses.label_losses import Grpo
@@ -291,9 +292,10 @@ def test_what_is_on_the_host_moves_beside_the_passes_and_takes_no_more_memory(
     for home in ("none", offload):
         config = file_config(
             tiny_model("qwen3_tied"), tmp_path / "rollouts.jsonl", tmp_path / home,
-            model={"dtype": "bfloat16", "device": "cuda"}, optimizer={"offload": home, "weight_decay": 0.1},
-            schedule={"steps": 6}, checkpoint={"every": 3},
+            optimizer={"offload": home, "weight_decay": 0.1}, schedule={"steps": 6}, checkpoint={"every": 3},
         )  # fmt: skip
+        on_gpu = merged(config.model_dump(), {"model": {"dtype": "bfloat16", "device": "cuda"}})
+        config = Config.model_validate(on_gpu)
         trainer = quiet_trainer(config)
         torch.cuda.reset_peak_memory_stats()
         trainer.run()
