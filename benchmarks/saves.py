@@ -27,6 +27,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -150,22 +151,64 @@ def fingerprint(trainer: Trainer) -> dict[str, int]:
     return found
 
 
-def measure(given: argparse.Namespace, trainer: Trainer) -> dict[str, Any]:
-    memory, times, most, saving, processor, others = Memory(), [], [], [], [], []
-    collected = Collections()
+@dataclass(frozen=True)
+class Gradient:
+    """What was seen when a step's gradient was there."""
 
-    def seen(*_: object) -> None:
+    at: float
+    processor: float  # seconds of this process's so far
+    most: float  # bytes of memory since the gradient before
+    saving: bool  # a save was under way
+    collected: float  # seconds of Python's collections so far
+    taken: float  # seconds that other machines had so far
+
+
+@dataclass(frozen=True)
+class Step:
+    """What lies between two gradients."""
+
+    number: int
+    seconds: float
+    processor: float
+    saves: bool  # its save begins here
+    overlaps: bool  # it saves, or a save is under way
+    collected: float
+    taken: float
+
+
+def steps_of(seen: list[Gradient], given: argparse.Namespace) -> list[Step]:
+    """From the gradient of step i to that of step i + 1: step i's checkpoint is begun between them, if it has one."""
+    found = []
+    for number in range(given.warm_up, given.steps - 1):
+        before, now = seen[number - 1], seen[number]
+        saves = number % given.every == 0
+        found.append(
+            Step(
+                number,
+                now.at - before.at,
+                now.processor - before.processor,
+                saves,
+                saves or before.saving or now.saving,
+                now.collected - before.collected,
+                now.taken - before.taken,
+            )
+        )
+    return found
+
+
+def measure(given: argparse.Namespace, trainer: Trainer) -> dict[str, Any]:
+    memory, collections, seen = Memory(), Collections(), list[Gradient]()
+
+    def look(*_: object) -> None:
         if given.device == "cuda":
             torch.cuda.synchronize()
-        times.append(time.perf_counter())
-        processor.append(time.process_time())
-        most.append(memory.most())
-        saving.append(trainer.saves.under_way)
-        others.append((collected.seconds, taken_by_others()))
-        if trainer.ranks.first and len(times) % 10 == 0:
-            print(f"{len(times)} gradients after {times[-1] - started:.0f} s", file=sys.stderr, flush=True)
+        now, processor = time.perf_counter(), time.process_time()
+        under_way, taken = trainer.saves.under_way, taken_by_others()
+        seen.append(Gradient(now, processor, memory.most(), under_way, collections.seconds, taken))
+        if trainer.ranks.first and len(seen) % 10 == 0:
+            print(f"{len(seen)} gradients after {now - started:.0f} s", file=sys.stderr, flush=True)
 
-    trainer.hooks = Hooks(on_gradient=seen)
+    trainer.hooks = Hooks(on_gradient=look)
     if given.in_step:
         trainer.source.waits_for_checkpoints = True
     started = time.perf_counter()
@@ -174,45 +217,38 @@ def measure(given: argparse.Namespace, trainer: Trainer) -> dict[str, Any]:
     if given.every >= given.steps:
         return {
             "part_gib": part / GIB,
-            "grown_at_most": (memory.most() - most[-1]) / part,
-            "saved_after_the_last_gradient": time.perf_counter() - times[-1],
+            "grown_at_most": (memory.most() - seen[-1].most) / part,
+            "saved_after_the_last_gradient": time.perf_counter() - seen[-1].at,
             "run_seconds": time.perf_counter() - started,
         }
-    # From the gradient of step i to that of step i + 1: step i's checkpoint is begun between them, if it has one.
-    steps = range(given.warm_up, given.steps - 1)
-    overlaps = [i for i in steps if i % given.every == 0 or saving[i] or saving[i - 1]]
-    spent = {i: times[i] - times[i - 1] for i in steps}
-    plain = [spent[i] for i in steps if i not in overlaps]
-    typical = statistics.median(plain)
+    steps = steps_of(seen, given)
+    beside, plain = ([step for step in steps if step.overlaps == overlaps] for overlaps in (True, False))
+    later = [step for step in beside if step.number >= 2 * given.every]  # than the first save
+    typical = statistics.median(step.seconds for step in plain)
+    usually = statistics.fmean(step.seconds for step in plain)
+    usual = statistics.median(step.processor for step in plain)
+    before = [gradient.most for gradient in seen[2 : given.every]]
+    after = [gradient.most for gradient in seen[given.every + 1 :]]
     metrics = [json.loads(line) for line in (trainer.directory.path / "metrics.jsonl").read_text().splitlines()]
-    usually = statistics.fmean(plain)
-    busy = {i: processor[i] - processor[i - 1] for i in steps}
-    usual = statistics.median(busy[i] for i in steps if i not in overlaps)
-    saves = sum(i % given.every == 0 for i in steps)
-    before, after = statistics.median(most[2 : given.every]), most[given.every + 1 :]
     return {
         "part_gib": part / GIB,
-        "grown": (statistics.median(after) - before) / part,
-        "grown_at_most": (max(after) - max(most[2 : given.every])) / part,
+        "grown": (statistics.median(after) - statistics.median(before)) / part,
+        "grown_at_most": (max(after) - max(before)) / part,
         "processor_seconds_of_a_step": usual,
-        "and_of_a_save": sum(busy[i] - usual for i in overlaps) / max(1, saves),
+        "and_of_a_save": sum(step.processor - usual for step in beside) / max(1, sum(step.saves for step in steps)),
         "step": typical,
         "mean_of_steps_without": usually,
-        "overlapping_are_longer_by": statistics.fmean(spent[i] for i in overlaps) / usually - 1,
-        "without_the_first_save": statistics.fmean(spent[i] for i in overlaps if i >= 2 * given.every) / usually - 1,
+        "overlapping_are_longer_by": statistics.fmean(step.seconds for step in beside) / usually - 1,
+        "without_the_first_save": statistics.fmean(step.seconds for step in later) / usually - 1,
         "a_step_waits_for": [round(line["time/save"], 3) for line in metrics if "time/save" in line],
         "all_steps": [
-            [
-                i,
-                round(spent[i] / typical, 3),
-                *(round(now - before, 2) for now, before in zip(others[i], others[i - 1], strict=True)),
-            ]
-            for i in steps
+            [step.number, round(step.seconds / typical, 3), round(step.collected, 2), round(step.taken, 2)]
+            for step in steps
         ],
-        "spread": statistics.quantiles(plain, n=10)[-1] / typical - 1,
-        "first_save_takes": sum(spent[i] - typical for i in overlaps if i < 2 * given.every),
-        "steps_that_overlap": [round(spent[i] / typical, 4) for i in overlaps],
-        "longer_on_average": sum(spent.values()) / len(spent) / typical - 1,
+        "spread": statistics.quantiles((step.seconds for step in plain), n=10)[-1] / typical - 1,
+        "first_save_takes": sum(step.seconds - typical for step in beside if step not in later),
+        "steps_that_overlap": [round(step.seconds / typical, 4) for step in beside],
+        "longer_on_average": statistics.fmean(step.seconds for step in steps) / typical - 1,
     }
 
 
