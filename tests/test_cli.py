@@ -22,7 +22,7 @@ from small_runs import read_lines, sort_prompts, word_model, write_lines, write_
 from tiny import label_positions
 from truestep import __version__
 from truestep.cli import main
-from truestep.config.describe import list_options
+from truestep.config.describe import list_options, sections
 from truestep.errors import TruestepError
 
 Model = Callable[[str], Path]
@@ -89,13 +89,44 @@ def check_refused(result: Result, said: str) -> None:
 
 
 def test_every_option_is_in_the_help_of_train() -> None:
-    result = truestep("train", "--help")
+    result = truestep("train", "--help", "all")
     assert result.exit_code == 0
     missing = [option.name for option in list_options() if option.name.rpartition(".")[2] not in result.output]
     assert not missing
     for section in ("loss.", "optimizer.", "sampler.", "evaluation."):
         assert f"--{section}" in result.output or section in result.output
     assert "Never round logits to bfloat16" in " ".join(result.output.split())
+
+
+def test_the_help_of_train_is_short_and_names_every_section() -> None:
+    result = truestep("train", "--help")
+    assert result.exit_code == 0 and len(result.output.splitlines()) < 80
+    lines = {line.split()[0]: line.split()[1] for line in result.output.splitlines() if len(line.split()) > 1}
+    for name in sections():
+        assert int(lines[name]) == sum(option.section == name for option in list_options()), name
+
+
+@pytest.mark.parametrize(
+    ("word", "has", "has_not"),
+    [
+        ("loss", ["--loss.kl_reference.weight", "--loss.epsilon_low"], ["--model.path", "--data.path"]),
+        ("loss.kl_reference", ["--loss.kl_reference.weight"], ["--loss.epsilon_low"]),
+        ("run", ["--seed", "--preset"], ["--model.path", "--sampler.prompts"]),
+        ("CLIP", ["--loss.clip_cov.share", "--optimizer.gradient_clip"], ["--model.path"]),
+        ("--optimizer.learning_rate", ["--optimizer.learning_rate"], ["--optimizer.beta1"]),
+    ],
+)
+def test_help_about_a_word(word: str, has: list[str], has_not: list[str]) -> None:
+    for command in ("train", "verify"):
+        result = truestep(command, "--help", word)
+        named = {line.split()[0] for line in result.output.splitlines() if line.startswith("  --")}
+        assert result.exit_code == 0 and set(has) <= named and not set(has_not) & named, result.output
+
+
+def test_help_about_what_is_not_there() -> None:
+    check_one_message(
+        truestep("train", "--help", "learning_rat3"), "no section and no option has 'learning_rat3' in its name"
+    )
 
 
 @pytest.mark.parametrize("command", ["score", "export", "report", "demo", "data"])

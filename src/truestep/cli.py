@@ -15,6 +15,8 @@ from truestep.errors import TruestepError
 from truestep.text import printable, shown
 
 if TYPE_CHECKING:  # each command imports what it runs: help must not wait for torch
+    from rich.console import RenderableType
+
     from truestep.config.schema import Config
     from truestep.terminal.display import Display
 
@@ -22,17 +24,40 @@ _FREE_OPTIONS = {"ignore_unknown_options": True, "help_option_names": ["-h", "--
 
 
 class ConfigCommand(click.Command):
-    """A command that takes CONFIG.yaml and overrides; its help ends with every option of the configuration."""
+    """A command that takes CONFIG.yaml and overrides. Its help ends with the sections of the configuration; with a word
+    behind `--help` it is about the options that the word names."""
 
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        asked = next((place for place, word in enumerate(args) if word in ctx.help_option_names), None)
+        if asked is not None and len(args) > asked + 1:
+            self._tell_options(ctx, args[asked + 1])
+        return super().parse_args(ctx, args)
+
+    def _tell_options(self, ctx: click.Context, about: str) -> NoReturn:
         from truestep.config.describe import render_options
 
-        width = ctx.terminal_width or Console().width
-        console = Console(width=width, color_system="auto" if sys.stdout.isatty() else None)
-        with console.capture() as capture:
-            console.print(render_options())
-        formatter.write("\nEvery option of the configuration, as --section.option VALUE:\n\n")
-        formatter.write(capture.get())
+        found = render_options(about)
+        if found is None:
+            _fail(f"no section and no option has {about!r} in its name; {ctx.command_path} --help names all sections")
+        click.echo(_rendered(ctx, found))
+        ctx.exit()
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from truestep.config.describe import render_sections
+
+        formatter.write("\nThe sections of the configuration, and how many options each has:\n\n")
+        formatter.write(_rendered(ctx, render_sections()))
+        formatter.write(f"\n  {ctx.command_path} --help sampler   tells the options of a section\n")
+        formatter.write(f"  {ctx.command_path} --help clip      those whose name has a word in it\n")
+        formatter.write(f"  {ctx.command_path} --help all       every option\n")
+
+
+def _rendered(ctx: click.Context, content: "RenderableType") -> str:
+    width = ctx.terminal_width or Console().width
+    console = Console(width=width, color_system="auto" if sys.stdout.isatty() else None)
+    with console.capture() as capture:
+        console.print(content)
+    return capture.get()
 
 
 def _guarded(command: Callable[..., None]) -> Callable[..., None]:

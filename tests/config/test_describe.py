@@ -13,6 +13,7 @@ from rich.console import Console
 from truestep.config import losses, schema
 from truestep.config import sections as section_models
 from truestep.config.describe import (
+    ALL,
     Option,
     explain_unknown,
     list_options,
@@ -41,7 +42,7 @@ def message(text: str, directory: Path, *overrides: str) -> str:
 def _rendered(width: int) -> str:
     console = Console(width=width, color_system=None, force_terminal=False)
     with console.capture() as capture:
-        console.print(render_options())
+        console.print(render_options(ALL))
     return capture.get()
 
 

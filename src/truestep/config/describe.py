@@ -17,6 +17,7 @@ from pydantic import BaseModel, Tag
 from pydantic.fields import FieldInfo
 from rich.console import Group, RenderableType
 from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 from truestep.config.losses import LOSSES_OF_OTHERS
@@ -285,10 +286,36 @@ def _grouped() -> list[tuple[SectionInfo | None, list[Option]]]:
     return [(info, [option for option in list_options() if option.section == name]) for name, info in found.items()]
 
 
-def render_options() -> RenderableType:
-    """Lay the options out for `truestep train --help`: name, type and default, and the meaning indented below them."""
-    parts: list[RenderableType] = []
+ALL = "all"
+
+
+def render_sections() -> RenderableType:
+    """Lay the sections out for `truestep train --help`: how many options each has, and what it is for."""
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column()
     for section, options in _grouped():
+        note = _section_note(section) if section else "Options of no section."
+        name = section.name if section else "run"
+        table.add_row(Text(name, "bold cyan"), str(len(options)), Text(note.partition(". ")[0].rstrip(".") + "."))
+    return table
+
+
+def render_options(about: str) -> RenderableType | None:
+    """Lay options out: name, type and default, and the meaning indented below them. `about` is a section, which is
+    shown with those in it, part of options' names, or `all`. None: there is nothing about that."""
+    wanted = about.removeprefix("--").lower()
+
+    def asked_for(section: SectionInfo | None, option: Option) -> bool:
+        within = f"{section.name if section else 'run'}."
+        return wanted == ALL or within.startswith(f"{wanted}.") or (wanted not in sections() and wanted in option.name)
+
+    parts: list[RenderableType] = []
+    for section, every in _grouped():
+        options = [option for option in every if asked_for(section, option)]
+        if not options:
+            continue
         title = section.name if section else "run"
         note = f"  {_section_note(section)}" if section else "  Options of no section."
         parts.append(Text.assemble("\n", (title, "bold underline"), (note, "italic"), overflow="fold"))
@@ -300,7 +327,7 @@ def render_options() -> RenderableType:
                 heading.append(f"  (type: {', '.join(option.variants)})", "magenta")
             parts.append(Padding(heading, (0, 0, 0, 2)))
             parts.append(Padding(Text(option.meaning), (0, 0, 0, 6)))
-    return Group(*parts)
+    return Group(*parts) if parts else None
 
 
 def _section_note(section: SectionInfo) -> str:
