@@ -146,7 +146,7 @@ def test_another_optimizers_state_is_refused(tiny_model: Callable[[str], Path], 
     model = tiny_model("qwen3")
     update_all([(options_of(model, {"type": "adamw"}), {}, 0, 1, str(tmp_path))])
     message = (
-        "holds another optimizer's state: .* has exp_avg, exp_avg_sq where this optimizer keeps exp_avg, exp_avg_ro"
+        "holds another optimizer's state: .* has exp_avg, exp_avg_sq where this optimizer keeps exp_avg, exp_avg_la"
     )
     with pytest.raises(OptimizerError, match=message):
         update_all([(options_of(model, {"type": "adamw_8bit"}), {}, 1, 2, str(tmp_path))])

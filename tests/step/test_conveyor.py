@@ -19,6 +19,7 @@ from small_runs import file_config, merged, quiet_trainer, write_rollouts
 from truestep.config.schema import Config
 from truestep.ranks import marks
 from truestep.step.optimizers import conveyor
+from truestep.step.optimizers.by_weight import ByWeight
 from truestep.step.optimizers.conveyor import Conveyor, Tensors
 
 
@@ -70,8 +71,8 @@ class LateLanes:
         self.waits += 1
         if event in self.coming:
             self.arrive(event)
-            self._free(event)
         self._bring(event)
+        self._free(event)
 
     def _bring(self, event: int) -> None:
         if event in self.going:
@@ -145,6 +146,66 @@ def test_loads_come_in_the_last_backward_pass_and_go_back_in_the_next_forward_pa
     assert lanes.most <= 3000
 
 
+def test_what_is_back_is_freed_at_once() -> None:
+    """As on a CPU, where all is back at once: no second copy of all states is left."""
+    lanes = LateLanes(random.Random(0))
+    lanes.draw.random = lambda: 0.0  # type: ignore[method-assign,union-attr]
+    moving, loads = by_hand(lanes), loads_of(9)
+    moving.layer_ended()
+    moving.run((load, add) for load in loads)
+    assert not moving._going and lanes.most <= 3 * 400
+
+
+def test_an_update_that_fails_leaves_nothing_for_a_later_one() -> None:
+    lanes = LateLanes()
+    moving, loads = by_hand(lanes), loads_of(4)
+    lanes.taken = 5000
+    moving.layer_ended()
+    lanes.taken = 0
+    moving.come(loads)
+    moving.layer_ended()
+
+    def fail(copies: Sequence[Tensors]) -> None:
+        raise ValueError("planted")
+
+    with pytest.raises(ValueError, match="planted"):
+        moving.run([(loads[0], add), (loads[1], fail), *((load, add) for load in loads[2:])])
+    assert not moving._ahead and not lanes.here
+    moving.run((load, add) for load in loads)
+    moving.settle()
+    assert [load[0]["value"].unique().item() for load in loads] == [2, 2, 3, 4]
+
+
+def test_a_device_that_is_full_while_an_update_runs_waits_for_what_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes = LateLanes()
+    moving, loads, honest = by_hand(lanes), loads_of(6), lanes.fetch
+
+    def full(load: Sequence[Tensors]) -> Any:
+        if lanes.used() >= 3 * 400:
+            raise torch.OutOfMemoryError("full")
+        return honest(load)
+
+    lanes.taken = 10**6
+    moving.layer_ended()
+    lanes.taken = 0
+    monkeypatch.setattr(lanes, "fetch", full)
+    moving.run((load, add) for load in loads)
+    moving.settle()
+    assert [load[0]["value"].unique().item() for load in loads] == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_a_pass_takes_beyond_its_layers_is_left_free() -> None:
+    lanes = LateLanes()
+    moving, loads = by_hand(lanes), loads_of(6)
+    moving._reserve = 1000
+    lanes.taken = 3000
+    moving.layer_ended()
+    lanes.taken = 0
+    moving.come(loads)
+    moving.layer_ended()
+    assert lanes.used() == 2000
+
+
 def test_without_room_two_loads_go_back_at_a_time() -> None:
     lanes = LateLanes()
     moving, loads = by_hand(lanes), loads_of(9)
@@ -207,7 +268,7 @@ class Passes:
 
     def ended(self, device: torch.device) -> None:
         for lanes in self._lanes:
-            lanes.taken = self._draw.choice((0, 3_000, 30_000))
+            lanes.taken = self._draw.choice((0, 30_000, 300_000))
         self._honest(device)
 
 
@@ -279,3 +340,46 @@ def test_planted_nobody_waits_for_what_is_on_its_way_back(
     quiet_trainer(config).run()
     states = read_states(latest(tmp_path / "run"))
     assert any(value.isnan().any() for value in states.values() if value.is_floating_point())
+
+
+def test_sampling_begins_when_all_is_back_and_another_models_passes_fetch_nothing(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rollouts(tmp_path / "rollouts.jsonl", 40)
+    monkeypatch.setattr(conveyor, "Here", LateLanes)
+    trainers = []
+    for name in ("one", "other"):
+        config = file_config(
+            tiny_model("qwen3_tied"), tmp_path / "rollouts.jsonl", tmp_path / name,
+            optimizer={"type": "adamw", "offload": "states"}, schedule={"steps": 2}, checkpoint={"every": 0},
+        )  # fmt: skip
+        trainers.append(quiet_trainer(config))
+    one, other = (trainer.optimizer for trainer in trainers)
+    assert isinstance(one, ByWeight) and isinstance(other, ByWeight)
+    trainers[0].run()
+    assert one._conveyor._lanes.fetches > 0 and other._conveyor._lanes.fetches == 0  # type: ignore[attr-defined]
+    for number, gradient in enumerate(trainers[0].policy.weights.gradients.values()):
+        gradient.fill_(number)
+    one.step()
+    assert one._conveyor._going
+    with trainers[0].policy.weights.gathered():
+        assert not one._conveyor._going
+    marks.last_backward(trainers[1].policy.weights)
+    assert not one._conveyor._wanted
+    marks.last_backward(trainers[0].policy.weights)
+    assert one._conveyor._wanted
+
+
+def test_a_state_dict_is_loaded(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    write_rollouts(tmp_path / "rollouts.jsonl", 40)
+    config = file_config(
+        tiny_model("qwen3_tied"), tmp_path / "rollouts.jsonl", tmp_path / "run",
+        optimizer={"type": "adamw", "offload": "states"}, schedule={"steps": 1},
+    )  # fmt: skip
+    trainer = quiet_trainer(config)
+    trainer.run()
+    kept = trainer.optimizer.state_dict()
+    count = len(trainer.optimizer.state)
+    trainer.optimizer.state.clear()
+    trainer.optimizer.load_state_dict(kept)
+    assert len(trainer.optimizer.state) == count > 0

@@ -130,8 +130,6 @@ class _Written:
         rest = memoryview(content)
         while rest:
             rest = self._write(rest)
-            if self._waiting >= _SYNCED:
-                self.sync()
 
     def add_straight(self, content: memoryview) -> None:
         """Add what begins and ends at a multiple of pages, past the system's own copies of files where that goes."""
@@ -141,7 +139,7 @@ class _Written:
                 while goes and rest:
                     rest = self._write(rest)
             except OSError as error:
-                if error.errno != errno.EINVAL:  # pages that this disk does not take
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # what this disk does not take
                     raise
         self.add(rest)
 
@@ -152,6 +150,8 @@ class _Written:
             self._watch(content[:count])
         progress.made("bytes written", count)
         self._waiting += count
+        if self._waiting >= _SYNCED:
+            self.sync()
         return content[count:]
 
     def sync(self) -> None:

@@ -29,8 +29,8 @@ class Listener(Protocol):
     def layer_ended(self) -> None:
         """Hear of the end of a layer's forward or backward pass."""
 
-    def last_backward(self) -> None:
-        """Hear that a step's last backward pass on this rank begins."""
+    def last_backward(self, weights: Any) -> None:
+        """Hear that a step's last backward pass through these weights begins on this rank."""
 
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -41,9 +41,9 @@ def listen(listener: Listener) -> None:
     _listeners.add(listener)
 
 
-def last_backward() -> None:
+def last_backward(weights: Any) -> None:
     for listener in list(_listeners):
-        listener.last_backward()
+        listener.last_backward(weights)
 
 
 class _Device:

@@ -63,7 +63,7 @@ class Passes:
             passes = self._schedule.ranks[self._rank]
             for current in passes:
                 if self._backward and current == passes[-1]:
-                    marks.last_backward()
+                    marks.last_backward(self._policy.weights)
                 with self._stopwatch.measure("forward" if current.forward else "backward"):
                     if current.forward:
                         self._forward(current)

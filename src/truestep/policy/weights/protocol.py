@@ -47,19 +47,20 @@ class Weights(Protocol):
     frozen: dict[str, torch.Tensor]  # this rank's part of each weight that is not trained, in `dtype`
     # Masters lie on the host, and what the model computes with is beside them on the device. Then they have no `grad`.
     masters_on_host: bool = False
-    _wait_for_masters: Callable[[], None] | None = None
+    _settle: Callable[[], None] = staticmethod(lambda: None)
     _masters: dict[str, torch.nn.Parameter]
 
     @property
     def master(self) -> dict[str, torch.nn.Parameter]:
         """This rank's part of each trained weight; what an optimizer updates."""
-        if self._wait_for_masters is not None:
-            self._wait_for_masters()
+        if self.masters_on_host:
+            self._settle()
         return self._masters
 
-    def masters_come_late(self, wait: Callable[[], None]) -> None:
-        """Have whoever asks for masters wait: an optimizer lets them come back to the host while other things go on."""
-        self._wait_for_masters = wait
+    def moved_beside(self, settle: Callable[[], None]) -> None:
+        """Take what waits until nothing is on its way back to the host: an optimizer lets its states, and masters on
+        the host, go back beside other things. Who asks for such masters waits, and so does sampling, for the memory."""
+        self._settle = settle
 
     def zero_gradients(self) -> None: ...
 
@@ -87,6 +88,7 @@ class Weights(Protocol):
 
     def gathered(self) -> AbstractContextManager[None]:
         """Have all of the model here: inside, forward passes need no other rank."""
+        self._settle()
         return nullcontext()
 
     def let_go_of_gathered(self) -> None:

@@ -243,6 +243,7 @@ class ShardedWeights(Weights):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
+        self._settle()
         for module in self._modules:
             module.set_reshard_after_forward(False, recurse=False)
             module.unshard()

@@ -61,10 +61,11 @@ class ByWeight(torch.optim.Optimizer):
         """Make an optimizer whose states lie on the device, or on the host with `home: host`."""
         self._weights, self._home = weights, home
         self._names = {id(master): name for name, master in weights.master.items()}
-        self._conveyor = Conveyor(weights.device)
-        self._moves = home == "host" or weights.masters_on_host
-        if self._moves:
-            weights.masters_come_late(self._conveyor.settle)
+        # Behind the last layer's backward pass come the gradient of the largest weight, and its sum over ranks.
+        largest = max((weights.pieces[name].shape.numel() for name in weights.master), default=0)
+        self._conveyor = Conveyor(weights.device, reserve=2 * 4 * largest)
+        if home == "host" or weights.masters_on_host:
+            weights.moved_beside(self._conveyor.settle)
             marks.listen(self)
         filled = [{"params": list(named.values()), "rule": rule} for rule, named in groups if named]
         super().__init__(filled, {"lr": 0.0})
@@ -80,6 +81,10 @@ class ByWeight(torch.optim.Optimizer):
         self._conveyor.forget()
         self._states = states
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.state = state.pop("state")
+        super().__setstate__(state)
+
     def restore(self, master: torch.nn.Parameter, state: State) -> None:
         """Take the state of a weight, which lies on the host."""
         self._conveyor.forget()
@@ -88,9 +93,11 @@ class ByWeight(torch.optim.Optimizer):
     def layer_ended(self) -> None:
         self._conveyor.layer_ended()
 
-    def last_backward(self) -> None:
+    def last_backward(self, weights: Any) -> None:
         """Fetch what the next update needs, beside the last backward pass before it."""
-        if all(self._states.get(master) for group in self.param_groups for master in group["params"]):
+        if weights is self._weights and all(
+            self._states.get(master) for group in self.param_groups for master in group["params"]
+        ):
             self._conveyor.come(self._moving(batch) for group in self.param_groups for batch in self._batches(group))
 
     def begin(self, rule: Rule, master: torch.nn.Parameter) -> dict[str, Any]:

@@ -47,12 +47,15 @@ class Lanes(Protocol):
 
 
 class Conveyor:
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, reserve: int = 0):
+        """`reserve`: bytes that a pass takes beyond what is in use at the ends of its layers."""
+        self._reserve = reserve
         self._lanes: Lanes = Streams(device) if device.type == "cuda" else Here()
         self._wanted: deque[Sequence[Tensors]] = deque()  # what may come before its work is asked for
         self._ahead: deque[tuple[list[Tensors], Any]] = deque()  # what came so
-        self._going: deque[tuple[Any, list[Tensors]]] = deque()  # copies on their way back, kept until they are there
-        self._room = 0  # bytes in use at the end of a layer, at most, while no load was on the device
+        # What is on its way back, from where and to where: kept until it is there.
+        self._going: deque[tuple[Any, Sequence[Tensors], Sequence[Tensors]]] = deque()
+        self._most = 0  # bytes in use at the end of a layer, at most, while no load was on the device
 
     def come(self, loads: Iterable[Sequence[Tensors]]) -> None:
         """Fetch loads, in the order in which they will be worked on, whenever a layer ends and leaves room."""
@@ -61,11 +64,12 @@ class Conveyor:
 
     def layer_ended(self) -> None:
         """Use the time in which a layer computes: the host has just asked for that."""
-        while self._going and (self._lanes.is_back(self._going[0][0]) or self._lanes.used() > self._room):
+        self._free_what_is_back()
+        while self._going and not self._fits(0):
             self._free_first()
         if not self._going and not self._ahead:
-            self._room = max(self._room, self._lanes.used())
-        while self._wanted and self._lanes.used() + _size(self._wanted[0]) <= self._room:
+            self._most = max(self._most, self._lanes.used())
+        while self._wanted and self._fits(_size(self._wanted[0])):
             try:
                 self._ahead.append(self._lanes.fetch(self._wanted.popleft()))
             except torch.OutOfMemoryError:  # in pieces that are too small: it comes in its own time
@@ -75,14 +79,26 @@ class Conveyor:
         """Do the work of each load, in order, on copies on the device, and begin to put them back."""
         self._wanted.clear()
         self.settle()
-        waiting: tuple[Load, list[Tensors], Any] | None = None
-        for load in loads:
-            fetched = self._ahead.popleft() if self._ahead else self._lanes.fetch(load[0])
+        try:
+            waiting: Load | None = None  # its copies are the first that came ahead
+            for load in loads:
+                if len(self._ahead) < (1 if waiting is None else 2):
+                    self._ahead.append(self._fetch(load[0]))
+                if waiting is not None:
+                    self._work(waiting)
+                waiting = load
             if waiting is not None:
-                self._work(*waiting)
-            waiting = load, *fetched
-        if waiting is not None:
-            self._work(*waiting)
+                self._work(waiting)
+        except BaseException:
+            self.forget()  # no later run must take what came for this one
+            raise
+
+    def _fetch(self, load: Sequence[Tensors]) -> tuple[list[Tensors], Any]:
+        try:
+            return self._lanes.fetch(load)
+        except torch.OutOfMemoryError:  # unless what is on its way back has the memory
+            self.settle()
+            return self._lanes.fetch(load)
 
     def settle(self) -> None:
         """Wait until all is back on the host."""
@@ -99,15 +115,24 @@ class Conveyor:
             self._lanes.wait(self._ahead[0][1])
             self._ahead.popleft()
 
-    def _work(self, load: Load, fetched: list[Tensors], there: Any) -> None:
-        """Work on what was fetched, and send it back."""
-        host, work = load
+    def _work(self, load: Load) -> None:
+        """Work on what came first, and send it back."""
+        (host, work), (copies, there) = load, self._ahead[0]
         self._lanes.arrive(there)
-        work(fetched)
+        work(copies)
+        self._ahead.popleft()
         if not _size(host):
             return
-        self._going.append((self._lanes.send(host, fetched), fetched))
-        while len(self._going) > _GOING and self._lanes.used() > self._room:
+        self._going.append((self._lanes.send(host, copies), copies, host))
+        self._free_what_is_back()
+        while len(self._going) > _GOING and not self._fits(0):
+            self._free_first()
+
+    def _fits(self, more: int) -> bool:
+        return self._lanes.used() + more <= self._most - self._reserve
+
+    def _free_what_is_back(self) -> None:
+        while self._going and self._lanes.is_back(self._going[0][0]):
             self._free_first()
 
     def _free_first(self) -> None:

@@ -10,9 +10,11 @@ that it is right on average. Without that the second moment would stand still: i
 levels lie five hundredths apart. Which of the two is a function of the place in the weight and of the update's number.
 """
 
+import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
@@ -23,6 +25,9 @@ from truestep.policy.cuts.blocks import PARTS, Blocks
 from truestep.policy.weights.protocol import Weights
 from truestep.step.optimizers.adamw import AdamWOptions
 from truestep.step.optimizers.by_weight import Slot, State
+from truestep.text import printable
+
+log = logging.getLogger(__name__)
 
 DECADES = 5.0
 FIRST, SECOND = 127, 255  # levels above 0
@@ -88,6 +93,9 @@ class AdamW8Bit:
     weights: Weights
     options: AdamWOptions
     together: int = 0
+    _known_places: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def begin(self, name: str, part: torch.Tensor) -> State:
         blocks = self._blocks(name).of_row(part.shape[-1])
@@ -108,23 +116,14 @@ class AdamW8Bit:
                 self._update(slot, rate)
 
     def _update(self, slot: Slot, rate: float) -> None:
-        options, number, blocks = self.options, slot.number, self._blocks(slot.name)
-        beta1, beta2 = options.betas
         flat = {kind: value.reshape(-1, value.shape[-1]) for kind, value in slot.state.items()}
         weight, gradient = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (slot.weight, slot.gradient))
-        first = dequantise(Quantised(flat["exp_avg"], flat["exp_avg_largest"]), blocks, FIRST)
-        first.mul_(beta1).add_(gradient, alpha=1 - beta1)
-        second = dequantise(Quantised(flat["exp_avg_root"], flat["exp_avg_root_largest"]), blocks, SECOND)
-        second.square_().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        root = second.sqrt_()
-        weight.mul_(1 - rate * options.weight_decay)
-        divisor = (root / math.sqrt(1 - beta2**number)).add_(options.epsilon)
-        weight.addcdiv_(first, divisor, value=-rate / (1 - beta1**number))
-        rows, columns = self._places(slot)
-        for kind, values, count in (("exp_avg", first, FIRST), ("exp_avg_root", root, SECOND)):
-            stored = quantise(values, blocks, turns(rows, columns, number, count), count)
-            flat[kind].copy_(stored.codes)
-            flat[f"{kind}_largest"].copy_(stored.scale)
+        here = (slot.name, slot.start)
+        if here not in self._known_places:
+            self._known_places[here] = self._places(slot)
+        matrix = Matrix(weight, gradient, flat, self._blocks(slot.name), *self._known_places[here], slot.number)
+        update = in_one_pass if kernel_serves(weight.device) and matrix.in_one_piece else in_passes
+        update(matrix, self.options, rate)
 
     def _places(self, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
         """Find the rows and the columns of the whole weight that are updated here."""
@@ -136,6 +135,113 @@ class AdamW8Bit:
         own = self.weights.part_of(slot.name, rows)[slot.start : stop].select(-1, 0).flatten()
         across = self.weights.part_of(slot.name, columns)[slot.start : stop].flatten(0, -2)[0]
         return own.to(slot.weight.device), across.to(slot.weight.device)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """What an update works on: a weight's rows, or its experts' rows below each other."""
+
+    weight: torch.Tensor  # [R, C]
+    gradient: torch.Tensor  # [R, C]
+    state: State
+    blocks: Blocks
+    rows: torch.Tensor  # [R] their places in the whole weight
+    columns: torch.Tensor  # [C]
+    number: int  # of the update, from 1
+
+    @property
+    def in_one_piece(self) -> bool:
+        return all(tensor.is_contiguous() for tensor in (self.weight, self.gradient, *self.state.values()))
+
+
+def in_passes(matrix: Matrix, options: AdamWOptions, rate: float) -> None:
+    """Update by torch's operations, each a pass over the matrix."""
+    state, blocks, number = matrix.state, matrix.blocks, matrix.number
+    (beta1, beta2), gradient = options.betas, matrix.gradient
+    first = dequantise(Quantised(state["exp_avg"], state["exp_avg_largest"]), blocks, FIRST)
+    first.mul_(beta1).add_(gradient, alpha=1 - beta1)
+    second = dequantise(Quantised(state["exp_avg_root"], state["exp_avg_root_largest"]), blocks, SECOND)
+    second.square_().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    root = second.sqrt_()
+    matrix.weight.mul_(1 - rate * options.weight_decay)
+    divisor = (root / math.sqrt(1 - beta2**number)).add_(options.epsilon)
+    matrix.weight.addcdiv_(first, divisor, value=-rate / (1 - beta1**number))
+    for kind, values, count in (("exp_avg", first, FIRST), ("exp_avg_root", root, SECOND)):
+        stored = quantise(values, blocks, turns(matrix.rows, matrix.columns, number, count), count)
+        state[kind].copy_(stored.codes)
+        state[f"{kind}_largest"].copy_(stored.scale)
+
+
+def in_one_pass(matrix: Matrix, options: AdamWOptions, rate: float) -> None:
+    """Update by a kernel that reads and writes each number once."""
+    from truestep.step.optimizers.eight_bits_kernel import update_
+
+    state, number, device = matrix.state, matrix.number, matrix.weight.device
+    first_rows, root_rows = (_wrapped(matrix.rows * ROW + number * STEPS[count]) for count in (FIRST, SECOND))
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        update_(
+            matrix.weight,
+            matrix.gradient,
+            (state["exp_avg"], state["exp_avg_largest"]),
+            (state["exp_avg_root"], state["exp_avg_root_largest"]),
+            matrix.blocks,
+            (levels(FIRST, device), levels(SECOND, device)),
+            (first_rows, root_rows, _wrapped(matrix.columns * COLUMN)),
+            DECADES,
+            options.betas,
+            shrink=1 - rate * options.weight_decay,
+            step_size=rate / (1 - options.betas[0] ** number),
+            correction=math.sqrt(1 - options.betas[1] ** number),
+            epsilon=options.epsilon,
+        )
+
+
+@cache
+def kernel_serves(device: torch.device) -> bool:
+    """Tell whether the kernel runs on a device and does there what torch's operations do."""
+    if device.type != "cuda":
+        return False
+    try:
+        problem = wrong_on(device)
+    except Exception as error:  # whatever a compiler or a driver raises
+        problem = f"{type(error).__name__}: {printable(error, 300)}"
+    if problem is not None:
+        log.warning("optimizer.type: adamw_8bit: its kernel is not used here, and updates take longer: %s", problem)
+    return problem is None
+
+
+def wrong_on(device: torch.device) -> str | None:
+    """Name what the kernel gets wrong on a device: rows of many and of few blocks, the last of which are shorter."""
+    generator = torch.Generator().manual_seed(0)
+    options = AdamWOptions((0.9, 0.99), 1e-8, 0.1)
+    for rows, columns in ((5, 16 * 300), (3, 7), (2, 2048)):
+        blocks = Blocks.of(columns)
+        start = torch.randn(rows, columns, generator=generator).to(device)
+        found = []
+        for update in (in_passes, in_one_pass):
+            largest = torch.zeros(rows, blocks.of_row(columns), device=device)
+            state = {
+                "exp_avg": torch.zeros(rows, columns, dtype=torch.int8, device=device),
+                "exp_avg_largest": largest,
+                "exp_avg_root": torch.zeros(rows, columns, dtype=torch.uint8, device=device),
+                "exp_avg_root_largest": largest.clone(),
+            }
+            weight, places = start.clone(), (torch.arange(rows, device=device), torch.arange(columns, device=device))
+            for number in (1, 2):
+                gradient = (start * number).sin() * torch.logspace(-9, 3, columns, device=device)
+                update(Matrix(weight, gradient, state, blocks, *places, number), options, 1e-2)
+                found.append({"weight": weight.clone(), **{kind: value.clone() for kind, value in state.items()}})
+        for name in found[0]:  # the first update: behind it a code that differs by one makes others differ
+            plain, fused = found[0][name].double(), found[2][name].double()
+            if name in ("exp_avg", "exp_avg_root"):
+                off = (plain - fused).abs()
+                if float(off.max()) > 1 or float((off > 0).double().mean()) > 0.01:
+                    return f"codes of {name} in rows of {columns}"
+            elif not torch.allclose(plain, fused, rtol=1e-5, atol=1e-7):
+                return f"{name} in rows of {columns}"
+        if float((found[1]["weight"] - found[3]["weight"]).abs().max()) > 5e-3:  # a level, of a step of 1e-2
+            return f"the second update of rows of {columns}"
+    return None
 
 
 def check_blocks(weights: Weights, names: Iterable[str]) -> None:

@@ -88,12 +88,13 @@ class WholeMatrices:
         """Do the work on each whole matrix, on one rank, and give every rank its part of each result.
 
         `part_of` makes this rank's part; it is not called for matrices that another replica works on."""
+        gradients = self.weights.gradients  # of the sizes of this rank's parts
         likes: list[torch.Tensor] = []
         results: list[torch.Tensor | None] = []
         for number, name in enumerate(names):
             collected = self._collect(number, name, part_of) if self._in_replica(number) else None
             results.append(None if collected is None else work(collected))
-            likes.append(self.weights.master[name])
+            likes.append(gradients[name])
             progress.made("matrices worked on")
         return [self._deal(number, *pair) for number, pair in enumerate(zip(names, results, likes, strict=True))]
 
