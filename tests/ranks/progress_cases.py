@@ -62,7 +62,8 @@ def train_slowly(config: dict[str, Any], what: str, seconds: float, folder: str)
             Qwen3DecoderLayer.forward, seconds, lambda: bool(began) and began[-1][1] == "evaluating after step 0"
         )
     elif what == "save":
-        tensor_files._bytes_of = _slowed(tensor_files._bytes_of, seconds)
+        tensor_files._PIECE = tensor_files._PAGE
+        tensor_files._Written._write = _slowed(tensor_files._Written._write, seconds)  # type: ignore[method-assign]
     elif what == "load":
         unread.read_into = _slowed(unread.read_into, seconds)
     else:
