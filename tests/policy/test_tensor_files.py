@@ -71,9 +71,9 @@ def image_of(given: dict[str, torch.Tensor], shift: int = 0) -> torch.Tensor:
 def takes_pages(folder: Path) -> bool:
     """Tell whether this file system can write straight from memory."""
     try:
-        handle = os.open(folder / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
-        os.write(handle, mapped(4096))
-        os.close(handle)
+        with (folder / "probe").open("wb", buffering=0) as file:
+            fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
+            file.write(mapped(4096))
     except OSError:
         return False
     return True
