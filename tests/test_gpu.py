@@ -8,7 +8,6 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ import torch
 from oracles.step import oracle_logprobs, oracle_step
 from scoring import check_against_oracle, run_score, write_records
 from small_runs import file_config, merged, quiet_trainer, write_rollouts
+from step.test_conveyor import Moves
 from step.test_score_oracle import LOSSES, OPTIONS, config_for, records_for
 from tiny import make_model
 from truestep.checkpoint.staging import Staging
@@ -29,7 +29,6 @@ from truestep.policy.model import attention, flash
 from truestep.policy.tensor_parts import TensorPart
 from truestep.rollouts.packing import pack, pack_tokens
 from truestep.rollouts.record import Checks, Needs, parse_record
-from truestep.step.optimizers.conveyor import Conveyor
 from truestep.step.plan import StepRule, plan_exactly
 from truestep.step.runner import StepRunner
 from truestep.types import Coefficients
@@ -280,14 +279,7 @@ def test_what_is_on_the_host_moves_beside_the_passes_and_takes_no_more_memory(
     """Numbers are bit for bit those without. Some loads come before an update, and some go back after it."""
     write_rollouts(tmp_path / "rollouts.jsonl", 40)
     monkeypatch.setattr("truestep.step.optimizers.by_weight._NUMBERS", 500)
-    ahead, going, honest = list[int](), list[int](), Conveyor.run
-
-    def watched(moving: Conveyor, loads: Any) -> None:
-        ahead.append(len(moving._ahead))
-        honest(moving, loads)
-        going.append(len(moving._going))
-
-    monkeypatch.setattr(Conveyor, "run", watched)
+    moves = Moves(monkeypatch)
     weights, peaks = [], []
     for home in ("none", offload):
         config = file_config(
@@ -303,5 +295,5 @@ def test_what_is_on_the_host_moves_beside_the_passes_and_takes_no_more_memory(
         weights.append({name: master.detach().cpu() for name, master in trainer.policy.weights.master.items()})
         del trainer
     assert all(torch.equal(weights[1][name], value) for name, value in weights[0].items())
-    assert max(ahead) > 0 and max(going) > 2, (ahead, going)
+    assert max(moves.ahead) > 0 and max(moves.going) > 2, (moves.ahead, moves.going)
     assert peaks[1] <= peaks[0], peaks

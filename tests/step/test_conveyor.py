@@ -113,6 +113,27 @@ def loads_of(count: int, size: int = 100) -> list[Sequence[Tensors]]:
     return [[{"value": torch.full((size,), float(number))}] for number in range(count)]
 
 
+def leave_room(moving: Conveyor, lanes: LateLanes, room: int) -> None:
+    """End a layer with so much in use, and free it."""
+    lanes.taken = room
+    moving.layer_ended()
+    lanes.taken = 0
+
+
+class Moves:
+    """Counts the loads that came before each update, and those that were still on their way back behind it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.ahead, self.going, honest = list[int](), list[int](), Conveyor.run
+
+        def run(moving: Conveyor, loads: Any) -> None:
+            self.ahead.append(len(moving._ahead))
+            honest(moving, loads)
+            self.going.append(len(moving._going))
+
+        monkeypatch.setattr(Conveyor, "run", run)
+
+
 def add(copies: Sequence[Tensors]) -> None:
     copies[0]["value"] += 1
 
@@ -159,9 +180,7 @@ def test_what_is_back_is_freed_at_once() -> None:
 def test_an_update_that_fails_leaves_nothing_for_a_later_one() -> None:
     lanes = LateLanes()
     moving, loads = by_hand(lanes), loads_of(4)
-    lanes.taken = 5000
-    moving.layer_ended()
-    lanes.taken = 0
+    leave_room(moving, lanes, 5000)
     moving.come(loads)
     moving.layer_ended()
 
@@ -185,9 +204,7 @@ def test_a_device_that_is_full_while_an_update_runs_waits_for_what_goes_back(mon
             raise torch.OutOfMemoryError("full")
         return honest(load)
 
-    lanes.taken = 10**6
-    moving.layer_ended()
-    lanes.taken = 0
+    leave_room(moving, lanes, 10**6)
     monkeypatch.setattr(lanes, "fetch", full)
     moving.run((load, add) for load in loads)
     moving.settle()
@@ -198,9 +215,7 @@ def test_what_a_pass_takes_beyond_its_layers_is_left_free() -> None:
     lanes = LateLanes()
     moving, loads = by_hand(lanes), loads_of(6)
     moving._reserve = 1000
-    lanes.taken = 3000
-    moving.layer_ended()
-    lanes.taken = 0
+    leave_room(moving, lanes, 3000)
     moving.come(loads)
     moving.layer_ended()
     assert lanes.used() == 2000
@@ -220,9 +235,7 @@ def test_without_room_two_loads_go_back_at_a_time() -> None:
 def test_what_came_ahead_is_let_go_of_before_it_changes_on_the_host() -> None:
     lanes = LateLanes()
     moving, loads = by_hand(lanes), loads_of(3)
-    lanes.taken = 5000
-    moving.layer_ended()
-    lanes.taken = 0
+    leave_room(moving, lanes, 5000)
     moving.come(loads)
     moving.layer_ended()
     assert len(lanes.coming) == 3
@@ -246,9 +259,7 @@ def test_a_device_without_memory_for_what_might_come_ahead_gets_it_in_its_own_ti
             raise torch.OutOfMemoryError("in pieces")
         return honest(load)
 
-    lanes.taken = 5000
-    moving.layer_ended()
-    lanes.taken = 0
+    leave_room(moving, lanes, 5000)
     moving.come(loads)
     monkeypatch.setattr(lanes, "fetch", full)
     moving.layer_ended()
@@ -305,17 +316,9 @@ def test_a_run_is_the_same_bit_for_bit_however_late_copies_are(
             quiet_trainer(Config.model_validate(half)).run()
         return latest(tmp_path / name)
 
-    ahead, honest = list[int](), Conveyor.run
-    going = list[int]()
-
-    def watched(moving: Conveyor, loads: Any) -> None:
-        ahead.append(len(moving._ahead))
-        honest(moving, loads)
-        going.append(len(moving._going))
-
     first = run("plain", "none")
     with monkeypatch.context() as late:
-        late.setattr(Conveyor, "run", watched)
+        moves = Moves(late)
         late.setattr(conveyor, "Here", lanes)
         late.setattr(marks, "_ended", Passes(made, draw).ended)
         second = run("late", offload)
@@ -323,7 +326,9 @@ def test_a_run_is_the_same_bit_for_bit_however_late_copies_are(
         plain, offloaded = read(first), read(second)
         assert plain.keys() == offloaded.keys()
         assert all(torch.equal(plain[key], value) for key, value in offloaded.items())
-    assert len(made) == 2 and max(ahead) > 1 and max(going) > 2, "some came in passes, and some went back in them"
+    assert len(made) == 2 and max(moves.ahead) > 1 and max(moves.going) > 2, (
+        "some came in passes, and some went back in them"
+    )
 
 
 def test_planted_nobody_waits_for_what_is_on_its_way_back(

@@ -180,10 +180,12 @@ def adamw_by_loops(start: torch.Tensor, gradients: list[torch.Tensor], rates: li
     return torch.tensor(weight, dtype=torch.float64)
 
 
-def made_weights() -> WholeWeights:
+def made_weights(device: str | torch.device = "cpu") -> WholeWeights:
     generator = torch.Generator().manual_seed(5)
     named = {"matrix": torch.randn(6, 32, generator=generator), "vector": torch.randn(5, generator=generator)}
-    return WholeWeights(torch.nn.ParameterDict(named), torch.float32)
+    return WholeWeights(
+        torch.nn.ParameterDict({name: value.to(device) for name, value in named.items()}), torch.float32
+    )
 
 
 def set_gradients(weights: WholeWeights, step: int) -> None:
@@ -192,8 +194,8 @@ def set_gradients(weights: WholeWeights, step: int) -> None:
         gradient.copy_(torch.randn(gradient.shape, generator=generator) * 10.0 ** (step % 3 - 1))
 
 
-def test_its_updates_are_those_of_plain_loops() -> None:
-    weights = made_weights()
+def check_plain_loops(device: str | torch.device) -> None:
+    weights = made_weights(device)
     start = weights.master["matrix"].detach().clone()
     optimizer, rates, gradients = make_adamw_8bit(weights, OPTIONS), [1e-3, 5e-3, 2e-2, 1e-2, 1e-3, 3e-3], []
     for step, rate in enumerate(rates):
@@ -201,20 +203,28 @@ def test_its_updates_are_those_of_plain_loops() -> None:
         gradients.append(weights.gradients["matrix"].clone())
         update(optimizer, weights, rate)
     wanted = adamw_by_loops(start, gradients, rates)
-    assert float((weights.master["matrix"].detach().double() - wanted).abs().max()) < 1e-6
+    assert float((weights.master["matrix"].detach().cpu().double() - wanted).abs().max()) < 1e-6
 
 
-def test_rows_at_a_time_are_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def check_rows_at_a_time(monkeypatch: pytest.MonkeyPatch, device: str | torch.device) -> None:
     found = []
     for numbers in (2**24, 70, 1):
         monkeypatch.setattr(by_weight, "_NUMBERS", numbers)
-        weights = made_weights()
+        weights = made_weights(device)
         optimizer = make_adamw_8bit(weights, OPTIONS)
         for step in range(3):
             set_gradients(weights, step)
             update(optimizer, weights, 1e-2)
         found.append(weights.master["matrix"].detach().clone())
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_its_updates_are_those_of_plain_loops() -> None:
+    check_plain_loops("cpu")
+
+
+def test_rows_at_a_time_are_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_rows_at_a_time(monkeypatch, "cpu")
 
 
 def test_state_is_kept_in_eight_bits_and_goes_on_bit_for_bit() -> None:

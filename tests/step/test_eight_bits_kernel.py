@@ -9,12 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from step.test_eight_bits import OPTIONS, adamw_by_loops, made_weights, set_gradients
+from step.test_eight_bits import check_plain_loops, check_rows_at_a_time
 from truestep.policy.cuts.blocks import Blocks
-from truestep.step.optimizer import make_adamw_8bit, update
-from truestep.step.optimizers import by_weight, eight_bits
+from truestep.step.optimizers import eight_bits
 from truestep.step.optimizers.adamw import AdamWOptions
-from truestep.step.optimizers.eight_bits import FIRST, SECOND, Matrix, Quantised, dequantise, in_one_pass, in_passes
+from truestep.step.optimizers.eight_bits import (
+    FIRST,
+    SECOND,
+    Matrix,
+    Quantised,
+    dequantise,
+    empty_state,
+    in_one_pass,
+    in_passes,
+)
 
 pytest.importorskip("triton")
 
@@ -29,16 +37,6 @@ def kernel_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
-def empty_state(rows: int, columns: int) -> dict[str, torch.Tensor]:
-    largest = torch.zeros(rows, Blocks.of(columns).of_row(columns), device=DEVICE)
-    return {
-        "exp_avg": torch.zeros(rows, columns, dtype=torch.int8, device=DEVICE),
-        "exp_avg_largest": largest,
-        "exp_avg_root": torch.zeros(rows, columns, dtype=torch.uint8, device=DEVICE),
-        "exp_avg_root_largest": largest.clone(),
-    }
-
-
 @pytest.mark.parametrize(
     ("rows", "columns"), [(1, 1), (3, 7), (4, 16), (5, 61), (2, 96), (3, 512), (2, 16 * 257), (2, 16 * 300), (1, 9728)]
 )
@@ -47,7 +45,8 @@ def test_each_update_is_that_of_torchs_operations(rows: int, columns: int) -> No
     generator = torch.Generator().manual_seed(rows + columns)
     blocks, places = Blocks.of(columns), (torch.arange(rows) + 70_000, torch.arange(columns) + 3 * columns)
     places = tuple(place.to(DEVICE) for place in places)
-    weight, state = torch.randn(rows, columns, generator=generator).to(DEVICE), empty_state(rows, columns)
+    weight = torch.randn(rows, columns, generator=generator).to(DEVICE)
+    state = empty_state(weight, blocks)
     for number in (1, 2, 3, 1000):
         gradient = torch.randn(rows, columns, generator=generator)
         gradient *= 10.0 ** torch.randint(-9, 3, (rows, columns), generator=generator)
@@ -70,28 +69,11 @@ def test_each_update_is_that_of_torchs_operations(rows: int, columns: int) -> No
 
 
 def test_its_updates_are_those_of_plain_loops() -> None:
-    weights = made_weights()
-    start = weights.master["matrix"].detach().clone()
-    optimizer, rates, gradients = make_adamw_8bit(weights, OPTIONS), [1e-3, 5e-3, 2e-2, 1e-2, 1e-3, 3e-3], []
-    for step, rate in enumerate(rates):
-        set_gradients(weights, step)
-        gradients.append(weights.gradients["matrix"].clone())
-        update(optimizer, weights, rate)
-    wanted = adamw_by_loops(start, gradients, rates)
-    assert float((weights.master["matrix"].detach().double() - wanted).abs().max()) < 1e-6
+    check_plain_loops(DEVICE)
 
 
 def test_rows_at_a_time_are_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for numbers in (2**24, 70, 1):
-        monkeypatch.setattr(by_weight, "_NUMBERS", numbers)
-        weights = made_weights()
-        optimizer = make_adamw_8bit(weights, OPTIONS)
-        for step in range(3):
-            set_gradients(weights, step)
-            update(optimizer, weights, 1e-2)
-        found.append(weights.master["matrix"].detach().clone())
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    check_rows_at_a_time(monkeypatch, DEVICE)
 
 
 def test_the_self_test_finds_nothing_wrong() -> None:

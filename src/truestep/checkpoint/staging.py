@@ -17,7 +17,7 @@ import torch
 from truestep import progress
 from truestep.checkpoint.background import Task
 from truestep.errors import TruestepError
-from truestep.policy.tensor_files import lay_out
+from truestep.policy.tensor_files import Layout, lay_out
 from truestep.policy.tensor_parts import TensorPart
 from truestep.policy.weights.host import mapped, zeros_on_host
 
@@ -109,7 +109,7 @@ class Staging:
 
     def make_room_beside(self, parts: Sequence[TensorPart]) -> None:
         """Have a thread make the memory for such parts."""
-        size, device = lay_out({part.key: part.values for part in parts}).size, _device_of(parts)
+        size, device = _layout(parts).size, _device_of(parts)
         self._making = Task(lambda: self._make_room(size, device))
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class Staging:
     def stage(self, parts: Iterable[TensorPart]) -> Staged:
         """Give parts that are to be copied, each to its place."""
         given = list(parts)
-        device, layout = _device_of(given), lay_out({part.key: part.values for part in given})
+        device, layout = _device_of(given), _layout(given)
         self._wait_for_room()
         self._make_room(layout.size, device)
         image, copies = self._room[: layout.size], []
@@ -155,6 +155,10 @@ class Staging:
             with torch.cuda.device(device):  # that of a new thread is the first
                 room = zeros_on_host((size,), torch.uint8, pinned=True)
         self._room, self._pinned = room, pinned
+
+
+def _layout(parts: Iterable[TensorPart]) -> Layout:
+    return lay_out({part.key: part.values for part in parts})
 
 
 def _device_of(parts: Iterable[TensorPart]) -> torch.device | None:

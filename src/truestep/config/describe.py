@@ -23,6 +23,7 @@ from rich.text import Text
 from truestep.config.losses import LOSSES_OF_OTHERS
 from truestep.config.schema import Config
 
+ALL = "all"  # in the place of a section: every one
 TEXT, BOOL, NULL, REQUIRED = "text", "true | false", "null", "required"
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
@@ -286,9 +287,6 @@ def _grouped() -> list[tuple[SectionInfo | None, list[Option]]]:
     return [(info, [option for option in list_options() if option.section == name]) for name, info in found.items()]
 
 
-ALL = "all"
-
-
 def render_sections() -> RenderableType:
     """Lay the sections out for `truestep train --help`: how many options each has, and what it is for."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
@@ -296,9 +294,8 @@ def render_sections() -> RenderableType:
     table.add_column(justify="right", no_wrap=True)
     table.add_column()
     for section, options in _grouped():
-        note = _section_note(section) if section else "Options of no section."
-        name = section.name if section else "run"
-        table.add_row(Text(name, "bold cyan"), str(len(options)), Text(note.partition(". ")[0].rstrip(".") + "."))
+        first_sentence = _section_note(section).partition(". ")[0].rstrip(".") + "."
+        table.add_row(Text(_title(section), "bold cyan"), str(len(options)), Text(first_sentence))
     return table
 
 
@@ -308,7 +305,7 @@ def render_options(about: str) -> RenderableType | None:
     wanted = about.removeprefix("--").lower()
 
     def asked_for(section: SectionInfo | None, option: Option) -> bool:
-        within = f"{section.name if section else 'run'}."
+        within = f"{_title(section)}."
         return wanted == ALL or within.startswith(f"{wanted}.") or (wanted not in sections() and wanted in option.name)
 
     parts: list[RenderableType] = []
@@ -316,9 +313,8 @@ def render_options(about: str) -> RenderableType | None:
         options = [option for option in every if asked_for(section, option)]
         if not options:
             continue
-        title = section.name if section else "run"
-        note = f"  {_section_note(section)}" if section else "  Options of no section."
-        parts.append(Text.assemble("\n", (title, "bold underline"), (note, "italic"), overflow="fold"))
+        title, note = (_title(section), "bold underline"), (f"  {_section_note(section)}", "italic")
+        parts.append(Text.assemble("\n", title, note, overflow="fold"))
         for option in options:
             heading = Text.assemble((f"--{option.name}", "bold cyan"), "  ", (option.type, "green"), overflow="fold")
             shown = option.default if option.default == REQUIRED else f"default: {option.default}"
@@ -330,7 +326,13 @@ def render_options(about: str) -> RenderableType | None:
     return Group(*parts) if parts else None
 
 
-def _section_note(section: SectionInfo) -> str:
+def _title(section: SectionInfo | None) -> str:
+    return section.name if section else "run"
+
+
+def _section_note(section: SectionInfo | None) -> str:
+    if section is None:
+        return "Options of no section."
     return section.meaning + (" Absent unless given." if section.optional else "")
 
 

@@ -4,7 +4,6 @@ kernels where those run, by torch elsewhere.
 All give the same numbers; the choice is a matter of speed. What `forward` keeps is for `gradient` alone.
 """
 
-import logging
 import os
 from functools import cache
 from typing import Any, Protocol
@@ -23,9 +22,8 @@ from truestep.head.logits import (
     scale_,
     wide,
 )
+from truestep.self_test import serves
 from truestep.types import Coefficients, RowStatistics
-
-log = logging.getLogger(__name__)
 
 
 class Gradient(Protocol):
@@ -141,12 +139,10 @@ def _product_serves(device: torch.device) -> bool:
     """Tell whether this is a Hopper GPU, and a Triton whose Gluon compiles the product correctly."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return False
-    try:
+
+    def check() -> str | None:
         from truestep.head.check_product import wrong
 
-        problem = wrong(device)
-    except Exception as error:  # a compiler's errors have no common type
-        problem = f"{type(error).__name__}: {error}"
-    if problem:
-        log.warning("the head's product does not serve on this machine, its slower kernels do: %s", problem)
-    return not problem
+        return wrong(device)
+
+    return serves("the head's product", "its slower kernels do", check)

@@ -213,6 +213,7 @@ def _check_kinds(wanted: Mapping[str, tuple[torch.dtype, torch.Size]], state: Ma
     if found != dict(wanted):
         raise OptimizerError(
             f"the checkpoint holds another optimizer's state: {name} has {', '.join(sorted(found)) or 'none'} where "
-            f"this optimizer keeps {', '.join(sorted(wanted))}: set the optimizer.type that the run began with, or, if "
-            "an earlier version wrote it, begin another run with the checkpoint's directory as model.path"
+            f"this optimizer keeps {', '.join(sorted(wanted))}: set the optimizer.type that the run began with (if "
+            "it is set, an earlier version wrote the state), or begin another run with the checkpoint's directory as "
+            "model.path"
         )

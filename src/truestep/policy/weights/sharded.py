@@ -263,7 +263,7 @@ class ShardedWeights(Weights):
     def publish(self) -> None:
         """Do nothing, unless masters lie on the host: the next gather reads the masters' memory."""
         for name, copy in self._computed.items():
-            copy.copy_(self._masters[name])
+            copy.copy_(self.master[name])
 
     @torch.no_grad()
     def publish_rows(self, name: str, rows: slice, values: torch.Tensor) -> None:

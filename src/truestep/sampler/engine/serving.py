@@ -1,7 +1,6 @@
 """Decides how a GPU serves a model: each kernel is compared with plain torch on this machine before its first use, and
 where one fails, plain torch takes its place."""
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -17,8 +16,7 @@ from truestep.sampler.engine.device import Device
 from truestep.sampler.engine.draw import DrawRows, Truncation, draw
 from truestep.sampler.engine.forward import compiled_layers, probe
 from truestep.sampler.team import Team
-
-log = logging.getLogger(__name__)
+from truestep.self_test import serves
 
 _LENGTHS = (1, 63, 64, 65, 700, 1500)
 _VOCABULARY = 9001
@@ -52,13 +50,7 @@ def serve_with_kernels(
 
 
 def _right(what: str, check: Callable[[], str | None]) -> bool:
-    try:
-        problem = check()
-    except Exception as error:  # a compiler's errors have no common type
-        problem = f"{type(error).__name__}: {error}"
-    if problem:
-        log.warning("the sampler's %s does not serve on this machine, plain torch does: %s", what, problem)
-    return not problem
+    return serves(f"the sampler's {what}", "plain torch does", check)
 
 
 def check_attention(

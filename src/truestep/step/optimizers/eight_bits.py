@@ -10,7 +10,6 @@ that it is right on average. Without that the second moment would stand still: i
 levels lie five hundredths apart. Which of the two is a function of the place in the weight and of the update's number.
 """
 
-import logging
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -23,11 +22,9 @@ import torch
 from truestep.errors import TruestepError
 from truestep.policy.cuts.blocks import PARTS, Blocks
 from truestep.policy.weights.protocol import Weights
+from truestep.self_test import serves
 from truestep.step.optimizers.adamw import AdamWOptions
 from truestep.step.optimizers.by_weight import Slot, State
-from truestep.text import printable
-
-log = logging.getLogger(__name__)
 
 DECADES = 5.0
 FIRST, SECOND = 127, 255  # levels above 0
@@ -88,6 +85,17 @@ def dequantise(stored: Quantised, blocks: Blocks, count: int) -> torch.Tensor:  
     return scaled * codes.sign() if count == FIRST else scaled
 
 
+def empty_state(part: torch.Tensor, blocks: Blocks) -> State:
+    """Make the state of a weight's part before its first update."""
+    largest = torch.zeros((*part.shape[:-1], blocks.of_row(part.shape[-1])), dtype=torch.float32, device=part.device)
+    return {
+        "exp_avg": torch.zeros_like(part, dtype=torch.int8),
+        "exp_avg_largest": largest,
+        "exp_avg_root": torch.zeros_like(part, dtype=torch.uint8),
+        "exp_avg_root_largest": largest.clone(),
+    }
+
+
 @dataclass(frozen=True)
 class AdamW8Bit:
     weights: Weights
@@ -98,14 +106,7 @@ class AdamW8Bit:
     )
 
     def begin(self, name: str, part: torch.Tensor) -> State:
-        blocks = self._blocks(name).of_row(part.shape[-1])
-        scales = torch.zeros((*part.shape[:-1], blocks), dtype=torch.float32, device=part.device)
-        return {
-            "exp_avg": torch.zeros_like(part, dtype=torch.int8),
-            "exp_avg_largest": scales,
-            "exp_avg_root": torch.zeros_like(part, dtype=torch.uint8),
-            "exp_avg_root_largest": scales.clone(),
-        }
+        return empty_state(part, self._blocks(name))
 
     def _blocks(self, name: str) -> Blocks:
         return Blocks.of(self.weights.pieces[name].shape[-1])
@@ -201,13 +202,8 @@ def kernel_serves(device: torch.device) -> bool:
     """Tell whether the kernel runs on a device and does there what torch's operations do."""
     if device.type != "cuda":
         return False
-    try:
-        problem = wrong_on(device)
-    except Exception as error:  # whatever a compiler or a driver raises
-        problem = f"{type(error).__name__}: {printable(error, 300)}"
-    if problem is not None:
-        log.warning("optimizer.type: adamw_8bit: its kernel is not used here, and updates take longer: %s", problem)
-    return problem is None
+    what = "the kernel of optimizer.type: adamw_8bit"
+    return serves(what, "torch's operations do, and take longer", lambda: wrong_on(device))
 
 
 def wrong_on(device: torch.device) -> str | None:
@@ -219,14 +215,8 @@ def wrong_on(device: torch.device) -> str | None:
         start = torch.randn(rows, columns, generator=generator).to(device)
         found = []
         for update in (in_passes, in_one_pass):
-            largest = torch.zeros(rows, blocks.of_row(columns), device=device)
-            state = {
-                "exp_avg": torch.zeros(rows, columns, dtype=torch.int8, device=device),
-                "exp_avg_largest": largest,
-                "exp_avg_root": torch.zeros(rows, columns, dtype=torch.uint8, device=device),
-                "exp_avg_root_largest": largest.clone(),
-            }
-            weight, places = start.clone(), (torch.arange(rows, device=device), torch.arange(columns, device=device))
+            weight, state = start.clone(), empty_state(start, blocks)
+            places = torch.arange(rows, device=device), torch.arange(columns, device=device)
             for number in (1, 2):
                 gradient = (start * number).sin() * torch.logspace(-9, 3, columns, device=device)
                 update(Matrix(weight, gradient, state, blocks, *places, number), options, 1e-2)
