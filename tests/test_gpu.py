@@ -8,6 +8,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,9 +30,11 @@ from truestep.policy.model import attention, flash
 from truestep.policy.tensor_parts import TensorPart
 from truestep.rollouts.packing import pack, pack_tokens
 from truestep.rollouts.record import Checks, Needs, parse_record
+from truestep.step.optimizers.conveyor import Streams
 from truestep.step.plan import StepRule, plan_exactly
 from truestep.step.runner import StepRunner
 from truestep.types import Coefficients
+from truestep.window import Window, count_true
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -247,8 +250,24 @@ def test_the_host_waits_only_where_it_must(tmp_path: Path, tiny_model: Callable[
     assert all("chunked.py:_chunk" in stack for stack in between), [stack[-6:] for stack in between]
 
 
+def test_a_window_is_written_past_the_copies_to_the_host() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    window, large, flags = Window(device), torch.ones(2**30, device="cuda"), torch.arange(1000, device="cuda") % 3 == 0
+    host = torch.empty(2**30, pin_memory=True)
+    assert count_true(flags) == 334
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        host.copy_(large, non_blocking=True)  # some 80 ms
+        copied = torch.cuda.current_stream().record_event()
+    window.inside.fill_(7)
+    assert count_true(~flags) == 666
+    assert window.number == 7 and not copied.query()
+    torch.cuda.synchronize()
+    assert bool((host == 1).all())
+
+
 def test_what_a_step_reads_does_not_wait_behind_a_save() -> None:
-    """A GPU copies to the host in the order it is asked: a small copy comes through between pieces of large ones."""
+    """A small copy to the host comes through between pieces of large ones."""
     parts = [
         TensorPart(f"{n}", (2**28 + n,), (0,), torch.full((2**28 + n,), float(n), device="cuda")) for n in range(1, 5)
     ]
@@ -272,14 +291,28 @@ def test_what_a_step_reads_does_not_wait_behind_a_save() -> None:
     assert waits[len(waits) // 2] < 0.005
 
 
+def _late(honest: Callable[..., Any], stream: str) -> Callable[..., Any]:
+    """Have a lane's stream be busy for a millisecond before it copies a load."""
+
+    def copy(lanes: Streams, *loads: Any) -> Any:
+        with torch.cuda.stream(getattr(lanes, stream)):
+            torch.cuda._sleep(1_500_000)
+        return honest(lanes, *loads)
+
+    return copy
+
+
 @pytest.mark.parametrize("offload", ["states", "all"])
 def test_what_is_on_the_host_moves_beside_the_passes_and_takes_no_more_memory(
     offload: str, tmp_path: Path, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Numbers are bit for bit those without. Some loads come before an update, and some go back after it."""
+    """Numbers are bit for bit those without. Some loads come before an update, and some go back after it: copies are
+    made later than a device of this speed makes so small ones."""
     write_rollouts(tmp_path / "rollouts.jsonl", 40)
     monkeypatch.setattr("truestep.step.optimizers.by_weight._NUMBERS", 500)
     moves = Moves(monkeypatch)
+    for way, stream in (("fetch", "_coming"), ("send", "_going")):
+        monkeypatch.setattr(Streams, way, _late(getattr(Streams, way), stream))
     weights, peaks = [], []
     for home in ("none", offload):
         config = file_config(

@@ -1,15 +1,14 @@
 """Parts are copied to host memory, and nothing changes what they are copied from before that. There they lie as in the
 file that is made of them, header included, so that a disk can take it from there as it is.
 
-The thread that writes a checkpoint copies them, beside the computation of the next step. A GPU does its copies to the
-host in their order, whichever stream asks for them, and a step waits for small ones: so the thread asks for a little at
-a time.
+The thread that writes a checkpoint copies them, beside the computation of the next step. A GPU goes on with one
+stream's copies to the host for as long as it has been asked for more of them, and a step waits for small copies of its
+own: so the thread asks for a piece, and for the next one when that is there.
 """
 
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,29 +21,33 @@ from truestep.policy.tensor_parts import TensorPart
 from truestep.policy.weights.host import mapped, zeros_on_host
 
 _PIECE = 2**24  # bytes that are asked for at a time: a third of a millisecond of a GPU's
-_AHEAD = 2  # pieces that are asked for while one is copied
 
 
 class CopyError(TruestepError):
     pass
 
 
-@dataclass
 class Staged:
-    """Parts whose values are in host memory when `copy` has run."""
+    """Parts that are to be copied. When `copy` has run, their values are in host memory, as in their file."""
 
-    parts: tuple[TensorPart, ...]
-    image: torch.Tensor  # the bytes of their file
-    _sources: list[torch.Tensor]
-    _stream: Any = None  # of a GPU
-    _ready: Any = None  # the event of a GPU after which the sources are what is saved
-    _copied: threading.Event = field(default_factory=threading.Event)
-    _given_up: bool = False
+    def __init__(self, given: Sequence[TensorPart], staging: "Staging"):
+        self.parts: Sequence[TensorPart] = given
+        self.image = torch.empty(0, dtype=torch.uint8)  # the bytes of their file
+        self._staging = staging
+        self._sources = [part.values.detach() for part in given]
+        device = _device_of(given)
+        self._stream: Any = None if device is None else staging.stream(device)
+        # After it the sources are what is saved.
+        self._ready: Any = None if device is None else torch.cuda.current_stream(device).record_event()
+        self._copied = threading.Event()
+        self._given_up = False
 
     @torch.no_grad()
     def copy(self) -> None:
-        """Copy, in any thread; return when all is there."""
+        """Copy, in any thread; return when all is there. The thread finds the places too: a step does not wait for
+        that."""
         try:
+            self.image, self.parts = self._staging.room_for(self.parts)
             self._copy_on_gpu() if self._stream is not None else self._copy_here()
         finally:
             self._sources = []
@@ -55,17 +58,15 @@ class Staged:
             target.copy_(source)
 
     def _copy_on_gpu(self) -> None:
-        stream, flying, asked = self._stream, deque[Any](), 0
+        stream, asked = self._stream, 0
         with torch.cuda.stream(stream):  # and its device
             stream.wait_event(self._ready)
             for source, target in self._pieces():
                 target.copy_(source, non_blocking=source.is_cuda)
                 asked += target.nbytes
                 if asked >= _PIECE:
-                    flying.append(stream.record_event())
+                    stream.synchronize()
                     asked = 0
-                while len(flying) > _AHEAD:
-                    flying.popleft().synchronize()
             stream.synchronize()
 
     def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -118,22 +119,26 @@ class Staging:
             self._making.wait()
 
     def stage(self, parts: Iterable[TensorPart]) -> Staged:
-        """Give parts that are to be copied, each to its place."""
-        given = list(parts)
-        device, layout = _device_of(given), _layout(given)
+        """Give parts that are to be copied."""
+        return Staged(list(parts), self)
+
+    def stream(self, device: torch.device) -> Any:
+        """Give the stream of copies from a GPU."""
+        self._stream = self._stream or torch.cuda.Stream(device)
+        return self._stream
+
+    def room_for(self, parts: Sequence[TensorPart]) -> tuple[torch.Tensor, Sequence[TensorPart]]:
+        """Give each part its place in the memory; its values are to be copied there."""
+        layout = _layout(parts)
         self._wait_for_room()
-        self._make_room(layout.size, device)
+        self._make_room(layout.size, _device_of(parts))
         image, copies = self._room[: layout.size], []
         image[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
-        for part in given:
+        for part in parts:
             start = layout.starts[part.key]
             copy = image[start : start + part.values.nbytes].view(part.values.dtype).view(part.values.shape)
             copies.append(replace(part, values=copy))
-        sources = [part.values.detach() for part in given]
-        if device is None:
-            return Staged(tuple(copies), image, sources)
-        self._stream = self._stream or torch.cuda.Stream(device)
-        return Staged(tuple(copies), image, sources, self._stream, torch.cuda.current_stream(device).record_event())
+        return image, copies
 
     def _wait_for_room(self) -> None:
         making, self._making = self._making, None

@@ -21,6 +21,7 @@ from truestep.head.logits import HeadSettings, Rows, wide
 from truestep.head.passes import Gradient, HeadPasses, passes_for
 from truestep.head.vocab_parallel import ShardedPasses, VocabularyShard
 from truestep.types import Coefficients, RowStatistics
+from truestep.window import count_true
 
 # Takes some rows and their statistics; gives the coefficients of the gradient.
 LossFunction = Callable[[slice, RowStatistics], Coefficients]
@@ -166,7 +167,7 @@ def _chunk(
         coefficients = loss(rows, statistics)
     # One number read back for each chunk: the products of the chunk before are still running meanwhile.
     active = coefficients.active
-    count = int(active.sum())
+    count = count_true(active)
     if not count:
         return statistics
     logits_gradient = head.backward(rows, kept, statistics, coefficients)

@@ -6,6 +6,7 @@ needs and no others.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +37,7 @@ class Box:
 
     @property
     def numbers(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     def common(self, other: "Box") -> "Box":
         """Give what two boxes share; it may be empty."""

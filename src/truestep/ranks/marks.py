@@ -1,7 +1,8 @@
 """Marks in the work of a device: how far it has come, which the host does not know from having asked for the work.
 
-A mark writes its number to the host's memory when the device comes to it. Reading that memory waits for nothing and
-calls no driver: it disturbs neither a computation nor a graph that is being captured.
+A mark writes its number to the host's memory when the device comes to it: by a kernel, which waits for no copies.
+Reading that memory waits for nothing and calls no driver: it disturbs neither a computation nor a graph that is being
+captured.
 
 Those who listen are told when the host has asked for a layer's work.
 """
@@ -15,8 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from truestep import progress
-
-_MOST = 2**16  # numbers that are there to be written; then they begin anew
+from truestep.window import Window
 
 _asked: dict[int, int] = {}  # the last mark that was asked for, by device
 _counted: dict[int, int] = {}  # and the last one that was counted as progress
@@ -46,14 +46,9 @@ def last_backward(weights: Any) -> None:
         listener.last_backward(weights)
 
 
-class _Device:
-    def __init__(self, index: int):
-        self.numbers = torch.arange(_MOST, dtype=torch.int64, device=torch.device("cuda", index))
-        self.host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-        self.reached: Any = self.host.numpy()  # the same memory
-
-
-_device = cache(_Device)
+@cache
+def _reached(index: int) -> Window:
+    return Window(torch.device("cuda", index))
 
 
 def mark(kind: str, device: torch.device) -> None:
@@ -64,16 +59,15 @@ def mark(kind: str, device: torch.device) -> None:
     index = torch.cuda.current_device() if device.index is None else device.index
     if torch.cuda.is_current_stream_capturing():
         return
-    there = _device(index)
-    number = _asked[index] = _asked.get(index, 0) % (_MOST - 1) + 1
-    there.host.copy_(there.numbers[number : number + 1], non_blocking=True)
+    _asked[index] = _asked.get(index, 0) + 1
+    _reached(index).inside.fill_(_asked[index])
 
 
 def outstanding() -> bool:
     """Count the marks that devices came to since the last call, and tell whether one still has some to come to."""
     still = False
     for index, asked in list(_asked.items()):
-        reached = int(_device(index).reached[0])
+        reached = _reached(index).number
         if reached != _counted.get(index, 0):
             _counted[index] = reached
             progress.made("pieces of work on a device")

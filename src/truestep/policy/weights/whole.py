@@ -1,13 +1,13 @@
 """Weights that are not sharded: gradients are summed over the ranks once a step.
 
 The weights of a float32 model are its own parameters. Those of a bfloat16 model are float32 masters beside it: each
-micro-batch's gradient is added to a float32 buffer at once, and an update rounds the masters into the model once.
+micro-batch's gradient is added to a float32 buffer at once, and an update rounds the masters into the model once. Such
+a buffer has memory from a step's first backward pass on: before, what is on its way to the host may have it.
 Masters on the host are always beside the model, whose own weights and gradients are on the device.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,17 +37,18 @@ class WholeWeights(Weights):
         self._computed: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # masters by the model's parameters
         self._buffers: dict[torch.nn.Parameter, torch.Tensor] = {}  # gradients by the model's parameters
         self._by_name: dict[str, torch.nn.Parameter] = {}  # the model's parameters of the masters
+        self._without_memory: set[torch.nn.Parameter] = set()  # whose gradients have none now, and are zeros
         # `named_parameters` gives a tied tensor once, under the name it is first registered by: its input embedding's.
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 master = self._master_of(parameter)
-                gradient = torch.zeros_like(parameter)  # cleared later, never dropped
+                gradient = torch.zeros_like(parameter)  # the same object in all steps
                 if not masters_on_host:
                     master.grad = gradient
                 self._buffers[parameter], self._by_name[name] = gradient, parameter
                 self._masters[name] = self._computed[parameter] = master
                 if master is not parameter:
-                    parameter.register_post_accumulate_grad_hook(partial(_move_gradient, gradient))
+                    parameter.register_post_accumulate_grad_hook(self._move_gradient)
             # The parameters alone: buffers such as rotary frequencies stay float32, as transformers keeps them.
             parameter.data = parameter.data.to(dtype)
             if not parameter.requires_grad:
@@ -64,15 +65,43 @@ class WholeWeights(Weights):
 
     @property
     def gradients(self) -> dict[str, torch.Tensor]:
+        for parameter in list(self._without_memory):
+            self.gradient_of(parameter)
         return {name: self._buffers[parameter] for name, parameter in self._by_name.items()}
 
+    @torch.no_grad()
     def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """Give the float32 buffer behind one of the model's parameters; None if it is frozen."""
-        return self._buffers.get(parameter)
+        buffer = self._buffers.get(parameter)
+        if buffer is not None and self._take_memory(parameter, buffer):
+            buffer.zero_()
+        return buffer
+
+    @torch.no_grad()
+    def _move_gradient(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None and isinstance(parameter, torch.nn.Parameter)
+        buffer = self._buffers[parameter]
+        if self._take_memory(parameter, buffer):
+            buffer.copy_(parameter.grad)
+        else:
+            buffer.add_(parameter.grad)
+        parameter.grad = None
+
+    def _take_memory(self, parameter: torch.nn.Parameter, buffer: torch.Tensor) -> bool:
+        """Give a buffer memory where it has none, and tell whether it had none."""
+        if parameter not in self._without_memory:
+            return False
+        buffer.untyped_storage().resize_(buffer.numel() * buffer.itemsize)
+        self._without_memory.discard(parameter)
+        return True
 
     def zero_gradients(self) -> None:
-        if self._buffers:
-            torch._foreach_zero_(list(self._buffers.values()))
+        for parameter, buffer in self._buffers.items():
+            if self._computed[parameter] is parameter:  # autograd adds to it
+                buffer.zero_()
+            else:
+                buffer.untyped_storage().resize_(0)
+                self._without_memory.add(parameter)
 
     @contextmanager
     def head(self, model: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
@@ -95,9 +124,3 @@ class WholeWeights(Weights):
     def publish_rows(self, name: str, rows: slice, values: torch.Tensor) -> None:
         own = self._by_name[name]
         (own[rows] if own.ndim else own).copy_(values)
-
-
-def _move_gradient(buffer: torch.Tensor, parameter: torch.Tensor) -> None:
-    assert parameter.grad is not None
-    buffer.add_(parameter.grad)
-    parameter.grad = None

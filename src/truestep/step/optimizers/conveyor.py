@@ -56,6 +56,8 @@ class Conveyor:
         # What is on its way back, from where and to where: kept until it is there.
         self._going: deque[tuple[Any, Sequence[Tensors], Sequence[Tensors]]] = deque()
         self._most = 0  # bytes in use at the end of a layer, at most, while no load was on the device
+        self._own = self._rise = 0  # bytes in use at the end of the last layer but loads', and what it took of them
+        self._loads = 0  # bytes of loads that are on the device
 
     def come(self, loads: Iterable[Sequence[Tensors]]) -> None:
         """Fetch loads, in the order in which they will be worked on, whenever a layer ends and leaves room."""
@@ -64,14 +66,16 @@ class Conveyor:
 
     def layer_ended(self) -> None:
         """Use the time in which a layer computes: the host has just asked for that."""
+        own = self._lanes.used() - self._loads
+        self._rise, self._own = max(0, own - self._own), own  # the next one may take as much
         self._free_what_is_back()
         while self._going and not self._fits(0):
             self._free_first()
-        if not self._going and not self._ahead:
-            self._most = max(self._most, self._lanes.used())
+        if not self._loads:
+            self._most = max(self._most, own)
         while self._wanted and self._fits(_size(self._wanted[0])):
             try:
-                self._ahead.append(self._lanes.fetch(self._wanted.popleft()))
+                self._take(self._wanted.popleft())
             except torch.OutOfMemoryError:  # in pieces that are too small: it comes in its own time
                 self._wanted.clear()
 
@@ -83,7 +87,7 @@ class Conveyor:
             waiting: Load | None = None  # its copies are the first that came ahead
             for load in loads:
                 if len(self._ahead) < (1 if waiting is None else 2):
-                    self._ahead.append(self._fetch(load[0]))
+                    self._fetch(load[0])
                 if waiting is not None:
                     self._work(waiting)
                 waiting = load
@@ -93,12 +97,16 @@ class Conveyor:
             self.forget()  # no later run must take what came for this one
             raise
 
-    def _fetch(self, load: Sequence[Tensors]) -> tuple[list[Tensors], Any]:
+    def _fetch(self, load: Sequence[Tensors]) -> None:
         try:
-            return self._lanes.fetch(load)
+            self._take(load)
         except torch.OutOfMemoryError:  # unless what is on its way back has the memory
             self.settle()
-            return self._lanes.fetch(load)
+            self._take(load)
+
+    def _take(self, load: Sequence[Tensors]) -> None:
+        self._ahead.append(self._lanes.fetch(load))
+        self._loads += _size(load)
 
     def settle(self) -> None:
         """Wait until all is back on the host."""
@@ -113,7 +121,7 @@ class Conveyor:
         self._wanted.clear()
         while self._ahead:
             self._lanes.wait(self._ahead[0][1])
-            self._ahead.popleft()
+            self._loads -= _size(self._ahead.popleft()[0])
 
     def _work(self, load: Load) -> None:
         """Work on what came first, and send it back."""
@@ -129,7 +137,7 @@ class Conveyor:
             self._free_first()
 
     def _fits(self, more: int) -> bool:
-        return self._lanes.used() + more <= self._most - self._reserve
+        return self._lanes.used() + more <= self._most - max(self._reserve, self._rise)
 
     def _free_what_is_back(self) -> None:
         while self._going and self._lanes.is_back(self._going[0][0]):
@@ -138,7 +146,7 @@ class Conveyor:
     def _free_first(self) -> None:
         """Wait until the first load is back, and free its copies."""
         self._lanes.wait(self._going[0][0])
-        self._going.popleft()
+        self._loads -= _size(self._going.popleft()[1])
 
 
 class Streams:
