@@ -253,14 +253,15 @@ def test_the_host_waits_only_where_it_must(tmp_path: Path, tiny_model: Callable[
 def test_a_window_is_written_past_the_copies_to_the_host() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     window, large, flags = Window(device), torch.ones(2**30, device="cuda"), torch.arange(1000, device="cuda") % 3 == 0
-    host = torch.empty(2**30, pin_memory=True)
+    host, stream, others = torch.empty(2**30, pin_memory=True), torch.cuda.Stream(), ~flags
+    window.inside.fill_(1)
     assert count_true(flags) == 334
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
+    torch.cuda.synchronize()  # all kernels have been loaded
+    with torch.cuda.stream(stream):
         host.copy_(large, non_blocking=True)  # some 80 ms
         copied = torch.cuda.current_stream().record_event()
     window.inside.fill_(7)
-    assert count_true(~flags) == 666
+    assert count_true(others) == 666
     assert window.number == 7 and not copied.query()
     torch.cuda.synchronize()
     assert bool((host == 1).all())

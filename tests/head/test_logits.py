@@ -182,3 +182,18 @@ def test_a_float32_head_keeps_its_precision_under_softcap_scale_and_temperature(
     statistics = row_statistics(scaled_logits(rows.hidden, rows.weight, rows.temperature, settings), rows.label_ids)
     assert largest_difference(statistics.logprobs, wanted.logprobs) < 1e-4
     assert largest_difference(statistics.entropy, wanted.entropy) < 1e-4
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_rows_of_a_gradient_are_selected_where_they_lie(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of three rows: none is written over before it has moved."""
+    monkeypatch.setattr(head_logits, "_BLOCK_BYTES", 3 * 7 * 4)
+    generator = torch.Generator().manual_seed(0)
+    for rows in range(1, 30):
+        parts = [torch.randn(rows, 7, generator=generator) for _ in range(2 if split else 1)]
+        index = (torch.rand(rows, generator=generator) < 0.6).nonzero().flatten()
+        copies = [part.clone() for part in parts]
+        selected = LogitsGradient(*parts).select_(index)
+        assert torch.equal(selected.high, copies[0][index]) and selected.high.data_ptr() == parts[0].data_ptr()
+        if split:
+            assert selected.low is not None and torch.equal(selected.low, copies[1][index])

@@ -146,11 +146,11 @@ def test_loads_come_in_the_last_backward_pass_and_go_back_in_the_next_forward_pa
         lanes.taken = taken
         moving.layer_ended()
     moving.run((load, add) for load in loads)
-    assert len(lanes.going) == 6, "nothing waited: 2,400 bytes are less than layers take"
+    assert len(lanes.going) == 5, "nothing waited while there was room for the first layer of the next step"
     on_device = []
     for taken in (1000, 2000, 3000):
         lanes.taken = taken
-        assert lanes.used() <= 3000 or not on_device, "there is room for the layer, which takes it before it ends"
+        assert lanes.used() <= 3000, "there is room for the layer, which takes it before it ends"
         moving.layer_ended()
         on_device.append(len(lanes.here))
     assert on_device == [2, 0, 0]
@@ -280,7 +280,7 @@ class Passes:
 
     def ended(self, device: torch.device) -> None:
         for lanes in self._lanes:
-            lanes.taken = self._draw.choice((0, 30_000, 300_000))
+            lanes.taken = min(300_000, max(0, lanes.taken + self._draw.choice((-90_000, -60_000, 40_000, 60_000))))
         self._honest(device)
 
 

@@ -174,7 +174,7 @@ def _chunk(
     hidden, out = head.hidden[rows], gradient[rows]
     if count <= _WORTH_GATHERING * len(active):
         index = active.logical_not().argsort(stable=True)[:count]  # `nonzero` would wait for its number again
-        logits_gradient, hidden = logits_gradient[index], hidden[index]
+        logits_gradient, hidden = logits_gradient.select_(index), hidden[index]
         some = out.new_empty(hidden.shape)
         logits_gradient.of_hidden_(head.weight, some)
         out.index_copy_(0, index, some)

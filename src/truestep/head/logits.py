@@ -164,8 +164,9 @@ class LogitsGradient:
     def _parts(self) -> list[torch.Tensor]:
         return [self.high] if self.low is None else [self.high, self.low]
 
-    def __getitem__(self, rows: torch.Tensor) -> "LogitsGradient":
-        return LogitsGradient(self.high[rows], None if self.low is None else self.low[rows])
+    def select_(self, rows: torch.Tensor) -> "LogitsGradient":
+        """Give some rows, whose numbers rise, in the memory of all."""
+        return LogitsGradient(_to_front_(self.high, rows), None if self.low is None else _to_front_(self.low, rows))
 
     def of_hidden_(self, weight: torch.Tensor, out: torch.Tensor) -> None:  # [V, H], [C, H]
         """Write the gradient of the hidden states into `out`, which is float32 or wider."""
@@ -188,6 +189,15 @@ class LogitsGradient:
                 torch.addmm(buffer, part.T, hidden, out_dtype=buffer.dtype, out=buffer)
             else:
                 buffer.addmm_(part.T, hidden.to(part.dtype))
+
+
+def _to_front_(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Move rows to the front, block by block: none is written over before it has moved, since their numbers rise."""
+    most = max(1, _BLOCK_BYTES // (tensor.shape[1] * tensor.itemsize))
+    for start in range(0, len(rows), most):
+        block = rows[start : start + most]
+        tensor[start : start + len(block)] = tensor[block]
+    return tensor[: len(rows)]
 
 
 def round_gradient(gradient: torch.Tensor, dtype: torch.dtype, split: bool) -> "LogitsGradient":

@@ -37,8 +37,9 @@ class NumeratorsGradient:
     label_ids: torch.Tensor  # [C]
     c: torch.Tensor  # [C]
 
-    def __getitem__(self, rows: torch.Tensor) -> "NumeratorsGradient":
-        return NumeratorsGradient(self.values[rows], self.scale[rows], self.label_ids[rows], self.c[rows])
+    def select_(self, rows: torch.Tensor) -> "NumeratorsGradient":
+        values = LogitsGradient(self.values).select_(rows).high
+        return NumeratorsGradient(values, self.scale[rows], self.label_ids[rows], self.c[rows])
 
     def of_hidden_(self, weight: torch.Tensor, out: torch.Tensor) -> None:  # [V, H], [C, H]
         LogitsGradient(self.values).of_hidden_(weight, out)

@@ -29,7 +29,9 @@ from truestep.types import Coefficients, RowStatistics
 class Gradient(Protocol):
     """The gradient dL/d(h Wᵀ), as the two backward products that it enters."""
 
-    def __getitem__(self, rows: torch.Tensor) -> "Gradient": ...
+    def select_(self, rows: torch.Tensor) -> "Gradient":
+        """Give some rows, whose numbers rise, in the memory of all: a copy would take as much again."""
+        ...
 
     def of_hidden_(self, weight: torch.Tensor, out: torch.Tensor) -> None: ...
 

@@ -57,6 +57,7 @@ class Conveyor:
         self._going: deque[tuple[Any, Sequence[Tensors], Sequence[Tensors]]] = deque()
         self._most = 0  # bytes in use at the end of a layer, at most, while no load was on the device
         self._own = self._rise = 0  # bytes in use at the end of the last layer but loads', and what it took of them
+        self._most_rise = 0  # what a layer took, at most
         self._loads = 0  # bytes of loads that are on the device
 
     def come(self, loads: Iterable[Sequence[Tensors]]) -> None:
@@ -68,6 +69,7 @@ class Conveyor:
         """Use the time in which a layer computes: the host has just asked for that."""
         own = self._lanes.used() - self._loads
         self._rise, self._own = max(0, own - self._own), own  # the next one may take as much
+        self._most_rise = max(self._most_rise, self._rise)
         self._free_what_is_back()
         while self._going and not self._fits(0):
             self._free_first()
@@ -83,6 +85,7 @@ class Conveyor:
         """Do the work of each load, in order, on copies on the device, and begin to put them back."""
         self._wanted.clear()
         self.settle()
+        self._rise = self._most_rise  # what comes then is a pass, whose first layer nobody hears of before it ends
         try:
             waiting: Load | None = None  # its copies are the first that came ahead
             for load in loads:
