@@ -305,19 +305,21 @@ def _late(honest: Callable[..., Any], stream: str) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("offload", ["states", "all"])
 def test_what_is_on_the_host_moves_beside_the_passes_and_takes_no_more_memory(
-    offload: str, tmp_path: Path, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    offload: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numbers are bit for bit those without. Some loads come before an update, and some go back after it: copies are
     made later than a device of this speed makes so small ones."""
     write_rollouts(tmp_path / "rollouts.jsonl", 40)
-    monkeypatch.setattr("truestep.step.optimizers.by_weight._NUMBERS", 500)
+    many = {"num_hidden_layers": 12, "layer_types": ["full_attention"] * 12}  # room for one is left free
+    model = make_model(tmp_path / "model", "qwen3_tied", **many)
+    monkeypatch.setattr("truestep.step.optimizers.by_weight._NUMBERS", 2000)
     moves = Moves(monkeypatch)
     for way, stream in (("fetch", "_coming"), ("send", "_going")):
         monkeypatch.setattr(Streams, way, _late(getattr(Streams, way), stream))
     weights, peaks = [], []
     for home in ("none", offload):
         config = file_config(
-            tiny_model("qwen3_tied"), tmp_path / "rollouts.jsonl", tmp_path / home,
+            model, tmp_path / "rollouts.jsonl", tmp_path / home,
             optimizer={"offload": home, "weight_decay": 0.1}, schedule={"steps": 6}, checkpoint={"every": 3},
         )  # fmt: skip
         on_gpu = merged(config.model_dump(), {"model": {"dtype": "bfloat16", "device": "cuda"}})
