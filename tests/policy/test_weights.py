@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -89,6 +91,28 @@ def test_buffers_are_cleared_in_place(tiny_model: Made) -> None:
         assert gradient is before[name]
         assert not gradient.any()
         assert policy.weights.gradient_of(dict(policy.model.named_parameters())[name]) is gradient
+
+
+def test_a_buffer_has_memory_from_its_first_gradient_on(tiny_model: Made) -> None:
+    policy = load_policy(tiny_model("llama"), dtype="bfloat16", device="cpu")
+    buffers = policy.weights.gradients
+    policy.weights.zero_gradients()
+    assert not any(buffer.untyped_storage().nbytes() for buffer in buffers.values())
+    backward(policy, 0)
+    late = {name for name, buffer in buffers.items() if not buffer.untyped_storage().nbytes()}
+    assert late == {"lm_head.weight"}, "what no pass came through has none"
+    assert not policy.weights.gradients["lm_head.weight"].any(), "and who asks for it finds zeros"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_nobody_has_any_more_are_freed(dtype: str, tiny_model: Made) -> None:
+    """A circle through a parameter's hooks would keep them for ever."""
+    policy = load_policy(tiny_model("llama"), dtype=dtype, device="cpu")
+    backward(policy, 0)
+    weights, gradient = weakref.ref(policy.weights), weakref.ref(next(iter(policy.weights.gradients.values())))
+    del policy
+    gc.collect()
+    assert weights() is None and gradient() is None
 
 
 def test_publish_rounds_once(tiny_model: Made) -> None:

@@ -6,8 +6,10 @@ a buffer has memory from a step's first backward pass on: before, what is on its
 Masters on the host are always beside the model, whose own weights and gradients are on the device.
 """
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +50,8 @@ class WholeWeights(Weights):
                 self._buffers[parameter], self._by_name[name] = gradient, parameter
                 self._masters[name] = self._computed[parameter] = master
                 if master is not parameter:
-                    parameter.register_post_accumulate_grad_hook(self._move_gradient)
+                    # Nobody finds a circle through a parameter's hooks: it would keep all of the weights for ever.
+                    parameter.register_post_accumulate_grad_hook(partial(_move_gradient, weakref.ref(self)))
             # The parameters alone: buffers such as rotary frequencies stay float32, as transformers keeps them.
             parameter.data = parameter.data.to(dtype)
             if not parameter.requires_grad:
@@ -78,14 +81,13 @@ class WholeWeights(Weights):
         return buffer
 
     @torch.no_grad()
-    def _move_gradient(self, parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None and isinstance(parameter, torch.nn.Parameter)
+    def add_to_gradient(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        """Add a gradient of one of the model's parameters to the buffer behind it."""
         buffer = self._buffers[parameter]
         if self._take_memory(parameter, buffer):
-            buffer.copy_(parameter.grad)
+            buffer.copy_(gradient)
         else:
-            buffer.add_(parameter.grad)
-        parameter.grad = None
+            buffer.add_(gradient)
 
     def _take_memory(self, parameter: torch.nn.Parameter, buffer: torch.Tensor) -> bool:
         """Give a buffer memory where it has none, and tell whether it had none."""
@@ -124,3 +126,10 @@ class WholeWeights(Weights):
     def publish_rows(self, name: str, rows: slice, values: torch.Tensor) -> None:
         own = self._by_name[name]
         (own[rows] if own.ndim else own).copy_(values)
+
+
+def _move_gradient(weights: Callable[[], WholeWeights | None], parameter: torch.Tensor) -> None:
+    owner = weights()
+    assert owner is not None and parameter.grad is not None and isinstance(parameter, torch.nn.Parameter)
+    owner.add_to_gradient(parameter, parameter.grad)
+    parameter.grad = None
