@@ -15,11 +15,17 @@ from truestep.policy.model.adapter import AdapterSettings, AdapterSource
 
 
 def qwen3(
-    hidden: int, intermediate: int, layers: int = 28, heads: int = 16, tied: bool = True, rank: int = 0
+    hidden: int,
+    intermediate: int,
+    layers: int = 28,
+    heads: int = 16,
+    tied: bool = True,
+    rank: int = 0,
+    vocabulary: int = 151_936,
 ) -> ModelShape:
     """Give a model's shape; with a rank, that of the model with an adapter on all its linear layers."""
     config = transformers.Qwen3Config(
-        vocab_size=151936, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=8, head_dim=128, tie_word_embeddings=tied,
     )  # fmt: skip
     with torch.device("meta"):
@@ -29,6 +35,7 @@ def qwen3(
 
 SMALL, MIDDLE = qwen3(1024, 3072), qwen3(2048, 6144)
 BIG = qwen3(4096, 12288, layers=36, heads=32, tied=False)  # of Qwen3-8B
+THIRD = qwen3(4096, 12288, layers=12, heads=32, tied=False, vocabulary=50_688)  # a third of its layers and words
 ADAPTED_BIG = qwen3(4096, 12288, layers=36, heads=32, tied=False, rank=32)
 ADAPTED_BIGGER = qwen3(5120, 25600, layers=64, heads=64, tied=False, rank=32)  # of Qwen3-32B
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from plan.shapes import ADAPTED_BIG, ADAPTED_BIGGER, BIG, MIDDLE, SMALL, config_of
+from plan.shapes import ADAPTED_BIG, ADAPTED_BIGGER, BIG, MIDDLE, SMALL, THIRD, config_of
 from ranks.cases import on_ranks, train_and_keep
 from small_runs import file_config, quiet_trainer, write_rollouts
 from tiny import make_model
@@ -35,7 +35,7 @@ FITS = {"tokens": 16384, "compile": True, "activation_checkpointing": True}
 MEASURED: list[tuple[ModelShape, dict[str, Any], int, list[float]]] = [
     (SMALL, {"tokens": 16384}, 1, [45.8]),
     (SMALL, {"tokens": 16384, "compile": True}, 1, [34.7]),
-    (SMALL, {"tokens": 16384, "compile": True, "activation_checkpointing": True}, 1, [14.8]),
+    (SMALL, FITS, 1, [13.4]),
     (MIDDLE, {"tokens": 14900, "compile": True}, 1, [63.3]),  # 256 documents of 640 tokens, dealt out evenly
     (MIDDLE, {"tokens": 12288}, 1, [69.1]),  # 128 of 384
     (MIDDLE, {"tokens": 16384, **RECOMPUTED}, 2, [22.18]),
@@ -51,6 +51,15 @@ MEASURED: list[tuple[ModelShape, dict[str, Any], int, list[float]]] = [
     (MIDDLE, {"tokens": 65536, "several": False, "chunk": 2048, "context": 2}, 2, [123.4]),
     (BIG, {**FITS, "optimizer": {"type": "adamw_8bit"}}, 1, [100.8]),
     (BIG, {**FITS, "optimizer": {"offload": "all"}}, 1, [54.8]),
+    (MIDDLE, {**FITS, "activation_checkpointing": False}, 1, [63.4]),
+    (MIDDLE, {**FITS, "activation_checkpointing": False, "optimizer": {"offload": "states"}}, 1, [50.6]),
+    (MIDDLE, {**FITS, "activation_checkpointing": False, "optimizer": {"offload": "all"}}, 1, [44.2]),
+    (MIDDLE, {**FITS, "activation_checkpointing": False, "optimizer": {"type": "adamw_8bit"}}, 1, [53.9]),
+    (THIRD, FITS, 1, [50.3]),
+    (THIRD, {**FITS, "optimizer": {"offload": "states"}}, 1, [29.9]),
+    (THIRD, {**FITS, "optimizer": {"offload": "all"}}, 1, [19.7]),
+    (THIRD, {**FITS, "optimizer": {"type": "adamw_8bit"}}, 1, [35.1]),
+    (THIRD, {**FITS, "optimizer": {"type": "adamw_8bit", "offload": "all"}}, 1, [19.7]),
     (ADAPTED_BIG, FITS, 1, [25.4]),
     (ADAPTED_BIGGER, FITS, 1, [81.9]),
 ]
@@ -62,7 +71,7 @@ def test_planned_peaks_are_within_a_tenth_of_measured_ones(
 ) -> None:
     config = config_of(**options)
     planned = plan_memory(config, shape, layout_of(config, ranks))
-    assert [rank.total / GIB for rank in planned] == [pytest.approx(peak, rel=0.105) for peak in measured]
+    assert [rank.total / GIB for rank in planned] == [pytest.approx(peak, rel=0.10) for peak in measured]
 
 
 def test_what_a_weight_takes_by_hand() -> None:

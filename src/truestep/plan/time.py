@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from truestep.config.schema import Config
 from truestep.config.sections import AdamW8BitConfig, AdamWConfig, CustomOptimizer, MuonConfig
 from truestep.plan.cards import Card
-from truestep.plan.memory import masters_offloaded, offloaded, recomputes, reduces_each, state_bytes
+from truestep.plan.memory import (
+    ACTIVATIONS,
+    masters_offloaded,
+    offloaded,
+    plan_memory,
+    recomputes,
+    reduces_each,
+    state_bytes,
+)
 from truestep.plan.shape import ModelShape
 from truestep.ranks.axes import RankLayout
 
@@ -31,7 +39,8 @@ _LAUNCH_EAGER, _LAUNCH_COMPILED, _LAUNCH_EXCHANGE = 0.008, 0.003, 1.6
 _SELECTIVE_PRODUCTS = 0.55  # the part of a layer's products that selective recomputation makes again
 _SMALL = 0.5  # of the copy rate, which kernels over many weights have
 _HIDDEN_EXCHANGE = 0.8  # of the computation beside it, behind which an exchange of weights can hide
-_BYTES_8BIT = 1260.0  # a weight that adamw_8bit reads and writes, by torch's plain operations
+_BYTES_8BIT = 90.0  # of the copy rate, which adamw_8bit takes for a weight: its host launches a kernel for each
+_BACKWARD = 0.67  # the part of a micro-batch's computation that its backward pass has
 _FLOAT32_PRODUCTS = 0.07  # of the bfloat16 rate, which Muon's float32 products have
 
 
@@ -108,6 +117,9 @@ def plan_time(config: Config, shape: ModelShape, layout: RankLayout, card: Card,
         each = config.parallel.stages_per_rank
         parts["pipeline that fills and empties"] = beside * (stages - 1) / (rank.micro_batches * each)
     parts |= _update(config, shape, card, rank)
+    if offloaded(config):
+        room = max(stage.kinds[ACTIVATIONS] for stage in plan_memory(config, shape, layout))
+        parts["optimizer's state over the bus"] = _moves(config, shape, card, rank, room, beside)
     return StepTime({name: seconds for name, seconds in parts.items() if seconds > 0}, work.tokens)
 
 
@@ -240,13 +252,17 @@ def _update(config: Config, shape: ModelShape, card: Card, rank: _Rank) -> dict[
         rate = card.products * (_FLOAT32_PRODUCTS if optimizer.ns_dtype == "float32" else 1.0)
         sharing = math.prod(rank.sizes.values())
         seconds += optimizer.ns_steps * _iteration(shape) / sharing / rate
-    parts = {"optimizer": seconds}
-    if offloaded(config):
-        trained = shape.part(0, 1, 1, 1, trained=True)
-        states = state_bytes(config, shape, trained) / max(1, trained.all)
-        moved = (states + (4 if masters_offloaded(config) else 0)) * own
-        parts["optimizer's state over the bus"] = max(0.0, moved / card.bus)
-    return parts
+    return {"optimizer": seconds}
+
+
+def _moves(config: Config, shape: ModelShape, card: Card, rank: _Rank, activations: float, computation: float) -> float:
+    """Compute what the optimizer's state adds, which goes to the device and back, both ways at once. It comes during
+    the last backward pass as far as activations have given up their memory."""
+    trained = shape.part(0, 1, 1, 1, trained=True)
+    states = state_bytes(config, shape, trained) / max(1, trained.all)
+    moved = (states + (4 if masters_offloaded(config) else 0)) * rank.own
+    covered = min(activations / card.bus, _BACKWARD * computation / rank.micro_batches)
+    return max(0.0, moved / card.bus - covered)
 
 
 def _iteration(shape: ModelShape) -> float:
