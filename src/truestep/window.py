@@ -15,9 +15,10 @@ class Window:
     """One number, to be written on the device and read on the host."""
 
     def __init__(self, device: torch.device):
-        with torch.inference_mode(False):  # or it could not be written outside
+        with torch.inference_mode(False), torch.cuda.device(device):  # or it could not be written outside
             self._host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
             self.inside = torch.as_tensor(_Memory(self._host), device=device)  # the same memory
+        assert self.inside.data_ptr() == self._host.data_ptr(), "a copy would never be written"
         self._reads: Any = self._host.numpy()  # and the same again
 
     @property

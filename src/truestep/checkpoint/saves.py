@@ -112,7 +112,10 @@ class Saves:
         def write() -> Written:
             staged.copy()
             sync()
-            return self._store.write_part(progress.step, ranks.rank, staged, random)
+            try:
+                return self._store.write_part(progress.step, ranks.rank, staged, random)
+            finally:
+                staged.forget()
 
         task, self._staged = Task(write), staged
         self._under_way = _UnderWay(progress, documents_seen, task)

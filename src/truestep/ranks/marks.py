@@ -59,8 +59,9 @@ def mark(kind: str, device: torch.device) -> None:
     index = torch.cuda.current_device() if device.index is None else device.index
     if torch.cuda.is_current_stream_capturing():
         return
+    window = _reached(index)  # before another thread may look for it
     _asked[index] = _asked.get(index, 0) + 1
-    _reached(index).inside.fill_(_asked[index])
+    window.inside.fill_(_asked[index])
 
 
 def outstanding() -> bool:
