@@ -427,6 +427,8 @@ def init(directory: Path, model: Path | None, seed: int) -> None:
     """Write a task that runs as it is into DIRECTORY. It has prompts, a reward, a configuration and a test."""
     from truestep.init.make import init as run
 
+    if model is None:
+        _print("making a tiny model, which takes some seconds")
     written = run(directory, model, seed)
     _print(f"{directory}: {', '.join(path.name for path in written)}")
     _print(f"next: cd {directory} && truestep train config.yaml")
