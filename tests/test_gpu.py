@@ -333,5 +333,5 @@ def test_what_is_on_the_host_moves_beside_the_passes_and_takes_no_more_memory(
         del trainer
         gc.collect()  # its memory is not the next one's
     assert all(torch.equal(weights[1][name], value) for name, value in weights[0].items())
-    assert max(moves.ahead) > 0 and max(moves.going) > 1, (moves.ahead, moves.going)
+    assert max(moves.ahead) > 0 and max(moves.going) > 2, (moves.ahead, moves.going)
     assert peaks[1] <= peaks[0], peaks

@@ -18,7 +18,8 @@ class Window:
         with torch.inference_mode(False), torch.cuda.device(device):  # or it could not be written outside
             self._host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
             self.inside = torch.as_tensor(_Memory(self._host), device=device)  # the same memory
-        assert self.inside.data_ptr() == self._host.data_ptr(), "a copy would never be written"
+        if self.inside.data_ptr() != self._host.data_ptr():
+            raise RuntimeError(f"pinned memory of another GPU than {device}: one process has one GPU")
         self._reads: Any = self._host.numpy()  # and the same again
 
     @property

@@ -97,6 +97,9 @@ def test_a_buffer_has_memory_from_its_first_gradient_on(tiny_model: Made) -> Non
     policy = load_policy(tiny_model("llama"), dtype="bfloat16", device="cpu")
     buffers = policy.weights.gradients
     policy.weights.zero_gradients()
+    assert all(buffer.untyped_storage().nbytes() for buffer in buffers.values()), "unless something goes to the host"
+    policy.weights.moved_beside(lambda: None)
+    policy.weights.zero_gradients()
     assert not any(buffer.untyped_storage().nbytes() for buffer in buffers.values())
     backward(policy, 0)
     late = {name for name, buffer in buffers.items() if not buffer.untyped_storage().nbytes()}
@@ -186,3 +189,14 @@ def test_the_padding_tokens_row_has_a_gradient_where_the_token_is_real(dtype: st
     documents = [replace(document, input_ids=document.input_ids * 0 + padding) for document in make_documents([5])]
     policy.hidden(pack_all(documents).tokens).sum().backward()
     assert policy.weights.gradients["model.embed_tokens.weight"][padding].norm() > 0
+
+
+def test_collected_gradients_outlive_the_step(tiny_model: Made) -> None:
+    """The memory of a gradient may be lent when the next step begins."""
+    policy = load_policy(tiny_model("llama"), dtype="bfloat16", device="cpu")
+    policy.weights.moved_beside(lambda: None)
+    backward(policy, 0)
+    collected = policy.weights.collect_gradients()
+    wanted = {name: gradient.clone() for name, gradient in policy.weights.gradients.items()}
+    policy.weights.zero_gradients()
+    assert all(same_bits(collected[name], gradient) for name, gradient in wanted.items())

@@ -110,9 +110,9 @@ class Saves:
         random = encode_random()
 
         def write() -> Written:
-            staged.copy()
-            sync()
             try:
+                staged.copy()
+                sync()
                 return self._store.write_part(progress.step, ranks.rank, staged, random)
             finally:
                 staged.forget()
@@ -183,6 +183,8 @@ class Saves:
 
     def close(self) -> None:
         """Wait for threads that are in torch's own code: a process that ends meanwhile is aborted by them."""
-        self._staging.close()
-        if self._staged is not None:
-            self._staged.give_up()
+        try:
+            self._staging.close()
+        finally:
+            if self._staged is not None:
+                self._staged.give_up()

@@ -84,7 +84,7 @@ class Staged:
 
     def forget(self) -> None:
         """Let go of a thousand views, where no step waits for that."""
-        self.parts, self.image = (), self.image[:0]
+        self.parts, self.image = (), torch.empty(0, dtype=torch.uint8)
 
     def give_up(self) -> None:
         """Copy no more, and wait for the end of that."""
@@ -119,8 +119,9 @@ class Staging:
 
     def close(self) -> None:
         """Wait for the thread that makes memory, whatever becomes of it."""
-        if self._making is not None:
-            self._making.wait()
+        making = self._making  # another thread may be done with it
+        if making is not None:
+            making.wait()
 
     def stage(self, parts: Iterable[TensorPart]) -> Staged:
         """Give parts that are to be copied."""
@@ -145,11 +146,12 @@ class Staging:
         return image, copies
 
     def _wait_for_room(self) -> None:
-        making, self._making = self._making, None
+        making = self._making
         if making is None:
             return
         with progress.waiting_for("host memory for a checkpoint"):
             making.wait()
+        self._making = None
         if making.error is not None:
             raise making.error
 

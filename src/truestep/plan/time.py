@@ -39,7 +39,7 @@ _LAUNCH_EAGER, _LAUNCH_COMPILED, _LAUNCH_EXCHANGE = 0.008, 0.003, 1.6
 _SELECTIVE_PRODUCTS = 0.55  # the part of a layer's products that selective recomputation makes again
 _SMALL = 0.5  # of the copy rate, which kernels over many weights have
 _HIDDEN_EXCHANGE = 0.8  # of the computation beside it, behind which an exchange of weights can hide
-_BYTES_8BIT = 90.0  # of the copy rate, which adamw_8bit takes for a weight: its host launches a kernel for each
+_BYTES_8BIT = 90.0  # a weight: at the copy rate they take as long as adamw_8bit does, its host's launches included
 _BACKWARD = 0.67  # the part of a micro-batch's computation that its backward pass has
 _FLOAT32_PRODUCTS = 0.07  # of the bfloat16 rate, which Muon's float32 products have
 
@@ -241,7 +241,7 @@ def _exchange(config: Config, shape: ModelShape, card: Card, rank: _Rank, beside
 
 
 def _update(config: Config, shape: ModelShape, card: Card, rank: _Rank) -> dict[str, float]:
-    """Compute the time of the gradient's norm and of the optimizer, and of what it brings from the host and back."""
+    """Compute the time of the gradient's norm and of the optimizer."""
     optimizer, own = config.optimizer, rank.own
     seconds = 16 * own / (_SMALL * card.copy)  # zeros, the norm, the clip
     if isinstance(optimizer, AdamW8BitConfig):

@@ -48,6 +48,7 @@ class Weights(Protocol):
     # Masters lie on the host, and what the model computes with is beside them on the device. Then they have no `grad`.
     masters_on_host: bool = False
     _settle: Callable[[], None] = staticmethod(lambda: None)
+    _lends: bool = False  # what goes back to the host beside a step has the memory of gradients until these need it
     _masters: dict[str, torch.nn.Parameter]
 
     @property
@@ -60,7 +61,7 @@ class Weights(Protocol):
     def moved_beside(self, settle: Callable[[], None]) -> None:
         """Take what waits until nothing is on its way back to the host: an optimizer lets its states, and masters on
         the host, go back beside other things. Who asks for such masters waits, and so does sampling, for the memory."""
-        self._settle = settle
+        self._settle, self._lends = settle, True
 
     def zero_gradients(self) -> None: ...
 
@@ -170,6 +171,7 @@ class Weights(Protocol):
         return self.on_first({name: parts.get(name) for name in self.pieces}, dtype)
 
     def collect_gradients(self) -> dict[str, torch.Tensor]:
-        """Join every reduced gradient on the first rank."""
+        """Copy every reduced gradient to the host of the first rank."""
         parts = self.gradients
-        return self.on_first({name: parts.get(name) for name, piece in self.pieces.items() if piece.trained})
+        joined = self.on_first({name: parts.get(name) for name, piece in self.pieces.items() if piece.trained})
+        return {name: whole.to("cpu", copy=True) for name, whole in joined.items()}  # a gradient's memory may be lent

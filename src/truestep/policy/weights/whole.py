@@ -1,8 +1,9 @@
 """Weights that are not sharded: gradients are summed over the ranks once a step.
 
 The weights of a float32 model are its own parameters. Those of a bfloat16 model are float32 masters beside it: each
-micro-batch's gradient is added to a float32 buffer at once, and an update rounds the masters into the model once. Such
-a buffer has memory from a step's first backward pass on: before, what is on its way to the host may have it.
+micro-batch's gradient is added to a float32 buffer at once, and an update rounds the masters into the model once. Where
+states lie on the host, such a buffer has no memory from the beginning of a step to its first gradient: what is on its
+way to the host may have it.
 Masters on the host are always beside the model, whose own weights and gradients are on the device.
 """
 
@@ -98,12 +99,15 @@ class WholeWeights(Weights):
         return True
 
     def zero_gradients(self) -> None:
+        kept = []
         for parameter, buffer in self._buffers.items():
-            if self._computed[parameter] is parameter:  # autograd adds to it
-                buffer.zero_()
-            else:
+            if self._lends and self._computed[parameter] is not parameter:  # to others autograd itself adds
                 buffer.untyped_storage().resize_(0)
                 self._without_memory.add(parameter)
+            else:
+                kept.append(buffer)
+        if kept:
+            torch._foreach_zero_(kept)
 
     @contextmanager
     def head(self, model: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
@@ -130,6 +134,7 @@ class WholeWeights(Weights):
 
 def _move_gradient(weights: Callable[[], WholeWeights | None], parameter: torch.Tensor) -> None:
     owner = weights()
-    assert owner is not None and parameter.grad is not None and isinstance(parameter, torch.nn.Parameter)
+    assert owner is not None, "the weights of this model are gone"
+    assert parameter.grad is not None and isinstance(parameter, torch.nn.Parameter)
     owner.add_to_gradient(parameter, parameter.grad)
     parameter.grad = None

@@ -56,9 +56,11 @@ class Conveyor:
         # What is on its way back, from where and to where: kept until it is there.
         self._going: deque[tuple[Any, Sequence[Tensors], Sequence[Tensors]]] = deque()
         self._most = 0  # bytes in use at the end of a layer, at most, while no load was on the device
-        self._own = self._rise = 0  # bytes in use at the end of the last layer but loads', and what it took of them
-        self._most_rise = 0  # what a layer took, at most
         self._loads = 0  # bytes of loads that are on the device
+        self._own: int | None = None  # bytes in use beside loads, at the end of the last layer or update
+        self._rise = 0  # by so many the last layer made them grow
+        self._first_rise = 0  # and the first layer after an update
+        self._updated = False  # no layer has ended since the last update
 
     def come(self, loads: Iterable[Sequence[Tensors]]) -> None:
         """Fetch loads, in the order in which they will be worked on, whenever a layer ends and leaves room."""
@@ -68,8 +70,10 @@ class Conveyor:
     def layer_ended(self) -> None:
         """Use the time in which a layer computes: the host has just asked for that."""
         own = self._lanes.used() - self._loads
-        self._rise, self._own = max(0, own - self._own), own  # the next one may take as much
-        self._most_rise = max(self._most_rise, self._rise)
+        self._rise = 0 if self._own is None else max(0, own - self._own)  # the next one may take as much
+        if self._updated:
+            self._updated, self._first_rise = False, self._rise
+        self._own = own
         self._free_what_is_back()
         while self._going and not self._fits(0):
             self._free_first()
@@ -85,7 +89,7 @@ class Conveyor:
         """Do the work of each load, in order, on copies on the device, and begin to put them back."""
         self._wanted.clear()
         self.settle()
-        self._rise = self._most_rise  # what comes then is a pass, whose first layer nobody hears of before it ends
+        self._rise = self._first_rise  # what comes behind it is a layer, of which nobody hears before it ends
         try:
             waiting: Load | None = None  # its copies are the first that came ahead
             for load in loads:
@@ -96,6 +100,7 @@ class Conveyor:
                 waiting = load
             if waiting is not None:
                 self._work(waiting)
+            self._own, self._updated = self._lanes.used() - self._loads, True
         except BaseException:
             self.forget()  # no later run must take what came for this one
             raise
@@ -140,7 +145,7 @@ class Conveyor:
             self._free_first()
 
     def _fits(self, more: int) -> bool:
-        return self._lanes.used() + more <= self._most - max(self._reserve, self._rise)
+        return self._lanes.used() + more <= self._most - self._reserve - self._rise
 
     def _free_what_is_back(self) -> None:
         while self._going and self._lanes.is_back(self._going[0][0]):
