@@ -110,12 +110,9 @@ class Saves:
         random = encode_random()
 
         def write() -> Written:
-            try:
-                staged.copy()
-                sync()
-                return self._store.write_part(progress.step, ranks.rank, staged, random)
-            finally:
-                staged.forget()
+            staged.copy()
+            sync()
+            return self._store.write_part(progress.step, ranks.rank, staged, random)
 
         task, self._staged = Task(write), staged
         self._under_way = _UnderWay(progress, documents_seen, task)

@@ -82,10 +82,6 @@ class Staged:
                 yield piece
             progress.made("bytes staged", source.nbytes)
 
-    def forget(self) -> None:
-        """Let go of a thousand views, where no step waits for that."""
-        self.parts, self.image = (), torch.empty(0, dtype=torch.uint8)
-
     def give_up(self) -> None:
         """Copy no more, and wait for the end of that."""
         self._given_up = True
