@@ -40,16 +40,14 @@ class _Memory:
         }
 
 
-@cache
-def _window(index: int) -> Window:
-    return Window(torch.device("cuda", index))
+_window = cache(Window)
 
 
 def count_true(flags: torch.Tensor) -> int:
     """Count what is true. The host waits for it."""
     if not flags.is_cuda:
         return int(flags.sum())
-    window = _window(flags.device.index)
+    window = _window(flags.device)
     torch.sum(flags, 0, keepdim=True, dtype=torch.int64, out=window.inside)
     torch.cuda.current_stream(flags.device).synchronize()
     return window.number

@@ -40,7 +40,6 @@ class WholeWeights(Weights):
         self._computed: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # masters by the model's parameters
         self._buffers: dict[torch.nn.Parameter, torch.Tensor] = {}  # gradients by the model's parameters
         self._by_name: dict[str, torch.nn.Parameter] = {}  # the model's parameters of the masters
-        self._without_memory: set[torch.nn.Parameter] = set()  # whose gradients have none now, and are zeros
         # `named_parameters` gives a tied tensor once, under the name it is first registered by: its input embedding's.
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -69,41 +68,27 @@ class WholeWeights(Weights):
 
     @property
     def gradients(self) -> dict[str, torch.Tensor]:
-        for parameter in list(self._without_memory):
-            self.gradient_of(parameter)
-        return {name: self._buffers[parameter] for name, parameter in self._by_name.items()}
+        return {name: _with_memory(self._buffers[parameter]) for name, parameter in self._by_name.items()}
 
-    @torch.no_grad()
     def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """Give the float32 buffer behind one of the model's parameters; None if it is frozen."""
         buffer = self._buffers.get(parameter)
-        if buffer is not None and self._take_memory(parameter, buffer):
-            buffer.zero_()
-        return buffer
+        return None if buffer is None else _with_memory(buffer)
 
     @torch.no_grad()
     def add_to_gradient(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         """Add a gradient of one of the model's parameters to the buffer behind it."""
         buffer = self._buffers[parameter]
-        if self._take_memory(parameter, buffer):
+        if _takes_memory(buffer):
             buffer.copy_(gradient)
         else:
             buffer.add_(gradient)
-
-    def _take_memory(self, parameter: torch.nn.Parameter, buffer: torch.Tensor) -> bool:
-        """Give a buffer memory where it has none, and tell whether it had none."""
-        if parameter not in self._without_memory:
-            return False
-        buffer.untyped_storage().resize_(buffer.numel() * buffer.itemsize)
-        self._without_memory.discard(parameter)
-        return True
 
     def zero_gradients(self) -> None:
         kept = []
         for parameter, buffer in self._buffers.items():
             if self._lends and self._computed[parameter] is not parameter:  # to others autograd itself adds
                 buffer.untyped_storage().resize_(0)
-                self._without_memory.add(parameter)
             else:
                 kept.append(buffer)
         if kept:
@@ -138,3 +123,18 @@ def _move_gradient(weights: Callable[[], WholeWeights | None], parameter: torch.
     assert parameter.grad is not None and isinstance(parameter, torch.nn.Parameter)
     owner.add_to_gradient(parameter, parameter.grad)
     parameter.grad = None
+
+
+def _takes_memory(buffer: torch.Tensor) -> bool:
+    """Give a buffer memory where it has none, and tell whether it had none."""
+    storage = buffer.untyped_storage()
+    if storage.nbytes():
+        return False
+    storage.resize_(buffer.numel() * buffer.itemsize)
+    return True
+
+
+@torch.no_grad()
+def _with_memory(buffer: torch.Tensor) -> torch.Tensor:
+    """Give a buffer, with zeros where it had no memory."""
+    return buffer.zero_() if _takes_memory(buffer) else buffer

@@ -56,7 +56,6 @@ class Conveyor:
         # What is on its way back, from where and to where: kept until it is there.
         self._going: deque[tuple[Any, Sequence[Tensors], Sequence[Tensors]]] = deque()
         self._most = 0  # bytes in use at the end of a layer, at most, while no load was on the device
-        self._loads = 0  # bytes of loads that are on the device
         self._own: int | None = None  # bytes in use beside loads, at the end of the last layer or update
         self._rise = 0  # by so many the last layer made them grow
         self._first_rise = 0  # and the first layer after an update
@@ -69,7 +68,7 @@ class Conveyor:
 
     def layer_ended(self) -> None:
         """Use the time in which a layer computes: the host has just asked for that."""
-        own = self._lanes.used() - self._loads
+        own = self._own_bytes()
         self._rise = 0 if self._own is None else max(0, own - self._own)  # the next one may take as much
         if self._updated:
             self._updated, self._first_rise = False, self._rise
@@ -77,7 +76,7 @@ class Conveyor:
         self._free_what_is_back()
         while self._going and not self._fits(0):
             self._free_first()
-        if not self._loads:
+        if not self._going and not self._ahead:
             self._most = max(self._most, own)
         while self._wanted and self._fits(_size(self._wanted[0])):
             try:
@@ -100,7 +99,7 @@ class Conveyor:
                 waiting = load
             if waiting is not None:
                 self._work(waiting)
-            self._own, self._updated = self._lanes.used() - self._loads, True
+            self._own, self._updated = self._own_bytes(), True
         except BaseException:
             self.forget()  # no later run must take what came for this one
             raise
@@ -114,7 +113,11 @@ class Conveyor:
 
     def _take(self, load: Sequence[Tensors]) -> None:
         self._ahead.append(self._lanes.fetch(load))
-        self._loads += _size(load)
+
+    def _own_bytes(self) -> int:
+        """Count what is in use beside the loads that are on the device."""
+        loads = sum(_size(copies) for copies, _ in self._ahead) + sum(_size(copies) for _, copies, _ in self._going)
+        return self._lanes.used() - loads
 
     def settle(self) -> None:
         """Wait until all is back on the host."""
@@ -129,7 +132,7 @@ class Conveyor:
         self._wanted.clear()
         while self._ahead:
             self._lanes.wait(self._ahead[0][1])
-            self._loads -= _size(self._ahead.popleft()[0])
+            self._ahead.popleft()
 
     def _work(self, load: Load) -> None:
         """Work on what came first, and send it back."""
@@ -154,7 +157,7 @@ class Conveyor:
     def _free_first(self) -> None:
         """Wait until the first load is back, and free its copies."""
         self._lanes.wait(self._going[0][0])
-        self._loads -= _size(self._going.popleft()[1])
+        self._going.popleft()
 
 
 class Streams:
