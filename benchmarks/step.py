@@ -34,6 +34,7 @@ from truestep.policy.weights.protocol import Weights
 from truestep.step.clipping import clip_gradients, gradient_norm
 from truestep.step.optimizer import make_adamw, make_adamw_8bit, make_muon, update
 from truestep.step.optimizers.adamw import AdamWOptions
+from truestep.step.optimizers.by_weight import Home
 from truestep.step.optimizers.muon import MuonOptions
 from truestep.step.plan import StepRule, plan_exactly
 from truestep.step.runner import StepRunner
@@ -53,6 +54,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--optimizer", choices=["adamw", "adamw_8bit", "muon"], default="adamw")
     parser.add_argument("--offload", choices=["none", "states", "all"], default="none", help="optimizer.offload")
+    parser.add_argument("--offload-room", type=float, default=0.0, help="optimizer.offload_room, GiB")
     parser.add_argument("--heads", type=int, default=16, help="of queries; there are 8 of keys and values")
     parser.add_argument("--untied", action="store_true", help="the head is not the embedding")
     parser.add_argument("--lora", type=int, metavar="RANK", help="train an adapter on all linear layers, and it alone")
@@ -128,7 +130,7 @@ def flops(policy_parameters: int, embedding: int, documents: list[Rollout], give
 
 def make_optimizer(weights: Weights, given: argparse.Namespace) -> torch.optim.Optimizer:
     adamw = AdamWOptions((0.9, 0.999), 1e-8, 0.0)
-    home = "device" if given.offload == "none" else "host"
+    home = Home(given.offload != "none", round(given.offload_room * 2**30))
     if given.optimizer == "muon":
         muon = MuonOptions(0.95, True, 5, "match_rms_adamw", 0.0, getattr(torch, given.ns_dtype))
         return make_muon(weights, muon, adamw, home)

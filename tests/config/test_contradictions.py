@@ -83,6 +83,10 @@ CASES = [
         "or selective",
     ),
     (
+        MODEL + "optimizer: {type: adamw, offload_room: 8}\n",
+        "2: optimizer.offload_room is for what offload moves: set optimizer.offload too, states or all",
+    ),
+    (
         "model: {path: m, attention: flash, dtype: float32}\n",
         "1: model.attention: flash computes in bfloat16 on a GPU: it cannot be used with model.dtype: float32",
     ),

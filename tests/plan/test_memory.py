@@ -22,6 +22,7 @@ from truestep.plan.memory import (
     GRADIENTS,
     MASTERS,
     REFERENCE,
+    ROOM,
     STATES,
     UNREDUCED,
     WEIGHTS,
@@ -58,6 +59,9 @@ MEASURED: list[tuple[ModelShape, dict[str, Any], int, list[float]]] = [
     (THIRD, FITS, 1, [50.3]),
     (THIRD, {**FITS, "optimizer": {"offload": "states"}}, 1, [29.9]),
     (THIRD, {**FITS, "optimizer": {"offload": "all"}}, 1, [19.7]),
+    (THIRD, {**FITS, "optimizer": {"offload": "states", "offload_room": 12}}, 1, [40.3]),
+    (THIRD, {**FITS, "optimizer": {"offload": "all", "offload_room": 12}}, 1, [30.2]),
+    (THIRD, {**FITS, "optimizer": {"offload": "all", "offload_room": 24}}, 1, [42.2]),
     (THIRD, {**FITS, "optimizer": {"type": "adamw_8bit"}}, 1, [35.1]),
     (THIRD, {**FITS, "optimizer": {"type": "adamw_8bit", "offload": "all"}}, 1, [19.7]),
     (ADAPTED_BIG, FITS, 1, [25.4]),
@@ -172,6 +176,9 @@ def test_what_lies_on_the_host_is_off_the_device_by_hand() -> None:
         config = Config.model_validate(given | {"optimizer": {"offload": offload}})
         (rank,) = plan_memory(config, MIDDLE, layout_of(config, 1))
         assert sum(rank.kinds[kind] for kind in kinds) == wanted * MIDDLE.total
+    roomy = {"optimizer": {"offload": "states", "offload_room": 1000}}
+    (rank,) = plan_memory(Config.model_validate(given | roomy), MIDDLE, layout_of(config, 1))
+    assert rank.kinds[ROOM] == 8 * MIDDLE.total, "no more than there is"
     both = [Config.model_validate(given | {"optimizer": {"offload": offload}}) for offload in ("states", "all")]
     states, everything = (plan_memory(config, MIDDLE, layout_of(config, 2))[0].kinds for config in both)
     assert everything[MASTERS] == 0 and everything[WEIGHTS] - states[WEIGHTS] == 2 * MIDDLE.total / 2

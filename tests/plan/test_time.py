@@ -69,6 +69,7 @@ MEASURED: dict[str, tuple[Any, dict[str, Any], int, Work, float]] = {
 
 # And on one H100: how optimizers differ.
 EIGHT_BITS: dict[str, Any] = {"type": "adamw_8bit"}
+ALL: dict[str, Any] = {"offload": "all"}
 MEASURED_ON_AN_H100: dict[str, tuple[ModelShape, dict[str, Any], float]] = {
     "0.60B": (SMALL, FITS, 1.109),
     "1.72B": (MIDDLE, FAST, 1.335),
@@ -78,6 +79,13 @@ MEASURED_ON_AN_H100: dict[str, tuple[ModelShape, dict[str, Any], float]] = {
     "2.73B": (THIRD, FITS, 2.276),
     "2.73B, states on the host": (THIRD, {**FITS, "optimizer": {"offload": "states"}}, 2.736),
     "2.73B, all on the host": (THIRD, {**FITS, "optimizer": {"offload": "all"}}, 2.964),
+    "2.73B, states on the host, room of 12 GiB": (
+        THIRD,
+        {**FITS, "optimizer": {"offload": "states", "offload_room": 12}},
+        2.437,
+    ),
+    "2.73B, all on the host, room of 12 GiB": (THIRD, {**FITS, "optimizer": {**ALL, "offload_room": 12}}, 2.688),
+    "2.73B, all on the host, room of 24 GiB": (THIRD, {**FITS, "optimizer": {**ALL, "offload_room": 24}}, 2.419),
     "2.73B, 8-bit states": (THIRD, {**FITS, "optimizer": EIGHT_BITS}, 2.309),
     "2.73B, 8-bit states, all on the host": (THIRD, {**FITS, "optimizer": {**EIGHT_BITS, "offload": "all"}}, 2.571),
 }

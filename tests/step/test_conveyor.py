@@ -226,6 +226,26 @@ def test_what_a_pass_takes_beyond_its_layers_is_left_free() -> None:
     assert lanes.used() == 2000
 
 
+def test_room_that_is_given_is_used_beyond_what_steps_have_taken() -> None:
+    """Nothing but what is always in use: without room of their own, loads come in their own time."""
+    on_device = []
+    for room in (0, 1100):
+        lanes = LateLanes()
+        moving, loads = by_hand(lanes), loads_of(6)
+        moving._room = room
+        lanes.taken = 3000
+        moving.layer_ended()
+        moving.come(loads)
+        moving.layer_ended()
+        on_device.append(len(lanes.here))
+        moving.run((load, add) for load in loads)
+        on_device.append(len(lanes.going))
+        assert lanes.most <= 3000 + max(room, 4 * 400)
+        moving.settle()
+        assert [load[0]["value"].unique().item() for load in loads] == [1, 2, 3, 4, 5, 6]
+    assert on_device == [0, 2, 2, 2], "two of 400 bytes fit 1,100"
+
+
 def test_without_room_two_loads_go_back_at_a_time() -> None:
     lanes = LateLanes()
     moving, loads = by_hand(lanes), loads_of(9)
@@ -311,10 +331,11 @@ def test_a_run_is_the_same_bit_for_bit_however_late_copies_are(
         return made[-1]
 
     def run(name: str, offload: str) -> Path:
+        room = {} if offload == "none" else {"offload_room": seed * 1e-4}  # GiB: some loads
         for steps in (3, 6):
             config = file_config(
                 model, tmp_path / "rollouts.jsonl", tmp_path / name,
-                optimizer={"type": kind, "offload": offload, "weight_decay": 0.1},
+                optimizer={"type": kind, "offload": offload, "weight_decay": 0.1, **room},
                 schedule={"steps": steps}, checkpoint={"every": 2},
             )  # fmt: skip
             half = merged(config.model_dump(), {"model": {"dtype": "bfloat16"}})

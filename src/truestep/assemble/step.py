@@ -31,6 +31,7 @@ from truestep.step.optimizer import (
     make_muon,
 )
 from truestep.step.optimizers.adamw import AdamWOptions
+from truestep.step.optimizers.by_weight import Home
 from truestep.step.optimizers.muon import MuonOptions
 from truestep.step.plan import StepRule
 from truestep.step.queue import PlanQueue
@@ -200,7 +201,7 @@ def make_optimizer(config: Config, weights: Weights) -> torch.optim.Optimizer:
     if isinstance(optimizer, CustomOptimizer):
         return make_custom_optimizer(load_optimizer(optimizer.function, optimizer.options), weights)
     adamw = AdamWOptions((optimizer.beta1, optimizer.beta2), optimizer.epsilon, optimizer.weight_decay)
-    home = "device" if optimizer.offload == "none" else "host"
+    home = Home() if optimizer.offload == "none" else Home(on_host=True, room=round(optimizer.offload_room * 2**30))
     if isinstance(optimizer, MuonConfig):
         muon = MuonOptions(
             optimizer.momentum,

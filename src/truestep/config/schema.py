@@ -144,6 +144,12 @@ def _activations(config: "Config") -> Iterator[str]:
         )
 
 
+def _offload(config: "Config") -> Iterator[str]:
+    room = getattr(config.optimizer, "offload_room", 0)
+    if room and getattr(config.optimizer, "offload", "none") == "none":
+        yield "optimizer.offload_room is for what offload moves: set optimizer.offload too, states or all"
+
+
 def _documents(config: "Config") -> Iterator[str]:
     data = config.data
     if config.sampler is not None and data.path is not None:
@@ -421,6 +427,7 @@ _RULES = (
     _adapter,
     _attention,
     _activations,
+    _offload,
     _reference,
     _transfer,
     _documents,

@@ -13,7 +13,7 @@ from truestep.policy.tensor_parts import NUMBER, STATE, TensorPart, Tensors, own
 from truestep.policy.weights.protocol import Weights
 from truestep.ranks import marks
 from truestep.step.optimizers.adamw import AdamW, AdamWOptions
-from truestep.step.optimizers.by_weight import STEP, ByWeight
+from truestep.step.optimizers.by_weight import ON_DEVICE, STEP, ByWeight, Home
 from truestep.step.optimizers.eight_bits import AdamW8Bit, check_blocks
 from truestep.step.optimizers.muon import Muon, MuonOptions
 
@@ -53,13 +53,13 @@ def grouped(weights: Mapping[str, torch.nn.Parameter]) -> Groups:
     return {"matrices": matrices, "vectors": {name: weight for name, weight in weights.items() if weight.ndim < 2}}
 
 
-def make_adamw(weights: Weights, options: AdamWOptions, home: str = "device") -> ByWeight:
+def make_adamw(weights: Weights, options: AdamWOptions, home: Home = ON_DEVICE) -> ByWeight:
     """Make AdamW, which never decays norms and biases: they are vectors."""
     matrices, vectors = grouped(weights.master).values()
     return ByWeight(weights, [(AdamW(options), matrices), (AdamW(replace(options, weight_decay=0.0)), vectors)], home)
 
 
-def make_adamw_8bit(weights: Weights, options: AdamWOptions, home: str = "device") -> ByWeight:
+def make_adamw_8bit(weights: Weights, options: AdamWOptions, home: Home = ON_DEVICE) -> ByWeight:
     """Make AdamW with moments in 8 bits; those of vectors, which ranks cut anywhere, stay float32."""
     matrices, vectors = grouped(weights.master).values()
     check_blocks(weights, [name for name, piece in weights.pieces.items() if len(piece.shape) >= 2])
@@ -67,7 +67,7 @@ def make_adamw_8bit(weights: Weights, options: AdamWOptions, home: str = "device
     return ByWeight(weights, [(AdamW8Bit(weights, options), matrices), (plain, vectors)], home)
 
 
-def make_muon(weights: Weights, muon: MuonOptions, adamw: AdamWOptions, home: str = "device") -> ByWeight:
+def make_muon(weights: Weights, muon: MuonOptions, adamw: AdamWOptions, home: Home = ON_DEVICE) -> ByWeight:
     """Make Muon for the matrices between the embedding and the head, and AdamW for all else."""
     matrices, vectors = grouped(weights.master).values()
     ends = {name: weight for name, weight in matrices.items() if weights.pieces[name].at_end}

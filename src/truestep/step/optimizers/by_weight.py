@@ -26,6 +26,17 @@ _MASTER = "master"  # the name of a master among what lies on the host
 
 
 @dataclass(frozen=True)
+class Home:
+    """Where states lie between updates."""
+
+    on_host: bool = False
+    room: int = 0  # bytes of the device beyond a step's own peak, in which they may move beside the passes
+
+
+ON_DEVICE = Home()
+
+
+@dataclass(frozen=True)
 class Slot:
     """A weight, or some of its rows, on the device for its update."""
 
@@ -57,14 +68,13 @@ class Rule(Protocol):
 class ByWeight(torch.optim.Optimizer):
     """Updates this rank's part of each weight by the rule of its group."""
 
-    def __init__(self, weights: Weights, groups: Sequence[tuple[Rule, Mapping[str, torch.nn.Parameter]]], home: str):
-        """Make an optimizer whose states lie on the device, or on the host with `home: host`."""
+    def __init__(self, weights: Weights, groups: Sequence[tuple[Rule, Mapping[str, torch.nn.Parameter]]], home: Home):
         self._weights, self._home = weights, home
         self._names = {id(master): name for name, master in weights.master.items()}
         # Behind the last layer's backward pass come the gradient of the largest weight, and its sum over ranks.
         largest = max((weights.pieces[name].shape.numel() for name in weights.master), default=0)
-        self._conveyor = Conveyor(weights.device, reserve=2 * 4 * largest)
-        if home == "host" or weights.masters_on_host:
+        self._conveyor = Conveyor(weights.device, reserve=2 * 4 * largest, room=home.room)
+        if home.on_host or weights.masters_on_host:
             weights.moved_beside(self._conveyor.settle)
             marks.listen(self)
         filled = [{"params": list(named.values()), "rule": rule} for rule, named in groups if named]
@@ -108,7 +118,7 @@ class ByWeight(torch.optim.Optimizer):
 
     def _zeros(self, like: torch.Tensor) -> torch.Tensor:
         device = self._weights.device
-        if self._home != "host":
+        if not self._home.on_host:
             return torch.zeros(like.shape, dtype=like.dtype, device=device)
         return zeros_on_host(like.shape, like.dtype, pinned=device.type == "cuda")
 
@@ -155,7 +165,7 @@ class ByWeight(torch.optim.Optimizer):
         """Give the tensors of a batch that lie on the host."""
         moving: list[State] = [{} for _ in batch]
         for found, (master, rows) in zip(moving, batch, strict=True):
-            if self._home == "host":
+            if self._home.on_host:
                 found |= _of_rows(self._states[master], rows)
             if self._weights.masters_on_host:
                 found[_MASTER] = _some(master.detach(), rows)

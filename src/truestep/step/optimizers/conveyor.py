@@ -3,8 +3,8 @@ and the one before goes back.
 
 Much of the way is covered while the model computes. The first loads come during the last backward pass of a step, and
 the last ones go back during the next step's first passes: as far as there is room, which is what other steps have taken
-at the ends of their layers. So the most memory that a run takes does not grow. Whoever reads what is on its way back
-calls `settle` before.
+at the ends of their layers, and what the conveyor is given. The most memory that a run takes grows by that alone.
+Whoever reads what is on its way back calls `settle` before.
 
 On a CPU host and device are one. A load is copied there and back all the same, so that the code that moves it is the
 same code, and gives the same numbers bit for bit.
@@ -47,9 +47,10 @@ class Lanes(Protocol):
 
 
 class Conveyor:
-    def __init__(self, device: torch.device, reserve: int = 0):
-        """`reserve`: bytes that a pass takes beyond what is in use at the ends of its layers."""
-        self._reserve = reserve
+    def __init__(self, device: torch.device, reserve: int = 0, room: int = 0):
+        """`reserve`: bytes that a pass takes beyond what is in use at the ends of its layers. `room`: bytes that loads
+        may take beyond the most that was in use without them."""
+        self._reserve, self._room = reserve, room
         self._lanes: Lanes = Streams(device) if device.type == "cuda" else Here()
         self._wanted: deque[Sequence[Tensors]] = deque()  # what may come before its work is asked for
         self._ahead: deque[tuple[list[Tensors], Any]] = deque()  # what came so
@@ -148,7 +149,7 @@ class Conveyor:
             self._free_first()
 
     def _fits(self, more: int) -> bool:
-        return self._lanes.used() + more <= self._most - self._reserve - self._rise
+        return self._lanes.used() + more <= self._most + self._room - self._reserve - self._rise
 
     def _free_what_is_back(self) -> None:
         while self._going and self._lanes.is_back(self._going[0][0]):
