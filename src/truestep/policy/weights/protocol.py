@@ -1,6 +1,6 @@
 """The interface of a policy's weights, wherever they lie."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -75,6 +75,11 @@ class Weights(Protocol):
 
     def publish(self) -> None:
         """Have the model compute with the masters as they are now, after an update or a load."""
+
+    def lay_together(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
+        """Have what the model computes with of each group of weights lie one behind another in memory, if it stays
+        where it is. Values do not change. A group may be named several times."""
+        return
 
     def publish_rows(self, name: str, rows: slice, values: torch.Tensor) -> None:
         """Have the model compute with new values, on the device, of some rows of a master that lies on the host."""

@@ -8,7 +8,7 @@ Masters on the host are always beside the model, whose own weights and gradients
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -40,6 +40,7 @@ class WholeWeights(Weights):
         self._computed: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # masters by the model's parameters
         self._buffers: dict[torch.nn.Parameter, torch.Tensor] = {}  # gradients by the model's parameters
         self._by_name: dict[str, torch.nn.Parameter] = {}  # the model's parameters of the masters
+        self._frozen: dict[str, torch.nn.Parameter] = {}  # and those that have none
         # `named_parameters` gives a tied tensor once, under the name it is first registered by: its input embedding's.
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -55,7 +56,7 @@ class WholeWeights(Weights):
             # The parameters alone: buffers such as rotary frequencies stay float32, as transformers keeps them.
             parameter.data = parameter.data.to(dtype)
             if not parameter.requires_grad:
-                self.frozen[name] = parameter.detach()
+                self._frozen[name], self.frozen[name] = parameter, parameter.detach()
 
     def _master_of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         if self.masters_on_host:
@@ -110,6 +111,20 @@ class WholeWeights(Weights):
         rounded = [(parameter, master) for parameter, master in self._computed.items() if parameter is not master]
         if rounded:
             torch._foreach_copy_([parameter for parameter, _ in rounded], [master for _, master in rounded])
+
+    @torch.no_grad()
+    def lay_together(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
+        every = self._frozen | self._by_name
+        names = {parameter.data_ptr(): name for name, parameter in every.items()}
+        for group in groups:
+            found = [names.pop(weight.data_ptr(), "") for weight in group]
+            if not all(found):
+                continue  # it was named before, or one of them belongs to another group too
+            joined = torch.cat([every[name] for name in found])
+            for name, part in zip(found, joined.split([len(every[name]) for name in found]), strict=True):
+                every[name].data = part
+                if name in self.frozen:
+                    self.frozen[name] = every[name].detach()
 
     @torch.no_grad()
     def publish_rows(self, name: str, rows: slice, values: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from truestep.sampler.engine.cache import LayerShape, PagedCache
 from truestep.sampler.engine.device import Device
 from truestep.sampler.engine.draw import DrawRows, Truncation, draw
 from truestep.sampler.engine.forward import compiled_layers, probe
+from truestep.sampler.engine.joined import noting
 from truestep.sampler.team import Team
 from truestep.self_test import serves
 
@@ -43,7 +44,11 @@ def serve_with_kernels(
 
     def run_compiled() -> str | None:
         with compiled_layers(policy.model, compiled):
-            probe(policy, layers, device.page_size)
+            with noting() as groups:
+                probe(policy, layers, device.page_size)
+            if groups:
+                policy.weights.lay_together(groups)
+                probe(policy, layers, device.page_size)
         return None
 
     return replace(device, compiles=team.all(_right("compiled layers", run_compiled)))

@@ -27,7 +27,7 @@ _MASTER = "master"  # the name of a master among what lies on the host
 
 @dataclass(frozen=True)
 class Home:
-    """Where states lie between updates."""
+    """The place of states between updates."""
 
     on_host: bool = False
     room: int = 0  # bytes of the device beyond a step's own peak, in which they may move beside the passes

@@ -1,0 +1,66 @@
+"""Products of the same rows with several weights, as one product: queries, keys and values, or the two wide products of
+an MLP. With few rows a product takes a GPU little more than it takes to begin one.
+
+In what torch compiles of a layer such products become one operator. It makes one product where the weights lie one
+behind another in memory, and as many as there are weights where they do not. Which weights meet in a layer, the layer's
+own compiled code tells when it runs.
+
+Dimensions: R rows, K inner, N of all weights together.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+_LIBRARY = torch.library.Library("truestep", "FRAGMENT")
+_LIBRARY.define("joined_product(Tensor a, Tensor[] weights) -> Tensor")
+
+_noted: list[list[torch.Tensor]] | None = None
+
+
+@contextmanager
+def noting() -> Iterator[list[list[torch.Tensor]]]:
+    """Note, inside, the weights of each product that could be one and is several."""
+    global _noted
+    found: list[list[torch.Tensor]] = []
+    _noted = found
+    try:
+        yield found
+    finally:
+        _noted = None
+
+
+def joined_product(a: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:  # [R, K] -> [R, N]
+    """Multiply rows by several weights."""
+    whole = as_one(weights)
+    if whole is not None:
+        return a @ whole.T
+    if _noted is not None:
+        _noted.append(weights)
+    sizes = [weight.shape[0] for weight in weights]
+    result = a.new_empty(a.shape[0], sum(sizes))
+    for weight, part in zip(weights, result.split(sizes, dim=1), strict=True):
+        torch.mm(a, weight.T, out=part)
+    return result
+
+
+def result_of(a: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+    return a.new_empty(a.shape[0], sum(weight.shape[0] for weight in weights))
+
+
+_LIBRARY.impl("joined_product", joined_product, "CompositeExplicitAutograd")
+torch.library.register_fake("truestep::joined_product", result_of, lib=_LIBRARY)
+
+
+def as_one(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """View matrices as one that has the rows of all; None: they do not lie one behind another."""
+    first, end = weights[0], weights[0].data_ptr()
+    for weight in weights:
+        if weight.data_ptr() != end or not weight.is_contiguous():
+            return None
+        end += weight.nbytes
+    # Memory of another tensor may happen to lie behind the first one's.
+    if end > first.untyped_storage().data_ptr() + first.untyped_storage().nbytes():
+        return None
+    return first.as_strided((sum(weight.shape[0] for weight in weights), first.shape[1]), (first.shape[1], 1))
