@@ -30,8 +30,7 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from truestep.head.logits import HeadSettings
 from truestep.policy.model import attention
 from truestep.policy.policy import ModelFacts, Policy
-from truestep.policy.weights.protocol import Weights
-from truestep.ranks.group import ALONE
+from truestep.policy.weights.whole import WholeWeights
 from truestep.rollouts.packing import pack_tokens
 from truestep.sampler.completions import Completion, DecodeOptions, Request
 from truestep.sampler.decode import decode_here, decode_plainly
@@ -42,13 +41,6 @@ from truestep.types import Rollout
 VOCABULARY = 151_936
 PLACE = "cuda"
 START = time.perf_counter()
-
-
-class StillWeights(Weights):
-    """Weights that nobody trains."""
-
-    def __init__(self, dtype: torch.dtype):
-        self.ranks, self.dtype, self.pieces, self._masters, self.frozen = ALONE, dtype, {}, {}, {}
 
 
 def make_policy(dtype: torch.dtype, tied: bool = True, **shape: int) -> Policy:
@@ -62,7 +54,7 @@ def make_policy(dtype: torch.dtype, tied: bool = True, **shape: int) -> Policy:
     model.generation_config.eos_token_id = None
     model.set_attn_implementation(attention.NAME)
     place = torch.empty(0, device=PLACE).device
-    return Policy(model, Path(), HeadSettings(), StillWeights(dtype), ModelFacts.of(model, place))
+    return Policy(model, Path(), HeadSettings(), WholeWeights(model, dtype), ModelFacts.of(model, place))
 
 
 SIZES = {"0.6B": (1024, 3072, 28, 16), "1.7B": (2048, 6144, 28, 16), "8B": (4096, 12_288, 36, 32)}

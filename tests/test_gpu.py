@@ -29,6 +29,7 @@ from truestep.losses.objective import Denominator, Objective
 from truestep.policy.loading.load import load_policy
 from truestep.policy.model import attention, flash
 from truestep.policy.tensor_parts import TensorPart
+from truestep.policy.weights.whole import WholeWeights
 from truestep.rollouts.packing import pack, pack_tokens
 from truestep.rollouts.record import Checks, Needs, parse_record
 from truestep.step.optimizers.conveyor import Streams
@@ -190,6 +191,35 @@ def test_flash_attention_of_a_document_does_not_depend_on_its_neighbours(heads: 
                 assert torch.equal(together[rows], alone)
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+def test_products_of_compiled_layers_add_gradients_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the sum, in float64, of what the products were given; into memory that there is and that is given anew."""
+    model = make_model(tmp_path / "model", "qwen3", hidden_size=64, head_dim=64)
+    policy = load_policy(model, dtype="bfloat16", device="cuda", compiled=True)
+    weights = policy.weights
+    assert isinstance(weights, WholeWeights)
+    names = {parameter: name for name, parameter in policy.model.named_parameters()}
+    honest, sums = WholeWeights.add_product, dict[str, torch.Tensor]()
+
+    def add(keeper: WholeWeights, parameter: torch.nn.Parameter, gradient: torch.Tensor, rows: torch.Tensor) -> None:
+        product = gradient.double().T @ rows.double()
+        sums[names[parameter]] = sums.get(names[parameter], 0) + product
+        honest(keeper, parameter, gradient, rows)
+
+    monkeypatch.setattr(WholeWeights, "add_product", add)
+    for lends in (False, True):
+        if lends:
+            weights.moved_beside(lambda: None)
+        weights.zero_gradients()
+        sums.clear()
+        for length in (90, 300, 17):
+            tokens = pack_tokens([torch.arange(length) % 61])
+            policy.hidden(tokens).float().square().sum().backward()
+        gradients = weights.gradients
+        assert len(sums) == 7 * policy.model.config.num_hidden_layers
+        for name, total in sums.items():
+            assert float((gradients[name] - total).norm() / total.norm()) < 1e-6, name
 
 
 @FLASH

@@ -21,7 +21,9 @@ from step.test_score_oracle import config_for, records_for
 from truestep.policy.errors import ModelError
 from truestep.policy.loading.load import load_policy
 from truestep.policy.model import compiled
+from truestep.policy.model.adding import AddingLinear
 from truestep.policy.policy import Policy
+from truestep.policy.weights.whole import WholeWeights
 
 Made = Callable[[str], Path]
 DOCUMENTS = make_documents([9, 1, 30, 4], seed=2)
@@ -70,6 +72,43 @@ def test_values_and_gradients_are_those_of_plain_layers(kind: str, recompute: bo
     with torch.no_grad():
         policy.hidden(pack_all(DOCUMENTS).tokens)
     assert graphs() == made
+
+
+@pytest.mark.parametrize(("kind", "recompute"), [("qwen3_tied", False), ("gemma2", True), ("qwen2", False)])
+def test_products_add_the_gradients_of_half_precision_matrices(
+    kind: str, recompute: bool, tiny_model: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autograd gives none of them; on a CPU they are bit for bit those that it gives to plain layers, and what several
+    passes add. Qwen 2's queries, keys and values have biases, and stay as they are."""
+    plain = load_policy(tiny_model(kind), dtype="bfloat16", activation_checkpointing=recompute)
+    policy = load_policy(tiny_model(kind), dtype="bfloat16", activation_checkpointing=recompute, compiled=True)
+    names = {parameter: name for name, parameter in policy.model.named_parameters()}
+    products = {f"{name}.weight" for name, module in policy.model.named_modules() if type(module) is AddingLinear}
+    assert len(products) == (4 if kind == "qwen2" else 7) * policy.model.config.num_hidden_layers
+    in_product, told = WholeWeights.add_product, list[str]()
+
+    def add(weights: WholeWeights, parameter: torch.nn.Parameter, *product: torch.Tensor) -> None:
+        told.append(names.get(parameter, "of the plain policy"))
+        in_product(weights, parameter, *product)
+
+    monkeypatch.setattr(WholeWeights, "add_product", add)
+    for documents in (DOCUMENTS, DOCUMENTS[1:3]):
+        for each in (plain, policy):
+            each.weights.zero_gradients()
+        for _ in range(2):
+            for each in (plain, policy):
+                hidden = each.hidden(pack_all(documents).tokens)
+                (hidden.float() * torch.linspace(-1, 1, hidden.shape[1], device=hidden.device)).sum().backward()
+        expected, found = plain.weights.gradients, policy.weights.gradients
+        if ON_GPU:
+            assert off(list(found.values()), list(expected.values())) < 2e-2
+        else:
+            assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items())
+    assert set(told) == products and len(told) == 4 * len(products)
+    assert all(parameter.grad is None for parameter in names)
+    policy.weights.lay_together([[policy.model.base_model.layers[0].mlp.up_proj.weight]])
+    results(policy, DOCUMENTS)
+    assert "of the plain policy" not in told and len(told) == 5 * len(products), "it was found where it lies now"
 
 
 def test_recomputation_is_around_what_is_compiled(tiny_model: Made, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from truestep.policy.loading.probe import (
 )
 from truestep.policy.model import attention
 from truestep.policy.model.adapter import Adapter, AdapterSource
+from truestep.policy.model.adding import add_in_products
 from truestep.policy.model.compiled import compile_layers
 from truestep.policy.model.context import Context, check_heads
 from truestep.policy.model.embedding import accumulate_in_float32, every_token_counts
@@ -108,6 +109,8 @@ def load_policy(
         model.requires_grad_(False)
     pieces, exchange = _cut(model, probe, stages, place, ranks)
     weights = _weights_of(model, compute, ranks, pieces, place, masters_on_host, reshard_after_forward, reduce_each)
+    if compiled and isinstance(weights, WholeWeights):
+        add_in_products(layers_of(model)[1], weights, weights.rounded)
     _check_numbers(directory, weights)
     for layer in layers_of(model)[1]:
         layer.register_forward_hook(marks.layer_done)

@@ -3,6 +3,7 @@
 | file | what is written | why, and what breaks it |
 | --- | --- | --- |
 | model/adapter.py | setattr, weight | layers with an adapter; plain nn.Linear, which a model's code calls |
+| model/adding.py | register_fake, __class__ | products add gradients; plain nn.Linear, a public door |
 | model/attention.py | AttentionInterface.register | attention over packed documents; a public door of transformers |
 | model/compiled.py | forward, gradient_checkpointing | compiled layers; the attribute that switches recomputation on |
 | model/embedding.py | forward, padding_idx | every token's gradient, in float32; nn.Embedding's own attributes |

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from truestep.policy.cuts.pieces import Piece, pieces_of, sum_parts
+from truestep.policy.model.adding import moved
 from truestep.policy.weights.host import to_host
 from truestep.policy.weights.protocol import Weights
 from truestep.ranks.group import ALONE, Ranks
@@ -85,6 +86,21 @@ class WholeWeights(Weights):
         else:
             buffer.add_(gradient)
 
+    @property
+    def rounded(self) -> Iterable[torch.nn.Parameter]:
+        """The model's parameters whose gradients are in buffers of another type."""
+        return [parameter for parameter, master in self._computed.items() if parameter is not master]
+
+    @torch.no_grad()
+    def add_product(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, rows: torch.Tensor) -> None:
+        buffer = self._buffers[parameter]
+        if not buffer.is_cuda:  # where no product adds in another type than its own
+            self.add_to_gradient(parameter, gradient.T @ rows)
+        elif _takes_memory(buffer):
+            torch.mm(gradient.T, rows, out_dtype=buffer.dtype, out=buffer)
+        else:
+            torch.addmm(buffer, gradient.T, rows, out_dtype=buffer.dtype, out=buffer)
+
     def zero_gradients(self) -> None:
         kept = []
         for parameter, buffer in self._buffers.items():
@@ -122,7 +138,8 @@ class WholeWeights(Weights):
                 continue  # it was named before, or one of them belongs to another group too
             joined = torch.cat([every[name] for name in found])
             for name, part in zip(found, joined.split([len(every[name]) for name in found]), strict=True):
-                every[name].data = part
+                before, every[name].data = every[name].data_ptr(), part
+                moved(every[name], before)
                 if name in self.frozen:
                     self.frozen[name] = every[name].detach()
 
@@ -135,9 +152,10 @@ class WholeWeights(Weights):
 def _move_gradient(weights: Callable[[], WholeWeights | None], parameter: torch.Tensor) -> None:
     owner = weights()
     assert owner is not None, "the weights of this model are gone"
-    assert parameter.grad is not None and isinstance(parameter, torch.nn.Parameter)
-    owner.add_to_gradient(parameter, parameter.grad)
-    parameter.grad = None
+    assert isinstance(parameter, torch.nn.Parameter)
+    if parameter.grad is not None:  # else a product has added it
+        owner.add_to_gradient(parameter, parameter.grad)
+        parameter.grad = None
 
 
 def _takes_memory(buffer: torch.Tensor) -> bool:
