@@ -194,7 +194,7 @@ def test_flash_attention_of_a_document_does_not_depend_on_its_neighbours(heads: 
 
 
 def test_products_of_compiled_layers_add_gradients_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the sum, in float64, of what the products were given; into memory that there is and that is given anew."""
+    """Against the sum, in float64, of what the products were given; into memory that is there or given anew."""
     model = make_model(tmp_path / "model", "qwen3", hidden_size=64, head_dim=64)
     policy = load_policy(model, dtype="bfloat16", device="cuda", compiled=True)
     weights = policy.weights

@@ -109,16 +109,22 @@ def load_policy(
         model.requires_grad_(False)
     pieces, exchange = _cut(model, probe, stages, place, ranks)
     weights = _weights_of(model, compute, ranks, pieces, place, masters_on_host, reshard_after_forward, reduce_each)
-    if compiled and isinstance(weights, WholeWeights):
-        add_in_products(layers_of(model)[1], weights, weights.rounded)
     _check_numbers(directory, weights)
-    for layer in layers_of(model)[1]:
-        layer.register_forward_hook(marks.layer_done)
+    _finish_layers(model, weights, compiled)
     model.set_attn_implementation(choice.name)
     companions = read_companions(directory)
     parts = (tokenizer, companions, stages, buffers, choice, adapted)
     on_host = ActivationOffload(place) if offload_activations else None
     return Policy(model, directory, settings, weights, facts, *parts, activations_on_host=on_host, exchange=exchange)
+
+
+def _finish_layers(model: Any, weights: Weights, compiled: bool) -> None:
+    """Have layers report what they have done, and compiled ones add gradients where they are made."""
+    layers = layers_of(model)[1]
+    for layer in layers:
+        layer.register_forward_hook(marks.layer_done)
+    if compiled and isinstance(weights, WholeWeights):
+        add_in_products(layers, weights, weights.rounded)
 
 
 def _compile(model: Any, how: str | bool) -> None:
