@@ -66,9 +66,9 @@ def _kinds(
     if shards > 1:
         several = _several(config) and not reduces_each(config)
         kinds[UNREDUCED] = _FLOAT32 * (trained.all if several else max(trained.layers, default=0))
-    if offloaded(config) and room_of(config):
+    if offloaded(config) and _room(config, shape):
         moved = state_bytes(config, shape, trained) / shards + (_FLOAT32 * own if masters_offloaded(config) else 0)
-        kinds[ROOM] = min(room_of(config), moved)
+        kinds[ROOM] = min(_room(config, shape), moved)
     last = stage == sizes["pipeline"] - 1
     # One forward, one backward: a stage keeps the activations of as many micro-batches as stages come behind it.
     under_way = sizes["pipeline"] - stage
@@ -133,9 +133,11 @@ def masters_offloaded(config: Config) -> bool:
     return getattr(config.optimizer, "offload", "none") == "all"
 
 
-def room_of(config: Config) -> float:
-    """Give the bytes that `optimizer.offload_room` allows."""
-    return float(getattr(config.optimizer, "offload_room", 0.0)) * GIB
+def _room(config: Config, shape: ModelShape) -> float:
+    """Give the bytes by which `optimizer.offload_room` raises the peak. What comes behind a backward pass's last layer
+    has some of it: the gradient of the largest weight, and its sum over ranks."""
+    largest = max((math.prod(size) for name, size in shape.weights.items() if name not in shape.frozen), default=0)
+    return max(0.0, float(getattr(config.optimizer, "offload_room", 0.0)) * GIB - 2 * _FLOAT32 * largest)
 
 
 def staged_bytes(config: Config, shape: ModelShape, layout: RankLayout) -> float:
