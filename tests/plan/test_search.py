@@ -50,7 +50,22 @@ def test_what_is_found_fits_and_is_in_order() -> None:
 def test_a_way_says_what_is_to_be_written() -> None:
     (first, *_) = fastest(config_of(16384), BIG, 1, 75 * GIB, H200)
     assert first.changes["optimizer.offload"] == "all"
-    assert "optimizer: {offload: all}" in first.as_yaml()
+    room = first.changes["optimizer.offload_room"]
+    assert f"optimizer: {{offload: all, offload_room: {room}}}" in first.as_yaml() and room >= 1
+
+
+def test_what_moves_gets_the_memory_that_is_left() -> None:
+    """And a room that is set goes where nothing moves: the two contradict each other."""
+    (first, *_) = fastest(config_of(16384), BIG, 1, 75 * GIB, H200)
+    without = {**first.changes, "optimizer.offload_room": 0.0}
+    layout = layout_of(config_of(16384), 1)
+    plain = config_of(16384).changed(without)
+    assert first.memory > most_of(plain, BIG, layout) and first.memory > 65 * GIB
+    assert first.time.total < plan_time(plain, BIG, layout, H200, Work.of(plain, 1)).total
+    roomy = config_of(16384).changed({"optimizer.offload": "all", "optimizer.offload_room": 8.0})
+    (first, *_) = fastest(roomy, MIDDLE, 1, 139 * GIB, H200)
+    assert first.changes["optimizer.offload"] == "none" and first.changes["optimizer.offload_room"] == 0.0
+    assert roomy.changed(first.changes).optimizer.offload == "none"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

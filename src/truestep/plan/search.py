@@ -12,6 +12,7 @@ from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.plan.advice import changed_plainly, layout_of, most_of
 from truestep.plan.cards import CARDS, Card, card_here
+from truestep.plan.memory import GIB
 from truestep.plan.shape import ModelShape, read_shape
 from truestep.plan.time import RANKS_OF_A_HOST, StepTime, Work, plan_time
 from truestep.policy.model.context import check_heads
@@ -20,10 +21,14 @@ from truestep.ranks.group import Ranks
 
 ROOM = 0.94  # of a card's memory that a plan may fill: the allocator holds a few percent more than the peak
 CHECKPOINTING, OFFLOAD = "model.activation_checkpointing", "model.activation_offload"
-REDUCE = "parallel.reduce_each_micro_batch"
+REDUCE, MOVING = "parallel.reduce_each_micro_batch", "optimizer.offload_room"
 _LARGEST = 8  # ranks of a dimension within a layer, and stages
 _FEWEST_TOKENS = 1024
 _MOST_LAYOUTS = 64
+
+
+# What is changed, the configuration with it, and the memory of its rank that has most.
+Way = tuple[dict[str, Any], Config, float]
 
 
 @dataclass(frozen=True)
@@ -109,9 +114,7 @@ def is_possible(config: Config, shape: ModelShape, layout: RankLayout) -> bool:
     return True
 
 
-def _that_fit(
-    config: Config, shape: ModelShape, layout: RankLayout, room: float, length: float
-) -> Iterator[tuple[dict[str, Any], Config, float]]:
+def _that_fit(config: Config, shape: ModelShape, layout: RankLayout, room: float, length: float) -> Iterator[Way]:
     """Try options that change no result, the fastest first; of each kind the first that fits."""
     sizes = layout.by_name
     tokens = config.data.tokens_per_microbatch
@@ -122,17 +125,27 @@ def _that_fit(
     for micro_batch in (tokens, *halves):
         for place in ("none", "states", "all") if built_in else (None,):
             for reduce in (False, True) if sizes["data_shard"] * sizes["context"] > 1 else (False,):
-                options = {"data.tokens_per_microbatch": micro_batch, "optimizer.offload": place, REDUCE: reduce}
+                options: dict[str, Any] = {"data.tokens_per_microbatch": micro_batch, REDUCE: reduce}
+                options |= {"optimizer.offload": place, MOVING: 0.0 if built_in else None}
                 way = _first_that_fits(config, shape, layout, room, options)
                 if way is not None:
-                    yield way
+                    yield way if place in (None, "none") else _with_room(way, shape, layout, room)
                     if not reduce:
                         break
 
 
+def _with_room(way: Way, shape: ModelShape, layout: RankLayout, room: float) -> Way:
+    """Give what moves between host and device the memory that is left."""
+    changes, config, memory = way
+    spare = float((room - memory) // GIB)
+    roomy = changed_plainly(config, MOVING, spare)
+    more = most_of(roomy, shape, layout)
+    return ({**changes, MOVING: spare}, roomy, more) if more > memory else way
+
+
 def _first_that_fits(
     config: Config, shape: ModelShape, layout: RankLayout, room: float, options: Mapping[str, Any]
-) -> tuple[dict[str, Any], Config, float] | None:
+) -> Way | None:
     """Find the least recomputation with which a configuration fits."""
     given = {name: value for name, value in options.items() if value is not None}
     for how, on_host in ((False, False), ("selective", False), ("full", False), ("full", True)):
