@@ -181,6 +181,11 @@ def test_what_lies_on_the_host_is_off_the_device_by_hand() -> None:
     roomy = {"optimizer": {"offload": "states", "offload_room": 1000}}
     (rank,) = plan_memory(Config.model_validate(given | roomy), MIDDLE, layout_of(config, 1))
     assert rank.kinds[ROOM] == 8 * MIDDLE.total, "no more than there is"
+    roomy = {"optimizer": {"offload": "all", "offload_room": 4}, "parallel": {"pipeline": 4}}
+    config = Config.model_validate(given | roomy)
+    first, middle, *_ = (stage.kinds.get(ROOM, 0) / GIB for stage in plan_memory(config, BIG, layout_of(config, 4)))
+    embedding, layer = 8 * 151_936 * 4096 / GIB, 8 * 4096 * 12288 / GIB
+    assert (first, middle) == pytest.approx((max(0, 4 - embedding), 4 - layer)), "the largest weight of each stage"
     both = [Config.model_validate(given | {"optimizer": {"offload": offload}}) for offload in ("states", "all")]
     states, everything = (plan_memory(config, MIDDLE, layout_of(config, 2))[0].kinds for config in both)
     assert everything[MASTERS] == 0 and everything[WEIGHTS] - states[WEIGHTS] == 2 * MIDDLE.total / 2

@@ -21,7 +21,7 @@ from step.test_score_oracle import config_for, records_for
 from truestep.policy.errors import ModelError
 from truestep.policy.loading.load import load_policy
 from truestep.policy.model import compiled
-from truestep.policy.model.adding import AddingLinear
+from truestep.policy.model.adding import AddingLinear, add_in_products
 from truestep.policy.policy import Policy
 from truestep.policy.weights.whole import WholeWeights
 
@@ -109,6 +109,45 @@ def test_products_add_the_gradients_of_half_precision_matrices(
     policy.weights.lay_together([[policy.model.base_model.layers[0].mlp.up_proj.weight]])
     results(policy, DOCUMENTS)
     assert "of the plain policy" not in told and len(told) == 5 * len(products), "it was found where it lies now"
+
+
+class Twice(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = torch.nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.matrix(x) + self.matrix(x)
+
+
+class Sum:
+    def __init__(self) -> None:
+        self.total = torch.zeros(4, 4)
+
+    def add_product(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, rows: torch.Tensor) -> None:
+        self.total += gradient.T @ rows
+
+
+def test_equal_products_of_a_layer_add_a_gradient_each() -> None:
+    """A compiler takes equal operations for one, and would add what they add once."""
+    layer, keeper = Twice(), Sum()
+    add_in_products([layer], keeper, [layer.matrix.weight])
+    forward = torch.compile(layer.forward, backend=compiled.BACKEND, dynamic=True)
+    expected = torch.zeros(4, 4)
+    for tokens in (3, 5):
+        x = torch.randn(tokens, 4, requires_grad=True)
+        forward(x).sum().backward()
+        expected += 2 * torch.ones(tokens, 4).T @ x.detach()
+    torch.testing.assert_close(keeper.total, expected)
+
+
+def test_a_matrix_that_is_not_where_it_was_is_named() -> None:
+    layer, keeper = Twice(), Sum()
+    add_in_products([layer], keeper, [layer.matrix.weight])
+    result = layer(torch.randn(3, 4, requires_grad=True)).sum()
+    layer.matrix.weight = torch.nn.Parameter(torch.randn(4, 4))
+    with pytest.raises(RuntimeError, match="a compiled layer's matrix was copied, moved or let go of"):
+        result.backward()
 
 
 def test_recomputation_is_around_what_is_compiled(tiny_model: Made, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,10 @@ class LateLanes:
         self.going: dict[int, tuple[Sequence[Tensors], list[Tensors], list[Tensors]]] = {}
         self.here: list[tuple[int, list[Tensors]]] = []
         self.fetches = self.waits = 0
+        self.size = 10**9
+
+    def holds(self) -> int:
+        return self.size
 
     def fetch(self, load: Sequence[Tensors]) -> tuple[list[Tensors], Any]:
         before = [{kind: value.clone() for kind, value in tensors.items()} for tensors in load]
@@ -244,6 +248,18 @@ def test_room_that_is_given_is_used_beyond_what_steps_have_taken() -> None:
         moving.settle()
         assert [load[0]["value"].unique().item() for load in loads] == [1, 2, 3, 4, 5, 6]
     assert on_device == [0, 2, 2, 2], "two of 400 bytes fit 1,100"
+
+
+def test_more_room_than_the_device_has_is_not_taken() -> None:
+    lanes = LateLanes()
+    lanes.size = 4000
+    moving, loads = by_hand(lanes), loads_of(6)
+    moving._room = 10**6
+    lanes.taken = 3000
+    moving.layer_ended()
+    moving.come(loads)
+    moving.layer_ended()
+    assert lanes.used() == 3800, "two fit, and a third does not"
 
 
 def test_without_room_two_loads_go_back_at_a_time() -> None:

@@ -408,8 +408,8 @@ class BuiltInOptimizer(OptimizerBase):
     the device keeps a copy in model.dtype. For an update it is copied to the device, a few weights at a time, and back.
     Numbers do not change."""
     offload_room: NotNegative = 0.0
-    """With offload, GiB of the device beyond what a step needs, in which more of it moves while the model computes. The
-    more there are, the less a step waits for copies, and the higher the peak, by as much at the most."""
+    """With offload, GiB of the device beyond a step's own peak, which what moves may use while the model computes. More
+    of them make a step wait less for copies. The peak grows by as much at the most."""
 
 
 class AdamWConfig(BuiltInOptimizer):

@@ -56,6 +56,8 @@ def _proposals(config: Config, layout: RankLayout) -> Iterator[tuple[str, Any]]:
         yield "optimizer.offload", "states"
     if getattr(config.optimizer, "offload", "all") != "all":
         yield "optimizer.offload", "all"
+    if getattr(config.optimizer, "offload_room", 0.0):
+        yield "optimizer.offload_room", 0.0
     if has_reference(config) and not offloads_reference(config):
         yield "loss.kl_reference.offload", True
     if config.optimizer.type == "adamw":

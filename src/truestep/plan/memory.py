@@ -66,9 +66,9 @@ def _kinds(
     if shards > 1:
         several = _several(config) and not reduces_each(config)
         kinds[UNREDUCED] = _FLOAT32 * (trained.all if several else max(trained.layers, default=0))
-    if offloaded(config) and _room(config, shape):
+    if offloaded(config) and _room(config, shape, trained):
         moved = state_bytes(config, shape, trained) / shards + (_FLOAT32 * own if masters_offloaded(config) else 0)
-        kinds[ROOM] = min(_room(config, shape), moved)
+        kinds[ROOM] = min(_room(config, shape, trained), moved)
     last = stage == sizes["pipeline"] - 1
     # One forward, one backward: a stage keeps the activations of as many micro-batches as stages come behind it.
     under_way = sizes["pipeline"] - stage
@@ -133,10 +133,12 @@ def masters_offloaded(config: Config) -> bool:
     return getattr(config.optimizer, "offload", "none") == "all"
 
 
-def _room(config: Config, shape: ModelShape) -> float:
-    """Give the bytes by which `optimizer.offload_room` raises the peak. What comes behind a backward pass's last layer
-    has some of it: the gradient of the largest weight, and its sum over ranks."""
-    largest = max((math.prod(size) for name, size in shape.weights.items() if name not in shape.frozen), default=0)
+def _room(config: Config, shape: ModelShape, trained: Part) -> float:
+    """Give the bytes by which `optimizer.offload_room` raises a stage's peak. What comes behind a backward pass's last
+    layer has some of it: the gradient of the stage's largest weight, and its sum over ranks."""
+    ends = {shape.embedding: trained.embedding, shape.head: trained.head}
+    here = (size for name, size in shape.weights.items() if name not in shape.frozen and ends.get(name, 1))
+    largest = max(map(math.prod, here), default=0)
     return max(0.0, float(getattr(config.optimizer, "offload_room", 0.0)) * GIB - 2 * _FLOAT32 * largest)
 
 

@@ -7,11 +7,14 @@ multiplied, and adds the matrix's on the way. It finds the buffer by where the m
 Dimensions: N outputs, K inputs.
 """
 
+import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
+
+from truestep.policy.model.adapter import LoraLinear
 
 
 class Buffers(Protocol):
@@ -22,24 +25,32 @@ class Buffers(Protocol):
 
 
 # By the address of a matrix: who keeps its gradient, and the parameter.
-_keepers: dict[int, tuple[weakref.ref[Any], weakref.ref[torch.nn.Parameter]]] = {}
+_keepers: dict[int, tuple[Callable[[], Any], Callable[[], torch.nn.Parameter | None]]] = {}
+
+
+def _nobody() -> None:
+    return None
+
 
 _LIBRARY = torch.library.Library("truestep", "FRAGMENT")
-_LIBRARY.define("linear_backward(Tensor gradient, Tensor x, Tensor weight) -> Tensor")
+_LIBRARY.define("linear_backward(Tensor gradient, Tensor x, Tensor weight, int number) -> Tensor")
+_numbers = itertools.count()
 
 
 @torch.no_grad()
-def linear_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Give the gradient of what was multiplied, [..., K], and add that of the matrix, [N, K], to its buffer."""
-    of_keeper, of_parameter = _keepers[weight.data_ptr()]
+def linear_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, number: int) -> torch.Tensor:
+    """Give the gradient of what was multiplied, [..., K], and add that of the matrix, [N, K], to its buffer. `number`
+    is another one wherever it is called: a compiler takes equal calls for one."""
+    of_keeper, of_parameter = _keepers.get(weight.data_ptr(), (_nobody, _nobody))
     keeper, parameter = of_keeper(), of_parameter()
-    assert keeper is not None and parameter is not None, "the weights of this model are gone"
+    if keeper is None or parameter is None:
+        raise RuntimeError("a compiled layer's matrix was copied, moved or let go of before its backward pass")
     keeper.add_product(parameter, gradient.flatten(0, -2), x.flatten(0, -2))
     return gradient @ weight
 
 
 _LIBRARY.impl("linear_backward", linear_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("truestep::linear_backward", lambda _, x, __: x.new_empty(x.shape), lib=_LIBRARY)
+torch.library.register_fake("truestep::linear_backward", lambda _, x, *__: x.new_empty(x.shape), lib=_LIBRARY)
 
 
 class _Product(torch.autograd.Function):
@@ -50,35 +61,45 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return torch.ops.truestep.linear_backward(gradient, *ctx.saved_tensors), None
+        return torch.ops.truestep.linear_backward(gradient, *ctx.saved_tensors, next(_numbers)), None
+
+
+@torch.compiler.allow_in_graph  # the backward pass is traced as it runs, with its numbers
+def _product(x: torch.Tensor, weight: torch.Tensor) -> Any:
+    return _Product.apply(x, weight)
 
 
 class AddingLinear(torch.nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() and x.requires_grad:
-            found: torch.Tensor = _Product.apply(x, self.weight.detach())
+            found: torch.Tensor = _product(x, self.weight.detach())
             return found
         return super().forward(x)
 
 
 def add_in_products(layers: Iterable[torch.nn.Module], keeper: Buffers, kept: Iterable[torch.nn.Parameter]) -> None:
     """Have the layers' plain matrices add their gradients so, if the keeper has buffers for them."""
+    for place in [place for place, (_, parameter) in _keepers.items() if parameter() is None]:
+        del _keepers[place]
     wanted = set(kept)
-    for layer in layers:
-        for module in layer.modules():
-            plain = type(module) is torch.nn.Linear and "forward" not in vars(module) and module.bias is None
-            if plain and module.weight in wanted:
-                module.__class__ = AddingLinear
-                keep(keeper, module.weight)  # type: ignore[arg-type]
+    for module in (module for layer in layers for module in _called(layer)):
+        if type(module) is not torch.nn.Linear or "forward" in vars(module) or module.bias is not None:
+            continue
+        if module.weight in wanted:
+            module.__class__ = AddingLinear
+            _keepers[module.weight.data_ptr()] = weakref.ref(keeper), weakref.ref(module.weight)
 
 
-def keep(keeper: Buffers, parameter: torch.nn.Parameter) -> None:
-    """Remember who keeps a parameter's gradient, and where the parameter lies."""
-    _keepers[parameter.data_ptr()] = weakref.ref(keeper), weakref.ref(parameter)
+def _called(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """List the modules that are called: a layer with an adapter reads the matrices of its own."""
+    yield module
+    if not isinstance(module, LoraLinear):
+        for child in module.children():
+            yield from _called(child)
 
 
 def moved(parameter: torch.nn.Parameter, before: int) -> None:
     """Find a parameter where it lies now; it lay at `before`."""
-    found = _keepers.pop(before, None)
-    if found is not None:
-        _keepers[parameter.data_ptr()] = found
+    found = _keepers.get(before)
+    if found is not None and found[1]() is parameter:
+        _keepers[parameter.data_ptr()] = _keepers.pop(before)

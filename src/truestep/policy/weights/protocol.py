@@ -78,7 +78,7 @@ class Weights(Protocol):
 
     def lay_together(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
         """Have what the model computes with of each group of weights lie one behind another in memory, if it stays
-        where it is. Values do not change. A group may be named several times."""
+        where it is. Values do not change. A group may be named several times. No backward pass may be under way."""
         return
 
     def publish_rows(self, name: str, rows: slice, values: torch.Tensor) -> None:

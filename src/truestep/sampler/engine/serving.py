@@ -46,9 +46,8 @@ def serve_with_kernels(
         with compiled_layers(policy.model, compiled):
             with noting() as groups:
                 probe(policy, layers, device.page_size)
-            if groups:
-                policy.weights.lay_together(groups)
-                probe(policy, layers, device.page_size)
+            policy.weights.lay_together(groups)
+            probe(policy, layers, device.page_size)
         return None
 
     return replace(device, compiles=team.all(_right("compiled layers", run_compiled)))

@@ -10,6 +10,7 @@ On a CPU host and device are one. A load is copied there and back all the same, 
 same code, and gives the same numbers bit for bit.
 """
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ Tensors = dict[str, torch.Tensor]
 Load = tuple[Sequence[Tensors], Callable[[Sequence[Tensors]], None]]
 
 _GOING = 2  # loads that may be on their way back whatever memory they take
+_FILLED = 0.9  # of a device's memory, beyond which loads never fill it: its allocator holds more than is in use
 
 
 class Lanes(Protocol):
@@ -44,6 +46,9 @@ class Lanes(Protocol):
 
     def used(self) -> int:
         """Count the bytes of the device's memory that are in use."""
+
+    def holds(self) -> int:
+        """Count the bytes that the device's memory may be filled to."""
 
 
 class Conveyor:
@@ -149,7 +154,8 @@ class Conveyor:
             self._free_first()
 
     def _fits(self, more: int) -> bool:
-        return self._lanes.used() + more <= self._most + self._room - self._reserve - self._rise
+        most = max(self._most, min(self._most + self._room, self._lanes.holds()))
+        return self._lanes.used() + more <= most - self._reserve - self._rise
 
     def _free_what_is_back(self) -> None:
         while self._going and self._lanes.is_back(self._going[0][0]):
@@ -198,6 +204,9 @@ class Streams:
         # torch.cuda.memory_allocated, without its sorting of a hundred other figures.
         return int(torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]["current"])
 
+    def holds(self) -> int:
+        return int(_FILLED * torch.cuda.get_device_properties(self._device).total_memory)
+
 
 class Here:
     """A device that is the host: what is copied is there at once, and there is no room to gain."""
@@ -219,6 +228,9 @@ class Here:
 
     def used(self) -> int:
         return 1
+
+    def holds(self) -> int:
+        return sys.maxsize
 
 
 def _copy(there: Sequence[Tensors], here: Sequence[Tensors]) -> None:
