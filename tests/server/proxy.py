@@ -37,7 +37,9 @@ class Proxy:
         self._loop.close()
 
     async def _start(self) -> asyncio.Server:
-        self._http = httpx.AsyncClient(base_url=self.upstream, timeout=120, limits=httpx.Limits(max_connections=None))
+        # A server closes a connection with an error that it answers, and the next request would be lost on it.
+        alone, many = {"Connection": "close"}, httpx.Limits(max_connections=None)
+        self._http = httpx.AsyncClient(base_url=self.upstream, timeout=120, limits=many, headers=alone)
         return await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=2**20)
 
     async def _stop(self) -> None:
