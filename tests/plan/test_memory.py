@@ -21,8 +21,8 @@ from truestep.plan.memory import (
     GIB,
     GRADIENTS,
     MASTERS,
+    MOVING,
     REFERENCE,
-    ROOM,
     STATES,
     UNREDUCED,
     WEIGHTS,
@@ -180,10 +180,10 @@ def test_what_lies_on_the_host_is_off_the_device_by_hand() -> None:
         assert sum(rank.kinds[kind] for kind in kinds) == wanted * MIDDLE.total
     roomy = {"optimizer": {"offload": "states", "offload_room": 1000}}
     (rank,) = plan_memory(Config.model_validate(given | roomy), MIDDLE, layout_of(config, 1))
-    assert rank.kinds[ROOM] == 8 * MIDDLE.total, "no more than there is"
+    assert rank.kinds[MOVING] == 8 * MIDDLE.total, "no more than there is"
     roomy = {"optimizer": {"offload": "all", "offload_room": 4}, "parallel": {"pipeline": 4}}
     config = Config.model_validate(given | roomy)
-    first, middle, *_ = (stage.kinds.get(ROOM, 0) / GIB for stage in plan_memory(config, BIG, layout_of(config, 4)))
+    first, middle, *_ = (stage.kinds.get(MOVING, 0) / GIB for stage in plan_memory(config, BIG, layout_of(config, 4)))
     embedding, layer = 8 * 151_936 * 4096 / GIB, 8 * 4096 * 12288 / GIB
     assert (first, middle) == pytest.approx((max(0, 4 - embedding), 4 - layer)), "the largest weight of each stage"
     both = [Config.model_validate(given | {"optimizer": {"offload": offload}}) for offload in ("states", "all")]

@@ -60,7 +60,6 @@ MEASURED: dict[str, tuple[Any, dict[str, Any], int, Work, float]] = {
     "32k, data 2": (MIDDLE, {"tokens": 32_768}, 2, Work(65_536, 32_768, 32_768), 2.308),
     "32k, context 2": (MIDDLE, {"tokens": 32_768, "context": 2}, 2, DOCUMENT, 1.229),
     "64k, context 2": (MIDDLE, {"tokens": 65_536, "context": 2}, 2, Work(65_536, 32_768, 65_536), 3.715),
-    # Planned before they were measured.
     "8B, 8-bit states": (BIG, {**FITS, "optimizer": {"type": "adamw_8bit"}}, 1, FULL, 6.989),
     "8B, 8-bit states, all on the host, room of 16 GiB": (
         BIG,
@@ -76,6 +75,7 @@ MEASURED: dict[str, tuple[Any, dict[str, Any], int, Work, float]] = {
         FULL,
         8.431,
     ),
+    # Planned before they were measured.
     "8B, all on the host": (BIG, {**FITS, "optimizer": {"offload": "all"}}, 1, FULL, 8.906),
     "32B, adapter": (ADAPTED_BIGGER, FITS, 1, Work(32_768, 16_384, 1_024), 11.966),
     "Gemma 2, all scores": (gemma2, {**FAST, "tokens": 8192}, 1, Work(32_768, 16_384, 8_192), 2.093),

@@ -201,7 +201,7 @@ def make_optimizer(config: Config, weights: Weights) -> torch.optim.Optimizer:
     if isinstance(optimizer, CustomOptimizer):
         return make_custom_optimizer(load_optimizer(optimizer.function, optimizer.options), weights)
     adamw = AdamWOptions((optimizer.beta1, optimizer.beta2), optimizer.epsilon, optimizer.weight_decay)
-    home = Home() if optimizer.offload == "none" else Home(on_host=True, room=round(optimizer.offload_room * 2**30))
+    home = Home(optimizer.offload != "none", round(optimizer.offload_room * 2**30))
     if isinstance(optimizer, MuonConfig):
         muon = MuonOptions(
             optimizer.momentum,

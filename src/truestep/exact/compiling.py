@@ -12,51 +12,34 @@ import torch
 
 from truestep.exact import arithmetic
 from truestep.exact.operations import InexactError, keeps_rows_apart
+from truestep.operators import operator
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
-_LIBRARY = torch.library.Library("truestep", "FRAGMENT")
-
-
-def _operator(signature: str, meta: Callable[..., torch.Tensor]) -> Callable[[Callable[..., torch.Tensor]], None]:
-    """Register an operator that compiled code calls, and what the compiler has to know of its result. It runs inside
-    the compiled pass of every layer, so it goes by the shortest way that torch has: no gradient passes it."""
-
-    def register(compute: Callable[..., torch.Tensor]) -> None:
-        name = signature.partition("(")[0]
-        _LIBRARY.define(signature)
-        _LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"truestep::{name}", meta, lib=_LIBRARY)
-
-    return register
-
-
-@_operator("exact_mm(Tensor a, Tensor b) -> Tensor", lambda a, b: a.new_empty(a.shape[0], b.shape[1]))
+@operator("exact_mm(Tensor a, Tensor b) -> Tensor", lambda a, b: a.new_empty(a.shape[0], b.shape[1]))
 def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return arithmetic.product(a, b.T)
 
 
-@_operator(
-    "exact_linear(Tensor a, Tensor weight) -> Tensor", lambda a, weight: a.new_empty(a.shape[0], weight.shape[0])
-)
+@operator("exact_linear(Tensor a, Tensor weight) -> Tensor", lambda a, weight: a.new_empty(a.shape[0], weight.shape[0]))
 def _linear(a: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return arithmetic.product(a, weight)
 
 
-@_operator(
+@operator(
     "exact_addmm(Tensor bias, Tensor a, Tensor b) -> Tensor", lambda bias, a, b: a.new_empty(a.shape[0], b.shape[1])
 )
 def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return arithmetic.product(a, b.T, bias)
 
 
-@_operator("exact_mean(Tensor x) -> Tensor", lambda x: x.new_empty(*x.shape[:-1], 1))
+@operator("exact_mean(Tensor x) -> Tensor", lambda x: x.new_empty(*x.shape[:-1], 1))
 def _mean(x: torch.Tensor) -> torch.Tensor:
     return arithmetic.row_mean(x).to(x.dtype).unsqueeze(-1)
 
 
-@_operator("exact_sum(Tensor x) -> Tensor", lambda x: x.new_empty(*x.shape[:-1], 1))
+@operator("exact_sum(Tensor x) -> Tensor", lambda x: x.new_empty(*x.shape[:-1], 1))
 def _sum(x: torch.Tensor) -> torch.Tensor:
     return arithmetic.row_sum(x).to(x.dtype).unsqueeze(-1)
 

@@ -22,7 +22,7 @@ LABELS = 0.5  # the share of a micro-batch's tokens that the plan takes for labe
 WEIGHTS, MASTERS, GRADIENTS = "weights as they compute", "float32 weights", "gradients"
 UNREDUCED, STATES, REFERENCE = "gradients until they are reduced", "optimizer's state", "reference model"
 ACTIVATIONS, AT_ONCE = "activations that are kept", "head's logits, or one layer's recomputation"
-ROOM = "what moves between host and device"
+MOVING = "what moves between host and device"
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,8 @@ def _kinds(
     if shards > 1:
         several = _several(config) and not reduces_each(config)
         kinds[UNREDUCED] = _FLOAT32 * (trained.all if several else max(trained.layers, default=0))
-    if offloaded(config) and _room(config, shape, trained):
-        moved = state_bytes(config, shape, trained) / shards + (_FLOAT32 * own if masters_offloaded(config) else 0)
-        kinds[ROOM] = min(_room(config, shape, trained), moved)
+    if moving := min(_room(config, shape, trained), host_bytes(config, shape, trained) / shards):
+        kinds[MOVING] = moving
     last = stage == sizes["pipeline"] - 1
     # One forward, one backward: a stage keeps the activations of as many micro-batches as stages come behind it.
     under_way = sizes["pipeline"] - stage
@@ -131,6 +130,12 @@ def offloaded(config: Config) -> bool:
 def masters_offloaded(config: Config) -> bool:
     """Tell whether the float32 weights lie in host memory."""
     return getattr(config.optimizer, "offload", "none") == "all"
+
+
+def host_bytes(config: Config, shape: ModelShape, trained: Part) -> float:
+    """Count the bytes of a part's trained weights and of their states that lie in host memory."""
+    states = state_bytes(config, shape, trained) if offloaded(config) else 0.0
+    return states + (_FLOAT32 * trained.all if masters_offloaded(config) else 0.0)
 
 
 def _room(config: Config, shape: ModelShape, trained: Part) -> float:

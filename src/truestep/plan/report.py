@@ -16,12 +16,12 @@ from truestep.plan.memory import (
     RankMemory,
     computed_size,
     has_reference,
+    host_bytes,
     masters_offloaded,
     offloaded,
     offloads_reference,
     plan_memory,
     staged_bytes,
-    state_bytes,
 )
 from truestep.plan.search import ROOM, Found, fastest, settle
 from truestep.plan.shape import ModelShape, read_shape
@@ -190,7 +190,7 @@ def _remarks(config: Config, shape: ModelShape, layout: RankLayout) -> list[str]
         f"A rank holds up to {staged / GIB:.1f} GiB of host memory for what it saves, from the first step or save on.",
     ]
     if offloaded(config):
-        held = state_bytes(config, shape, trained) + (_FLOAT32 * trained.all if masters_offloaded(config) else 0)
+        held = host_bytes(config, shape, trained)
         what = "the optimizer's state" + (" and float32 weights" if masters_offloaded(config) else "")
         lines.append(f"Host memory holds {what}: {held / GIB:.1f} GiB, shared among ranks as weights are.")
     if has_reference(config) and offloads_reference(config):

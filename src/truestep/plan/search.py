@@ -12,7 +12,7 @@ from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.plan.advice import changed_plainly, layout_of, most_of
 from truestep.plan.cards import CARDS, Card, card_here
-from truestep.plan.memory import GIB
+from truestep.plan.memory import GIB, offloaded
 from truestep.plan.shape import ModelShape, read_shape
 from truestep.plan.time import RANKS_OF_A_HOST, StepTime, Work, plan_time
 from truestep.policy.model.context import check_heads
@@ -21,7 +21,7 @@ from truestep.ranks.group import Ranks
 
 ROOM = 0.94  # of a card's memory that a plan may fill: the allocator holds a few percent more than the peak
 CHECKPOINTING, OFFLOAD = "model.activation_checkpointing", "model.activation_offload"
-REDUCE, MOVING = "parallel.reduce_each_micro_batch", "optimizer.offload_room"
+REDUCE, OFFLOAD_ROOM = "parallel.reduce_each_micro_batch", "optimizer.offload_room"
 _LARGEST = 8  # ranks of a dimension within a layer, and stages
 _FEWEST_TOKENS = 1024
 _MOST_LAYOUTS = 64
@@ -126,10 +126,10 @@ def _that_fit(config: Config, shape: ModelShape, layout: RankLayout, room: float
         for place in ("none", "states", "all") if built_in else (None,):
             for reduce in (False, True) if sizes["data_shard"] * sizes["context"] > 1 else (False,):
                 options: dict[str, Any] = {"data.tokens_per_microbatch": micro_batch, REDUCE: reduce}
-                options |= {"optimizer.offload": place, MOVING: 0.0 if built_in else None}
+                options |= {"optimizer.offload": place, OFFLOAD_ROOM: 0.0 if built_in else None}
                 way = _first_that_fits(config, shape, layout, room, options)
                 if way is not None:
-                    yield way if place in (None, "none") else _with_room(way, shape, layout, room)
+                    yield _with_room(way, shape, layout, room)
                     if not reduce:
                         break
 
@@ -137,10 +137,12 @@ def _that_fit(config: Config, shape: ModelShape, layout: RankLayout, room: float
 def _with_room(way: Way, shape: ModelShape, layout: RankLayout, room: float) -> Way:
     """Give what moves between host and device the memory that is left."""
     changes, config, memory = way
+    if not offloaded(config):
+        return way
     spare = float((room - memory) // GIB)
-    roomy = changed_plainly(config, MOVING, spare)
+    roomy = changed_plainly(config, OFFLOAD_ROOM, spare)
     more = most_of(roomy, shape, layout)
-    return ({**changes, MOVING: spare}, roomy, more) if more > memory else way
+    return ({**changes, OFFLOAD_ROOM: spare}, roomy, more) if more > memory else way
 
 
 def _first_that_fits(

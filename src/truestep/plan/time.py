@@ -13,13 +13,12 @@ from truestep.config.sections import AdamW8BitConfig, AdamWConfig, CustomOptimiz
 from truestep.plan.cards import Card
 from truestep.plan.memory import (
     ACTIVATIONS,
-    ROOM,
-    masters_offloaded,
+    MOVING,
+    host_bytes,
     offloaded,
     plan_memory,
     recomputes,
     reduces_each,
-    state_bytes,
 )
 from truestep.plan.shape import ModelShape
 from truestep.ranks.axes import RankLayout
@@ -120,7 +119,7 @@ def plan_time(config: Config, shape: ModelShape, layout: RankLayout, card: Card,
     parts |= _update(config, shape, card, rank)
     if offloaded(config):
         room = max(
-            stage.kinds[ACTIVATIONS] + stage.kinds.get(ROOM, 0.0) for stage in plan_memory(config, shape, layout)
+            stage.kinds[ACTIVATIONS] + stage.kinds.get(MOVING, 0.0) for stage in plan_memory(config, shape, layout)
         )
         parts["optimizer's state over the bus"] = _moves(config, shape, card, rank, room, beside)
     return StepTime({name: seconds for name, seconds in parts.items() if seconds > 0}, work.tokens)
@@ -262,8 +261,7 @@ def _moves(config: Config, shape: ModelShape, card: Card, rank: _Rank, room: flo
     """Compute what the optimizer's state adds, which goes to the device and back, both ways at once. It comes during
     the last backward pass as far as it has room: its own, and the memory that activations have given up."""
     trained = shape.part(0, 1, 1, 1, trained=True)
-    states = state_bytes(config, shape, trained) / max(1, trained.all)
-    moved = (states + (4 if masters_offloaded(config) else 0)) * rank.own
+    moved = host_bytes(config, shape, trained) / max(1, trained.all) * rank.own
     covered = min(room / card.bus, _BACKWARD * computation / rank.micro_batches)
     return max(0.0, moved / card.bus - covered)
 

@@ -30,8 +30,8 @@ class Joining:
     """Torch's own way to the graph that the compiler would be given, and that graph run as it is: counts products."""
 
     def __init__(self) -> None:
-        self.joined, self.alone = list[int](), 0
-        self.__call__ = aot_autograd(fw_compiler=self._run, decompositions=select_decomp_table())
+        self.joined = list[int]()
+        self.backend = aot_autograd(fw_compiler=self._run, decompositions=select_decomp_table())
 
     def _run(self, module: torch.fx.GraphModule, inputs: Any) -> Any:
         Join()(module.graph)
@@ -39,7 +39,6 @@ class Joining:
         module.recompile()
         operator = torch.ops.truestep.joined_product.default
         self.joined += [len(node.args[1]) for node in module.graph.nodes if node.target is operator]
-        self.alone += sum(node.target is torch.ops.aten.mm.default for node in module.graph.nodes)
         return module
 
 
@@ -92,7 +91,7 @@ def test_layers_multiply_once_by_what_meets_the_same_rows(
     found = engine_of(policy)
     assert isinstance(found, Engine)
     counts = Joining()
-    monkeypatch.setattr(compiled, "BACKEND", counts.__call__)
+    monkeypatch.setattr(compiled, "BACKEND", counts.backend)
     before = {name: weight.clone() for name, weight in policy.model.named_parameters()}
     with torch.no_grad(), compiled_layers(policy.model, {}):
         with joined.noting() as groups:
@@ -116,9 +115,7 @@ def test_another_compiler_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("options", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"freeze": ["*q_proj*"]}])
-def test_training_goes_on_with_the_same_numbers(
-    options: dict[str, Any], tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_goes_on_with_the_same_numbers(options: dict[str, Any], tiny_model: Model, tmp_path: Path) -> None:
     """Two runs of which one has its weights laid together before its first step."""
     write_rollouts(tmp_path / "rollouts.jsonl", 16)
     names = [f"model.layers.{layer}.self_attn.{kind}_proj.weight" for layer in range(2) for kind in "qkv"]

@@ -3,7 +3,7 @@
 | file | what is written | why, and what breaks it |
 | --- | --- | --- |
 | model/adapter.py | setattr, weight | layers with an adapter; plain nn.Linear, which a model's code calls |
-| model/adding.py | register_fake, __class__ | products add gradients; plain nn.Linear, a public door |
+| model/adding.py | __class__ | products add gradients; plain nn.Linear |
 | model/attention.py | AttentionInterface.register | attention over packed documents; a public door of transformers |
 | model/compiled.py | forward, gradient_checkpointing | compiled layers; the attribute that switches recomputation on |
 | model/embedding.py | forward, padding_idx | every token's gradient, in float32; nn.Embedding's own attributes |
@@ -26,7 +26,6 @@
 | exact.py | AttentionInterface.register | attention of exact passes; a public door of transformers |
 | exact.py | forward | layers run compiled in exact passes |
 | sampler/engine/attend.py | AttentionInterface.register | attention over a paged cache; a public door of transformers |
-| sampler/engine/joined.py | register_fake | an operator of torch.compile; a public door |
 | sampler/engine/forward.py | forward | layers run compiled while they sample |
 | step/optimizer.py | register_step_post_hook | refuses what no checkpoint keeps; a public hook |
 | weights/whole.py | register_post_accumulate_grad_hook | float32 gradients; a public hook |

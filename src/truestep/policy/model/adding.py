@@ -9,11 +9,12 @@ Dimensions: N outputs, K inputs.
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 
+from truestep.operators import operator
 from truestep.policy.model.adapter import LoraLinear
 
 
@@ -25,32 +26,24 @@ class Buffers(Protocol):
 
 
 # By the address of a matrix: who keeps its gradient, and the parameter.
-_keepers: dict[int, tuple[Callable[[], Any], Callable[[], torch.nn.Parameter | None]]] = {}
-
-
-def _nobody() -> None:
-    return None
-
-
-_LIBRARY = torch.library.Library("truestep", "FRAGMENT")
-_LIBRARY.define("linear_backward(Tensor gradient, Tensor x, Tensor weight, int number) -> Tensor")
+_keepers: dict[int, tuple[weakref.ref[Any], weakref.ref[torch.nn.Parameter]]] = {}
 _numbers = itertools.count()
 
 
+@operator(
+    "linear_backward(Tensor gradient, Tensor x, Tensor weight, int number) -> Tensor",
+    lambda _, x, *__: x.new_empty(x.shape),
+)
 @torch.no_grad()
 def linear_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, number: int) -> torch.Tensor:
     """Give the gradient of what was multiplied, [..., K], and add that of the matrix, [N, K], to its buffer. `number`
     is another one wherever it is called: a compiler takes equal calls for one."""
-    of_keeper, of_parameter = _keepers.get(weight.data_ptr(), (_nobody, _nobody))
-    keeper, parameter = of_keeper(), of_parameter()
+    found = _keepers.get(weight.data_ptr())
+    keeper, parameter = (None, None) if found is None else (found[0](), found[1]())
     if keeper is None or parameter is None:
         raise RuntimeError("a compiled layer's matrix was copied, moved or let go of before its backward pass")
     keeper.add_product(parameter, gradient.flatten(0, -2), x.flatten(0, -2))
     return gradient @ weight
-
-
-_LIBRARY.impl("linear_backward", linear_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("truestep::linear_backward", lambda _, x, *__: x.new_empty(x.shape), lib=_LIBRARY)
 
 
 class _Product(torch.autograd.Function):
@@ -98,7 +91,7 @@ def _called(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield from _called(child)
 
 
-def moved(parameter: torch.nn.Parameter, before: int) -> None:
+def moved(parameter: torch.Tensor, before: int) -> None:
     """Find a parameter where it lies now; it lay at `before`."""
     found = _keepers.get(before)
     if found is not None and found[1]() is parameter:

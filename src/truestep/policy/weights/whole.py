@@ -41,7 +41,6 @@ class WholeWeights(Weights):
         self._computed: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # masters by the model's parameters
         self._buffers: dict[torch.nn.Parameter, torch.Tensor] = {}  # gradients by the model's parameters
         self._by_name: dict[str, torch.nn.Parameter] = {}  # the model's parameters of the masters
-        self._frozen: dict[str, torch.nn.Parameter] = {}  # and those that have none
         # `named_parameters` gives a tied tensor once, under the name it is first registered by: its input embedding's.
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -57,7 +56,7 @@ class WholeWeights(Weights):
             # The parameters alone: buffers such as rotary frequencies stay float32, as transformers keeps them.
             parameter.data = parameter.data.to(dtype)
             if not parameter.requires_grad:
-                self._frozen[name], self.frozen[name] = parameter, parameter.detach()
+                self.frozen[name] = parameter
 
     def _master_of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         if self.masters_on_host:
@@ -87,9 +86,9 @@ class WholeWeights(Weights):
             buffer.add_(gradient)
 
     @property
-    def rounded(self) -> Iterable[torch.nn.Parameter]:
-        """The model's parameters whose gradients are in buffers of another type."""
-        return [parameter for parameter, master in self._computed.items() if parameter is not master]
+    def rounded(self) -> tuple[torch.nn.Parameter, ...]:
+        """The model's parameters that are rounded from masters beside them."""
+        return tuple(parameter for parameter, master in self._computed.items() if parameter is not master)
 
     @torch.no_grad()
     def add_product(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, rows: torch.Tensor) -> None:
@@ -124,13 +123,12 @@ class WholeWeights(Weights):
 
     @torch.no_grad()
     def publish(self) -> None:
-        rounded = [(parameter, master) for parameter, master in self._computed.items() if parameter is not master]
-        if rounded:
-            torch._foreach_copy_([parameter for parameter, _ in rounded], [master for _, master in rounded])
+        if rounded := self.rounded:
+            torch._foreach_copy_(rounded, [self._computed[parameter] for parameter in rounded])
 
     @torch.no_grad()
     def lay_together(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
-        every = self._frozen | self._by_name
+        every = {**self.frozen, **self._by_name}
         names = {parameter.data_ptr(): name for name, parameter in every.items()}
         for group in groups:
             found = [names.pop(weight.data_ptr(), "") for weight in group]
@@ -140,8 +138,6 @@ class WholeWeights(Weights):
             for name, part in zip(found, joined.split([len(every[name]) for name in found]), strict=True):
                 before, every[name].data = every[name].data_ptr(), part
                 moved(every[name], before)
-                if name in self.frozen:
-                    self.frozen[name] = every[name].detach()
 
     @torch.no_grad()
     def publish_rows(self, name: str, rows: slice, values: torch.Tensor) -> None:

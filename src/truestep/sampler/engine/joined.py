@@ -13,8 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-_LIBRARY = torch.library.Library("truestep", "FRAGMENT")
-_LIBRARY.define("joined_product(Tensor a, Tensor[] weights) -> Tensor")
+from truestep.operators import operator
 
 _noted: list[list[torch.Tensor]] | None = None
 
@@ -31,6 +30,12 @@ def noting() -> Iterator[list[list[torch.Tensor]]]:
         _noted = None
 
 
+def result_of(a: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Make the memory of a result."""
+    return a.new_empty(a.shape[0], sum(weight.shape[0] for weight in weights))
+
+
+@operator("joined_product(Tensor a, Tensor[] weights) -> Tensor", result_of)
 def joined_product(a: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:  # [R, K] -> [R, N]
     """Multiply rows by several weights."""
     whole = as_one(weights)
@@ -38,19 +43,10 @@ def joined_product(a: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor
         return a @ whole.T
     if _noted is not None:
         _noted.append(weights)
-    sizes = [weight.shape[0] for weight in weights]
-    result = a.new_empty(a.shape[0], sum(sizes))
-    for weight, part in zip(weights, result.split(sizes, dim=1), strict=True):
+    result = result_of(a, weights)
+    for weight, part in zip(weights, result.split([len(weight) for weight in weights], dim=1), strict=True):
         torch.mm(a, weight.T, out=part)
     return result
-
-
-def result_of(a: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
-    return a.new_empty(a.shape[0], sum(weight.shape[0] for weight in weights))
-
-
-_LIBRARY.impl("joined_product", joined_product, "CompositeExplicitAutograd")
-torch.library.register_fake("truestep::joined_product", result_of, lib=_LIBRARY)
 
 
 def as_one(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:

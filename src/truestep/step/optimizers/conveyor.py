@@ -172,6 +172,7 @@ class Streams:
 
     def __init__(self, device: torch.device):
         self._device = device
+        self._holds = int(_FILLED * torch.cuda.get_device_properties(device).total_memory)
         self._coming, self._going = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def fetch(self, load: Sequence[Tensors]) -> tuple[list[Tensors], Any]:
@@ -205,7 +206,7 @@ class Streams:
         return int(torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]["current"])
 
     def holds(self) -> int:
-        return int(_FILLED * torch.cuda.get_device_properties(self._device).total_memory)
+        return self._holds
 
 
 class Here:
