@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from truestep.head import chunked
@@ -21,6 +22,7 @@ from truestep.ranks import marks
 from truestep.ranks.group import Ranks
 from truestep.rollouts.packing import pack
 from truestep.rollouts.selection import has_advantage
+from truestep.step.beside import Beside
 from truestep.step.exact import score_exactly
 from truestep.step.groups import measure_answers, measure_groups
 from truestep.step.label_shares import LabelShare, MicroBatch
@@ -45,10 +47,10 @@ class Accumulated:
 
 @dataclass(frozen=True)
 class _RankSums:
-    """The sums over this rank's own micro-batches."""
+    """The sums over this rank's own micro-batches, on the host."""
 
     metrics: dict[str, Metric]
-    scores: dict[int, tuple[torch.Tensor, torch.Tensor]]  # log-probs and entropies of labels, by place in the plan
+    scores: dict[int, tuple[np.ndarray, np.ndarray]]  # log-probs and entropies of labels, by place in the plan
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,7 @@ class StepRunner:
         """Reduce the plan's metrics and this rank's `extra_metrics` over all ranks; with `backward`, compute its whole
         gradient. Each rank has a part of the weights, so all run every pass."""
         sums, runs = self._accumulate(plan, backward)
-        kept = {index: tuple(part.cpu().numpy() for part in score) for index, score in sums.scores.items()}
-        parts = self._ranks.gather((on_host(sums.metrics | dict(extra_metrics or {})), kept))
+        parts = self._ranks.gather((sums.metrics | on_host(extra_metrics or {}), sums.scores))
         for passes in runs:
             passes.settle()
         metrics = _counts(plan)
@@ -124,10 +125,12 @@ class StepRunner:
 
         def run(numbers: Sequence[int], backward: bool) -> Passes:
             scored: list[tuple[MicroBatch, RowStatistics]] = []
+            beside = Beside(self.policy.device)
 
             def head(micro_batch: MicroBatch, rows: torch.Tensor) -> torch.Tensor | None:
                 statistics, gradient = self._head(micro_batch, plan.totals, rows, backward)
                 scored.append((micro_batch, statistics))
+                beside.here()
                 return gradient
 
             def packed(number: int) -> MicroBatch:
@@ -137,8 +140,9 @@ class StepRunner:
             passes = Passes(self.policy, count, packed, head, backward=backward, group=group, stopwatch=self.stopwatch)
             passes.run()
             # Only now: metrics wait for the device, which would have nothing to do between two passes.
-            for micro_batch, statistics in scored if self.reports_metrics else ():
-                self._measure(sums, micro_batch, plan, statistics)
+            with beside.run():
+                for micro_batch, statistics in scored if self.reports_metrics else ():
+                    self._measure(sums, micro_batch, plan, statistics)
             return passes
 
         # Their metrics are those of every document's own; their gradient is 0.
@@ -176,7 +180,7 @@ class StepRunner:
         if self.metrics_level is not None:
             labels = self.objective.prepare(micro_batch.score(slice(None), statistics))
             facts = StepFacts(self.objective, plan.documents_seen, plan.totals)
-            measured = measure_labels(labels, facts, self.metrics_level, self.custom_metrics)
+            measured = on_host(measure_labels(labels, facts, self.metrics_level, self.custom_metrics))
             sums.metrics.update(merge(sums.metrics, measured))
         if self.keep_scores is not False:
             sums.scores.update(_scores(micro_batch, statistics, self.keep_scores))
@@ -219,8 +223,8 @@ def _counts(plan: StepPlan) -> dict[str, Metric]:
 
 def _scores(
     micro_batch: MicroBatch, statistics: RowStatistics, wanted: bool | Collection[int]
-) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Select the scores of a micro-batch that are wanted. They stay on the device: moving them would wait for it."""
+) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Fetch the scores of a micro-batch that are wanted."""
     members = zip(
         micro_batch.members,
         micro_batch.logprobs(statistics).split(micro_batch.label_counts),
@@ -228,7 +232,7 @@ def _scores(
         strict=True,
     )
     return {
-        index: (logprobs, entropy)
+        index: (logprobs.cpu().numpy(), entropy.cpu().numpy())
         for index, logprobs, entropy in members
         if wanted is True or (wanted is not False and index in wanted)
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import libdevice
 
 from truestep.head.logits import HeadSettings, multiplier, scale_
 from truestep.sampler.engine.draw import (
@@ -26,10 +27,12 @@ from truestep.sampler.engine.draw import (
 _MIX_FIRST, _MIX_SECOND = tl.constexpr(MIX_FIRST), tl.constexpr(MIX_SECOND)
 _POSITION_STEP, _TOKEN_STEP = tl.constexpr(POSITION_STEP), tl.constexpr(TOKEN_STEP)
 _SMALL = tl.constexpr(SMALL)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 _NOBODY = tl.constexpr(2**31 - 1)
-_BLOCK = 1024
+_BLOCK = 512
 _PROGRAMS = 1024  # that there should be, at least
 _MOST_PARTS = 64
+_LEAST_PART = 4096  # tokens of a program
 
 
 @triton.jit
@@ -40,12 +43,31 @@ def _mix(x):
 
 
 @triton.jit
-def _log_exponential(row_key, token):
-    """Compute log E of a token: see `draw.exponentials`."""
-    bits = (_mix(row_key + (token + 1).to(tl.uint64) * _TOKEN_STEP) >> 32).to(tl.uint32)
-    v = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
+def _exponential(counter, FAST: tl.constexpr):
+    """Compute E of a token: see `draw.exponentials`."""
+    bits = (_mix(counter) >> 32).to(tl.uint32)
+    # In halves, since a GPU takes long to convert what may have 64 bits; the sum is rounded once, as all 32 bits are.
+    high, low = (bits >> 16).to(tl.int32), (bits & 0xFFFF).to(tl.int32)
+    v = (high.to(tl.float32) * 65536.0 + low.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
     series = (((v * 0.25 + 0.3333333333333333) * v + 0.5) * v + 1.0) * v
-    return tl.log(tl.where(v < _SMALL, series, -tl.log(1 - v)))
+    return tl.where(v < _SMALL, series, -libdevice.fast_logf(1 - v) if FAST else -tl.log(1 - v))
+
+
+@triton.jit
+def _p(z, base):
+    return tl.exp2((z - base) * _LOG2_E)
+
+
+@triton.jit
+def _cut(p, z, token, floor, last):
+    return tl.where((z > floor) | ((z == floor) & (token <= last)), p, 0.0)
+
+
+@triton.jit
+def _better(best, best_e, best_token, p, e, token):
+    """Take tokens whose p / E is larger than that of the best ones before them."""
+    better = p * best_e > best * e
+    return tl.where(better, p, best), tl.where(better, e, best_e), tl.where(better, token, best_token)
 
 
 @triton.jit
@@ -81,37 +103,62 @@ def _draw_kernel(
     parts,  # N
     CAPPED: tl.constexpr,
     CUT: tl.constexpr,
+    FAST: tl.constexpr,  # the GPU's own logarithm
     BLOCK: tl.constexpr,
 ):
     row, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(position_pointer + row * meta_row).to(tl.uint64)
     row_key = _mix(tl.load(key_pointer + row * meta_row).to(tl.uint64) + (position + 1) * _POSITION_STEP)
     factor, greedy = tl.load(multiplier_pointer + row), tl.load(greedy_pointer + row) != 0
+    raw_line = raw_pointer + row * raw_row
+    if CUT:
+        floor, last = tl.load(floor_pointer + row), tl.load(last_pointer + row)
+    lane = tl.arange(0, BLOCK)
     highest = tl.full((BLOCK,), float("-inf"), tl.float32)
-    best, best_z = highest, highest
     total = tl.zeros((BLOCK,), tl.float32)
+    # What is drawn has the largest p / E, with p relative to a lane's largest. Greedily it has the largest logit.
+    best = total + tl.where(greedy, float("-inf"), 0.0)
+    best_e = total + 1.0
     best_token = tl.full((BLOCK,), _NOBODY, tl.int32)
     begin = number * part
     end = tl.minimum(begin + part, vocabulary)
-    for start in range(begin, end, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        z = _load_z(raw_pointer + row * raw_row, token, end, factor, softcap, CAPPED)
-        higher = tl.maximum(highest, z)
-        # A lane that has seen nothing yet has -inf - -inf.
-        total = total * tl.where(highest == float("-inf"), 0.0, tl.exp(highest - higher))
-        total += tl.where(token < end, tl.exp(z - higher), 0.0)
+    far = tl.full((BLOCK,), BLOCK, tl.uint64) * _TOKEN_STEP  # of the numbers that E comes from, to the next block
+    counter = row_key + (begin + lane + 1).to(tl.uint64) * _TOKEN_STEP
+    for start in range(begin, end, 4 * BLOCK):
+        token = start + lane
+        z0 = _load_z(raw_line, token, end, factor, softcap, CAPPED)
+        z1 = _load_z(raw_line, token + BLOCK, end, factor, softcap, CAPPED)
+        z2 = _load_z(raw_line, token + 2 * BLOCK, end, factor, softcap, CAPPED)
+        z3 = _load_z(raw_line, token + 3 * BLOCK, end, factor, softcap, CAPPED)
+        higher = tl.maximum(highest, tl.maximum(tl.maximum(z0, z1), tl.maximum(z2, z3)))
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # a lane that has seen nothing yet
+        shrunk = tl.exp2((highest - base) * _LOG2_E)
+        p0, p1, p2, p3 = _p(z0, base), _p(z1, base), _p(z2, base), _p(z3, base)
+        total = total * shrunk + ((p0 + p1) + (p2 + p3))
         highest = higher
-        score = tl.where(greedy, z, z - _log_exponential(row_key, token))
-        if CUT:
-            floor, last = tl.load(floor_pointer + row), tl.load(last_pointer + row)
-            score = tl.where((z > floor) | ((z == floor) & (token <= last)) | greedy, score, float("-inf"))
-        better = (token < end) & (score > best)
-        best_token = tl.where(better, token, best_token)
-        best_z = tl.where(better, z, best_z)
-        best = tl.where(better, score, best)
-    top, winner = tl.max(highest, axis=0), tl.max(best, axis=0)
+        if greedy:
+            best, best_e, best_token = _better(best, best_e, best_token, z0, best_e, token)
+            best, best_e, best_token = _better(best, best_e, best_token, z1, best_e, token + BLOCK)
+            best, best_e, best_token = _better(best, best_e, best_token, z2, best_e, token + 2 * BLOCK)
+            best, best_e, best_token = _better(best, best_e, best_token, z3, best_e, token + 3 * BLOCK)
+        else:
+            if CUT:
+                p0, p1 = _cut(p0, z0, token, floor, last), _cut(p1, z1, token + BLOCK, floor, last)
+                p2, p3 = _cut(p2, z2, token + 2 * BLOCK, floor, last), _cut(p3, z3, token + 3 * BLOCK, floor, last)
+            best *= shrunk
+            e0, e1 = _exponential(counter, FAST), _exponential(counter + far, FAST)
+            best, best_e, best_token = _better(best, best_e, best_token, p0, e0, token)
+            best, best_e, best_token = _better(best, best_e, best_token, p1, e1, token + BLOCK)
+            e2, e3 = _exponential(counter + far * 2, FAST), _exponential(counter + far * 3, FAST)
+            best, best_e, best_token = _better(best, best_e, best_token, p2, e2, token + 2 * BLOCK)
+            best, best_e, best_token = _better(best, best_e, best_token, p3, e3, token + 3 * BLOCK)
+            counter += far * 4
+    top = tl.max(highest, axis=0)
     total = tl.sum(total * tl.where(highest == float("-inf"), 0.0, tl.exp(highest - top)), axis=0)
-    chosen = tl.min(tl.where(best == winner, best_token, _NOBODY), axis=0)  # of equal scores the lowest id
+    best_z = _load_z(raw_line, best_token, end, factor, softcap, CAPPED)  # -inf: a lane that has nobody
+    score = tl.where(greedy, best_z, best_z - tl.log(best_e))
+    winner = tl.max(score, axis=0)
+    chosen = tl.min(tl.where(score == winner, best_token, _NOBODY), axis=0)  # of equal scores the lowest id
     place = row * parts + number
     tl.store(highest_pointer + place, top)
     tl.store(total_pointer + place, total)
@@ -167,7 +214,7 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings) -> Drawn:  #
         kept = keep(raw, raw.logsumexp(-1), rows.truncation)
         floor, last, log_mass = kept.floor, kept.last, torch.where(greedy, 0.0, kept.log_mass)
         factor, softcap = torch.ones_like(log_mass), None
-    parts = max(1, min(_MOST_PARTS, _PROGRAMS // count, -(-vocabulary // (4 * _BLOCK))))
+    parts = max(1, min(_MOST_PARTS, _PROGRAMS // count, -(-vocabulary // _LEAST_PART)))
     part = -(-vocabulary // (parts * _BLOCK)) * _BLOCK
     parts = -(-vocabulary // part)
     floats = torch.empty(4, count, parts, dtype=torch.float32, device=raw.device)
@@ -193,6 +240,7 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings) -> Drawn:  #
         parts,
         CAPPED=softcap is not None,
         CUT=rows.truncation is not None,
+        FAST=not triton.knobs.runtime.interpret,
         BLOCK=_BLOCK,
         num_warps=4,
     )

@@ -85,6 +85,9 @@ def check_attention(
         v = random(len(_LENGTHS), layer.heads, layer.value_size)
         how = (layer.key_size**-0.5, layer.window, layer.softcap)
         found = attend(rows, 0, q, k, v, *how).float()
+        stored = (cache.keys[0][rows.pages, :, rows.offsets], cache.values[0][rows.pages, :, rows.offsets])
+        if not (torch.equal(stored[0], k) and torch.equal(stored[1], v)):
+            return f"{layer}: new keys or values are not in their pages"
         expected = attend_rows(rows, 0, q, k, v, *how).float()
         worst = float(((found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)).max())
         if not worst <= (1e-4 if dtype == torch.float32 else 3e-2):

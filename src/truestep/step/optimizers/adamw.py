@@ -18,26 +18,27 @@ class AdamWOptions:
 @dataclass(frozen=True)
 class AdamW:
     options: AdamWOptions
-    together: int = 0
+    together: None = None
 
     def begin(self, name: str, part: torch.Tensor) -> State:
         return {"exp_avg": torch.zeros_like(part), "exp_avg_sq": torch.zeros_like(part)}
 
     def update(self, slots: Sequence[Slot], rate: float) -> None:
         options = self.options
-        for slot in slots:
-            torch._fused_adamw_(
-                [slot.weight],
-                [slot.gradient],
-                [slot.state["exp_avg"]],
-                [slot.state["exp_avg_sq"]],
-                [],
-                [torch.full((), float(slot.number), device=slot.weight.device)],
-                lr=rate,
-                beta1=options.betas[0],
-                beta2=options.betas[1],
-                weight_decay=options.weight_decay,
-                eps=options.epsilon,
-                amsgrad=False,
-                maximize=False,
-            )
+        device = slots[0].weight.device
+        numbers = {number: torch.full((), float(number), device=device) for number in {slot.number for slot in slots}}
+        torch._fused_adamw_(
+            [slot.weight for slot in slots],
+            [slot.gradient for slot in slots],
+            [slot.state["exp_avg"] for slot in slots],
+            [slot.state["exp_avg_sq"] for slot in slots],
+            [],
+            [numbers[slot.number] for slot in slots],
+            lr=rate,
+            beta1=options.betas[0],
+            beta2=options.betas[1],
+            weight_decay=options.weight_decay,
+            eps=options.epsilon,
+            amsgrad=False,
+            maximize=False,
+        )

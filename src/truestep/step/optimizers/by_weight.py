@@ -52,8 +52,9 @@ class Rule(Protocol):
     """How weights of a kind are updated."""
 
     @property
-    def together(self) -> int:
-        """So many whole weights are updated at once; 0: some rows of one at a time."""
+    def together(self) -> int | None:
+        """So many whole weights are updated at once; 0: some rows of one at a time. None: the rule needs no memory
+        beside what it updates, so all weights are updated at once, and rows of one at a time only where they move."""
         ...
 
     def begin(self, name: str, part: torch.Tensor) -> State:
@@ -74,7 +75,8 @@ class ByWeight(torch.optim.Optimizer):
         # Behind the last layer's backward pass come the gradient of the largest weight, and its sum over ranks.
         largest = max((weights.pieces[name].shape.numel() for name in weights.master), default=0)
         self._conveyor = Conveyor(weights.device, reserve=2 * 4 * largest, room=home.room)
-        if home.on_host or weights.masters_on_host:
+        self._moves = home.on_host or weights.masters_on_host
+        if self._moves:
             weights.moved_beside(self._conveyor.settle)
             marks.listen(self)
         filled = [{"params": list(named.values()), "rule": rule} for rule, named in groups if named]
@@ -151,6 +153,8 @@ class ByWeight(torch.optim.Optimizer):
     def _batches(self, group: dict[str, Any]) -> Iterator[list[tuple[torch.nn.Parameter, slice]]]:
         """Divide a group's weights into what is updated at once: weights, and the rows of each."""
         masters, together = group["params"], group["rule"].together
+        if together is None:
+            together = 0 if self._moves else len(masters)
         if together:
             for first in range(0, len(masters), together):
                 yield [(master, slice(0, _rows(master))) for master in masters[first : first + together]]
@@ -196,8 +200,9 @@ def _rows(tensor: torch.Tensor) -> int:
 
 
 def _some(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
-    return tensor[rows] if tensor.ndim else tensor
+    # There are hundreds of weights, and a GPU waits while the host makes as many views of each.
+    return tensor if not tensor.ndim or (rows.start == 0 and rows.stop == tensor.shape[0]) else tensor[rows]
 
 
 def _of_rows(state: Mapping[str, torch.Tensor], rows: slice) -> State:
-    return {kind: value[rows] for kind, value in state.items() if kind != STEP and value.ndim}
+    return {kind: _some(value, rows) for kind, value in state.items() if kind != STEP and value.ndim}
