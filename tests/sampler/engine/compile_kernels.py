@@ -48,26 +48,17 @@ def compile_attention(kind: str, size: int, group: int, page: int, window: int, 
     dtype = attend_kernels.TYPES[getattr(torch, tl_type)]
     heads = 8
     shape = {"TYPE": dtype, "PAGE_SIZE": page, "VALUE_SIZE": size}
-    typed = dict.fromkeys(("query_pointer", "key_pointer", "value_pointer", "output_pointer"), value_type)
+    typed = dict.fromkeys(("query_pointer", "output_pointer", "value_pointer"), value_type)
     compile_kernel(
         attend_kernels._store_kernel,
         shape | {"HEADS": heads, "KEY_SIZE": size, "HEAD_BLOCK": heads, "SIZE_BLOCK": size},
-        typed,
+        typed | {"key_pointer": value_type},
     )
     shape |= {"WINDOW": window, "VALUE_BLOCK": size}
     compiled = compile_kernel(
         attend_kernels._attend_kernel,
         shape
-        | {
-            "HEADS": heads,
-            "GROUP": group,
-            "KEY_SIZE": size,
-            "CAPPED": capped,
-            "GROUP_BLOCK": 16,
-            "KEY_BLOCK": size,
-            "AHEAD": 4,
-            "EVICT": "evict_first",
-        },
+        | {"HEADS": heads, "GROUP": group, "KEY_SIZE": size, "CAPPED": capped, "GROUP_BLOCK": 16, "KEY_BLOCK": size},
         typed,
         num_warps=4,
         num_stages=3 if size <= 128 and kind == "bf16" else 2,
@@ -84,8 +75,7 @@ def compile_attention(kind: str, size: int, group: int, page: int, window: int, 
 
 
 def compile_draw(kind: str, capped: bool, cut: bool) -> None:
-    shape = {"CAPPED": capped, "CUT": cut, "FAST": True}
-    shape |= {"BLOCK": draw_kernels._BLOCK}
+    shape = {"CAPPED": capped, "CUT": cut, "FAST": True, "BLOCK": draw_kernels._BLOCK}
     types = {"raw_pointer": f"*{kind}", "greedy_pointer": "*u8"}
     compile_kernel(draw_kernels._draw_kernel, shape, types, num_warps=4)
     compile_kernel(draw_kernels._join_kernel, {"BLOCK": draw_kernels._MOST_PARTS}, {}, num_warps=1)
