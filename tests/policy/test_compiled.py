@@ -5,7 +5,7 @@ torch's own backend takes minutes on a CPU; what decides what is compiled, and w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,9 @@ class Sum:
 
     def add_product(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, rows: torch.Tensor) -> None:
         self.total += gradient.T @ rows
+
+    def lay_together(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
+        assert not list(groups)
 
 
 def test_equal_products_of_a_layer_add_a_gradient_each() -> None:

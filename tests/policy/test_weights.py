@@ -200,3 +200,36 @@ def test_collected_gradients_outlive_the_step(tiny_model: Made) -> None:
     wanted = {name: gradient.clone() for name, gradient in policy.weights.gradients.items()}
     policy.weights.zero_gradients()
     assert all(same_bits(collected[name], gradient) for name, gradient in wanted.items())
+
+
+def test_a_step_begins_with_nothing_of_the_last_one(tiny_model: Made) -> None:
+    """Nobody writes zeros: the first gradient of a step takes the place of what was there, and what gets none is 0."""
+    policy = load_policy(tiny_model("llama"), dtype="bfloat16", device="cpu")
+
+    def gradients(number: int | None) -> dict[str, torch.Tensor]:
+        policy.weights.zero_gradients()
+        if number is not None:
+            backward(policy, number)
+        return {name: gradient.clone() for name, gradient in policy.weights.gradients.items()}
+
+    first = gradients(0)
+    assert all(gradient.norm() > 0 for name, gradient in first.items())
+    gradients(1)
+    again = gradients(0)
+    assert all(torch.equal(gradient, again[name]) for name, gradient in first.items())
+    assert not any(gradient.any() for gradient in gradients(None).values())
+
+
+def test_rows_add_their_gradients_in_float32() -> None:
+    """Against float64, where one row comes often; a row of nobody keeps 0."""
+    model = torch.nn.Embedding(5, 3)
+    weights = WholeWeights(model, torch.bfloat16)
+    ids, given = torch.tensor([1, 3, 1, 1, 0, 3] * 50), torch.randn(300, 3).bfloat16()
+    weights.zero_gradients()
+    weights.add_rows(model.weight, ids[:100], given[:100])
+    weights.add_rows(model.weight, ids[100:], given[100:])
+    expected = torch.zeros(5, 3, dtype=torch.float64)
+    for row, gradient in zip(ids, given, strict=True):
+        expected[row] += gradient.double()
+    torch.testing.assert_close(weights.gradients["weight"].double(), expected, rtol=1e-5, atol=1e-5)
+    assert not weights.gradients["weight"][[2, 4]].any()

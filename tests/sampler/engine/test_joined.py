@@ -17,11 +17,10 @@ from torch._inductor.decomposition import select_decomp_table
 from small_runs import file_config, merged, quiet_trainer, write_rollouts
 from truestep.config.schema import Config
 from truestep.policy.loading.load import load_policy
-from truestep.policy.model import compiled
-from truestep.sampler.engine import joined
+from truestep.policy.model import compiled, joined
+from truestep.policy.model.joining import Join, backend_over
 from truestep.sampler.engine.engine import Engine, engine_of
 from truestep.sampler.engine.forward import compiled_layers, probe
-from truestep.sampler.engine.joining import Join, backend_over
 
 Model = Callable[[str], Path]
 

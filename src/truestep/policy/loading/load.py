@@ -33,7 +33,7 @@ from truestep.policy.model.adapter import Adapter, AdapterSource
 from truestep.policy.model.adding import add_in_products
 from truestep.policy.model.compiled import compile_layers
 from truestep.policy.model.context import Context, check_heads
-from truestep.policy.model.embedding import accumulate_in_float32, every_token_counts
+from truestep.policy.model.embedding import accumulate_in_float32, add_rows, every_token_counts
 from truestep.policy.model.freezing import freeze_weights
 from truestep.policy.model.offload import ActivationOffload
 from truestep.policy.model.recompute import FULL, checkpoint_options, recompute_activations
@@ -102,7 +102,8 @@ def load_policy(
     if compiled:
         _compile(model, how)
     facts = ModelFacts.of(model, place)
-    if dtype != "float32" and place.type == "cpu":
+    rounds = dtype != "float32" and place.type == "cpu"
+    if rounds and (ranks.tensor > 1 or ranks.shards > 1):
         accumulate_in_float32(model)
     buffers = {} if stages is None else saved_buffers(model)  # while every layer is still here
     if frozen:
@@ -111,6 +112,13 @@ def load_policy(
     weights = _weights_of(model, compute, ranks, pieces, place, masters_on_host, reshard_after_forward, reduce_each)
     _check_numbers(directory, weights)
     _finish_layers(model, weights, compiled)
+    if (
+        isinstance(weights, WholeWeights)
+        and not add_rows(model, weights, weights.rounded)
+        and rounds
+        and ranks.tensor == 1
+    ):
+        accumulate_in_float32(model)
     model.set_attn_implementation(choice.name)
     companions = read_companions(directory)
     parts = (tokenizer, companions, stages, buffers, choice, adapted)

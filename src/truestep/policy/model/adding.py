@@ -9,13 +9,14 @@ Dimensions: N outputs, K inputs.
 
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from truestep.operators import operator
 from truestep.policy.model.adapter import LoraLinear
+from truestep.policy.model.joined import as_one
 
 
 class Buffers(Protocol):
@@ -23,6 +24,9 @@ class Buffers(Protocol):
 
     def add_product(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, rows: torch.Tensor) -> None:
         """Add `gradient.T @ rows` to the gradient of a parameter: [tokens, N], [tokens, K]."""
+
+    def lay_together(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
+        """Have each group of parameters lie one behind another in memory."""
 
 
 # By the address of a matrix: who keeps its gradient, and the parameter.
@@ -38,12 +42,32 @@ _numbers = itertools.count()
 def linear_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, number: int) -> torch.Tensor:
     """Give the gradient of what was multiplied, [..., K], and add that of the matrix, [N, K], to its buffer. `number`
     is another one wherever it is called: a compiler takes equal calls for one."""
+    _add(gradient, x, weight)
+    return gradient @ weight
+
+
+@operator(
+    "joined_backward(Tensor gradient, Tensor x, Tensor[] weights, int number) -> Tensor",
+    lambda _, x, *__: x.new_empty(x.shape),
+)
+@torch.no_grad()
+def joined_backward(gradient: torch.Tensor, x: torch.Tensor, weights: list[torch.Tensor], number: int) -> torch.Tensor:
+    """Do the same for several matrices, whose gradients lie side by side: what was multiplied is the same."""
+    parts = gradient.split([len(weight) for weight in weights], -1)
+    for part, weight in zip(parts, weights, strict=True):
+        _add(part, x, weight)
+    whole = as_one(weights)
+    if whole is not None:
+        return gradient @ whole
+    return gradient @ torch.cat(weights)
+
+
+def _add(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
     found = _keepers.get(weight.data_ptr())
     keeper, parameter = (None, None) if found is None else (found[0](), found[1]())
     if keeper is None or parameter is None:
         raise RuntimeError("a compiled layer's matrix was copied, moved or let go of before its backward pass")
     keeper.add_product(parameter, gradient.flatten(0, -2), x.flatten(0, -2))
-    return gradient @ weight
 
 
 class _Product(torch.autograd.Function):
@@ -75,12 +99,24 @@ def add_in_products(layers: Iterable[torch.nn.Module], keeper: Buffers, kept: It
     for place in [place for place, (_, parameter) in _keepers.items() if parameter() is None]:
         del _keepers[place]
     wanted = set(kept)
-    for module in (module for layer in layers for module in _called(layer)):
+    found = [module for layer in layers for module in _called(layer)]
+    for module in found:
         if type(module) is not torch.nn.Linear or "forward" in vars(module) or module.bias is not None:
             continue
         if module.weight in wanted:
             module.__class__ = AddingLinear
             _keepers[module.weight.data_ptr()] = weakref.ref(keeper), weakref.ref(module.weight)
+    keeper.lay_together(group for module in found for group in _side_by_side(module))
+
+
+def _side_by_side(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """List the matrices of a module's own products, one after another, which multiply vectors of one size: maybe the
+    same vectors. Nothing but the place of a matrix depends on it."""
+    products = [child for child in module.children() if isinstance(child, AddingLinear)]
+    for _, group in itertools.groupby(products, lambda child: child.in_features):
+        matrices: list[torch.Tensor] = [child.weight for child in group]
+        if len(matrices) > 1:
+            yield matrices
 
 
 def _called(module: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -43,9 +43,15 @@ def _for_training(layer: Any, options: Mapping[str, Any]) -> Any:
     recompute = getattr(layer, "gradient_checkpointing", False)
     if recompute:
         layer.gradient_checkpointing = False
-    compiled = torch.compile(own_forward(layer), dynamic=True, backend=BACKEND)
+    own, compiled = own_forward(layer), None
 
     def train(*arguments: Any, **named: Any) -> Any:
+        nonlocal compiled
+        if compiled is None:
+            from truestep.policy.model.joining import JoinTraining, backend_over  # the compiler, which takes a second
+
+            backend = backend_over(BACKEND, JoinTraining)
+            compiled = torch.compile(own, dynamic=True, backend=backend)
         if recompute and layer.training:
             return checkpoint(functools.partial(compiled, **named), *arguments, **options)
         return compiled(*arguments, **named)

@@ -3,11 +3,19 @@
 Dimensions: S tokens, U different tokens among them, H hidden.
 """
 
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import torch
 
 from truestep.policy.model.repeat import repeat
+
+
+class Rows(Protocol):
+    """What keeps the gradients."""
+
+    def add_rows(self, parameter: torch.nn.Parameter, rows: torch.Tensor, gradients: torch.Tensor) -> None: ...
 
 
 def every_token_counts(model: Any) -> None:
@@ -31,3 +39,40 @@ def accumulate_in_float32(model: Any) -> None:
         return repeat(look_up(different), which, 0).view(*input_ids.shape, -1)
 
     embedding.forward = forward
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.nn.Parameter, ids: torch.Tensor, keeper: Callable[[], Rows | None]) -> Any:
+        ctx.save_for_backward(ids)
+        ctx.whose = weakref.ref(weight), keeper
+        return torch.nn.functional.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        weight, keeper = (found() for found in ctx.whose)
+        assert keeper is not None and weight is not None, "the weights of this model are gone"
+        (ids,) = ctx.saved_tensors
+        keeper.add_rows(weight, ids.flatten(), gradient.flatten(0, -2))
+        return None, None, None
+
+
+def add_rows(model: Any, keeper: Rows, kept: Iterable[torch.nn.Parameter]) -> bool:
+    """Have each token add its gradient to its row of the float32 buffer, if the keeper has one: the gradient of the
+    whole vocabulary is not made, rounded and added. Tell whether it does."""
+    embedding = model.get_input_embeddings()
+    if type(embedding) is not torch.nn.Embedding or embedding.weight not in set(kept):
+        return False
+    if "forward" in vars(embedding) or embedding.max_norm is not None or embedding.scale_grad_by_freq:
+        return False
+    look_up, known = embedding.forward, weakref.ref(keeper)
+
+    def forward(input_ids: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return look_up(input_ids)
+        found: torch.Tensor = _LookUp.apply(embedding.weight, input_ids, known)
+        return found
+
+    replaced: Any = embedding
+    replaced.forward = forward
+    return True

@@ -1,9 +1,9 @@
 """Weights that are not sharded: gradients are summed over the ranks once a step.
 
 The weights of a float32 model are its own parameters. Those of a bfloat16 model are float32 masters beside it: each
-micro-batch's gradient is added to a float32 buffer at once, and an update rounds the masters into the model once. Where
-states lie on the host, such a buffer has no memory from the beginning of a step to its first gradient: what is on its
-way to the host may have it.
+micro-batch's gradient is added to a float32 buffer at once, and an update rounds the masters into the model once. The
+first gradient of a step is written there, so nobody writes zeros before. Where states lie on the host, such a buffer
+has no memory until then: what is on its way to the host may have it.
 Masters on the host are always beside the model, whose own weights and gradients are on the device.
 """
 
@@ -40,6 +40,7 @@ class WholeWeights(Weights):
         self._masters, self.frozen = {}, {}
         self._computed: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # masters by the model's parameters
         self._buffers: dict[torch.nn.Parameter, torch.Tensor] = {}  # gradients by the model's parameters
+        self._fresh: set[torch.nn.Parameter] = set()  # those whose gradient of this step is nothing yet, not even zeros
         self._by_name: dict[str, torch.nn.Parameter] = {}  # the model's parameters of the masters
         # `named_parameters` gives a tied tensor once, under the name it is first registered by: its input embedding's.
         for name, parameter in model.named_parameters():
@@ -69,18 +70,17 @@ class WholeWeights(Weights):
 
     @property
     def gradients(self) -> dict[str, torch.Tensor]:
-        return {name: _with_memory(self._buffers[parameter]) for name, parameter in self._by_name.items()}
+        return {name: self._filled(parameter) for name, parameter in self._by_name.items()}
 
     def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """Give the float32 buffer behind one of the model's parameters; None if it is frozen."""
-        buffer = self._buffers.get(parameter)
-        return None if buffer is None else _with_memory(buffer)
+        return self._filled(parameter) if parameter in self._buffers else None
 
     @torch.no_grad()
     def add_to_gradient(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         """Add a gradient of one of the model's parameters to the buffer behind it."""
         buffer = self._buffers[parameter]
-        if _takes_memory(buffer):
+        if self._is_first(parameter):
             buffer.copy_(gradient)
         else:
             buffer.add_(gradient)
@@ -95,20 +95,43 @@ class WholeWeights(Weights):
         buffer = self._buffers[parameter]
         if not buffer.is_cuda:  # where no product adds in another type than its own
             self.add_to_gradient(parameter, gradient.T @ rows)
-        elif _takes_memory(buffer):
+        elif self._is_first(parameter):
             torch.mm(gradient.T, rows, out_dtype=buffer.dtype, out=buffer)
         else:
             torch.addmm(buffer, gradient.T, rows, out_dtype=buffer.dtype, out=buffer)
 
+    @torch.no_grad()
+    def add_rows(self, parameter: torch.nn.Parameter, rows: torch.Tensor, gradients: torch.Tensor) -> None:
+        """Add gradients [T, H] of some rows [T] of one of the model's parameters, among which rows may be equal."""
+        buffer = self._filled(parameter)
+        buffer.index_put_((rows,), gradients.to(buffer.dtype), accumulate=True)
+
     def zero_gradients(self) -> None:
         kept = []
         for parameter, buffer in self._buffers.items():
-            if self._lends and self._computed[parameter] is not parameter:  # to others autograd itself adds
-                buffer.untyped_storage().resize_(0)
-            else:
+            if self._computed[parameter] is parameter:  # autograd itself adds to it
                 kept.append(buffer)
+                continue
+            self._fresh.add(parameter)
+            if self._lends:
+                buffer.untyped_storage().resize_(0)
         if kept:
             torch._foreach_zero_(kept)
+
+    def _is_first(self, parameter: torch.nn.Parameter) -> bool:
+        """Tell whether what comes is the first part of a gradient in this step; its buffer has memory after this."""
+        buffer = self._buffers[parameter]
+        if not buffer.untyped_storage().nbytes():
+            buffer.untyped_storage().resize_(buffer.numel() * buffer.itemsize)
+        first = parameter in self._fresh
+        self._fresh.discard(parameter)
+        return first
+
+    @torch.no_grad()
+    def _filled(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Give a buffer, with zeros where nothing was added to it."""
+        buffer = self._buffers[parameter]
+        return buffer.zero_() if self._is_first(parameter) else buffer
 
     @contextmanager
     def head(self, model: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
@@ -152,18 +175,3 @@ def _move_gradient(weights: Callable[[], WholeWeights | None], parameter: torch.
     if parameter.grad is not None:  # else a product has added it
         owner.add_to_gradient(parameter, parameter.grad)
         parameter.grad = None
-
-
-def _takes_memory(buffer: torch.Tensor) -> bool:
-    """Give a buffer memory where it has none, and tell whether it had none."""
-    storage = buffer.untyped_storage()
-    if storage.nbytes():
-        return False
-    storage.resize_(buffer.numel() * buffer.itemsize)
-    return True
-
-
-@torch.no_grad()
-def _with_memory(buffer: torch.Tensor) -> torch.Tensor:
-    """Give a buffer, with zeros where it had no memory."""
-    return buffer.zero_() if _takes_memory(buffer) else buffer

@@ -9,13 +9,13 @@ import torch
 
 from truestep.head.logits import HeadSettings
 from truestep.policy.model import attention
+from truestep.policy.model.joined import noting
 from truestep.policy.policy import Policy
 from truestep.sampler.engine.attend import Rows, attend_rows
 from truestep.sampler.engine.cache import LayerShape, PagedCache
 from truestep.sampler.engine.device import Device
 from truestep.sampler.engine.draw import DrawRows, Truncation, draw
 from truestep.sampler.engine.forward import compiled_layers, probe
-from truestep.sampler.engine.joined import noting
 from truestep.sampler.team import Team
 from truestep.self_test import serves
 

@@ -5,6 +5,9 @@ In what torch compiles of a layer such products become one operator. It makes on
 behind another in memory, and as many as there are weights where they do not. Which weights meet in a layer, the layer's
 own compiled code tells when it runs.
 
+In training the gradient of what was multiplied is the sum of several products in the same way, and it is one product of
+what lies side by side (`adding.joined_backward`): it is added up in float32, and written and read once.
+
 Dimensions: R rows, K inner, N of all weights together.
 """
 
@@ -47,6 +50,12 @@ def joined_product(a: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor
     for weight, part in zip(weights, result.split([len(weight) for weight in weights], dim=1), strict=True):
         torch.mm(a, weight.T, out=part)
     return result
+
+
+@operator("side_by_side(Tensor[] parts) -> Tensor", lambda parts: torch.cat(parts, -1))
+def side_by_side(parts: list[torch.Tensor]) -> torch.Tensor:  # [..., N of a part] -> [..., N of all]
+    """Lay results side by side. In compiled code what makes a part writes it to its place."""
+    return torch.cat(parts, -1)
 
 
 def as_one(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -1,0 +1,136 @@
+"""Torch's compiler with one operator in the place of products of the same rows. Importing it takes a second."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.lowering import register_lowering
+
+from truestep.policy.model import adding, joined
+from truestep.policy.model.joined import result_of
+
+aten = torch.ops.aten
+
+
+class Join(CustomGraphPass):
+    """Puts the operator in the place of a graph's products of the same rows."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        groups: dict[Any, list[tuple[torch.fx.Node, torch.fx.Node]]] = {}
+        for node in graph.nodes:
+            weight = _weight_of(node)
+            if weight is not None:
+                groups.setdefault(_rows_of(node), []).append((node, weight))
+        for products in groups.values():
+            if len(products) > 1:
+                _join(graph, products)
+
+    def uuid(self) -> Any:
+        return type(self).__name__, get_hash_for_files((__file__, joined.__file__, adding.__file__))
+
+
+def _weight_of(node: torch.fx.Node) -> torch.fx.Node | None:
+    """Give the weight of a product of rows by a weight's transpose; None: the node is none."""
+    if node.target is not aten.mm.default or node.kwargs:
+        return None
+    right = node.args[1]
+    if not isinstance(right, torch.fx.Node) or right.target is not aten.permute.default or right.args[1] != [1, 0]:
+        return None
+    weight = right.args[0]
+    return weight if isinstance(weight, torch.fx.Node) and weight.op == "placeholder" else None
+
+
+def _rows_of(product: torch.fx.Node) -> Any:
+    """Tell rows from others: each product has a view of its own of what it is given."""
+    rows: Any = product.args[0]
+    if rows.target is aten.reshape.default or rows.target is aten.view.default:
+        return rows.args[0], str(rows.args[1])
+    return rows
+
+
+def _join(graph: torch.fx.Graph, products: Sequence[tuple[torch.fx.Node, torch.fx.Node]]) -> None:
+    rows: Any = products[0][0].args[0]
+    weights = [weight for _, weight in products]
+    with graph.inserting_before(products[0][0]):
+        whole = graph.call_function(torch.ops.truestep.joined_product.default, (rows, weights))
+        whole.meta["val"] = result_of(rows.meta["val"], [weight.meta["val"] for weight in weights])
+        start = 0
+        for product, weight in products:
+            end = start + weight.meta["val"].shape[0]
+            part = graph.call_function(aten.slice.Tensor, (whole, 1, start, end))
+            part.meta["val"] = whole.meta["val"][:, start:end]
+            product.replace_all_uses_with(part)
+            start = end
+    for product, _ in products:
+        graph.erase_node(product)
+
+
+class JoinTraining(Join):
+    """Does the same in the forward pass of training, and joins what products add to one gradient in the backward."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        super().__call__(graph)
+        groups: dict[Any, list[torch.fx.Node]] = {}
+        for node in graph.nodes:
+            if node.target is torch.ops.truestep.linear_backward.default:
+                groups.setdefault(node.args[1], []).append(node)
+        places = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
+        for products in groups.values():
+            products.sort(key=lambda product: places.get(product.args[2], -1))  # as the forward pass has them
+            total = _total(products) if len(products) > 1 else None
+            if total is not None:
+                _join_backward(graph, products, total)
+
+
+def _total(products: Sequence[torch.fx.Node]) -> torch.fx.Node | None:
+    """Find the sum of some products; None: something else is done with one of them."""
+    parts = set(products)
+    while len(parts) > 1:
+        candidates = [next(iter(part.users)) for part in parts if len(part.users) == 1]
+        user = next((node for node in candidates if _adds(node, parts)), None)
+        if user is None:
+            return None
+        parts = (parts - set(user.args)) | {user}
+    return parts.pop()
+
+
+def _adds(node: torch.fx.Node, parts: set[torch.fx.Node]) -> bool:
+    return node.target is aten.add.Tensor and not node.kwargs and len(set(node.args)) == 2 and set(node.args) <= parts
+
+
+def _join_backward(graph: torch.fx.Graph, products: Sequence[torch.fx.Node], total: torch.fx.Node) -> None:
+    gradients, weights = [product.args[0] for product in products], [product.args[2] for product in products]
+    rows, number = products[0].args[1], products[0].args[3]
+    with graph.inserting_before(total):  # where all of them are there
+        together = graph.call_function(torch.ops.truestep.side_by_side.default, (gradients,))
+        together.meta["val"] = torch.cat([gradient.meta["val"] for gradient in gradients], -1)  # type: ignore[union-attr]
+        joined = graph.call_function(torch.ops.truestep.joined_backward.default, (together, rows, weights, number))
+        joined.meta["val"] = total.meta["val"]
+    total.replace_all_uses_with(joined)
+    graph.eliminate_dead_code()
+
+
+@register_lowering(torch.ops.truestep.side_by_side.default, type_promotion_kind=None)
+def _lay_side_by_side(parts: list[Any]) -> Any:
+    # What makes a part writes it to its place. By torch's own rule for `cat` one kernel would make all parts, number by
+    # number, and read for each what any of them needs.
+    return ir.TensorBox(ir.ConcatKernel.create(parts, len(parts[0].get_size()) - 1))
+
+
+def backend_over(backend: Any, join: type[Join] = Join) -> Callable[..., Any] | Any:
+    """Give what compiles with one product for several, for torch.compile; another compiler than torch's stays as it
+    is."""
+    return _compiling_with(join) if backend == "inductor" else backend
+
+
+@cache  # what another object compiled, torch compiles again
+def _compiling_with(join: type[Join]) -> Callable[..., Any]:
+    def compile_graph(module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        compiled: Any = compile_fx(module, inputs, config_patches={"post_grad_custom_pre_pass": join()})
+        return compiled
+
+    return compile_graph
