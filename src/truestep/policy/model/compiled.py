@@ -48,9 +48,9 @@ def _for_training(layer: Any, options: Mapping[str, Any]) -> Any:
     def train(*arguments: Any, **named: Any) -> Any:
         nonlocal compiled
         if compiled is None:
-            from truestep.policy.model.joining import JoinTraining, backend_over  # the compiler, which takes a second
+            from truestep.policy.model.joining import JoinBackward, backend_over  # the compiler, which takes a second
 
-            backend = backend_over(BACKEND, JoinTraining)
+            backend = backend_over(BACKEND, JoinBackward)
             compiled = torch.compile(own, dynamic=True, backend=backend)
         if recompute and layer.training:
             return checkpoint(functools.partial(compiled, **named), *arguments, **options)

@@ -69,11 +69,11 @@ def _join(graph: torch.fx.Graph, products: Sequence[tuple[torch.fx.Node, torch.f
         graph.erase_node(product)
 
 
-class JoinTraining(Join):
-    """Does the same in the forward pass of training, and joins what products add to one gradient in the backward."""
+class JoinBackward(Join):
+    """Joins what products add to one gradient, in training. Forward products stay as they are: with many rows they gain
+    little, and what reads a part of a wide result takes longer."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        super().__call__(graph)
         groups: dict[Any, list[torch.fx.Node]] = {}
         for node in graph.nodes:
             if node.target is torch.ops.truestep.linear_backward.default:
