@@ -112,6 +112,31 @@ def test_joined_products_give_what_single_ones_do(
         assert off < 1.3 * before + 1e-3, "no further from float64 than single products are"
 
 
+def test_a_part_of_a_sum_that_is_read_apart_leaves_all_alone() -> None:
+    """It would be computed once more for its reader, and add the gradient of its matrix again."""
+    graph = torch.fx.Graph()
+    gradients = [graph.placeholder(name) for name in "ab"]
+    rows, *weights = (graph.placeholder(name) for name in ("x", "v", "w"))
+    for node in gradients:
+        node.meta["val"] = torch.empty(1, 2, 3)
+    products = [
+        graph.call_function(OURS.linear_backward.default, (gradient, rows, weight, number))
+        for number, (gradient, weight) in enumerate(zip(gradients, weights, strict=True))
+    ]
+    total = graph.call_function(torch.ops.aten.add.Tensor, tuple(products))
+    apart = graph.call_function(torch.ops.aten.neg.default, (products[1],))
+    graph.output((total, apart))
+    total.meta["val"] = torch.empty(1, 2, 4)
+    JoinBackward()(graph)
+    assert [node.target for node in graph.nodes].count(OURS.linear_backward.default) == 2
+    apart.replace_all_uses_with(total)
+    graph.erase_node(apart)
+    JoinBackward()(graph)
+    targets = [node.target for node in graph.nodes]
+    assert targets.count(OURS.joined_backward.default) == 1
+    assert targets.count(OURS.linear_backward.default) == 0
+
+
 def test_products_of_different_rows_are_left_alone(seen: list[object]) -> None:
     class Apart(torch.nn.Module):
         def __init__(self) -> None:

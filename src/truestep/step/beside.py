@@ -1,7 +1,7 @@
-"""Work on a stream of its own, beside what the host has asked a GPU for since.
+"""Work on a stream of its own, beside what a GPU was asked for before it.
 
-Metrics wait for the device, number by number. They need what was known before the last backward pass, so there is no
-need to wait for that pass: on a stream of their own they are done long before it is.
+The host waits for metrics, number by number. They need only what was known before the last backward pass. On a stream
+of their own they are done long before that pass is, and the host has the next work ready when the GPU comes to it.
 """
 
 from collections.abc import Iterator
@@ -19,13 +19,14 @@ class Beside:
     _needed: Any
 
     def here(self) -> None:
-        """The work needs nothing that the host asks for after this."""
+        """What `run` does needs only what was started before this call."""
         if self._device.type == "cuda":
             self._needed = torch.cuda.current_stream(self._device).record_event()
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Do the work inside. What the host asks for after it waits for it: it may take the memory of what was read."""
+        """Do the work inside. Work that the host starts later waits for it, because it may take the memory that this
+        work reads."""
         if self._needed is None:
             yield
             return

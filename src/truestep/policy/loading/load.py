@@ -102,8 +102,8 @@ def load_policy(
     if compiled:
         _compile(model, how)
     facts = ModelFacts.of(model, place)
-    rounds = dtype != "float32" and place.type == "cpu"
-    if rounds and (ranks.tensor > 1 or ranks.shards > 1):
+    rounds, alone = dtype != "float32" and place.type == "cpu", ranks.tensor == ranks.shards == 1
+    if rounds and not alone:
         accumulate_in_float32(model)
     buffers = {} if stages is None else saved_buffers(model)  # while every layer is still here
     if frozen:
@@ -112,18 +112,18 @@ def load_policy(
     weights = _weights_of(model, compute, ranks, pieces, place, masters_on_host, reshard_after_forward, reduce_each)
     _check_numbers(directory, weights)
     _finish_layers(model, weights, compiled)
-    if (
-        isinstance(weights, WholeWeights)
-        and not add_rows(model, weights, weights.rounded)
-        and rounds
-        and ranks.tensor == 1
-    ):
-        accumulate_in_float32(model)
+    _finish_embedding(model, weights, rounds and alone)
     model.set_attn_implementation(choice.name)
-    companions = read_companions(directory)
-    parts = (tokenizer, companions, stages, buffers, choice, adapted)
+    parts = (tokenizer, read_companions(directory), stages, buffers, choice, adapted)
     on_host = ActivationOffload(place) if offload_activations else None
     return Policy(model, directory, settings, weights, facts, *parts, activations_on_host=on_host, exchange=exchange)
+
+
+def _finish_embedding(model: Any, weights: Weights, rounds: bool) -> None:
+    """Have the embedding's gradient added up in float32. `rounds`: otherwise it would be in half precision."""
+    adds = isinstance(weights, WholeWeights) and add_rows(model, weights, weights.rounded)
+    if rounds and not adds:
+        accumulate_in_float32(model)
 
 
 def _finish_layers(model: Any, weights: Weights, compiled: bool) -> None:

@@ -59,7 +59,10 @@ def joined_backward(gradient: torch.Tensor, x: torch.Tensor, weights: list[torch
     whole = as_one(weights)
     if whole is not None:
         return gradient @ whole
-    return gradient @ torch.cat(weights)
+    result = parts[0] @ weights[0]
+    for part, weight in zip(parts[1:], weights[1:], strict=True):
+        result += part @ weight
+    return result
 
 
 def _add(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:

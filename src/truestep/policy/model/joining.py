@@ -90,8 +90,8 @@ def _total(products: Sequence[torch.fx.Node]) -> torch.fx.Node | None:
     """Find the sum of some products; None: something else is done with one of them."""
     parts = set(products)
     while len(parts) > 1:
-        candidates = [next(iter(part.users)) for part in parts if len(part.users) == 1]
-        user = next((node for node in candidates if _adds(node, parts)), None)
+        alone = {part for part in parts if len(part.users) == 1}
+        user = next((user for part in alone for user in part.users if _adds(user, alone)), None)
         if user is None:
             return None
         parts = (parts - set(user.args)) | {user}
@@ -99,6 +99,7 @@ def _total(products: Sequence[torch.fx.Node]) -> torch.fx.Node | None:
 
 
 def _adds(node: torch.fx.Node, parts: set[torch.fx.Node]) -> bool:
+    """Tell whether a node adds two of these parts, for which nothing else is done with either."""
     return node.target is aten.add.Tensor and not node.kwargs and len(set(node.args)) == 2 and set(node.args) <= parts
 
 

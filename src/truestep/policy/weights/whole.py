@@ -2,8 +2,8 @@
 
 The weights of a float32 model are its own parameters. Those of a bfloat16 model are float32 masters beside it: each
 micro-batch's gradient is added to a float32 buffer at once, and an update rounds the masters into the model once. The
-first gradient of a step is written there, so nobody writes zeros before. Where states lie on the host, such a buffer
-has no memory until then: what is on its way to the host may have it.
+first gradient of a step is written there, so zeros are written before to the buffers of embedding and head alone. Where
+states lie on the host, such a buffer has no memory until then: what is on its way to the host may have it.
 Masters on the host are always beside the model, whose own weights and gradients are on the device.
 """
 
@@ -103,8 +103,11 @@ class WholeWeights(Weights):
     @torch.no_grad()
     def add_rows(self, parameter: torch.nn.Parameter, rows: torch.Tensor, gradients: torch.Tensor) -> None:
         """Add gradients [T, H] of some rows [T] of one of the model's parameters, among which rows may be equal."""
-        buffer = self._filled(parameter)
-        buffer.index_put_((rows,), gradients.to(buffer.dtype), accumulate=True)
+        buffer, gradients = self._filled(parameter), gradients.to(torch.float32)
+        if buffer.is_cuda:  # it sorts the rows
+            buffer.index_put_((rows,), gradients, accumulate=True)
+        else:  # the above would add in any order
+            buffer.index_add_(0, rows, gradients)
 
     def zero_gradients(self) -> None:
         kept = []
@@ -153,19 +156,28 @@ class WholeWeights(Weights):
     def lay_together(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
         every = {**self.frozen, **self._by_name}
         names = {parameter.data_ptr(): name for name, parameter in every.items()}
+        left: set[int] = set()  # memory that a group has left; what stays there alone would keep all of it
         for group in groups:
             found = [names.pop(weight.data_ptr(), "") for weight in group]
             if not all(found):
                 continue  # it was named before, or one of them belongs to another group too
             joined = torch.cat([every[name] for name in found])
+            left |= {every[name].untyped_storage().data_ptr() for name in found}
             for name, part in zip(found, joined.split([len(every[name]) for name in found]), strict=True):
-                before, every[name].data = every[name].data_ptr(), part
-                moved(every[name], before)
+                _move(every[name], part)
+        for parameter in every.values():
+            if parameter.untyped_storage().data_ptr() in left:
+                _move(parameter, parameter.detach().clone())
 
     @torch.no_grad()
     def publish_rows(self, name: str, rows: slice, values: torch.Tensor) -> None:
         own = self._by_name[name]
         (own[rows] if own.ndim else own).copy_(values)
+
+
+def _move(parameter: torch.Tensor, place: torch.Tensor) -> None:
+    before, parameter.data = parameter.data_ptr(), place
+    moved(parameter, before)
 
 
 def _move_gradient(weights: Callable[[], WholeWeights | None], parameter: torch.Tensor) -> None:

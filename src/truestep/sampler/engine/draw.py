@@ -3,7 +3,7 @@
 A token is drawn as the largest of z - log E over the vocabulary, where the E are independent exponential numbers (the
 Gumbel trick): so nothing has to be added up or sorted, and tokens that are cut off need only be left out. Each E comes
 from a counter: it is a function of the completion's key, the token's position in the completion and the token's id. So
-a draw depends on neither the device, nor the batch, nor what was drawn before.
+a draw depends on neither the batch nor what was drawn before, and on the device only where rounding decides a tie.
 
 Dimensions: R rows, V vocabulary.
 """

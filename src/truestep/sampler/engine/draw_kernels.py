@@ -30,9 +30,7 @@ _SMALL = tl.constexpr(SMALL)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NOBODY = tl.constexpr(2**31 - 1)
 _BLOCK = 512
-_PROGRAMS = 1024  # that there should be, at least
-_MOST_PARTS = 64
-_LEAST_PART = 4096  # tokens of a program
+_PART, _MOST_PARTS = 16384, 64  # tokens of a program, where so many programs of a row are enough
 
 
 @triton.jit
@@ -40,6 +38,13 @@ def _mix(x):
     x = (x ^ (x >> 30)) * _MIX_FIRST
     x = (x ^ (x >> 27)) * _MIX_SECOND
     return x ^ (x >> 31)
+
+
+@triton.jit
+def _key_of(key_pointer, position_pointer):
+    """Mix a row's key with its position."""
+    position = tl.load(position_pointer).to(tl.uint64)
+    return _mix(tl.load(key_pointer).to(tl.uint64) + (position + 1) * _POSITION_STEP)
 
 
 @triton.jit
@@ -56,6 +61,14 @@ def _exponential(counter, FAST: tl.constexpr):
 @triton.jit
 def _p(z, base):
     return tl.exp2((z - base) * _LOG2_E)
+
+
+@triton.jit
+def _relative(highest, z0, z1, z2, z3):
+    """Give each lane's largest logit now, what relates the one before to it, and what relates four logits to it."""
+    higher = tl.maximum(highest, tl.maximum(tl.maximum(z0, z1), tl.maximum(z2, z3)))
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # a lane that has seen nothing yet
+    return higher, _p(highest, base), _p(z0, base), _p(z1, base), _p(z2, base), _p(z3, base)
 
 
 @triton.jit
@@ -79,6 +92,45 @@ def _load_z(raw_row, token, end, factor, softcap, CAPPED: tl.constexpr):
         tanh = (1 - shrunk) / (1 + shrunk)
         z = tl.where(z < 0, -tanh, tanh) * softcap
     return tl.where(token < end, z * factor, float("-inf"))
+
+
+@triton.jit
+def _load_four(raw_line, token, end, factor, softcap, CAPPED: tl.constexpr, BLOCK: tl.constexpr):
+    """Load the logits of a block of tokens, and of the three behind it."""
+    z0 = _load_z(raw_line, token, end, factor, softcap, CAPPED)
+    z1 = _load_z(raw_line, token + BLOCK, end, factor, softcap, CAPPED)
+    z2 = _load_z(raw_line, token + 2 * BLOCK, end, factor, softcap, CAPPED)
+    z3 = _load_z(raw_line, token + 3 * BLOCK, end, factor, softcap, CAPPED)
+    return z0, z1, z2, z3
+
+
+@triton.jit
+def _likeliest_of_four(best, best_e, best_token, z0, z1, z2, z3, token, BLOCK: tl.constexpr):
+    best, best_e, best_token = _better(best, best_e, best_token, z0, best_e, token)
+    best, best_e, best_token = _better(best, best_e, best_token, z1, best_e, token + BLOCK)
+    best, best_e, best_token = _better(best, best_e, best_token, z2, best_e, token + 2 * BLOCK)
+    return _better(best, best_e, best_token, z3, best_e, token + 3 * BLOCK)
+
+
+@triton.jit
+def _drawn_of_four(
+    best, best_e, best_token, p0, p1, p2, p3, token, counter, far, FAST: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    e0, e1 = _exponential(counter, FAST), _exponential(counter + far, FAST)
+    best, best_e, best_token = _better(best, best_e, best_token, p0, e0, token)
+    best, best_e, best_token = _better(best, best_e, best_token, p1, e1, token + BLOCK)
+    e2, e3 = _exponential(counter + far * 2, FAST), _exponential(counter + far * 3, FAST)
+    best, best_e, best_token = _better(best, best_e, best_token, p2, e2, token + 2 * BLOCK)
+    return _better(best, best_e, best_token, p3, e3, token + 3 * BLOCK)
+
+
+@triton.jit
+def _choose(best_e, best_token, best_z, greedy):
+    """Choose among the lanes' tokens: the token, its score and its logit."""
+    score = tl.where(greedy, best_z, best_z - tl.log(best_e))
+    winner = tl.max(score, axis=0)
+    chosen = tl.min(tl.where(score == winner, best_token, _NOBODY), axis=0)  # of equal scores the lowest id
+    return chosen.to(tl.int64), winner, tl.max(tl.where(best_token == chosen, best_z, float("-inf")), axis=0)
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -107,64 +159,40 @@ def _draw_kernel(
     BLOCK: tl.constexpr,
 ):
     row, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    position = tl.load(position_pointer + row * meta_row).to(tl.uint64)
-    row_key = _mix(tl.load(key_pointer + row * meta_row).to(tl.uint64) + (position + 1) * _POSITION_STEP)
+    row_key = _key_of(key_pointer + row * meta_row, position_pointer + row * meta_row)
     factor, greedy = tl.load(multiplier_pointer + row), tl.load(greedy_pointer + row) != 0
-    raw_line = raw_pointer + row * raw_row
-    if CUT:
-        floor, last = tl.load(floor_pointer + row), tl.load(last_pointer + row)
-    lane = tl.arange(0, BLOCK)
-    highest = tl.full((BLOCK,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
+    floor, last = tl.load(floor_pointer + row), tl.load(last_pointer + row)
+    raw_line, lane = raw_pointer + row * raw_row, tl.arange(0, BLOCK)
+    highest, total = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.float32)
     # What is drawn has the largest p / E, with p relative to a lane's largest. Greedily it has the largest logit.
-    best = total + tl.where(greedy, float("-inf"), 0.0)
-    best_e = total + 1.0
-    best_token = tl.full((BLOCK,), _NOBODY, tl.int32)
-    begin = number * part
-    end = tl.minimum(begin + part, vocabulary)
+    best, best_e, best_token = total + tl.where(greedy, float("-inf"), 0.0), total + 1.0, lane * 0 + _NOBODY
+    begin, end = number * part, tl.minimum((number + 1) * part, vocabulary)
     far = tl.full((BLOCK,), BLOCK, tl.uint64) * _TOKEN_STEP  # of the numbers that E comes from, to the next block
     counter = row_key + (begin + lane + 1).to(tl.uint64) * _TOKEN_STEP
     for start in range(begin, end, 4 * BLOCK):
         token = start + lane
-        z0 = _load_z(raw_line, token, end, factor, softcap, CAPPED)
-        z1 = _load_z(raw_line, token + BLOCK, end, factor, softcap, CAPPED)
-        z2 = _load_z(raw_line, token + 2 * BLOCK, end, factor, softcap, CAPPED)
-        z3 = _load_z(raw_line, token + 3 * BLOCK, end, factor, softcap, CAPPED)
-        higher = tl.maximum(highest, tl.maximum(tl.maximum(z0, z1), tl.maximum(z2, z3)))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # a lane that has seen nothing yet
-        shrunk = tl.exp2((highest - base) * _LOG2_E)
-        p0, p1, p2, p3 = _p(z0, base), _p(z1, base), _p(z2, base), _p(z3, base)
+        z0, z1, z2, z3 = _load_four(raw_line, token, end, factor, softcap, CAPPED, BLOCK)
+        highest, shrunk, p0, p1, p2, p3 = _relative(highest, z0, z1, z2, z3)
         total = total * shrunk + ((p0 + p1) + (p2 + p3))
-        highest = higher
         if greedy:
-            best, best_e, best_token = _better(best, best_e, best_token, z0, best_e, token)
-            best, best_e, best_token = _better(best, best_e, best_token, z1, best_e, token + BLOCK)
-            best, best_e, best_token = _better(best, best_e, best_token, z2, best_e, token + 2 * BLOCK)
-            best, best_e, best_token = _better(best, best_e, best_token, z3, best_e, token + 3 * BLOCK)
+            best, best_e, best_token = _likeliest_of_four(best, best_e, best_token, z0, z1, z2, z3, token, BLOCK)
         else:
             if CUT:
                 p0, p1 = _cut(p0, z0, token, floor, last), _cut(p1, z1, token + BLOCK, floor, last)
                 p2, p3 = _cut(p2, z2, token + 2 * BLOCK, floor, last), _cut(p3, z3, token + 3 * BLOCK, floor, last)
-            best *= shrunk
-            e0, e1 = _exponential(counter, FAST), _exponential(counter + far, FAST)
-            best, best_e, best_token = _better(best, best_e, best_token, p0, e0, token)
-            best, best_e, best_token = _better(best, best_e, best_token, p1, e1, token + BLOCK)
-            e2, e3 = _exponential(counter + far * 2, FAST), _exponential(counter + far * 3, FAST)
-            best, best_e, best_token = _better(best, best_e, best_token, p2, e2, token + 2 * BLOCK)
-            best, best_e, best_token = _better(best, best_e, best_token, p3, e3, token + 3 * BLOCK)
+            best, best_e, best_token = _drawn_of_four(
+                best * shrunk, best_e, best_token, p0, p1, p2, p3, token, counter, far, FAST, BLOCK
+            )
             counter += far * 4
-    top = tl.max(highest, axis=0)
-    total = tl.sum(total * tl.where(highest == float("-inf"), 0.0, tl.exp(highest - top)), axis=0)
-    best_z = _load_z(raw_line, best_token, end, factor, softcap, CAPPED)  # -inf: a lane that has nobody
-    score = tl.where(greedy, best_z, best_z - tl.log(best_e))
-    winner = tl.max(score, axis=0)
-    chosen = tl.min(tl.where(score == winner, best_token, _NOBODY), axis=0)  # of equal scores the lowest id
-    place = row * parts + number
+    place, top = row * parts + number, tl.max(highest, axis=0)
     tl.store(highest_pointer + place, top)
-    tl.store(total_pointer + place, total)
-    tl.store(score_pointer + place, winner)
-    tl.store(token_pointer + place, chosen.to(tl.int64))
-    tl.store(z_pointer + place, tl.max(tl.where(best_token == chosen, best_z, float("-inf")), axis=0))
+    total *= tl.where(highest == float("-inf"), 0.0, tl.exp(highest - top))
+    tl.store(total_pointer + place, tl.sum(total, axis=0))
+    best_z = _load_z(raw_line, best_token, end, factor, softcap, CAPPED)  # -inf: a lane that has nobody
+    chosen, score, z = _choose(best_e, best_token, best_z, greedy)
+    tl.store(token_pointer + place, chosen)
+    tl.store(score_pointer + place, score)
+    tl.store(z_pointer + place, z)
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -214,8 +242,8 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings) -> Drawn:  #
         kept = keep(raw, raw.logsumexp(-1), rows.truncation)
         floor, last, log_mass = kept.floor, kept.last, torch.where(greedy, 0.0, kept.log_mass)
         factor, softcap = torch.ones_like(log_mass), None
-    parts = max(1, min(_MOST_PARTS, _PROGRAMS // count, -(-vocabulary // _LEAST_PART)))
-    part = -(-vocabulary // (parts * _BLOCK)) * _BLOCK
+    # By the vocabulary alone: a tie within rounding may depend on the parts, and must not depend on the batch.
+    part = max(_PART, -(-vocabulary // (_MOST_PARTS * _BLOCK)) * _BLOCK)
     parts = -(-vocabulary // part)
     floats = torch.empty(4, count, parts, dtype=torch.float32, device=raw.device)
     tokens = torch.empty(count, parts, dtype=torch.int64, device=raw.device)

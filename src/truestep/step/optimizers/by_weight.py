@@ -54,7 +54,7 @@ class Rule(Protocol):
     @property
     def together(self) -> int | None:
         """So many whole weights are updated at once; 0: some rows of one at a time. None: the rule needs no memory
-        beside what it updates, so all weights are updated at once, and rows of one at a time only where they move."""
+        beside what it updates, so it updates all weights that stay on a GPU at once, and some rows of others."""
         ...
 
     def begin(self, name: str, part: torch.Tensor) -> State:
@@ -154,7 +154,7 @@ class ByWeight(torch.optim.Optimizer):
         """Divide a group's weights into what is updated at once: weights, and the rows of each."""
         masters, together = group["params"], group["rule"].together
         if together is None:
-            together = 0 if self._moves else len(masters)
+            together = len(masters) if self._weights.device.type == "cuda" and not self._moves else 0
         if together:
             for first in range(0, len(masters), together):
                 yield [(master, slice(0, _rows(master))) for master in masters[first : first + together]]
