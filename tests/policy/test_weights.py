@@ -18,6 +18,7 @@ from tiny import make_model
 from truestep.head.logits import HeadSettings
 from truestep.policy.loading.load import load_policy
 from truestep.policy.model import attention
+from truestep.policy.model.joined import as_one
 from truestep.policy.policy import ModelFacts, Policy
 from truestep.policy.save import save_policy
 from truestep.policy.weights.whole import WholeWeights
@@ -231,6 +232,22 @@ def test_what_a_group_leaves_behind_keeps_its_own_memory_alone() -> None:
     assert second.untyped_storage().nbytes() == second.nbytes
     assert third.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), values, strict=True))
+
+
+def test_groups_stay_together_wherever_memory_is_used_again() -> None:
+    """What a group left may be where a later one comes to lie."""
+    model = torch.nn.ModuleList(torch.nn.Linear(8, 8, bias=False) for _ in range(60))
+    weights = WholeWeights(model, torch.bfloat16)
+    parameters = list(model.parameters())
+    values = [parameter.detach().clone() for parameter in parameters]
+    for size in (3, 2, 5, 2, 3):
+        groups = [parameters[first : first + size] for first in range(0, 60, size)]
+        weights.lay_together(groups)
+        assert all(as_one(group) is not None for group in groups)
+        assert all(torch.equal(*pair) for pair in zip(parameters, values, strict=True))
+        assert sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parameters}.values()) == sum(
+            parameter.nbytes for parameter in parameters
+        )
 
 
 def test_rows_add_their_gradients_in_float32() -> None:

@@ -156,23 +156,30 @@ class WholeWeights(Weights):
     def lay_together(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
         every = {**self.frozen, **self._by_name}
         names = {parameter.data_ptr(): name for name, parameter in every.items()}
-        left: set[int] = set()  # memory that a group has left; what stays there alone would keep all of it
         for group in groups:
             found = [names.pop(weight.data_ptr(), "") for weight in group]
             if not all(found):
                 continue  # it was named before, or one of them belongs to another group too
             joined = torch.cat([every[name] for name in found])
-            left |= {every[name].untyped_storage().data_ptr() for name in found}
+            # What stays alone in memory that the group leaves would keep all of it.
+            parts = [every[name] for name in found]
+            left = {_memory(part) for part in parts if part.untyped_storage().nbytes() > part.nbytes}
+            staying = [name for name in every if left and name not in found and _memory(every[name]) in left]
             for name, part in zip(found, joined.split([len(every[name]) for name in found]), strict=True):
                 _move(every[name], part)
-        for parameter in every.values():
-            if parameter.untyped_storage().data_ptr() in left:
-                _move(parameter, parameter.detach().clone())
+            for name in staying:
+                known = names.pop(every[name].data_ptr(), "")
+                _move(every[name], every[name].detach().clone())
+                names[every[name].data_ptr()] = known
 
     @torch.no_grad()
     def publish_rows(self, name: str, rows: slice, values: torch.Tensor) -> None:
         own = self._by_name[name]
         (own[rows] if own.ndim else own).copy_(values)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _move(parameter: torch.Tensor, place: torch.Tensor) -> None:
