@@ -20,9 +20,11 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 
 
 def transfer(
-    tensor: torch.Tensor, there: Callable[[torch.Tensor], torch.Tensor], back: Callable[[torch.Tensor], torch.Tensor]
+    tensor: torch.Tensor,
+    there: Callable[[torch.Tensor], torch.Tensor],
+    back: Callable[[torch.Tensor], torch.Tensor | None],
 ) -> torch.Tensor:
-    """Apply `there` to a tensor, and `back` to its gradient."""
+    """Apply `there` to a tensor, and `back` to its gradient; None: the tensor is to get none."""
     transferred: torch.Tensor = _Transfer.apply(tensor, there, back)
     return transferred
 
@@ -34,7 +36,7 @@ class _Transfer(torch.autograd.Function):
         return there(tensor)
 
     @staticmethod
-    def backward(saved: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(saved: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
         return saved.back(gradient), None, None
 
 

@@ -14,9 +14,8 @@ import torch
 
 class Beside:
     def __init__(self, device: torch.device):
-        self._device, self._needed = device, None
-
-    _needed: Any
+        self._device = device
+        self._needed: Any = None  # the event after which the work may begin
 
     def here(self) -> None:
         """What `run` does needs only what was started before this call."""

@@ -4,12 +4,13 @@ Dimensions: S tokens, U different tokens among them, H hidden.
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 
 from truestep.policy.model.repeat import repeat
+from truestep.ranks.exchange import transfer
 
 
 class Rows(Protocol):
@@ -41,22 +42,6 @@ def accumulate_in_float32(model: Any) -> None:
     embedding.forward = forward
 
 
-class _LookUp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: torch.nn.Parameter, ids: torch.Tensor, keeper: Callable[[], Rows | None]) -> Any:
-        ctx.save_for_backward(ids)
-        ctx.whose = weakref.ref(weight), keeper
-        return torch.nn.functional.embedding(ids, weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        weight, keeper = (found() for found in ctx.whose)
-        assert keeper is not None and weight is not None, "the weights of this model are gone"
-        (ids,) = ctx.saved_tensors
-        keeper.add_rows(weight, ids.flatten(), gradient.flatten(0, -2))
-        return None, None, None
-
-
 def add_rows(model: Any, keeper: Rows, kept: Iterable[torch.nn.Parameter]) -> bool:
     """Have each token add its gradient to its row of the float32 buffer, if the keeper has one: the gradient of the
     whole vocabulary is not made, rounded and added. Tell whether it does."""
@@ -70,8 +55,14 @@ def add_rows(model: Any, keeper: Rows, kept: Iterable[torch.nn.Parameter]) -> bo
     def forward(input_ids: torch.Tensor) -> torch.Tensor:
         if not torch.is_grad_enabled():
             return look_up(input_ids)
-        found: torch.Tensor = _LookUp.apply(embedding.weight, input_ids, known)
-        return found
+        weight: Any = embedding.weight
+
+        def add(gradient: torch.Tensor) -> None:
+            owner = known()
+            assert owner is not None, "the weights of this model are gone"
+            owner.add_rows(weight, input_ids.flatten(), gradient.flatten(0, -2))
+
+        return transfer(weight, lambda _: look_up(input_ids), add)
 
     replaced: Any = embedding
     replaced.forward = forward
