@@ -18,7 +18,7 @@ from small_runs import file_config, merged, quiet_trainer, write_rollouts
 from truestep.config.schema import Config
 from truestep.policy.loading.load import load_policy
 from truestep.policy.model import compiled, joined
-from truestep.policy.model.joining import Join, backend_over
+from truestep.policy.model.joining import Join, sampling_backend, training_backend
 from truestep.sampler.engine.engine import Engine, engine_of
 from truestep.sampler.engine.forward import compiled_layers, probe
 
@@ -108,8 +108,10 @@ def test_layers_multiply_once_by_what_meets_the_same_rows(
 
 
 def test_another_compiler_stays_as_it_is() -> None:
-    assert backend_over("eager") == "eager"
-    assert backend_over("inductor") is not None and backend_over("inductor") != "inductor"
+    assert sampling_backend("eager") == training_backend("eager", True) == "eager"
+    assert sampling_backend("inductor") is sampling_backend("inductor") != "inductor"
+    assert training_backend("inductor", True) is training_backend("inductor", True)
+    assert training_backend("inductor", True) is not training_backend("inductor", False)
     assert Join().uuid() == Join().uuid() is not None
 
 

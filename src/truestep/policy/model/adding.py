@@ -47,22 +47,47 @@ def linear_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tenso
 
 
 @operator(
-    "joined_backward(Tensor gradient, Tensor x, Tensor[] weights, int number) -> Tensor",
+    "joined_backward(Tensor gradient, Tensor x, Tensor[] weights, int number, Tensor[] after) -> Tensor",
     lambda _, x, *__: x.new_empty(x.shape),
 )
+def joined_backward(
+    gradient: torch.Tensor, x: torch.Tensor, weights: list[torch.Tensor], number: int, after: list[torch.Tensor]
+) -> torch.Tensor:
+    """Do the same for several matrices, whose gradients lie side by side: what was multiplied is the same. `after` has
+    what `matrices_backward` gave: it is done before this."""
+    matrices_backward(gradient, x, weights, number)
+    return rows_backward(gradient, weights)
+
+
+@operator(
+    "rows_backward(Tensor gradient, Tensor[] weights) -> Tensor",
+    lambda gradient, weights: gradient.new_empty(*gradient.shape[:-1], weights[0].shape[1]),
+)
 @torch.no_grad()
-def joined_backward(gradient: torch.Tensor, x: torch.Tensor, weights: list[torch.Tensor], number: int) -> torch.Tensor:
-    """Do the same for several matrices, whose gradients lie side by side: what was multiplied is the same."""
-    parts = gradient.split([len(weight) for weight in weights], -1)
-    for part, weight in zip(parts, weights, strict=True):
-        _add(part, x, weight)
+def rows_backward(gradient: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+    """Give the gradient of what several matrices multiplied."""
     whole = as_one(weights)
     if whole is not None:
         return gradient @ whole
-    result = parts[0] @ weights[0]
-    for part, weight in zip(parts[1:], weights[1:], strict=True):
+    first, *others = gradient.split([len(weight) for weight in weights], -1)
+    result = first @ weights[0]
+    for part, weight in zip(others, weights[1:], strict=True):
         result += part @ weight
     return result
+
+
+@operator(
+    "matrices_backward(Tensor gradient, Tensor x, Tensor[] weights, int number) -> Tensor",
+    lambda _, x, *__: x.new_empty(0),
+)
+@torch.no_grad()
+def matrices_backward(
+    gradient: torch.Tensor, x: torch.Tensor, weights: list[torch.Tensor], number: int
+) -> torch.Tensor:
+    """Add the gradients of several matrices to their buffers. What it gives has no numbers: who takes it, waits."""
+    for part, weight in zip(gradient.split([len(weight) for weight in weights], -1), weights, strict=True):
+        _add(part, x, weight)
+    return x.new_empty(0)
 
 
 def _add(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:

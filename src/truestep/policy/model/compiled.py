@@ -2,7 +2,8 @@
 
 A layer is compiled for training alone; without gradients (probes, sampling, evaluation) its own code runs. Layers of
 one kind share the compiled code, and so do micro-batches of any size. Compiled code calls our attention, which knows
-the documents' places; no guard depends on them. Recomputation stays outside, and recomputes compiled code.
+the documents' places; no guard depends on them. For its backward pass a layer keeps its input and what products and
+attention give; all else is made again there. Recomputation stays outside, and recomputes compiled code.
 """
 
 import functools
@@ -48,10 +49,10 @@ def _for_training(layer: Any, options: Mapping[str, Any]) -> Any:
     def train(*arguments: Any, **named: Any) -> Any:
         nonlocal compiled
         if compiled is None:
-            from truestep.policy.model.joining import JoinBackward, backend_over  # the compiler, which takes a second
+            from truestep.policy.model.joining import training_backend  # the compiler, which takes a second
 
-            backend = backend_over(BACKEND, JoinBackward)
-            compiled = torch.compile(own, dynamic=True, backend=backend)
+            # A layer that is recomputed as a whole keeps what it likes: it does so for itself alone.
+            compiled = torch.compile(own, dynamic=True, backend=training_backend(BACKEND, not recompute))
         if recompute and layer.training:
             return checkpoint(functools.partial(compiled, **named), *arguments, **options)
         return compiled(*arguments, **named)

@@ -5,15 +5,17 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch
 from torch._inductor import ir
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.lowering import register_lowering
+from torch.utils.checkpoint import CheckpointPolicy
 
 from truestep.policy.model import adding, joined
 from truestep.policy.model.joined import result_of
 
-aten = torch.ops.aten
+aten, OURS = torch.ops.aten, torch.ops.truestep
 
 
 class Join(CustomGraphPass):
@@ -56,7 +58,7 @@ def _join(graph: torch.fx.Graph, products: Sequence[tuple[torch.fx.Node, torch.f
     rows: Any = products[0][0].args[0]
     weights = [weight for _, weight in products]
     with graph.inserting_before(products[0][0]):
-        whole = graph.call_function(torch.ops.truestep.joined_product.default, (rows, weights))
+        whole = graph.call_function(OURS.joined_product.default, (rows, weights))
         whole.meta["val"] = result_of(rows.meta["val"], [weight.meta["val"] for weight in weights])
         start = 0
         for product, weight in products:
@@ -76,7 +78,7 @@ class JoinBackward(Join):
     def __call__(self, graph: torch.fx.Graph) -> None:
         groups: dict[Any, list[torch.fx.Node]] = {}
         for node in graph.nodes:
-            if node.target is torch.ops.truestep.linear_backward.default:
+            if node.target is OURS.linear_backward.default:
                 groups.setdefault(node.args[1], []).append(node)
         places = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
         for products in groups.values():
@@ -84,6 +86,7 @@ class JoinBackward(Join):
             total = _total(products) if len(products) > 1 else None
             if total is not None:
                 _join_backward(graph, products, total)
+        _part(graph)
 
 
 def _total(products: Sequence[torch.fx.Node]) -> torch.fx.Node | None:
@@ -107,31 +110,85 @@ def _join_backward(graph: torch.fx.Graph, products: Sequence[torch.fx.Node], tot
     gradients, weights = [product.args[0] for product in products], [product.args[2] for product in products]
     rows, number = products[0].args[1], products[0].args[3]
     with graph.inserting_before(total):  # where all of them are there
-        together = graph.call_function(torch.ops.truestep.side_by_side.default, (gradients,))
+        together = graph.call_function(OURS.side_by_side.default, (gradients,))
         together.meta["val"] = torch.cat([gradient.meta["val"] for gradient in gradients], -1)  # type: ignore[union-attr]
-        joined = graph.call_function(torch.ops.truestep.joined_backward.default, (together, rows, weights, number))
+        joined = graph.call_function(OURS.joined_backward.default, (together, rows, weights, number, []))
         joined.meta["val"] = total.meta["val"]
     total.replace_all_uses_with(joined)
     graph.eliminate_dead_code()
 
 
-@register_lowering(torch.ops.truestep.side_by_side.default, type_promotion_kind=None)
+def _part(graph: torch.fx.Graph) -> None:
+    """Have the gradients of rows and those of matrices be two operators, for each product but the last one. Rows that
+    are made again for the second may then be made by what comes after the first and reads the same."""
+    whole = OURS.linear_backward.default, OURS.joined_backward.default
+    products = [node for node in graph.nodes if node.target in whole]
+    matrices: list[torch.fx.Node] = []  # nobody else takes what they give: the last one waits for them
+    for product in products:
+        gradient, rows, weights, number, *_ = product.args
+        weights = weights if isinstance(weights, (list, tuple)) else [weights]
+        with graph.inserting_before(product):
+            if product is products[-1]:
+                arguments = (gradient, rows, weights, number, matrices)
+                found = graph.call_function(OURS.joined_backward.default, arguments)
+            else:
+                found = graph.call_function(OURS.rows_backward.default, (gradient, weights))
+                matrices.append(graph.call_function(OURS.matrices_backward.default, (gradient, rows, weights, number)))
+                matrices[-1].meta["val"] = rows.meta["val"].new_empty(0)
+        found.meta["val"] = product.meta["val"]
+        product.replace_all_uses_with(found)
+        graph.erase_node(product)
+
+
+@register_lowering(OURS.side_by_side.default, type_promotion_kind=None)
 def _lay_side_by_side(parts: list[Any]) -> Any:
     # What makes a part writes it to its place. By torch's own rule for `cat` one kernel would make all parts, number by
     # number, and read for each what any of them needs.
     return ir.TensorBox(ir.ConcatKernel.create(parts, len(parts[0].get_size()) - 1))
 
 
-def backend_over(backend: Any, join: type[Join] = Join) -> Callable[..., Any] | Any:
-    """Give what compiles with one product for several, for torch.compile; another compiler than torch's stays as it
-    is."""
-    return _compiling_with(join) if backend == "inductor" else backend
+class Remake(CustomGraphPass):
+    """Lets the backward pass make again what rotates queries and keys, which is not on torch's own list."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        for node in graph.find_nodes(op="call_function", target=aten.cat.default):
+            node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+
+    def uuid(self) -> Any:
+        return type(self).__name__, get_hash_for_files((__file__,))
+
+
+# What several kernels read is computed in each of them, instead of once for memory: they wait for memory anyway.
+_INLINE = {"realize_reads_threshold": 100, "realize_acc_reads_threshold": 100, "realize_opcount_threshold": 1000}
 
 
 @cache  # what another object compiled, torch compiles again
-def _compiling_with(join: type[Join]) -> Callable[..., Any]:
+def sampling_backend(backend: Any) -> Callable[..., Any] | Any:
+    """Give what compiles with one product for several, for torch.compile; another compiler than torch's stays as it
+    is."""
+    return _compiling(post_grad_custom_pre_pass=Join()) if backend == "inductor" else backend
+
+
+@cache
+def training_backend(backend: Any, remakes: bool) -> Callable[..., Any] | Any:
+    """Give what compiles a layer for training. If it `remakes`, the layer keeps for its backward pass what products
+    and attention give, and there makes what is elementwise again, norms included, within kernels that read the same:
+    keeping as few bytes as may be is all that torch then decides by."""
+    if backend != "inductor":
+        return backend
+    remaking = {"joint_custom_pre_pass": Remake()} if remakes else {}
+    compile_graph = _compiling(post_grad_custom_pre_pass=JoinBackward(), **_INLINE, **remaking)
+
+    def compile_parted(module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        with functorch.patch(ban_recompute_materialized_backward=not remakes):
+            return compile_graph(module, inputs)
+
+    return compile_parted
+
+
+def _compiling(**options: Any) -> Callable[..., Any]:
     def compile_graph(module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        compiled: Any = compile_fx(module, inputs, config_patches={"post_grad_custom_pre_pass": join()})
+        compiled: Any = compile_fx(module, inputs, config_patches=options)
         return compiled
 
     return compile_graph

@@ -43,10 +43,10 @@ def compiled_layers(model: Any, compiled: dict[Any, Any]) -> Iterator[None]:
     try:
         for layer in layers:
             if layer not in compiled:
-                from truestep.policy.model.joining import backend_over  # the compiler, which takes a second
+                from truestep.policy.model.joining import sampling_backend  # the compiler, which takes a second
 
                 own = compiled_code.own_forward(layer)
-                compiled[layer] = torch.compile(own, dynamic=True, backend=backend_over(compiled_code.BACKEND))
+                compiled[layer] = torch.compile(own, dynamic=True, backend=sampling_backend(compiled_code.BACKEND))
             layer.forward = compiled[layer]
         yield
     finally:
