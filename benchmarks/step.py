@@ -50,8 +50,10 @@ def options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=16_384, help="of a micro-batch")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5, help="timed, after two that are not")
-    parser.add_argument("--activation-checkpointing", action="store_true")
+    levels = ["full", "selective", "elementwise"]
+    parser.add_argument("--activation-checkpointing", nargs="?", const="full", default=False, choices=levels)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--chunk", type=int, metavar="ROWS", help="logits_chunk_size; without it: auto")
     parser.add_argument("--optimizer", choices=["adamw", "adamw_8bit", "muon"], default="adamw")
     parser.add_argument("--offload", choices=["none", "states", "all"], default="none", help="optimizer.offload")
     parser.add_argument("--offload-room", type=float, default=0.0, help="optimizer.offload_room, GiB")
@@ -119,12 +121,11 @@ def flops(policy_parameters: int, embedding: int, documents: list[Rollout], give
     labels = sum(document.num_labels for document in documents)
     pairs = sum(document.num_tokens**2 / 2 for document in documents)
     layers = (6 if given.lora is None else 4) * (policy_parameters - embedding * (2 if given.untied else 1)) * tokens
-    if given.activation_checkpointing:
+    whole = given.activation_checkpointing == "full"
+    if whole:
         layers = layers * 4 / 3
     head_size = 256 if given.gemma2 else 128
-    attention = (
-        3 * given.layers * 4 * given.heads * head_size * pairs * (4 / 3 if given.activation_checkpointing else 1)
-    )
+    attention = 3 * given.layers * 4 * given.heads * head_size * pairs * (4 / 3 if whole else 1)
     return layers + (6 if given.lora is None else 4) * embedding * labels + attention
 
 
@@ -149,7 +150,7 @@ def main() -> None:
             path,
             dtype="bfloat16",
             device="cuda",
-            head=HeadSettings(fp32=True),
+            head=HeadSettings(fp32=True, chunk_size=given.chunk),
             activation_checkpointing=given.activation_checkpointing,
             compiled=given.compile,
             attending=given.attention,
@@ -209,9 +210,11 @@ def main() -> None:
 
 # Kernels by what they do: the first kind whose words occur in a kernel's name has it.
 KINDS = {
+    "compiled elementwise": (
+        "triton_",
+    ),  # such a kernel's name may have that of attention, for which it makes something
     "attention": ("flash", "fmha", "attention"),
     "products": ("gemm", "cutlass", "nvjet", "sm90_xmma"),
-    "compiled elementwise": ("triton_",),
     "copies": ("copy", "Memcpy", "memcpy", "cat", "Memset"),
     "optimizer": ("multi_tensor", "foreach", "adam"),
     "head": ("kernel_numerators", "numerators", "_statistics", "_gradient"),

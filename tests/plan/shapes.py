@@ -35,6 +35,7 @@ def qwen3(
 
 SMALL, MIDDLE = qwen3(1024, 3072), qwen3(2048, 6144)
 BIG = qwen3(4096, 12288, layers=36, heads=32, tied=False)  # of Qwen3-8B
+WIDER = qwen3(2560, 9728, layers=36)
 THIRD = qwen3(4096, 12288, layers=12, heads=32, tied=False, vocabulary=50_688)  # a third of its layers and words
 ADAPTED_BIG = qwen3(4096, 12288, layers=36, heads=32, tied=False, rank=32)
 ADAPTED_BIGGER = qwen3(5120, 25600, layers=64, heads=64, tied=False, rank=32)  # of Qwen3-32B

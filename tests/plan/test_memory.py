@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from plan.shapes import ADAPTED_BIG, ADAPTED_BIGGER, BIG, MIDDLE, SMALL, THIRD, config_of
+from plan.shapes import ADAPTED_BIG, ADAPTED_BIGGER, BIG, MIDDLE, SMALL, THIRD, WIDER, config_of
 from ranks.cases import on_ranks, train_and_keep
 from small_runs import file_config, quiet_trainer, write_rollouts
 from tiny import make_model
@@ -33,6 +33,7 @@ from truestep.plan.shape import ModelShape, read_shape, shape_of
 # What benchmarks/RESULTS.md has: the model, the options, the ranks, and the measured peak of each stage in GiB.
 RECOMPUTED = {"activation_checkpointing": True, "chunk": 2048}
 FITS = {"tokens": 16384, "compile": True, "activation_checkpointing": True}
+FLASH = {"tokens": 16384, "compile": True, "attention": "flash", "activation_checkpointing": "elementwise"}
 MEASURED: list[tuple[ModelShape, dict[str, Any], int, list[float]]] = [
     (SMALL, {"tokens": 16384}, 1, [45.8]),
     (SMALL, {"tokens": 16384, "compile": True}, 1, [34.7]),
@@ -58,6 +59,11 @@ MEASURED: list[tuple[ModelShape, dict[str, Any], int, list[float]]] = [
     (MIDDLE, {**FITS, "activation_checkpointing": False, "optimizer": {"offload": "states"}}, 1, [50.6]),
     (MIDDLE, {**FITS, "activation_checkpointing": False, "optimizer": {"offload": "all"}}, 1, [44.2]),
     (MIDDLE, {**FITS, "activation_checkpointing": False, "optimizer": {"type": "adamw_8bit"}}, 1, [53.9]),
+    (MIDDLE, {**FLASH, "activation_checkpointing": False}, 1, [61.8]),
+    (MIDDLE, FLASH, 1, [50.6]),
+    (MIDDLE, {**FLASH, "chunk": 4096}, 1, [49.4]),
+    (MIDDLE, {**FLASH, "tokens": 14900}, 1, [51.1]),  # 256 documents of 640 tokens, dealt out evenly
+    (WIDER, FLASH, 1, [97.4]),
     (THIRD, FITS, 1, [50.3]),
     (THIRD, {**FITS, "optimizer": {"offload": "states"}}, 1, [29.9]),
     (THIRD, {**FITS, "optimizer": {"offload": "all"}}, 1, [19.7]),

@@ -70,7 +70,7 @@ def test_what_moves_gets_the_memory_that_is_left() -> None:
 
 @pytest.mark.parametrize(
     ("room", "wanted"),
-    [(139, False), (60, "selective"), (38, "full")],
+    [(139, False), (75, "elementwise"), (60, "selective"), (38, "full")],
 )
 def test_auto_recomputes_as_little_as_fits(room: float, wanted: Any) -> None:
     config, switched_on = settle(auto(activation_offload=False), MIDDLE, layout_of(auto(), 1), room * GIB, H200)
@@ -97,10 +97,10 @@ def test_gradients_are_reduced_each_time_where_they_do_not_fit_whole() -> None:
     assert settle(config, MIDDLE, layout, whole, CARDS["4090"])[1] == {}, "a slow bus: they are reduced once"
 
 
-def test_selective_recomputation_lies_between() -> None:
+def test_recomputation_in_part_lies_between() -> None:
     layout = layout_of(config_of(16384), 1)
     peaks, times = [], []
-    for how in (False, "selective", "full"):
+    for how in (False, "elementwise", "selective", "full"):
         config = config_of(16384, activation_checkpointing=how)
         peaks.append(most_of(config, MIDDLE, layout))
         times.append(plan_time(config, MIDDLE, layout, H200).total)

@@ -198,18 +198,21 @@ def gradients_of(policy: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("kind", "normed"), long_except([("qwen3_tied", 0), ("gemma2", 1)], ("qwen3_tied", 0)))
-def test_a_compiled_layer_keeps_what_products_and_attention_give(
+def test_elementwise_recomputation_keeps_what_products_and_attention_give(
     kind: str, normed: int, tiny_model: Callable[[str], Path], package: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By torch's own compiler: norms, rotated queries and keys and the MLP's activation are made again, and gradients
-    are no further from float32's than a plain layer's. Gemma 2 has a norm of what the MLP gives, which is kept too."""
+    """In compiled layers, by torch's own compiler: norms, rotated queries and keys and the MLP's activation are made
+    again, and gradients are no further from float32's than a plain layer's. Gemma 2 has a norm of what the MLP gives,
+    which is kept too."""
     exact = gradients_of(load_policy(tiny_model(kind), device="cpu"))
     monkeypatch.setattr(flash, "problem", lambda *_: None)
     plain = gradients_of(load_policy(tiny_model(kind), dtype="bfloat16", device="cpu"))
     torch._dynamo.reset()
     kept: dict[int, torch.Tensor] = {}
     with inductor.patch(force_disable_caches=True):
-        policy = load_policy(tiny_model(kind), dtype="bfloat16", device="cpu", compiled=True)
+        policy = load_policy(
+            tiny_model(kind), dtype="bfloat16", device="cpu", compiled=True, activation_checkpointing="elementwise"
+        )
         own = {weight.untyped_storage()._cdata for weight in policy.model.parameters()}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -64,13 +65,13 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def operators(seen: list[object]) -> list[int]:
-    """Count rows' gradients, matrices' gradients, and those of both in one."""
-    assert OURS.linear_backward.default not in seen
-    return [seen.count(op.default) for op in (OURS.rows_backward, OURS.matrices_backward, OURS.joined_backward)]
+    """Count gradients of rows, of matrices, of both of one product, and of both of several or that wait."""
+    ours = OURS.rows_backward, OURS.matrices_backward, OURS.linear_backward, OURS.joined_backward
+    return [seen.count(operator.default) for operator in ours]
 
 
-def compiled_one(layer: torch.nn.Module) -> Any:
-    return torch.compile(layer.forward, backend=training_backend("inductor", True), dynamic=True)
+def compiled_one(layer: torch.nn.Module, remakes: bool) -> Any:
+    return torch.compile(layer.forward, backend=training_backend("inductor", remakes), dynamic=True)
 
 
 def results(layer: Three, run: Callable[[torch.Tensor], torch.Tensor], weights: WholeWeights) -> list[torch.Tensor]:
@@ -83,9 +84,19 @@ def results(layer: Three, run: Callable[[torch.Tensor], torch.Tensor], weights: 
     return [result.detach(), x.grad, *weights.gradients.values()]
 
 
-@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize(
+    ("remakes", "read", "expected"),
+    [
+        # None is joined where what is read adds to the sum of gradients, in between.
+        (False, True, [0, 0, 4, 0]),
+        (False, False, [0, 0, 1, 1]),
+        # All but the last one are in two, and it waits for them.
+        (True, True, [3, 3, 0, 1]),
+        (True, False, [1, 1, 0, 1]),
+    ],
+)
 def test_joined_products_give_what_single_ones_do(
-    read: bool, seen: list[object], monkeypatch: pytest.MonkeyPatch
+    remakes: bool, read: bool, expected: list[int], seen: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     layer = Three(read)
@@ -100,12 +111,11 @@ def test_joined_products_give_what_single_ones_do(
     whole: list[torch.Tensor | None] = []
     honest = adding.as_one
     monkeypatch.setattr(adding, "as_one", lambda given: whole.append(honest(given)) or whole[-1])
-    found = results(layer, compiled_one(layer), weights)
-    if read:  # what is read adds to the sum of gradients, in between
-        assert operators(seen) == [3, 3, 1], "three in two, and one that waits for them"
-    else:
-        assert len(whole) == 4 and all(one is not None for one in whole), "in two passes, one product for three"
-        assert operators(seen) == [1, 1, 1], "of the one that is alone, and of three in one"
+    found = results(layer, compiled_one(layer, remakes), weights)
+    assert operators(seen) == expected
+    if not read:
+        assert len(whole) == (4 if remakes else 2), "in two passes"
+        assert all(one is not None for one in whole), "one product for three"
 
     exact_weights = WholeWeights(exact, torch.float64)
     expected = results(exact, exact, exact_weights)
@@ -136,9 +146,9 @@ def test_a_part_of_a_sum_that_is_read_apart_leaves_all_alone(read: bool) -> None
     if not read:
         apart.replace_all_uses_with(total)
         graph.erase_node(apart)
-    JoinBackward()(graph)
+    JoinBackward(parts=True)(graph)
     graph.lint()
-    assert operators([node.target for node in graph.nodes]) == ([1, 1, 1] if read else [0, 0, 1])
+    assert operators([node.target for node in graph.nodes]) == ([1, 1, 0, 1] if read else [0, 0, 0, 1])
     last = graph.find_nodes(op="call_function", target=OURS.joined_backward.default)[0]
     assert len(last.args[2]) == (1 if read else 2), "the matrices of one, or of both"
     assert len(last.args[4]) == (1 if read else 0), "it waits for the other's matrix"
@@ -158,8 +168,8 @@ def test_products_of_different_rows_are_left_alone(seen: list[object]) -> None:
     weights = WholeWeights(layer, torch.bfloat16)
     add_in_products([layer], weights, weights.rounded)
     x, y = (torch.randn(1, 3, 4, dtype=torch.bfloat16).requires_grad_() for _ in range(2))
-    compiled_one(layer)(x, y).sum().backward()
-    assert operators(seen) == [1, 1, 1]
+    compiled_one(layer, True)(x, y).sum().backward()
+    assert operators(seen) == [1, 1, 0, 1]
     torch.testing.assert_close(x.grad, torch.ones(1, 3, 4, dtype=torch.bfloat16) @ layer.first.weight)
 
 
@@ -170,16 +180,17 @@ MODELS = long_except(["qwen3_tied", "gemma2"], "qwen3_tied")
 def test_a_models_layers_are_joined(kind: str, tiny_model: Callable[[str], Path], seen: list[object]) -> None:
     """Their gradients are no further from float32's than those of plain layers."""
     results = []
-    for dtype, compiled in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
-        policy = load_policy(tiny_model(kind), dtype=dtype, device="cpu", compiled=compiled)
+    for dtype, how in (("float32", None), ("bfloat16", None), ("bfloat16", False), ("bfloat16", "elementwise")):
+        given: dict[str, Any] = {} if how is None else {"compiled": True, "activation_checkpointing": how}
+        policy = load_policy(tiny_model(kind), dtype=dtype, device="cpu", **given)
         policy.weights.zero_gradients()
         policy.hidden(pack_tokens([torch.arange(90) % 7, torch.arange(40)])).float().square().sum().backward()
         results.append({name: gradient.clone() for name, gradient in policy.weights.gradients.items()})
-    rows, matrices, last = operators(seen)
-    assert rows == matrices >= 1 and last >= 2, "torch's attention lies between graphs, and each has a last product"
-    exact, plain, found = results
-    for name, right in exact.items():
-        off, before = (float((one[name] - right).norm() / right.norm()) for one in (found, plain))
+    rows, matrices, _, last = operators(seen)
+    assert rows == matrices >= 1 and last >= 4, "torch's attention lies between graphs, and each has a last product"
+    exact, plain, *found = results
+    for (name, right), kept in itertools.product(exact.items(), found):
+        off, before = (float((one[name] - right).norm() / right.norm()) for one in (kept, plain))
         assert off < 1.5 * before + 1e-3, name
     for layer in policy.model.base_model.layers:
         attention, mlp = layer.self_attn, layer.mlp

@@ -14,7 +14,7 @@ from documents import make_documents, pack_all, same_bits
 from selection import long_except
 from truestep.policy.loading.load import load_policy
 from truestep.policy.model.offload import ActivationOffload
-from truestep.policy.model.recompute import is_kept
+from truestep.policy.model.recompute import PRODUCTS, is_kept
 
 Made = Callable[[str], Path]
 DOCUMENTS = make_documents([9, 1, 30, 4], seed=2)
@@ -38,7 +38,7 @@ def test_selective_recomputation_keeps_what_is_dear_and_changes_no_bit(
     on_host: bool, kind: str, dtype: str, tiny_model: Made
 ) -> None:
     runs = {}
-    for how in (False, "full", "selective"):
+    for how in (False, "full", "selective", "elementwise"):
         policy = load_policy(
             tiny_model(kind),
             dtype=dtype,
@@ -51,9 +51,9 @@ def test_selective_recomputation_keeps_what_is_dear_and_changes_no_bit(
             hidden.float().square().sum().backward()
         runs[how] = (hidden.detach(), policy.weights.gradients, attended.times)
     if kind != "gemma2":  # whose softcap is computed score by score
-        assert runs["selective"][2] == runs[False][2] > 0, "attention was kept"
+        assert runs["selective"][2] == runs["elementwise"][2] == runs[False][2] > 0, "attention was kept"
         assert runs["full"][2] == 2 * runs[False][2]
-    for how in ("full", "selective"):
+    for how in ("full", "selective", "elementwise"):
         assert same_bits(runs[False][0], runs[how][0])
         assert all(same_bits(gradient, runs[how][1][name]) for name, gradient in runs[False][1].items())
 
@@ -80,6 +80,27 @@ def test_activations_on_the_host_are_those_of_every_layer(tiny_model: Made, monk
     with torch.no_grad():
         policy.hidden(tokens)
     assert len(sent) == 3 * rooms, "nothing is kept where there is no backward pass"
+
+
+class Products(TorchDispatchMode):
+    """Counts products."""
+
+    times = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        self.times += function in PRODUCTS
+        return function(*arguments, **(named or {}))
+
+
+def test_elementwise_recomputation_makes_no_product_again(tiny_model: Made) -> None:
+    counted = {}
+    for how in (False, "full", "elementwise"):
+        policy = load_policy(tiny_model("qwen3"), device="cpu", activation_checkpointing=how)
+        loss = policy.hidden(pack_all(DOCUMENTS).tokens).square().sum()
+        with Products() as products:
+            loss.backward()
+        counted[how] = products.times
+    assert counted["elementwise"] == counted[False] < counted["full"]
 
 
 def test_products_that_change_the_width_are_made_again() -> None:

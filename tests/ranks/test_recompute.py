@@ -31,7 +31,7 @@ def test_a_step_with_recomputation_in_part(name: str, tiny_model: Callable[[str]
     model, rollouts, records = make_case("qwen3", loss, tiny_model, tmp_path)
     plain = options(model, rollouts, loss, (parallel, 1, 64))
     outputs = []
-    for how in ("selective", "full"):
+    for how in ("elementwise", "selective", "full"):
         given: dict[str, Any] = {"activation_checkpointing": how, "activation_offload": True}
         outputs.append((plain | {"model": {**plain["model"], **given}}, str(tmp_path / how)))
     on_ranks(size, score_all, outputs)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
 from truestep.policy.model.adapter import Adapter, attach
-from truestep.policy.model.recompute import is_kept
+from truestep.policy.model.recompute import PRODUCTS, is_kept
 
 _NAME = "truestep_plan"
 _TOKENS = 32
@@ -28,7 +28,7 @@ class Activations:
 
     layer: float  # that a layer keeps
     boundary: float  # its input, which is all that it keeps where it is recomputed
-    selected: float = 0.0  # what it keeps beside that with selective recomputation
+    selected: float = 0.0  # what it keeps beside that where it is recomputed in part
 
 
 class _Attention(torch.autograd.Function):
@@ -47,14 +47,16 @@ class _Attention(torch.autograd.Function):
 
 
 class _Products(TorchDispatchMode):
-    """Counts the bytes of the products that selective recomputation keeps."""
+    """Counts the bytes of products: of those that selective recomputation keeps, and of all."""
 
-    kept = 0
+    kept = every = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         result = function(*arguments, **(named or {}))
         if is_kept(function, arguments):
             self.kept += result.nbytes
+        if function in PRODUCTS:
+            self.every += result.nbytes
         return result
 
 
@@ -71,44 +73,62 @@ AttentionInterface.register(_NAME, _attend)
 
 
 def measure_activations(
-    config: Any, dtype: torch.dtype, *, compiled: bool, adapter: Adapter | None = None
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    compiled: bool,
+    products: bool = False,
+    apart: bool = True,
+    adapter: Adapter | None = None,
 ) -> Activations:
     """Count what a layer keeps, as the difference between models of two layers and of one. Every layer is taken to have
-    the adapters that any of them has."""
+    the adapters that any of them has. Recomputation in part may keep all `products`. Around torch's attention, compiled
+    code is two pieces, and attention, `apart` from both, keeps what it is given."""
     kind: Any = type(config)
     rank = 0 if adapter is None else adapter.rank
     adapted = frozenset(_within_layer(name) for name in (() if adapter is None else adapter.modules))
-    layer, boundary, products = _measure(kind, config.to_json_string(use_diff=False), dtype, rank, adapted)
-    attended = _attended(config.get_text_config(), torch.empty((), dtype=dtype).element_size())
+    written = config.to_json_string(use_diff=False)
+    layer, boundary, narrow, _ = _measure(kind, written, dtype, rank, adapted)
+    text, size = config.get_text_config(), torch.empty((), dtype=dtype).element_size()
+    attended = _attended(text, size)
+    # An adapter adds to a product, and keeps what lies between its two matrices.
+    every = _measure(kind, written, dtype, 0, frozenset())[-1] + rank * size * len(adapted)
+    if not compiled:
+        return Activations(layer, boundary, attended + (every if products else narrow))
+    if products:  # all but the last one, which becomes the next layer's input
+        given = 3 * text.num_attention_heads * _head_size(text) * size if apart else 0
+        return Activations(layer * _COMPILED, boundary, attended + given + every - boundary)
     # Compiled code is made again whole, but for attention, which it calls.
-    return Activations(layer * (_COMPILED if compiled else 1.0), boundary, attended + (0.0 if compiled else products))
+    return Activations(layer * _COMPILED, boundary, attended)
+
+
+def _head_size(text: Any) -> int:
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 def _attended(text: Any, size: int) -> float:
     """Count what attention gives for a token, and a sum a head."""
-    heads = text.num_attention_heads
-    return heads * ((getattr(text, "head_dim", None) or text.hidden_size // heads) * size + 4)
+    return text.num_attention_heads * (_head_size(text) * size + 4)
 
 
 @functools.lru_cache(maxsize=8)  # a plan asks for many layouts of one model
 def _measure(kind: Any, written: str, dtype: torch.dtype, rank: int, adapted: frozenset[str]) -> tuple[float, ...]:
-    """Measure what a layer keeps of a token, its input, and its products that selective recomputation keeps."""
+    """Measure what a layer keeps of a token, its input, its products that selective recomputation keeps, and all."""
     config = kind.from_dict(json.loads(written))
     text = config.get_text_config()
     size = torch.empty((), dtype=dtype).element_size()
     try:
         one, two = (_saved_bytes(config, layers, dtype, rank, adapted) for layers in (1, 2))
     except Exception:  # a model whose code looks at values, such as experts
-        return _by_formula(text, size), text.hidden_size * size, 4.0 * text.hidden_size * size
-    layer, products = ((more - less) / _TOKENS for more, less in zip(two, one, strict=True))
-    return layer, text.hidden_size * size, products
+        return _by_formula(text, size), text.hidden_size * size, 4.0 * text.hidden_size * size, 0.0
+    layer, products, every = ((more - less) / _TOKENS for more, less in zip(two, one, strict=True))
+    return layer, text.hidden_size * size, products, every
 
 
 def _by_formula(text: Any, size: int) -> float:
     """Estimate a layer whose code cannot run without values: each matrix's input, and as much again of elementwise
     work in float32."""
-    heads = text.num_attention_heads
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    heads, head_size = text.num_attention_heads, _head_size(text)
     inner = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 4 * text.hidden_size)
     chosen = getattr(text, "num_experts_per_tok", None) or 1
     numbers = 4 * text.hidden_size + 4 * heads * head_size + 3 * inner * chosen
@@ -125,7 +145,7 @@ def _attach(model: Any, rank: int, adapted: frozenset[str]) -> None:
     attach(model, Adapter(rank, 1.0, modules), lambda name, shape: torch.empty(shape, dtype=model.dtype, device="meta"))
 
 
-def _saved_bytes(config: Any, layers: int, dtype: torch.dtype, rank: int, adapted: frozenset[str]) -> tuple[int, int]:
+def _saved_bytes(config: Any, layers: int, dtype: torch.dtype, rank: int, adapted: frozenset[str]) -> tuple[int, ...]:
     from transformers import AutoModelForCausalLM
 
     small = _with_layers(config, layers)
@@ -146,7 +166,7 @@ def _saved_bytes(config: Any, layers: int, dtype: torch.dtype, rank: int, adapte
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     with _hooks(pack), _Products() as products:
         model.base_model(input_ids=ids, position_ids=ids, use_cache=False, attention_mask=None)
-    return sum(count for count, _ in seen.values()), products.kept
+    return sum(count for count, _ in seen.values()), products.kept, products.every
 
 
 def _hooks(pack: Callable[[torch.Tensor], torch.Tensor]) -> Any:

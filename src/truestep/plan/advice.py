@@ -45,6 +45,8 @@ def savings(config: Config, shape: ModelShape, layout: RankLayout) -> list[Savin
 def _proposals(config: Config, layout: RankLayout) -> Iterator[tuple[str, Any]]:
     sizes, how = layout.by_name, recomputes(config)
     if how == "none":
+        yield "model.activation_checkpointing", "elementwise"
+    if how in ("none", "elementwise"):
         yield "model.activation_checkpointing", "selective"
     if how != "full":
         yield "model.activation_checkpointing", "full"

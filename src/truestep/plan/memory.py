@@ -40,7 +40,14 @@ class RankMemory:
 def plan_memory(config: Config, shape: ModelShape, layout: RankLayout) -> list[RankMemory]:
     """Compute the memory of a rank of each stage, at the peak of a step."""
     dtype = getattr(torch, config.model.dtype)
-    activations = measure_activations(shape.config, dtype, compiled=config.model.compile, adapter=shape.adapter)
+    activations = measure_activations(
+        shape.config,
+        dtype,
+        compiled=config.model.compile,
+        products=recomputes(config) == "elementwise",
+        apart=config.model.attention != "flash",
+        adapter=shape.adapter,
+    )
     stages = range(layout.by_name["pipeline"])
     return [RankMemory(stage, _kinds(config, shape, layout, stage, activations)) for stage in stages]
 
@@ -89,16 +96,21 @@ def _kept(config: Config, activations: Activations, layers: int) -> tuple[float,
     how = recomputes(config)
     if how == "none":
         return activations.layer * layers, 0.0
-    beside = activations.selected * layers if how == "selective" else 0.0
+    beside = 0.0 if how == "full" else activations.selected * layers
     # On the host, but for the one that goes or is used and the one that comes.
     inputs = activations.boundary * (min(2, layers) if config.model.activation_offload is True else layers)
-    return inputs + beside, activations.layer
+    return inputs + beside, 0.0 if remakes(config) else activations.layer
 
 
 def recomputes(config: Config) -> str:
-    """Tell what is recomputed: none, selective or full. What `auto` would choose is not known here."""
+    """Tell what is recomputed: none, elementwise, selective or full. What `auto` would choose is not known here."""
     how = config.model.activation_checkpointing
-    return how if how in ("selective", "full") else "none"
+    return how if how in ("elementwise", "selective", "full") else "none"
+
+
+def remakes(config: Config) -> bool:
+    """Tell whether compiled layers make elementwise work again where it is needed: none runs once more as a whole."""
+    return config.model.compile and recomputes(config) == "elementwise"
 
 
 def reduces_each(config: Config) -> bool:

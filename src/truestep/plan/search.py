@@ -193,7 +193,7 @@ def settle(
 
 def _choices(config: Config, auto: list[str]) -> Iterator[dict[str, Any]]:
     for reduce in (False, True) if REDUCE in auto else (None,):
-        for how in (False, "selective", "full") if CHECKPOINTING in auto else (None,):
+        for how in (False, "elementwise", "selective", "full") if CHECKPOINTING in auto else (None,):
             for on_host in (False, True) if OFFLOAD in auto else (None,):
                 changes = {REDUCE: reduce, CHECKPOINTING: how, OFFLOAD: on_host}
                 given = {name: value for name, value in changes.items() if value is not None}

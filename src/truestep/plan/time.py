@@ -19,6 +19,7 @@ from truestep.plan.memory import (
     plan_memory,
     recomputes,
     reduces_each,
+    remakes,
 )
 from truestep.plan.shape import ModelShape
 from truestep.ranks.axes import RankLayout
@@ -36,6 +37,7 @@ _BYTES_SCORE = 170.0  # of each score that is computed by itself, forward and ba
 _WAIT = 0.025  # seconds a micro-batch in which a GPU waits for its host
 # Seconds in which a host launches a layer's work for a micro-batch, forward and backward: it bounds small ones.
 _LAUNCH_EAGER, _LAUNCH_COMPILED, _LAUNCH_EXCHANGE = 0.008, 0.003, 1.6
+_REMADE = 0.15  # the part of it that compiled layers make again beside what reads the same
 _SELECTIVE_PRODUCTS = 0.55  # the part of a layer's products that selective recomputation makes again
 _SMALL = 0.5  # of the copy rate, which kernels over many weights have
 _HIDDEN_EXCHANGE = 0.8  # of the computation beside it, behind which an exchange of weights can hide
@@ -169,6 +171,10 @@ def _computation(config: Config, shape: ModelShape, card: Card, work: Work, rank
     }
     if again == "full":
         parts["recomputation"] = forward + attend + _FORWARD * elementwise
+    elif remakes(config):
+        parts["recomputation"] = _REMADE * elementwise
+    elif again == "elementwise":
+        parts["recomputation"] = _FORWARD * elementwise
     elif again == "selective":
         products = 1.0 if config.model.compile else _SELECTIVE_PRODUCTS  # compiled code is made again whole
         parts["recomputation"] = products * forward + _FORWARD * elementwise + (attend if flash else 0.0)
@@ -212,7 +218,7 @@ def _elementwise(config: Config, shape: ModelShape, card: Card, rank: _Rank, fla
 def _launches(config: Config, rank: _Rank) -> float:
     each = _LAUNCH_COMPILED if config.model.compile else _LAUNCH_EAGER
     exchanging = rank.sizes["context"] * rank.sizes["tensor"] > 1
-    again = 1.0 if recomputes(config) == "none" else 1.4
+    again = 1.0 if recomputes(config) == "none" or remakes(config) else 1.4
     return each * again * (_LAUNCH_EXCHANGE if exchanging else 1.0) * rank.layers * rank.micro_batches
 
 
@@ -222,7 +228,7 @@ def _exchange(config: Config, shape: ModelShape, card: Card, rank: _Rank, beside
     ranks = math.prod(sizes.values())
     link = card.link if ranks <= RANKS_OF_A_HOST else card.network
     text = shape.config.get_text_config()
-    again = 1.0 if recomputes(config) == "none" else 1.5
+    again = 1.0 if recomputes(config) == "none" or remakes(config) else 1.5
     tensor, context = sizes["tensor"], sizes["context"]
     state = size * shape.hidden * rank.tokens * rank.layers  # the hidden states of this rank's tokens, once a layer
     heads = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)

@@ -36,7 +36,7 @@ from truestep.policy.model.context import Context, check_heads
 from truestep.policy.model.embedding import accumulate_in_float32, add_rows, every_token_counts
 from truestep.policy.model.freezing import freeze_weights
 from truestep.policy.model.offload import ActivationOffload
-from truestep.policy.model.recompute import FULL, checkpoint_options, recompute_activations
+from truestep.policy.model.recompute import ELEMENTWISE, FULL, checkpoint_options, recompute_activations
 from truestep.policy.model.training import no_noise
 from truestep.policy.policy import ModelFacts, Policy
 from truestep.policy.save import read_companions, saved_buffers
@@ -81,8 +81,8 @@ def load_policy(
     """Load, probe and cut a model. Lengths at which it changes its ways are probed up to `longest_document`. A `frozen`
     one has no gradients, and no float32 weights beside those that it computes with; nor have the weights whose names
     match a pattern of `freeze`. `masters_on_host`: float32 weights lie on the host, and the device has what the model
-    computes with. `activation_checkpointing`: full (or True) or selective; `offload_activations`: what recomputed
-    layers keep lies on the host. `attending`: auto, flash or torch. `adapter`: it alone is trained."""
+    computes with. `activation_checkpointing`: full (or True), selective or elementwise; `offload_activations`: what
+    recomputed layers keep lies on the host. `attending`: auto, flash or torch. `adapter`: it alone is trained."""
     directory = Path(path)
     pipeline = Pipeline(ranks.pipeline, stages_per_rank)
     model, tokenizer = _read(directory, trust_remote_code, ranks, pipeline)
@@ -94,13 +94,15 @@ def load_policy(
     no_noise(model)
     every_token_counts(model)
     settings = _head_settings(model, head or HeadSettings())
-    if how := FULL if activation_checkpointing is True else activation_checkpointing:
+    how = FULL if activation_checkpointing is True else activation_checkpointing
+    remakes = compiled and how == ELEMENTWISE
+    if how and not remakes:
         recompute_activations(model, how)
     compute = getattr(torch, dtype)
     with progress.working("checking what it computes", "layers"), borrowed_weights(model, place):
         probe, stages, choice = _probe(model, settings, place, compute, longest_document, ranks, pipeline, attending)
     if compiled:
-        _compile(model, how)
+        _compile(model, how, remakes)
     facts = ModelFacts.of(model, place)
     rounds, alone = dtype != "float32" and place.type == "cpu", ranks.tensor == ranks.shards == 1
     if rounds and not alone:
@@ -135,11 +137,11 @@ def _finish_layers(model: Any, weights: Weights, compiled: bool) -> None:
         add_in_products(layers, weights, weights.rounded)
 
 
-def _compile(model: Any, how: str | bool) -> None:
+def _compile(model: Any, how: str | bool, remakes: bool) -> None:
     layers = layers_of(model)[1]
     if not layers:
         raise ModelError(f"model.compile: {type(model).__name__} has no list of layers to compile")
-    compile_layers(layers, checkpoint_options(str(how)))
+    compile_layers(layers, checkpoint_options(str(how or FULL)), remakes=remakes)
 
 
 def read_model(

@@ -2,8 +2,7 @@
 
 A layer is compiled for training alone; without gradients (probes, sampling, evaluation) its own code runs. Layers of
 one kind share the compiled code, and so do micro-batches of any size. Compiled code calls our attention, which knows
-the documents' places; no guard depends on them. For its backward pass a layer keeps its input and what products and
-attention give; all else is made again there. Recomputation stays outside, and recomputes compiled code.
+the documents' places; no guard depends on them. Recomputation stays outside, and recomputes compiled code.
 """
 
 import functools
@@ -20,11 +19,14 @@ BACKEND = "inductor"
 FULLY: Mapping[str, Any] = {"use_reentrant": False}
 
 
-def compile_layers(layers: Iterable[torch.nn.Module], options: Mapping[str, Any] = FULLY) -> None:
+def compile_layers(
+    layers: Iterable[torch.nn.Module], options: Mapping[str, Any] = FULLY, *, remakes: bool = False
+) -> None:
     """Compile layers in place; names and weights stay as they are, and hooks stay outside. `options` are those of
-    torch's checkpoint, where layers are recomputed."""
+    torch's checkpoint, where layers are recomputed. If it `remakes`, a layer keeps for its backward pass its input and
+    what products and attention give, and makes all else again."""
     for layer in layers:
-        layer.forward = _for_training(layer, options)
+        layer.forward = _for_training(layer, options, remakes)
 
 
 def own_forward(layer: Any) -> Any:
@@ -37,7 +39,7 @@ def own_forward(layer: Any) -> Any:
     return forward.__func__.__wrapped__.__get__(layer) if wrapped else forward
 
 
-def _for_training(layer: Any, options: Mapping[str, Any]) -> Any:
+def _for_training(layer: Any, options: Mapping[str, Any], remakes: bool) -> Any:
     plain = layer.forward
     # transformers recomputes around a layer or inside its `forward`, as its version has it: here it is done outside
     # what is compiled, and the layer is told to recompute nothing itself.
@@ -51,8 +53,7 @@ def _for_training(layer: Any, options: Mapping[str, Any]) -> Any:
         if compiled is None:
             from truestep.policy.model.joining import training_backend  # the compiler, which takes a second
 
-            # A layer that is recomputed as a whole keeps what it likes: it does so for itself alone.
-            compiled = torch.compile(own, dynamic=True, backend=training_backend(BACKEND, not recompute))
+            compiled = torch.compile(own, dynamic=True, backend=training_backend(BACKEND, remakes))
         if recompute and layer.training:
             return checkpoint(functools.partial(compiled, **named), *arguments, **options)
         return compiled(*arguments, **named)

@@ -73,7 +73,12 @@ def _join(graph: torch.fx.Graph, products: Sequence[tuple[torch.fx.Node, torch.f
 
 class JoinBackward(Join):
     """Joins what products add to one gradient, in training. Forward products stay as they are: with many rows they gain
-    little, and what reads a part of a wide result takes longer."""
+    little, and what reads a part of a wide result takes longer. If it `parts` products, rows that are made again for
+    the gradient of a matrix may be made within other work."""
+
+    def __init__(self, parts: bool = False) -> None:
+        super().__init__()
+        self._parts = parts
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         groups: dict[Any, list[torch.fx.Node]] = {}
@@ -86,7 +91,11 @@ class JoinBackward(Join):
             total = _total(products) if len(products) > 1 else None
             if total is not None:
                 _join_backward(graph, products, total)
-        _part(graph)
+        if self._parts:
+            _part(graph)
+
+    def uuid(self) -> Any:
+        return *super().uuid(), self._parts
 
 
 def _total(products: Sequence[torch.fx.Node]) -> torch.fx.Node | None:
@@ -177,7 +186,7 @@ def training_backend(backend: Any, remakes: bool) -> Callable[..., Any] | Any:
     if backend != "inductor":
         return backend
     remaking = {"joint_custom_pre_pass": Remake()} if remakes else {}
-    compile_graph = _compiling(post_grad_custom_pre_pass=JoinBackward(), **_INLINE, **remaking)
+    compile_graph = _compiling(post_grad_custom_pre_pass=JoinBackward(parts=remakes), **_INLINE, **remaking)
 
     def compile_parted(module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         with functorch.patch(ban_recompute_materialized_backward=not remakes):

@@ -1,8 +1,10 @@
 """Recomputation of a layer's activations: all of them, or those that are cheap to make again.
 
 `selective` keeps what attention gives, and the products that leave a token's width about as it is (queries, the output
-of attention). The wide products of the neurons, norms and elementwise work are made again. A kept value is the very
-tensor that the forward pass made, so no number changes.
+of attention). The wide products of the neurons, norms and elementwise work are made again. `elementwise` keeps all
+products. A kept value is the very tensor that the forward pass made, so no number changes.
+
+Compiled layers need nothing of this for `elementwise`: the compiler decides what a layer keeps (`joining`).
 """
 
 from collections.abc import Callable
@@ -14,8 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from truestep.policy.errors import ModelError
 
-FULL, SELECTIVE = "full", "selective"
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+FULL, SELECTIVE, ELEMENTWISE = "full", "selective", "elementwise"
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _NARROW = 2  # a product's wider side is at most so many times the other one
 
 
@@ -34,19 +36,19 @@ def recompute_activations(model: Any, how: str = FULL) -> None:
 def checkpoint_options(how: str) -> dict[str, Any]:
     """Give the options of torch's checkpoint."""
     contexts: dict[str, Callable[[], Any]] = {}
-    if how == SELECTIVE:
-        contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
+    if how != FULL:
+        contexts = {"context_fn": partial(create_selective_checkpoint_contexts, partial(_policy, how))}
     return {"use_reentrant": False, **contexts}
 
 
-def _policy(context: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    kept = is_kept(operation, arguments)
+def _policy(how: str, context: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    kept = is_kept(operation, arguments) or (how == ELEMENTWISE and operation in PRODUCTS)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def is_kept(operation: Any, arguments: Any) -> bool:
     """Tell whether selective recomputation keeps what an operation gives."""
-    if operation in _PRODUCTS:
+    if operation in PRODUCTS:
         inner, outer = arguments[-1].shape  # the last argument is the weight
         return bool(max(inner, outer) <= _NARROW * min(inner, outer))
     name = str(getattr(operation, "name", lambda: "")())
