@@ -210,9 +210,7 @@ def main() -> None:
 
 # Kernels by what they do: the first kind whose words occur in a kernel's name has it.
 KINDS = {
-    "compiled elementwise": (
-        "triton_",
-    ),  # such a kernel's name may have that of attention, for which it makes something
+    "compiled elementwise": ("triton_",),  # its name may have that of attention, which reads what it makes
     "attention": ("flash", "fmha", "attention"),
     "products": ("gemm", "cutlass", "nvjet", "sm90_xmma"),
     "copies": ("copy", "Memcpy", "memcpy", "cat", "Memset"),

@@ -18,6 +18,7 @@ from tiny import make_model
 from truestep.head.logits import HeadSettings
 from truestep.policy.loading.load import load_policy
 from truestep.policy.model import attention
+from truestep.policy.model.embedding import add_rows
 from truestep.policy.model.joined import as_one
 from truestep.policy.policy import ModelFacts, Policy
 from truestep.policy.save import save_policy
@@ -165,9 +166,10 @@ def test_a_frozen_parameter(frozen: str, dtype: torch.dtype, tiny_model: Made, t
     )
 
 
-def test_a_repeated_token_keeps_its_gradient_in_bfloat16(tiny_model: Made) -> None:
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
+def test_a_repeated_token_keeps_its_gradient_in_bfloat16(kind: str, tiny_model: Made) -> None:
     """A CPU would add up an embedding's gradient in bfloat16, and lose most of a token that a batch repeats."""
-    directory = tiny_model("qwen3")
+    directory = tiny_model(kind)
     documents = [replace(document, input_ids=document.input_ids * 0 + 3) for document in make_documents([9] * 80)]
 
     def gradient(dtype: str, together: bool) -> torch.Tensor:
@@ -190,6 +192,52 @@ def test_the_padding_tokens_row_has_a_gradient_where_the_token_is_real(dtype: st
     documents = [replace(document, input_ids=document.input_ids * 0 + padding) for document in make_documents([5])]
     policy.hidden(pack_all(documents).tokens).sum().backward()
     assert policy.weights.gradients["model.embed_tokens.weight"][padding].norm() > 0
+
+
+class Multiple(torch.nn.Embedding):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 3
+
+
+class WithPlaces(torch.nn.Embedding):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + input[..., None]
+
+
+class OtherTable(torch.nn.Embedding):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.weight[input % 2] if len(self.weight) == 9 else super().forward(input)
+
+
+@pytest.mark.parametrize(("kind", "adds"), [(Multiple, True), (WithPlaces, False), (OtherTable, False)])
+def test_a_kind_of_embedding_that_looks_at_rows_alone_adds_them(kind: type[torch.nn.Embedding], adds: bool) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = kind(9, 4)
+
+        def get_input_embeddings(self) -> torch.nn.Module:
+            return self.embedding
+
+    torch.manual_seed(1)
+    model, ids = Model(), torch.tensor([[8, 1, 1, 4]])
+    weights = WholeWeights(model, torch.bfloat16)
+    before = model.embedding(ids)
+    before.backward(gradient := torch.randn(1, 4, 4).bfloat16())
+    expected = weights.gradients["embedding.weight"].clone()
+    weights.zero_gradients()
+    added: list[torch.Tensor] = []
+    honest = weights.add_rows
+    weights.add_rows = lambda *given: added.append(given[1]) or honest(*given)  # type: ignore[assignment, func-returns-value]
+    assert add_rows(model, weights, weights.rounded) is adds
+    after = model.embedding(ids)
+    assert torch.equal(before, after)
+    after.backward(gradient)
+    assert len(added) == adds
+    torch.testing.assert_close(weights.gradients["embedding.weight"], expected, rtol=1e-2, atol=1e-2)
+    with torch.no_grad():
+        assert torch.equal(model.embedding(ids), before)
+    assert model.embedding.weight.shape == (9, 4) and list(model.state_dict()) == ["embedding.weight"]
 
 
 def test_collected_gradients_outlive_the_step(tiny_model: Made) -> None:

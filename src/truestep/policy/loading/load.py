@@ -83,8 +83,7 @@ def load_policy(
     match a pattern of `freeze`. `masters_on_host`: float32 weights lie on the host, and the device has what the model
     computes with. `activation_checkpointing`: full (or True), selective or elementwise; `offload_activations`: what
     recomputed layers keep lies on the host. `attending`: auto, flash or torch. `adapter`: it alone is trained."""
-    directory = Path(path)
-    pipeline = Pipeline(ranks.pipeline, stages_per_rank)
+    directory, pipeline = Path(path), Pipeline(ranks.pipeline, stages_per_rank)
     model, tokenizer = _read(directory, trust_remote_code, ranks, pipeline)
     if freeze:
         freeze_weights(model, freeze)
@@ -94,15 +93,14 @@ def load_policy(
     no_noise(model)
     every_token_counts(model)
     settings = _head_settings(model, head or HeadSettings())
-    how = FULL if activation_checkpointing is True else activation_checkpointing
-    remakes = compiled and how == ELEMENTWISE
-    if how and not remakes:
+    how = str(FULL if activation_checkpointing is True else activation_checkpointing or "")
+    if how and not (compiled and how == ELEMENTWISE):
         recompute_activations(model, how)
     compute = getattr(torch, dtype)
     with progress.working("checking what it computes", "layers"), borrowed_weights(model, place):
         probe, stages, choice = _probe(model, settings, place, compute, longest_document, ranks, pipeline, attending)
     if compiled:
-        _compile(model, how, remakes)
+        _compile(model, how)
     facts = ModelFacts.of(model, place)
     rounds, alone = dtype != "float32" and place.type == "cpu", ranks.tensor == ranks.shards == 1
     if rounds and not alone:
@@ -137,11 +135,11 @@ def _finish_layers(model: Any, weights: Weights, compiled: bool) -> None:
         add_in_products(layers, weights, weights.rounded)
 
 
-def _compile(model: Any, how: str | bool, remakes: bool) -> None:
+def _compile(model: Any, how: str) -> None:
     layers = layers_of(model)[1]
     if not layers:
         raise ModelError(f"model.compile: {type(model).__name__} has no list of layers to compile")
-    compile_layers(layers, checkpoint_options(str(how or FULL)), remakes=remakes)
+    compile_layers(layers, checkpoint_options(how or FULL), remakes=how == ELEMENTWISE)
 
 
 def read_model(

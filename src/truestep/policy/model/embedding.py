@@ -3,8 +3,10 @@
 Dimensions: S tokens, U different tokens among them, H hidden.
 """
 
+import copy
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -46,11 +48,14 @@ def add_rows(model: Any, keeper: Rows, kept: Iterable[torch.nn.Parameter]) -> bo
     """Have each token add its gradient to its row of the float32 buffer, if the keeper has one: the gradient of the
     whole vocabulary is not made, rounded and added. Tell whether it does."""
     embedding = model.get_input_embeddings()
-    if type(embedding) is not torch.nn.Embedding or embedding.weight not in set(kept):
+    if not isinstance(embedding, torch.nn.Embedding) or embedding.weight not in set(kept):
         return False
     if "forward" in vars(embedding) or embedding.max_norm is not None or embedding.scale_grad_by_freq:
         return False
     look_up, known = embedding.forward, weakref.ref(keeper)
+    make = None if type(embedding) is torch.nn.Embedding else _maker(embedding)
+    if make is not None and not _same_rows(embedding, make):
+        return False
 
     def forward(input_ids: torch.Tensor) -> torch.Tensor:
         if not torch.is_grad_enabled():
@@ -62,8 +67,37 @@ def add_rows(model: Any, keeper: Rows, kept: Iterable[torch.nn.Parameter]) -> bo
             assert owner is not None, "the weights of this model are gone"
             owner.add_rows(weight, input_ids.flatten(), gradient.flatten(0, -2))
 
-        return transfer(weight, lambda _: look_up(input_ids), add)
+        rows = transfer(weight, partial(torch.nn.functional.embedding, input_ids), add)
+        return rows if make is None else make(rows)
 
     replaced: Any = embedding
     replaced.forward = forward
     return True
+
+
+def _maker(embedding: torch.nn.Embedding) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Give what a kind of embedding makes of the rows that it looks up, such as a multiple: its own code, to which rows
+    [..., H] are a table that is read from top to bottom."""
+    bare: Any = copy.copy(embedding)
+    bare._parameters = {}
+
+    def make(rows: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(rows.shape[:-1].numel(), device=rows.device).view(rows.shape[:-1])
+        bare.weight = rows.flatten(0, -2)
+        try:
+            made: torch.Tensor = bare(places)
+        finally:
+            bare.weight = None
+        return made
+
+    return make
+
+
+@torch.no_grad()
+def _same_rows(embedding: torch.nn.Embedding, make: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Tell whether an embedding looks at nothing but rows."""
+    ids = torch.arange(min(8, embedding.num_embeddings), device=embedding.weight.device).flip(0)[None]
+    try:
+        return torch.equal(make(embedding.weight[ids]), embedding(ids))
+    except Exception:  # whatever its code needs beside a weight
+        return False

@@ -167,10 +167,6 @@ class Remake(CustomGraphPass):
         return type(self).__name__, get_hash_for_files((__file__,))
 
 
-# What several kernels read is computed in each of them, instead of once for memory: they wait for memory anyway.
-_INLINE = {"realize_reads_threshold": 100, "realize_acc_reads_threshold": 100, "realize_opcount_threshold": 1000}
-
-
 @cache  # what another object compiled, torch compiles again
 def sampling_backend(backend: Any) -> Callable[..., Any] | Any:
     """Give what compiles with one product for several, for torch.compile; another compiler than torch's stays as it
@@ -186,7 +182,7 @@ def training_backend(backend: Any, remakes: bool) -> Callable[..., Any] | Any:
     if backend != "inductor":
         return backend
     remaking = {"joint_custom_pre_pass": Remake()} if remakes else {}
-    compile_graph = _compiling(post_grad_custom_pre_pass=JoinBackward(parts=remakes), **_INLINE, **remaking)
+    compile_graph = _compiling(post_grad_custom_pre_pass=JoinBackward(parts=remakes), **remaking)
 
     def compile_parted(module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         with functorch.patch(ban_recompute_materialized_backward=not remakes):
