@@ -193,10 +193,14 @@ def test_flash_attention_of_a_document_does_not_depend_on_its_neighbours(heads: 
         torch.use_deterministic_algorithms(before)
 
 
-def test_products_of_compiled_layers_add_gradients_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", [False, "elementwise"])
+def test_products_of_compiled_layers_add_gradients_in_float32(
+    how: bool | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against the sum, in float64, of what the products were given; into memory that is there or given anew."""
     model = make_model(tmp_path / "model", "qwen3", hidden_size=64, head_dim=64)
-    policy = load_policy(model, dtype="bfloat16", device="cuda", compiled=True)
+    torch._dynamo.reset()
+    policy = load_policy(model, dtype="bfloat16", device="cuda", compiled=True, activation_checkpointing=how)
     weights = policy.weights
     assert isinstance(weights, WholeWeights)
     names = {parameter: name for name, parameter in policy.model.named_parameters()}
@@ -223,14 +227,17 @@ def test_products_of_compiled_layers_add_gradients_in_float32(tmp_path: Path, mo
 
 
 @FLASH
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "mistral"])
-def test_a_step_with_flash_attention_compiles_once(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("llama", False), ("gemma2", False), ("mistral", False), ("qwen3", "elementwise"), ("gemma2", "elementwise")],
+)
+def test_a_step_with_flash_attention_compiles_once(kind: str, how: bool | str, tmp_path: Path) -> None:
     """One graph for each kind of layer, whatever the packing, and nothing that breaks it."""
     model = make_model(tmp_path / "model", kind, head_dim=64)  # of heads of 8 the kernels make wrong gradients
     torch._dynamo.reset()
     counted = torch._dynamo.utils.counters
     counted.clear()
-    policy = load_policy(model, dtype="bfloat16", device="cuda", compiled=True)
+    policy = load_policy(model, dtype="bfloat16", device="cuda", compiled=True, activation_checkpointing=how)
     assert policy.attends.name == attention.FLASH, policy.attends
     plain = load_policy(model, dtype="bfloat16", device="cuda", attending="torch")
     graphs = []

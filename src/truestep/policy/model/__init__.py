@@ -6,7 +6,7 @@
 | model/adding.py | __class__ | products add gradients; plain nn.Linear |
 | model/attention.py | AttentionInterface.register | attention over packed documents; a public door of transformers |
 | model/compiled.py | forward, gradient_checkpointing | compiled layers; the attribute that switches recomputation on |
-| model/embedding.py | forward, padding_idx, _parameters, weight | every token's gradient, in float32; nn.Embedding's own |
+| model/embedding.py | forward, padding_idx, _parameters, weight | a token's gradient in float32; nn.Embedding's own |
 | model/flash.py | register_autograd | operators of torch.compile; public doors |
 | model/training.py | p, setattr | no dropout or jitter; floats of modules by their names |
 | loading/borrowed.py | register_forward_hook | layers with borrowed weights add a part; public hooks |
