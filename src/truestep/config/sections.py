@@ -45,8 +45,9 @@ class ModelConfig(Section):
     ] = False
     """Recompute each layer in the backward pass: less memory, no other number. full (or true): all of it, about a third
     more time. selective: what attention gives and the products beside it are kept, and the rest is made again, about a
-    sixth more time. elementwise: no product is made again, but norms, rotations and activations are; with `compile` it
-    costs 2%, and a fifth of the memory is saved. auto: the fastest that fits the GPU, by the plan; false on a CPU."""
+    sixth more time. elementwise: norms, rotations and activations are made again, and no product; with `compile` it
+    costs 1 to 2% and saves a third of the memory of activations. auto: the fastest that fits the GPU, by the plan;
+    false on a CPU."""
     activation_offload: bool | Literal["auto"] = False
     """Keep what recomputed layers keep in host memory, copied there and back beside the computation. It needs
     activation_checkpointing. auto: where the plan does not fit otherwise."""
