@@ -79,8 +79,13 @@ CASES = [
     ),
     (
         "model: {path: m, activation_offload: true}\n",
-        "1: model.activation_offload moves what recomputed layers keep: set model.activation_checkpointing too, full "
-        "or selective",
+        "1: model.activation_offload moves the inputs of recomputed layers: set model.activation_checkpointing too, "
+        "full or selective",
+    ),
+    (
+        "model: {path: m, activation_offload: true, activation_checkpointing: elementwise, compile: true}\n",
+        "1: model.activation_offload moves the inputs of recomputed layers, and model.activation_checkpointing: "
+        "elementwise runs no compiled layer again: set it to full or selective",
     ),
     (
         MODEL + "optimizer: {type: adamw, offload_room: 8}\n",

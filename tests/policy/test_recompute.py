@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from documents import make_documents, pack_all, same_bits
 from selection import long_except
+from tiny import expert_model
 from truestep.policy.loading.load import load_policy
 from truestep.policy.model.offload import ActivationOffload
-from truestep.policy.model.recompute import PRODUCTS, is_kept
+from truestep.policy.model.recompute import ALL_PRODUCTS, is_kept
 
 Made = Callable[[str], Path]
 DOCUMENTS = make_documents([9, 1, 30, 4], seed=2)
@@ -88,14 +89,16 @@ class Products(TorchDispatchMode):
     times = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        self.times += function in PRODUCTS
+        self.times += function in ALL_PRODUCTS
         return function(*arguments, **(named or {}))
 
 
-def test_elementwise_recomputation_makes_no_product_again(tiny_model: Made) -> None:
+@pytest.mark.parametrize("experts", [False, True])
+def test_elementwise_recomputation_makes_no_product_again(experts: bool, tiny_model: Made, tmp_path: Path) -> None:
+    model = expert_model(tmp_path / "model") if experts else tiny_model("qwen3")
     counted = {}
     for how in (False, "full", "elementwise"):
-        policy = load_policy(tiny_model("qwen3"), device="cpu", activation_checkpointing=how)
+        policy = load_policy(model, device="cpu", activation_checkpointing=how)
         loss = policy.hidden(pack_all(DOCUMENTS).tokens).square().sum()
         with Products() as products:
             loss.backward()

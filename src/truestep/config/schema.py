@@ -137,10 +137,16 @@ def _attention(config: "Config") -> Iterator[str]:
 
 
 def _activations(config: "Config") -> Iterator[str]:
-    if config.model.activation_offload is True and not config.model.activation_checkpointing:
+    how, moves = config.model.activation_checkpointing, config.model.activation_offload is True
+    if moves and not how:
         yield (
-            "model.activation_offload moves what recomputed layers keep: set model.activation_checkpointing too, full "
-            "or selective"
+            "model.activation_offload moves the inputs of recomputed layers: set model.activation_checkpointing too, "
+            "full or selective"
+        )
+    if moves and how == "elementwise" and config.model.compile:
+        yield (
+            "model.activation_offload moves the inputs of recomputed layers, and model.activation_checkpointing: "
+            "elementwise runs no compiled layer again: set it to full or selective"
         )
 
 

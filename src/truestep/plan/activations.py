@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
 from truestep.policy.model.adapter import Adapter, attach
-from truestep.policy.model.recompute import PRODUCTS, is_kept
+from truestep.policy.model.recompute import ALL_PRODUCTS, is_kept
 
 _NAME = "truestep_plan"
 _TOKENS = 32
@@ -55,7 +55,7 @@ class _Products(TorchDispatchMode):
         result = function(*arguments, **(named or {}))
         if is_kept(function, arguments):
             self.kept += result.nbytes
-        if function in PRODUCTS:
+        if function in ALL_PRODUCTS:
             self.every += result.nbytes
         return result
 
@@ -120,7 +120,8 @@ def _measure(kind: Any, written: str, dtype: torch.dtype, rank: int, adapted: fr
     try:
         one, two = (_saved_bytes(config, layers, dtype, rank, adapted) for layers in (1, 2))
     except Exception:  # a model whose code looks at values, such as experts
-        return _by_formula(text, size), text.hidden_size * size, 4.0 * text.hidden_size * size, 0.0
+        layer = _by_formula(text, size)  # of which nobody knows what products are
+        return layer, text.hidden_size * size, 4.0 * text.hidden_size * size, layer
     layer, products, every = ((more - less) / _TOKENS for more, less in zip(two, one, strict=True))
     return layer, text.hidden_size * size, products, every
 

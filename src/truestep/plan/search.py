@@ -161,6 +161,15 @@ def _first_that_fits(
     return None
 
 
+def _levels(config: Config, shape: ModelShape) -> tuple[Any, ...]:
+    """List what may be recomputed, the least first. Elementwise recomputation keeps the scores of an attention that is
+    made of products."""
+    scores = (
+        getattr(shape.config.get_text_config(), "attn_logit_softcapping", None) and config.model.attention != "flash"
+    )
+    return (False, "selective", "full") if scores else (False, "elementwise", "selective", "full")
+
+
 def _differs(config: Config, name: str, value: Any) -> bool:
     before = _value(config, name)
     return bool((False if before == "auto" else before) != value)
@@ -180,7 +189,7 @@ def settle(
     configuration and those that were switched on."""
     auto = [name for name in (REDUCE, CHECKPOINTING, OFFLOAD) if _value(config, name) == "auto"]
     ways: list[tuple[bool, float, dict[str, Any], Config]] = []
-    for changes in _choices(config, auto):
+    for changes in _choices(config, shape, auto):
         changed = config
         for name, value in changes.items():
             changed = changed_plainly(changed, name, value)
@@ -191,14 +200,14 @@ def settle(
     return changed, {name: value for name, value in changes.items() if value is not False}
 
 
-def _choices(config: Config, auto: list[str]) -> Iterator[dict[str, Any]]:
+def _choices(config: Config, shape: ModelShape, auto: list[str]) -> Iterator[dict[str, Any]]:
     for reduce in (False, True) if REDUCE in auto else (None,):
-        for how in (False, "elementwise", "selective", "full") if CHECKPOINTING in auto else (None,):
+        for how in _levels(config, shape) if CHECKPOINTING in auto else (None,):
             for on_host in (False, True) if OFFLOAD in auto else (None,):
                 changes = {REDUCE: reduce, CHECKPOINTING: how, OFFLOAD: on_host}
                 given = {name: value for name, value in changes.items() if value is not None}
                 recomputed = given.get(CHECKPOINTING, config.model.activation_checkpointing)
-                if not (on_host and recomputed is False):
+                if not (on_host and recomputed in (False, "elementwise")):
                     yield given
 
 

@@ -24,7 +24,7 @@ def compile_layers(
 ) -> None:
     """Compile layers in place; names and weights stay as they are, and hooks stay outside. `options` are those of
     torch's checkpoint, where layers are recomputed. If it `remakes`, a layer keeps for its backward pass its input and
-    what products and attention give, and makes all else again."""
+    what products and attention give, and makes norms and elementwise work again."""
     for layer in layers:
         layer.forward = _for_training(layer, options, remakes)
 

@@ -14,6 +14,8 @@ import torch
 from truestep.policy.model.repeat import repeat
 from truestep.ranks.exchange import transfer
 
+_AT_A_TIME = 4096  # tokens
+
 
 class Rows(Protocol):
     """What keeps the gradients."""
@@ -79,13 +81,13 @@ def _maker(embedding: torch.nn.Embedding) -> Callable[[torch.Tensor], torch.Tens
     """Give what a kind of embedding makes of the rows that it looks up, such as a multiple: its own code, to which rows
     [..., H] are a table that is read from top to bottom."""
     bare: Any = copy.copy(embedding)
-    bare._parameters = {}
+    bare._parameters, bare.padding_idx = {}, None
 
     def make(rows: torch.Tensor) -> torch.Tensor:
         places = torch.arange(rows.shape[:-1].numel(), device=rows.device).view(rows.shape[:-1])
         bare.weight = rows.flatten(0, -2)
         try:
-            made: torch.Tensor = bare(places)
+            made: torch.Tensor = bare.forward(places)
         finally:
             bare.weight = None
         return made
@@ -95,9 +97,9 @@ def _maker(embedding: torch.nn.Embedding) -> Callable[[torch.Tensor], torch.Tens
 
 @torch.no_grad()
 def _same_rows(embedding: torch.nn.Embedding, make: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Tell whether an embedding looks at nothing but rows."""
-    ids = torch.arange(min(8, embedding.num_embeddings), device=embedding.weight.device).flip(0)[None]
+    """Tell whether an embedding looks at nothing but rows: every token is tried, at another place than its own."""
+    tokens = torch.arange(embedding.num_embeddings, device=embedding.weight.device).flip(0)[None]
     try:
-        return torch.equal(make(embedding.weight[ids]), embedding(ids))
+        return all(torch.equal(make(embedding.weight[ids]), embedding(ids)) for ids in tokens.split(_AT_A_TIME, 1))
     except Exception:  # whatever its code needs beside a weight
         return False

@@ -73,8 +73,8 @@ def _join(graph: torch.fx.Graph, products: Sequence[tuple[torch.fx.Node, torch.f
 
 class JoinBackward(Join):
     """Joins what products add to one gradient, in training. Forward products stay as they are: with many rows they gain
-    little, and what reads a part of a wide result takes longer. If it `parts` products, rows that are made again for
-    the gradient of a matrix may be made within other work."""
+    little, and what reads a part of a wide result takes longer. If it `parts`, the gradients of a product's rows
+    and of its matrix become two operators."""
 
     def __init__(self, parts: bool = False) -> None:
         super().__init__()
@@ -177,8 +177,8 @@ def sampling_backend(backend: Any) -> Callable[..., Any] | Any:
 @cache
 def training_backend(backend: Any, remakes: bool) -> Callable[..., Any] | Any:
     """Give what compiles a layer for training. If it `remakes`, the layer keeps for its backward pass what products
-    and attention give, and there makes what is elementwise again, norms included, within kernels that read the same:
-    keeping as few bytes as may be is all that torch then decides by."""
+    and attention give, and there makes norms and elementwise work again: torch does not do so by itself for
+    what products read."""
     if backend != "inductor":
         return backend
     remaking = {"joint_custom_pre_pass": Remake()} if remakes else {}

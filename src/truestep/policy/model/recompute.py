@@ -2,7 +2,8 @@
 
 `selective` keeps what attention gives, and the products that leave a token's width about as it is (queries, the output
 of attention). The wide products of the neurons, norms and elementwise work are made again. `elementwise` keeps all
-products. A kept value is the very tensor that the forward pass made, so no number changes.
+products, but not those inside an attention that is made of them. A kept value is the very tensor that the forward pass
+made, so no number changes.
 
 Compiled layers need nothing of this for `elementwise`: the compiler decides what a layer keeps (`joining`).
 """
@@ -18,6 +19,8 @@ from truestep.policy.errors import ModelError
 
 FULL, SELECTIVE, ELEMENTWISE = "full", "selective", "elementwise"
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+# With those of experts, of which each multiplies tokens of its own.
+ALL_PRODUCTS = (*PRODUCTS, torch.ops.aten._grouped_mm.default)
 _NARROW = 2  # a product's wider side is at most so many times the other one
 
 
@@ -42,7 +45,7 @@ def checkpoint_options(how: str) -> dict[str, Any]:
 
 
 def _policy(how: str, context: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    kept = is_kept(operation, arguments) or (how == ELEMENTWISE and operation in PRODUCTS)
+    kept = is_kept(operation, arguments) or (how == ELEMENTWISE and operation in ALL_PRODUCTS)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
