@@ -91,8 +91,9 @@ def measure_activations(
     layer, boundary, narrow, _ = _measure(kind, written, dtype, rank, adapted)
     text, size = config.get_text_config(), torch.empty((), dtype=dtype).element_size()
     attended = _attended(text, size)
-    # An adapter adds to a product, and keeps what lies between its two matrices.
-    every = _measure(kind, written, dtype, 0, frozenset())[-1] + rank * size * len(adapted)
+    every = 0.0
+    if products:  # an adapter adds to a product, and keeps what lies between its two matrices
+        every = _measure(kind, written, dtype, 0, frozenset())[-1] + rank * size * len(adapted)
     if not compiled:
         return Activations(layer, boundary, attended + (every if products else narrow))
     if products:  # all but the last one, which becomes the next layer's input
