@@ -143,8 +143,12 @@ class Policy:
 
     def raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:  # [C, H] -> [C, V]
         """Compute a few rows of the logits of the whole vocabulary, on every tensor rank; nothing has a gradient."""
-        own, shard = raw_logits(hidden, self.head_weight, self.head.fp32), self.vocabulary_shard
+        own, shard = self.own_logits(hidden), self.vocabulary_shard
         return own if shard is None else shard.whole(own, self.vocabulary_size)
+
+    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:  # [C, H] -> [C, tokens of `vocabulary_shard`]
+        """Compute a few rows of the logits of this tensor rank's slice of the vocabulary."""
+        return raw_logits(hidden, self.head_weight, self.head.fp32)
 
     def tokens_everywhere(self) -> AbstractContextManager[None]:
         """Have tensor ranks compute all tokens together, inside, as they do while they sample."""

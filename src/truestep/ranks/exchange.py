@@ -14,6 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from truestep.ranks import peers
+from truestep.self_test import serves
+
 # The names since torch 2.13; before it, those of the older functions.
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -60,6 +63,18 @@ class TokenExchange:
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
         self._everywhere = False
+        self._peers: peers.Peers | None = None
+
+    def connect(self, place: torch.device, dtype: torch.dtype) -> None:
+        """Have GPUs of one machine read small exchanges from each other's memory, where that is right on all of them.
+        All ranks call it together."""
+
+        def right() -> str | None:
+            self._peers = peers.connect(self.group, place)
+            return peers.check(self._peers, self.group, place, dtype)
+
+        if not least(serves("memory that the ranks' GPUs share", "NCCL does", right), place, self.group):
+            self._peers = None
 
     @contextmanager
     def everywhere(self) -> Iterator[None]:
@@ -76,14 +91,21 @@ class TokenExchange:
 
     def sum(self, parts: torch.Tensor) -> torch.Tensor:
         """Sum what every rank computed in a half, of the tokens that this rank keeps."""
-        return sum_everywhere(parts, self.group) if self._everywhere else sum_to_own_tokens(parts, self.group)
+        return self._sum_everywhere(parts) if self._everywhere else sum_to_own_tokens(parts, self.group)
 
+    @torch.compiler.disable  # compiled layers call it
+    def _sum_everywhere(self, parts: torch.Tensor) -> torch.Tensor:  # [..., S, H]
+        """Sum what every rank computed, to the same bits on each: all add up the same parts in the same order."""
+        if self._peers is not None and self._peers.sums(parts):
+            return self._peers.sum(parts)
+        gathered = gather_parts(parts, self.group)
+        return gathered.sum(0, dtype=torch.promote_types(parts.dtype, torch.float32)).to(parts.dtype)
 
-@torch.compiler.disable  # compiled layers call it
-def sum_everywhere(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [..., S, H]
-    """Sum what every rank computed, to the same bits on each: all add up the same parts in the same order."""
-    gathered = gather_parts(parts, group)
-    return gathered.sum(0, dtype=torch.promote_types(parts.dtype, torch.float32)).to(parts.dtype)
+    def gather_parts(self, part: torch.Tensor) -> torch.Tensor:  # [...] -> [R, ...]
+        """Gather a few numbers of every rank."""
+        if self._peers is not None and self._peers.takes(part):
+            return self._peers.gather(part)
+        return gather_parts(part, self.group)
 
 
 def gather_parts(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [...] -> [R, ...]

@@ -33,11 +33,11 @@ class Identity:
     def own() -> "Identity":
         number = os.getpid()
         fields = _stat(number)
-        return Identity(_machine(), number, int(fields[19]) if fields else 0)
+        return Identity(machine(), number, int(fields[19]) if fields else 0)
 
     def look(self) -> Literal["there", "stopped", "gone", "unknown"]:
         """Look for the process: `unknown` if it is of another machine."""
-        if not self.started or self.machine != _machine():
+        if not self.started or self.machine != machine():
             return "unknown"
         fields = _stat(self.number)
         if not fields or int(fields[19]) != self.started or fields[0] in ("Z", "X") or int(fields[6]) & _EXITING:
@@ -45,7 +45,7 @@ class Identity:
         return "stopped" if fields[0] in ("T", "t") else "there"
 
 
-def _machine() -> str:
+def machine() -> str:
     """Name what process numbers are unique in: a machine since it was started, and a container of it."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()

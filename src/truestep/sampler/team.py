@@ -8,12 +8,15 @@ Dimensions: R rows of a step.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from truestep.errors import TruestepError
+from truestep.head.vocab_parallel import VocabularyShard
 from truestep.policy.policy import Policy
-from truestep.ranks.exchange import TokenExchange, gather_parts, least
+from truestep.ranks.exchange import TokenExchange, least
+from truestep.sampler.engine.draw import Slice
 
 _OTHERS = -1  # stands for a token that not all ranks drew
 
@@ -34,6 +37,16 @@ class Team:
         ranks = policy.weights.ranks
         return Team(policy.exchange, policy.device, ranks.tensor, ranks.place_on("tensor"))
 
+    def slice(self, vocabulary: int) -> Slice | None:
+        """Describe this rank's slice of a vocabulary, whose logits `Policy.own_logits` gives; None: it is all of it."""
+        if self.exchange is None:
+            return None
+        most = -(-vocabulary // self.size)
+        first = min(most * self.number, vocabulary)
+        shard = VocabularyShard(self.exchange.group, first, min(most, vocabulary - first))
+        whole = partial(shard.whole, vocabulary=vocabulary)
+        return Slice(shard.first, shard.size, most, vocabulary, self.exchange.gather_parts, whole)
+
     def least(self, value: int) -> int:
         """Find the least of the ranks' values."""
         return value if self.exchange is None else least(value, self.place, self.exchange.group)
@@ -47,7 +60,7 @@ class Team:
         for `check`, which may come later, when the host learns of it."""
         if self.exchange is None:
             return tokens
-        drawn = gather_parts(tokens, self.exchange.group)
+        drawn = self.exchange.gather_parts(tokens)
         return torch.where((drawn == drawn[0]).all(0), drawn[0], _OTHERS)
 
 

@@ -14,13 +14,14 @@ from triton.backends.compiler import GPUTarget
 
 from truestep.exact import attend_kernels as exact_attention
 from truestep.exact import kernels as exact_kernels
+from truestep.ranks import peer_kernels
 from truestep.sampler.engine import attend_kernels, draw_kernels
 
 FLOATS = {"scale", "softcap", "divisor"}
 WIDE = {"addresses_pointer", "key_pointer", "position_pointer", "last_pointer", "token_pointer", "chosen_pointer"}
 WIDE |= {"page_pointer", "offset_pointer", "length_pointer", "table_pointer"}
 WIDE |= {"places_pointer", "tiles_pointer"}
-DIVISIBLE = ("part", "vocabulary", "_pointer", "_row", "_head", "_page", "_token")
+DIVISIBLE = ("part", "size", "vocabulary", "_pointer", "_row", "_head", "_page", "_token")
 
 
 def compile_kernel(kernel: Any, constants: dict[str, Any], types: dict[str, str], **options: Any) -> Any:
@@ -81,6 +82,25 @@ def compile_draw(kind: str, capped: bool, cut: bool) -> None:
     compile_kernel(draw_kernels._join_kernel, {"BLOCK": draw_kernels._MOST_PARTS}, {}, num_warps=1)
 
 
+def compile_exchange(kind: str, gathers: bool) -> None:
+    import torch
+
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, "i32": torch.int32}[kind]
+    shape = {
+        "TYPE": peer_kernels._TYPES[dtype],
+        "GATHERS": gathers,
+        "RANKS": 2,
+        "ROOM": 2**16,
+        "TILE": peer_kernels.TILE,
+    }
+    typed = dict.fromkeys(("part_pointer", "result_pointer"), f"*{kind}") | {"calls_pointer": "*i32"}
+    typed |= dict.fromkeys(("buffers_pointer", "signals_pointer"), "*i64")
+    compiled = compile_kernel(peer_kernels._exchange_kernel, shape, typed, num_warps=16)
+    ptx = compiled.asm["ptx"]
+    assert "ld.global.v4" in ptx and "st.global.v4" in ptx, "16 bytes a thread at a time"
+    assert "sys.release" in ptx and "sys.acquire" in ptx, "what is written before a signal is there after it"
+
+
 def compile_exact_product(kind: str, even: bool, bias: bool) -> None:
     typed = dict.fromkeys(("a_pointer", "b_pointer", "bias_pointer", "c_pointer"), f"*{kind}")
     shapes = [exact_kernels._WIDE] if kind == "fp32" else [shape for _, shape in exact_kernels._TILES]
@@ -136,11 +156,14 @@ def main(which: str) -> None:
     if which == "some":
         compile_exact_product("bf16", True, False)
         compile_draw("bf16", False, False)
+        compile_exchange("bf16", False)
         compile_attention("bf16", 128, 2, 64, 0, False)
         compile_attention("fp32", 64, 7, 64, 4096, True)
     else:
         for kind, even, bias in itertools.product(("bf16", "fp32"), (True, False), (True, False)):
             compile_exact_product(kind, even, bias)
+        for kind, gathers in (("bf16", False), ("fp32", False), ("i32", True)):
+            compile_exchange(kind, gathers)
         for block in (128, 2048):
             compile_exact_rows(block)
         for kind, size in itertools.product(("bf16", "fp32"), (64, 128, 256)):

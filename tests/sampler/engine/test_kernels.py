@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from truestep.head.logits import HeadSettings
 from truestep.sampler.engine import serving
 from truestep.sampler.engine.attend import Rows, attend_rows
 from truestep.sampler.engine.cache import LayerShape, PagedCache
-from truestep.sampler.engine.draw import DrawRows, Truncation, draw
+from truestep.sampler.engine.draw import Drawn, DrawRows, Slice, Truncation, draw
 
 pytest.importorskip("triton")
 
@@ -93,6 +94,42 @@ def test_draws_are_those_of_plain_torch(
 ) -> None:
     monkeypatch.setattr(serving, "_VOCABULARY", vocabulary)
     assert serving.check_draw(torch.device(DEVICE), HeadSettings(softcap=softcap, scale=0.8)) is None
+
+
+@pytest.mark.parametrize(("vocabulary", "ranks"), [(5001, 2), (61, 4)])
+def test_draws_from_slices_are_those_of_the_whole(vocabulary: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the last rank has less, and where a rank's slice is several parts."""
+    from truestep.sampler.engine import draw_kernels
+
+    monkeypatch.setattr(draw_kernels, "_PART", 2048)
+    raw = (3 * torch.randn(5, vocabulary, generator=torch.Generator().manual_seed(2))).to(DEVICE)
+    raw[4] = -torch.inf
+    raw[4, vocabulary - 1] = 1.0  # all that can be drawn is the last rank's
+    keys = torch.arange(5, device=DEVICE)
+    temperature = torch.tensor([1.0, 0.7, 0.0, 1.3, 1.0], device=DEVICE)
+    rows, most = DrawRows(keys, keys * 3, temperature), -(-vocabulary // ranks)
+    kept: dict[int, torch.Tensor] = {}
+
+    def from_slice(rank: int) -> Drawn:
+        def gather(part: torch.Tensor) -> torch.Tensor:
+            kept[rank] = part
+            return torch.stack([kept.get(other, part) for other in range(ranks)])
+
+        own = raw[:, rank * most : (rank + 1) * most].clone()
+        here = Slice(rank * most, own.shape[1], most, vocabulary, gather, lambda _: raw.clone())
+        cut = Truncation(temperature.clamp(max=0.9), keys * 0, keys * 0.0)
+        expected = draw_kernels.draw(raw.clone(), replace(rows, truncation=cut), HeadSettings())
+        found = draw_kernels.draw(own.clone(), replace(rows, truncation=cut), HeadSettings(), here)
+        assert torch.equal(found.tokens, expected.tokens), "every rank has all logits of rows that are cut off"
+        return draw_kernels.draw(own, rows, HeadSettings(), here)
+
+    for rank in range(ranks):
+        from_slice(rank)
+    expected = draw(raw.clone(), rows, HeadSettings())
+    for rank in range(ranks):
+        found = from_slice(rank)
+        assert torch.equal(found.tokens, expected.tokens)
+        torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-5)
 
 
 def test_draws_are_from_the_distribution() -> None:

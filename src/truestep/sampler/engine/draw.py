@@ -8,7 +8,7 @@ a draw depends on neither the batch nor what was drawn before, and on the device
 Dimensions: R rows, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +49,18 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class Slice:
+    """The part of the vocabulary whose logits this rank has, where several ranks draw together."""
+
+    first: int
+    size: int
+    most: int  # tokens of the largest slice
+    vocabulary: int
+    gather: Callable[[torch.Tensor], torch.Tensor]  # [...] -> [ranks, ...]
+    whole: Callable[[torch.Tensor], torch.Tensor]  # [R, tokens of the slice] -> [R, V]
+
+
+@dataclass(frozen=True)
 class Drawn:
     tokens: torch.Tensor  # [R] int64
     logprobs: torch.Tensor  # [R] float32, of the whole distribution
@@ -62,8 +74,10 @@ def key_of(seed: Sequence[int]) -> int:
     return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0].astype(np.int64))
 
 
-def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings) -> Drawn:  # [R, V]
-    """Draw from raw logits, over whose memory this may write."""
+def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings, part: Slice | None = None) -> Drawn:  # [R, V]
+    """Draw from raw logits, over whose memory this may write. `part`: they are of this slice of the vocabulary."""
+    if part is not None:
+        raw = part.whole(raw)
     greedy = rows.temperature == 0
     z = scale_(raw, torch.where(greedy, 1.0, rows.temperature), settings)
     logsumexp = z.logsumexp(-1)

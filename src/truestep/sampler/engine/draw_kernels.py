@@ -1,8 +1,9 @@
 """The draw of `draw` in one pass over the logits, in Triton, for GPUs: log-sum-exp and the largest score together.
 
-Each row is shared among a few programs, and a second kernel joins what they found.
+Each row is shared among a few programs, and a second kernel joins what they found. Where ranks have a slice of the
+vocabulary each, it joins what the programs of all ranks found.
 
-Dimensions: R rows, V vocabulary, N parts of a row.
+Dimensions: R rows, V vocabulary, N parts of a row, or of a rank's slice of it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from truestep.sampler.engine.draw import (
     TOKEN_STEP,
     Drawn,
     DrawRows,
+    Slice,
     keep,
 )
 
@@ -149,7 +151,8 @@ def _draw_kernel(
     token_pointer,  # [R, N] int64
     raw_row,  # strides
     meta_row,
-    vocabulary,
+    vocabulary,  # of the logits that are here
+    first,  # the token of the first of them
     part,  # tokens of a program
     softcap,
     parts,  # N
@@ -168,7 +171,7 @@ def _draw_kernel(
     best, best_e, best_token = total + tl.where(greedy, float("-inf"), 0.0), total + 1.0, lane * 0 + _NOBODY
     begin, end = number * part, tl.minimum((number + 1) * part, vocabulary)
     far = tl.full((BLOCK,), BLOCK, tl.uint64) * _TOKEN_STEP  # of the numbers that E comes from, to the next block
-    counter = row_key + (begin + lane + 1).to(tl.uint64) * _TOKEN_STEP
+    counter = row_key + (first + begin + lane + 1).to(tl.uint64) * _TOKEN_STEP
     for start in range(begin, end, 4 * BLOCK):
         token = start + lane
         z0, z1, z2, z3 = _load_four(raw_line, token, end, factor, softcap, CAPPED, BLOCK)
@@ -190,14 +193,14 @@ def _draw_kernel(
     tl.store(total_pointer + place, tl.sum(total, axis=0))
     best_z = _load_z(raw_line, best_token, end, factor, softcap, CAPPED)  # -inf: a lane that has nobody
     chosen, score, z = _choose(best_e, best_token, best_z, greedy)
-    tl.store(token_pointer + place, chosen)
+    tl.store(token_pointer + place, first + chosen)
     tl.store(score_pointer + place, score)
     tl.store(z_pointer + place, z)
 
 
 @triton.jit(do_not_specialize=["parts"])
 def _join_kernel(
-    highest_pointer,  # [R, N]
+    highest_pointer,  # [R, N], as all of these for each rank
     total_pointer,  # [R, N]
     score_pointer,  # [R, N]
     z_pointer,  # [R, N]
@@ -206,17 +209,20 @@ def _join_kernel(
     logprob_pointer,  # [R]
     vocabulary,
     parts,
+    ranks,
+    rank_tokens,  # from one rank's tokens to the next one's
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
-    inside = lanes < parts
-    place = row * parts + lanes
+    inside = lanes < ranks * parts
+    rank, number = lanes // parts, row * parts + lanes % parts
+    place, token_place = rank * (2 * rank_tokens) + number, rank * rank_tokens + number
     highest = tl.load(highest_pointer + place, mask=inside, other=float("-inf"))
     total = tl.load(total_pointer + place, mask=inside, other=0.0)
     score = tl.load(score_pointer + place, mask=inside, other=float("-inf"))
     z = tl.load(z_pointer + place, mask=inside, other=float("-inf"))
-    token = tl.load(token_pointer + place, mask=inside, other=_NOBODY)
+    token = tl.load(token_pointer + token_place, mask=inside, other=_NOBODY)
     top = tl.max(highest, axis=0)
     total = tl.sum(tl.where(inside, total * tl.exp(highest - top), 0.0), axis=0)
     winner = tl.max(score, axis=0)
@@ -227,8 +233,10 @@ def _join_kernel(
     tl.store(logprob_pointer + row, (chosen_z - top) - tl.log(total))
 
 
-def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings) -> Drawn:  # [R, V]
-    """Draw as `draw.draw` does; rows of nothing that is cut off need no other pass."""
+def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings, part: Slice | None = None) -> Drawn:  # [R, V]
+    """Draw as `draw.draw` does; rows of nothing that is cut off need no other pass, and no other rank's logits."""
+    if part is not None and rows.truncation is not None:
+        raw, part = part.whole(raw), None
     count, vocabulary = raw.shape
     greedy = rows.temperature == 0
     temperature = torch.where(greedy, 1.0, rows.temperature)
@@ -243,10 +251,11 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings) -> Drawn:  #
         floor, last, log_mass = kept.floor, kept.last, torch.where(greedy, 0.0, kept.log_mass)
         factor, softcap = torch.ones_like(log_mass), None
     # By the vocabulary alone: a tie within rounding may depend on the parts, and must not depend on the batch.
-    part = max(_PART, -(-vocabulary // (_MOST_PARTS * _BLOCK)) * _BLOCK)
-    parts = -(-vocabulary // part)
-    floats = torch.empty(4, count, parts, dtype=torch.float32, device=raw.device)
-    tokens = torch.empty(count, parts, dtype=torch.int64, device=raw.device)
+    most = vocabulary if part is None else part.most
+    each = max(_PART, -(-most // (_MOST_PARTS * _BLOCK)) * _BLOCK)
+    parts = -(-most // each)
+    found = torch.empty(3, count, parts, dtype=torch.int64, device=raw.device)
+    tokens, floats = _of(found)
     chosen = torch.empty(count, dtype=torch.int64, device=raw.device)
     logprobs = torch.empty(count, dtype=torch.float32, device=raw.device)
     assert rows.key.stride() == rows.position.stride()
@@ -263,7 +272,8 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings) -> Drawn:  #
         raw.stride(0),
         rows.key.stride(0),
         vocabulary,
-        part,
+        0 if part is None else part.first,
+        each,
         softcap or 1.0,
         parts,
         CAPPED=softcap is not None,
@@ -272,5 +282,25 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings) -> Drawn:  #
         BLOCK=_BLOCK,
         num_warps=4,
     )
-    _join_kernel[(count,)](*floats, tokens, chosen, logprobs, vocabulary, parts, BLOCK=_MOST_PARTS, num_warps=1)
+    ranks = 1
+    if part is not None:
+        gathered = part.gather(found)
+        (tokens, floats), ranks, vocabulary = _of(gathered[0]), len(gathered), part.vocabulary
+    _join_kernel[(count,)](
+        *floats,
+        tokens,
+        chosen,
+        logprobs,
+        vocabulary,
+        parts,
+        ranks,
+        found.numel(),
+        BLOCK=max(_MOST_PARTS, triton.next_power_of_2(ranks * parts)),
+        num_warps=1,
+    )
     return Drawn(chosen, logprobs, log_mass)
+
+
+def _of(found: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [3, R, N] -> [R, N], [4, R, N]
+    """Tell the tokens from the four numbers of float32 that lie behind them."""
+    return found[0], found[1:].view(-1).view(torch.float32).view(4, *found.shape[1:])

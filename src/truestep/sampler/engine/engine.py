@@ -134,7 +134,7 @@ class Engine:
 class Session:
     def __init__(self, policy: Policy, engine: Engine, limits: Limits):
         self._policy, self._device, self._graphs, self._exact = policy, engine.device, engine.graphs, engine.exact
-        self._team = engine.team
+        self._team, self._slice = engine.team, engine.team.slice(policy.vocabulary_size)
         place, page_size = self._device.place, self._device.page_size
         width = -(-limits.longest // page_size)
         each = page_bytes(engine.layers, page_size, policy.weights.dtype)
@@ -326,7 +326,10 @@ class Session:
     def _choose(self, hidden: torch.Tensor, lines: torch.Tensor) -> torch.Tensor:  # [R, H], [R, ≥ PAGES] -> [3, R]
         """Draw each row's next token and leave it where the next step reads it; give tokens, log-probs, log-masses."""
         policy, head = self._policy, self._policy.head
-        each = max(1, _LOGITS_BYTES // (policy.vocabulary_size * (4 if head.fp32 else hidden.element_size())))
+        # Of rows that are cut off every rank needs all logits.
+        own = None if self._truncates else self._slice
+        vocabulary = policy.vocabulary_size if own is None else own.most
+        each = max(1, _LOGITS_BYTES // (vocabulary * (4 if head.fp32 else hidden.element_size())))
         drawn = []
         for first in range(0, len(hidden), each):
             part = slice(first, first + each)
@@ -334,7 +337,7 @@ class Session:
             if self._exact:
                 found = choose_exactly(hidden[part], policy, rows, self._device.draw)
             else:
-                found = self._device.draw(policy.raw_logits(hidden[part]), rows, head)
+                found = self._device.draw(policy.own_logits(hidden[part]), rows, head, self._slice)
             floats = (found.logprobs.double(), found.log_mass.double())
             tokens = self._team.agreed(found.tokens)
             drawn.append(torch.stack([tokens, *(numbers.view(torch.int64) for numbers in floats)]))

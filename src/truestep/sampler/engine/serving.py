@@ -14,7 +14,7 @@ from truestep.policy.policy import Policy
 from truestep.sampler.engine.attend import Rows, attend_rows
 from truestep.sampler.engine.cache import LayerShape, PagedCache
 from truestep.sampler.engine.device import Device
-from truestep.sampler.engine.draw import DrawRows, Truncation, draw
+from truestep.sampler.engine.draw import DrawRows, Slice, Truncation, draw
 from truestep.sampler.engine.forward import compiled_layers, probe
 from truestep.sampler.team import Team
 from truestep.self_test import serves
@@ -34,7 +34,9 @@ def serve_with_kernels(
 
         fused = all(attention.is_fused(device.place, dtype, layer.softcap) for layer in layers)
         device = replace(device, attend=attend_kernels.attend, store=attend_kernels.store, graphs=True, fused=fused)
-    if team.all(_right("draw", lambda: check_draw(device.place, policy.head))):
+    if policy.exchange is not None:
+        policy.exchange.connect(device.place, dtype)
+    if team.all(_right("draw", lambda: check_draw(device.place, policy.head, team.slice(_VOCABULARY)))):
         from truestep.sampler.engine import draw_kernels
 
         device = replace(device, draw=draw_kernels.draw)
@@ -95,8 +97,8 @@ def check_attention(
     return None
 
 
-def check_draw(place: torch.device, settings: HeadSettings) -> str | None:
-    """Name what the kernels get wrong; None where all is right."""
+def check_draw(place: torch.device, settings: HeadSettings, part: Slice | None = None) -> str | None:
+    """Name what the kernels get wrong; None where all is right. Ranks that draw from slices call it together."""
     from truestep.sampler.engine import draw_kernels
 
     generator = torch.Generator().manual_seed(0)
@@ -110,7 +112,8 @@ def check_draw(place: torch.device, settings: HeadSettings) -> str | None:
     )
     for truncation in (None, cut):
         rows = DrawRows(key, torch.arange(4, device=place), temperature, truncation)
-        found, expected = draw_kernels.draw(raw.clone(), rows, settings), draw(raw.clone(), rows, settings)
+        own = raw if part is None else raw[:, part.first : part.first + part.size]
+        found, expected = draw_kernels.draw(own.clone(), rows, settings, part), draw(raw.clone(), rows, settings)
         if not torch.equal(found.tokens, expected.tokens):
             return f"it draws {found.tokens.tolist()} and not {expected.tokens.tolist()}"
         for mine, right in ((found.logprobs, expected.logprobs), (found.log_mass, expected.log_mass)):
