@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 TILE = 8192  # numbers that a program moves at a time
+_WARPS = 16
 
 
 @triton.jit
@@ -106,5 +107,5 @@ def exchange(
         RANKS=len(buffers),
         ROOM=program_bytes // part.element_size(),
         TILE=TILE,
-        num_warps=16,
+        num_warps=_WARPS,
     )
