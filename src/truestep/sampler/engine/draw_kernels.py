@@ -151,8 +151,8 @@ def _draw_kernel(
     token_pointer,  # [R, N] int64
     raw_row,  # strides
     meta_row,
-    vocabulary,  # of the logits that are here
-    first,  # the token of the first of them
+    vocabulary,  # tokens whose logits are here, from `first` on
+    first,
     part,  # tokens of a program
     softcap,
     parts,  # N
@@ -164,8 +164,8 @@ def _draw_kernel(
     row, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row_key = _key_of(key_pointer + row * meta_row, position_pointer + row * meta_row)
     factor, greedy = tl.load(multiplier_pointer + row), tl.load(greedy_pointer + row) != 0
-    floor, last = tl.load(floor_pointer + row), tl.load(last_pointer + row)
-    raw_line, lane = raw_pointer + row * raw_row, tl.arange(0, BLOCK)
+    floor, last, lane = tl.load(floor_pointer + row), tl.load(last_pointer + row), tl.arange(0, BLOCK)
+    raw_line = raw_pointer + row * raw_row
     highest, total = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.float32)
     # What is drawn has the largest p / E, with p relative to a lane's largest. Greedily it has the largest logit.
     best, best_e, best_token = total + tl.where(greedy, float("-inf"), 0.0), total + 1.0, lane * 0 + _NOBODY
@@ -256,8 +256,6 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings, part: Slice 
     parts = -(-most // each)
     found = torch.empty(3, count, parts, dtype=torch.int64, device=raw.device)
     tokens, floats = _of(found)
-    chosen = torch.empty(count, dtype=torch.int64, device=raw.device)
-    logprobs = torch.empty(count, dtype=torch.float32, device=raw.device)
     assert rows.key.stride() == rows.position.stride()
     _draw_kernel[(count, parts)](
         raw,
@@ -282,10 +280,17 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings, part: Slice 
         BLOCK=_BLOCK,
         num_warps=4,
     )
-    ranks = 1
-    if part is not None:
-        gathered = part.gather(found)
-        (tokens, floats), ranks, vocabulary = _of(gathered[0]), len(gathered), part.vocabulary
+    if part is None:
+        return Drawn(*_join(found[None], vocabulary), log_mass)
+    return Drawn(*_join(part.gather(found), part.vocabulary), log_mass)
+
+
+def _join(found: torch.Tensor, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:  # [ranks, 3, R, N] -> [R], [R]
+    """Give the tokens, and their log-probs, that all parts of all ranks make together."""
+    ranks, _, count, parts = found.shape
+    chosen = torch.empty(count, dtype=torch.int64, device=found.device)
+    logprobs = torch.empty(count, dtype=torch.float32, device=found.device)
+    tokens, floats = _of(found[0])
     _join_kernel[(count,)](
         *floats,
         tokens,
@@ -294,11 +299,11 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings, part: Slice 
         vocabulary,
         parts,
         ranks,
-        found.numel(),
+        found[0].numel(),
         BLOCK=max(_MOST_PARTS, triton.next_power_of_2(ranks * parts)),
         num_warps=1,
     )
-    return Drawn(chosen, logprobs, log_mass)
+    return chosen, logprobs
 
 
 def _of(found: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [3, R, N] -> [R, N], [4, R, N]
