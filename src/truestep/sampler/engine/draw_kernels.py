@@ -161,11 +161,10 @@ def _draw_kernel(
     FAST: tl.constexpr,  # the GPU's own logarithm
     BLOCK: tl.constexpr,
 ):
-    row, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, number, lane = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
     row_key = _key_of(key_pointer + row * meta_row, position_pointer + row * meta_row)
     factor, greedy = tl.load(multiplier_pointer + row), tl.load(greedy_pointer + row) != 0
-    floor, last, lane = tl.load(floor_pointer + row), tl.load(last_pointer + row), tl.arange(0, BLOCK)
-    raw_line = raw_pointer + row * raw_row
+    floor, last, raw_line = tl.load(floor_pointer + row), tl.load(last_pointer + row), raw_pointer + row * raw_row
     highest, total = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.float32)
     # What is drawn has the largest p / E, with p relative to a lane's largest. Greedily it has the largest logit.
     best, best_e, best_token = total + tl.where(greedy, float("-inf"), 0.0), total + 1.0, lane * 0 + _NOBODY
