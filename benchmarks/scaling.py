@@ -32,7 +32,7 @@ from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks, join
-from truestep.step.clipping import clip_gradients, gradient_norm
+from truestep.step.clipping import clip_scale, gradient_norm
 from truestep.step.optimizer import make_adamw, update
 from truestep.step.optimizers.adamw import AdamWOptions
 from truestep.step.plan import StepRule, plan_exactly
@@ -145,9 +145,9 @@ def main() -> None:
 
     def step() -> None:
         runner.accumulate(plan)
-        clip_gradients(policy.weights.gradients, gradient_norm(policy.weights), 1.0)
+        scale = clip_scale(gradient_norm(policy.weights), 1.0)
         if given.optimizer == "adamw":
-            update(optimizer, policy.weights, 1e-6)
+            update(optimizer, policy.weights, 1e-6, scale)
 
     def timed() -> float:
         _wait(given)

@@ -31,7 +31,7 @@ from truestep.losses.objective import Denominator, Objective
 from truestep.policy.loading.load import load_policy
 from truestep.policy.model.adapter import AdapterSettings, AdapterSource
 from truestep.policy.weights.protocol import Weights
-from truestep.step.clipping import clip_gradients, gradient_norm
+from truestep.step.clipping import clip_scale, gradient_norm
 from truestep.step.optimizer import make_adamw, make_adamw_8bit, make_muon, update
 from truestep.step.optimizers.adamw import AdamWOptions
 from truestep.step.optimizers.by_weight import Home
@@ -166,9 +166,7 @@ def main() -> None:
 
     def step() -> None:
         runner.accumulate(plan)
-        gradients = policy.weights.gradients
-        clip_gradients(gradients, gradient_norm(policy.weights), 1.0)
-        update(optimizer, policy.weights, 1e-6)
+        update(optimizer, policy.weights, 1e-6, clip_scale(gradient_norm(policy.weights), 1.0))
 
     step()
     step()

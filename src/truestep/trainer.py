@@ -28,7 +28,7 @@ from truestep.rollouts.source import Interrupted, Source
 from truestep.run_directory import RunDirectory
 from truestep.step.ahead import Planned, PlansAhead
 from truestep.step.blame import find_not_finite
-from truestep.step.clipping import clip_gradients, gradient_norm
+from truestep.step.clipping import clip_scale, gradient_norm
 from truestep.step.machine import gpu_metrics
 from truestep.step.optimizer import LearningRate, optimizer_parts, update
 from truestep.step.runner import Accumulated, StepRunner
@@ -240,9 +240,9 @@ class Trainer:
             self.hooks.on_gradient(plan, accumulated, norm)
         rate = self.learning_rate.at(number) * self.callbacks.applied_factor
         with self.runner.stopwatch.measure("optimizer"), working("updating weights", "numbers updated"):
-            clip_gradients(self.policy.weights.gradients, norm, self.gradient_clip)
+            scale = clip_scale(norm, self.gradient_clip)
             self.saves.before_update()
-            update(self.optimizer, self.policy.weights, rate)
+            update(self.optimizer, self.policy.weights, rate, scale)
         self.runner = self.runner.steered(accumulated.metrics)
         self.state.step = number
         self.state.documents_seen = plan.documents_seen_after

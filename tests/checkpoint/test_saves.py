@@ -191,7 +191,7 @@ def slow(*arguments, **options):
     return made(*arguments, **options)
 
 staging.{owner} = slow
-trainer.clip_gradients = fail
+trainer.clip_scale = fail
 main(["train", sys.argv[1]])
 """
 

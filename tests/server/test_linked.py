@@ -134,7 +134,7 @@ def test_an_update_whose_beginning_or_end_got_no_answer_is_ended(path: str, serv
 
     fake._linked = linked_  # type: ignore[method-assign]
     with serving(fake) as url:
-        on_ranks(1, train_all, [linked(tmp_path, [url], schedule={"stall_timeout": 20})])
+        on_ranks(1, train_all, [linked(tmp_path, [url])])
     check_on_policy(tmp_path / "run")
 
 

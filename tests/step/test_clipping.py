@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from truestep.policy.weights.protocol import Weights
 from truestep.policy.weights.whole import WholeWeights
-from truestep.step.clipping import clip_gradients, gradient_norm
+from truestep.step.clipping import clip_scale, gradient_norm
+from truestep.step.optimizer import make_adamw, make_adamw_8bit, make_custom_optimizer, make_muon, update
+from truestep.step.optimizers.adamw import AdamWOptions
+from truestep.step.optimizers.muon import MuonOptions
+
+ADAMW = AdamWOptions((0.9, 0.99), 1e-1, 0.0)  # by such an epsilon the size of a gradient matters
+OPTIMIZERS: dict[str, Callable[[Weights], torch.optim.Optimizer]] = {
+    "adamw": lambda weights: make_adamw(weights, ADAMW),
+    "adamw_8bit": lambda weights: make_adamw_8bit(weights, ADAMW),
+    "muon": lambda weights: make_muon(weights, MuonOptions(0.95, True, 5, "original", 0.0), ADAMW),
+    "custom": lambda weights: make_custom_optimizer(
+        lambda groups: torch.optim.SGD([weight for group in groups.values() for weight in group.values()], lr=0.0),
+        weights,
+    ),
+}
 
 
 def weights_of(*gradients: torch.Tensor) -> WholeWeights:
@@ -83,12 +99,24 @@ def test_no_gradient_and_no_weight() -> None:
 
 
 def test_clipping_scales_to_the_threshold() -> None:
-    gradients = [torch.full((2, 3), 3.0), torch.full((5,), -4.0), torch.zeros(0, 2)]
-    weights = weights_of(*gradients)
-    norm = gradient_norm(weights)
-    clip_gradients(weights.gradients, norm, 2 * norm)
-    clip_gradients(weights.gradients, norm, None)
-    assert torch.equal(weights.gradients["0"], gradients[0])
-    clip_gradients(weights.gradients, norm, 0.5)
-    assert gradient_norm(weights) == pytest.approx(0.5, rel=1e-6)
-    assert float(weights.gradients["1"][0]) == pytest.approx(-2 / norm, rel=1e-6)
+    assert clip_scale(3.0, 6.0) == clip_scale(3.0, 3.0) == clip_scale(3.0, None) == clip_scale(math.nan, 1.0) == 1.0
+    assert clip_scale(4.0, 0.5) == 0.125
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "muon", "custom"])
+def test_every_optimizer_updates_by_the_scaled_gradient(kind: str, dtype: torch.dtype) -> None:
+    """As by a gradient that was multiplied before; and the model computes with the new weights."""
+    found = []
+    for before, scale in ((0.25, 1.0), (1.0, 0.25)):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 4))
+        weights = WholeWeights(model, dtype)
+        gradients = weights.gradients
+        for gradient in gradients.values():
+            gradient.copy_(torch.randn(gradient.shape, generator=torch.Generator().manual_seed(1)) * before)
+        update(OPTIMIZERS[kind](weights), weights, 1e-2, scale)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, weights.master[name].to(dtype)), name
+        found.append({name: master.detach().clone() for name, master in weights.master.items()})
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])

@@ -33,7 +33,7 @@ class Sender(Protocol):
 def _train(config: dict[str, Any], file: Path, kills: list[tuple[str, float]], sender: Sender) -> list[Record]:
     """All that was sent. The run is in the directory that has the file's name."""
     checkpoint = {"directory": str(file.with_suffix("")), "every": 3, "keep": 2}
-    schedule = {"docs_per_step": 5, "stall_timeout": 15}
+    schedule = {"docs_per_step": 5, "stall_timeout": 60}
     base = {
         "loss": {"type": "gspo", "epsilon_low": 0.1, "epsilon_high": 0.1},
         "schedule": schedule,

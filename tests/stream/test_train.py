@@ -46,7 +46,7 @@ def sent_config(model: Path, source: dict[str, str], run: Path, **sections: Any)
     base = {
         "model": {"path": str(model), "dtype": "float32"},
         "data": {"source": source, "advantages": "none", "tokens_per_microbatch": 40},
-        "schedule": {"docs_per_step": 5, "stall_timeout": 20},
+        "schedule": {"docs_per_step": 5, "stall_timeout": 60},
         "optimizer": {"learning_rate": 1e-2},
         "checkpoint": {"directory": str(run)},
         "logging": {"console": False},

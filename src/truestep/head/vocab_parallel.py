@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from truestep.head.logits import Rows
 from truestep.head.passes import Gradient, HeadPasses
+from truestep.ranks.axes import largest_slice
 from truestep.ranks.exchange import gather_parts, least
 from truestep.types import Coefficients, RowStatistics
 
@@ -42,7 +43,7 @@ class VocabularyShard:
 
     def whole(self, own: torch.Tensor, vocabulary: int) -> torch.Tensor:  # [C, size] -> [C, V]
         """Join all ranks' logits of the same rows, on every rank."""
-        most = -(-vocabulary // dist.get_world_size(self.group))  # the last rank may have fewer
+        most = largest_slice(vocabulary, dist.get_world_size(self.group))
         joined = own.new_empty(len(own), vocabulary)
         for number, part in enumerate(gather_parts(pad(own, (0, most - own.shape[1])), self.group)):
             columns = joined[:, number * most : (number + 1) * most]

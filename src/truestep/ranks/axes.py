@@ -128,3 +128,15 @@ class RankLayout:
         for rank in range(math.prod(self.sizes)):
             groups.setdefault(self.number(rank, others), []).append(rank)
         return list(groups.values())
+
+
+def largest_slice(size: int, ranks: int) -> int:
+    """Compute the size of a rank's slice where ranks divide something: the last ones may have less, or nothing."""
+    return -(-size // ranks)
+
+
+def slice_at(size: int, ranks: int, place: int) -> tuple[int, int]:
+    """Find where the slice of the rank at that place begins, and how large it is."""
+    most = largest_slice(size, ranks)
+    start = min(most * place, size)
+    return start, min(most, size - start)

@@ -15,6 +15,7 @@ import torch
 from truestep.errors import TruestepError
 from truestep.head.vocab_parallel import VocabularyShard
 from truestep.policy.policy import Policy
+from truestep.ranks.axes import largest_slice, slice_at
 from truestep.ranks.exchange import TokenExchange, least
 from truestep.sampler.engine.draw import Slice
 
@@ -41,9 +42,8 @@ class Team:
         """Describe this rank's slice of a vocabulary, whose logits `Policy.own_logits` gives; None: it is all of it."""
         if self.exchange is None:
             return None
-        most = -(-vocabulary // self.size)
-        first = min(most * self.number, vocabulary)
-        shard = VocabularyShard(self.exchange.group, first, min(most, vocabulary - first))
+        shard = VocabularyShard(self.exchange.group, *slice_at(vocabulary, self.size, self.number))
+        most = largest_slice(vocabulary, self.size)
         whole = partial(shard.whole, vocabulary=vocabulary)
         return Slice(shard.first, shard.size, most, vocabulary, self.exchange.gather_parts, whole)
 

@@ -58,7 +58,6 @@ def _exact_squares(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [part.double().square().sum() for gradient in gradients for part in gradient.split(_SLICE)]
 
 
-@torch.no_grad()
-def clip_gradients(gradients: dict[str, torch.Tensor], norm: float, threshold: float | None) -> None:
-    if threshold is not None and norm > threshold and gradients:
-        torch._foreach_mul_(list(gradients.values()), threshold / norm)
+def clip_scale(norm: float, threshold: float | None) -> float:
+    """Compute what gradients of that norm are multiplied by."""
+    return threshold / norm if threshold is not None and norm > threshold else 1.0

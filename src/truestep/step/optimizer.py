@@ -122,11 +122,18 @@ def _numbers(optimizer: torch.optim.Optimizer) -> list[set[tuple[str, Any]]]:
     ]
 
 
-def update(optimizer: torch.optim.Optimizer, weights: Weights, learning_rate: float) -> None:
+def update(optimizer: torch.optim.Optimizer, weights: Weights, learning_rate: float, scale: float = 1.0) -> None:
+    """Update the weights by their gradients times `scale`, and have the model compute with them. Gradients are of no
+    use afterwards."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    optimizer.step()
-    if not weights.masters_on_host:  # those are published while they are on the device
+    if isinstance(optimizer, ByWeight):
+        optimizer.scale = scale
+        optimizer.step()
+    else:
+        if scale != 1 and weights.gradients:
+            torch._foreach_mul_(list(weights.gradients.values()), scale)
+        optimizer.step()
         weights.publish()
     marks.mark("updates", weights.device)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from truestep.ranks.axes import CUT
+from truestep.ranks.axes import CUT, largest_slice, slice_at
 from truestep.ranks.group import Ranks
 
 
@@ -49,7 +49,7 @@ class Piece:
             count = ranks.size_of(axis)
             if count > 1:
                 lines = part.movedim(dimension, 0)
-                padded = lines.new_zeros(-(-size // count), *lines.shape[1:])
+                padded = lines.new_zeros(largest_slice(size, count), *lines.shape[1:])
                 padded[: len(lines)] = lines
                 slices = [torch.empty_like(padded) for _ in range(count)]
                 dist.all_gather(slices, padded, group=ranks.group(axis))
@@ -59,9 +59,7 @@ class Piece:
 
 def slice_of(size: int, ranks: Ranks, axis: str) -> tuple[int, int]:
     """Find where this rank's slice of a dimension of that size begins, and how long it is."""
-    most = -(-size // ranks.size_of(axis))
-    start = min(most * ranks.place_on(axis), size)
-    return start, min(most, size - start)
+    return slice_at(size, ranks.size_of(axis), ranks.place_on(axis))
 
 
 def pieces_of(model: Any) -> dict[str, Piece]:

@@ -18,6 +18,7 @@ import torch
 from truestep.policy.cuts.pieces import Piece, slice_of
 from truestep.policy.errors import ModelError
 from truestep.policy.model.adapter import LoraLinear, product
+from truestep.ranks.axes import slice_at
 from truestep.ranks.exchange import TokenExchange
 from truestep.ranks.group import Ranks
 
@@ -64,7 +65,7 @@ def tensor_plan(config: Any, ranks: int) -> TensorPlan:
         if isinstance(size, int) and size % ranks:
             raise _refusal(f"{name} is {size}, which {ranks} tensor ranks do not divide")
     vocabulary = text.vocab_size
-    if -(-vocabulary // ranks) * (ranks - 1) >= vocabulary:
+    if slice_at(vocabulary, ranks, ranks - 1)[1] == 0:
         raise _refusal(f"a vocabulary of {vocabulary} leaves nothing for the last of {ranks} tensor ranks")
     return cut
 

@@ -81,8 +81,9 @@ class Weights(Protocol):
         where it is. Values do not change. A group may be named several times. No backward pass may be under way."""
         return
 
-    def publish_rows(self, name: str, rows: slice, values: torch.Tensor) -> None:
-        """Have the model compute with new values, on the device, of some rows of a master that lies on the host."""
+    def computed_rows(self, name: str, rows: slice) -> torch.Tensor | None:
+        """Give some rows of what the model computes with of a weight, if a master is rounded into it and it is here."""
+        return None
 
     def before_forward(self, coming: StagePass) -> None:
         """Make weights ready for a forward pass."""
@@ -180,3 +181,8 @@ class Weights(Protocol):
         parts = self.gradients
         joined = self.on_first({name: parts.get(name) for name, piece in self.pieces.items() if piece.trained})
         return {name: whole.to("cpu", copy=True) for name, whole in joined.items()}  # a gradient's memory may be lent
+
+
+def some_rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+    # There are hundreds of weights, and a GPU waits while the host makes as many views of each.
+    return tensor if not tensor.ndim or (rows.start == 0 and rows.stop == tensor.shape[0]) else tensor[rows]

@@ -18,7 +18,7 @@ from truestep.policy.cuts.layers import layers_of
 from truestep.policy.cuts.pieces import Piece, pieces_of, sum_parts
 from truestep.policy.errors import ModelError
 from truestep.policy.weights.host import to_host
-from truestep.policy.weights.protocol import StagePass, Weights
+from truestep.policy.weights.protocol import StagePass, Weights, some_rows
 from truestep.policy.weights.unread import read_all, replace_parameters
 from truestep.ranks.exchange import reduce_scatter
 from truestep.ranks.group import Ranks
@@ -265,9 +265,8 @@ class ShardedWeights(Weights):
         for name, copy in self._computed.items():
             copy.copy_(self.master[name])
 
-    @torch.no_grad()
-    def publish_rows(self, name: str, rows: slice, values: torch.Tensor) -> None:
-        self._computed[name][rows].copy_(values)
+    def computed_rows(self, name: str, rows: slice) -> torch.Tensor | None:
+        return some_rows(self._computed[name], rows) if name in self._computed else None
 
 
 def gather_from(sharded: Any, padded: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ import torch
 from truestep.policy.cuts.pieces import Piece, pieces_of, sum_parts
 from truestep.policy.model.adding import moved
 from truestep.policy.weights.host import to_host
-from truestep.policy.weights.protocol import Weights
+from truestep.policy.weights.protocol import Weights, some_rows
 from truestep.ranks.group import ALONE, Ranks
 
 
@@ -172,10 +172,9 @@ class WholeWeights(Weights):
                 _move(every[name], every[name].detach().clone())
                 names[every[name].data_ptr()] = known
 
-    @torch.no_grad()
-    def publish_rows(self, name: str, rows: slice, values: torch.Tensor) -> None:
+    def computed_rows(self, name: str, rows: slice) -> torch.Tensor | None:
         own = self._by_name[name]
-        (own[rows] if own.ndim else own).copy_(values)
+        return None if self._masters[name] is own else some_rows(own.detach(), rows)
 
 
 def _memory(tensor: torch.Tensor) -> int:

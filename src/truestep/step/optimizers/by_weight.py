@@ -12,7 +12,7 @@ import torch
 
 from truestep import progress
 from truestep.policy.weights.host import zeros_on_host
-from truestep.policy.weights.protocol import Weights
+from truestep.policy.weights.protocol import Weights, some_rows
 from truestep.ranks import marks
 from truestep.step.optimizers.conveyor import Conveyor
 
@@ -46,6 +46,21 @@ class Slot:
     weight: torch.Tensor
     gradient: torch.Tensor
     state: State
+    scale: float = 1.0  # by which the gradient is to be multiplied: it is clipped
+    rounded: torch.Tensor | None = None  # what the model computes with, if the weight is rounded into it
+
+
+def scale_gradients(slots: Sequence[Slot]) -> None:
+    """Multiply the gradients by their scale, in a pass over all of them."""
+    if slots and slots[0].scale != 1:
+        torch._foreach_mul_([slot.gradient for slot in slots], slots[0].scale)
+
+
+def round_weights(slots: Sequence[Slot]) -> None:
+    """Round the weights into what the model computes with, in a pass over all of them."""
+    pairs = [(slot.rounded, slot.weight) for slot in slots if slot.rounded is not None]
+    if pairs:
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
 
 class Rule(Protocol):
@@ -62,7 +77,8 @@ class Rule(Protocol):
         ...
 
     def update(self, slots: Sequence[Slot], rate: float) -> None:
-        """Update weights and states in place. Every rank calls this for its parts of the same weights."""
+        """Update weights and states in place, by the gradients times their scale, and round the weights. Gradients are
+        of no use afterwards. Every rank calls this for its parts of the same weights."""
         ...
 
 
@@ -71,6 +87,7 @@ class ByWeight(torch.optim.Optimizer):
 
     def __init__(self, weights: Weights, groups: Sequence[tuple[Rule, Mapping[str, torch.nn.Parameter]]], home: Home):
         self._weights, self._home = weights, home
+        self.scale = 1.0  # of the gradients of the next update
         self._names = {id(master): name for name, master in weights.master.items()}
         # Behind the last layer's backward pass come the gradient of the largest weight, and its sum over ranks.
         largest = max((weights.pieces[name].shape.numel() for name in weights.master), default=0)
@@ -172,7 +189,7 @@ class ByWeight(torch.optim.Optimizer):
             if self._home.on_host:
                 found |= _of_rows(self._states[master], rows)
             if self._weights.masters_on_host:
-                found[_MASTER] = _some(master.detach(), rows)
+                found[_MASTER] = some_rows(master.detach(), rows)
         return moving
 
     def _update(
@@ -186,12 +203,10 @@ class ByWeight(torch.optim.Optimizer):
         for (master, rows), moved in zip(batch, here, strict=True):
             name, state = self._names[id(master)], self._states[master]
             own = {**_of_rows(state, rows), **moved}
-            weight, gradient = own.pop(_MASTER, _some(master.detach(), rows)), _some(gradients[name], rows)
-            slots.append(Slot(name, rows.start, int(state[STEP]), weight, gradient, own))
+            weight, gradient = own.pop(_MASTER, some_rows(master.detach(), rows)), some_rows(gradients[name], rows)
+            rounded = self._weights.computed_rows(name, rows)
+            slots.append(Slot(name, rows.start, int(state[STEP]), weight, gradient, own, self.scale, rounded))
         group["rule"].update(slots, group["lr"])
-        if self._weights.masters_on_host:
-            for slot in slots:
-                self._weights.publish_rows(slot.name, slice(slot.start, slot.start + _rows(slot.weight)), slot.weight)
         progress.made("numbers updated", sum(slot.weight.numel() for slot in slots))
 
 
@@ -199,10 +214,5 @@ def _rows(tensor: torch.Tensor) -> int:
     return tensor.shape[0] if tensor.ndim else 1
 
 
-def _some(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
-    # There are hundreds of weights, and a GPU waits while the host makes as many views of each.
-    return tensor if not tensor.ndim or (rows.start == 0 and rows.stop == tensor.shape[0]) else tensor[rows]
-
-
 def _of_rows(state: Mapping[str, torch.Tensor], rows: slice) -> State:
-    return {kind: _some(value, rows) for kind, value in state.items() if kind != STEP and value.ndim}
+    return {kind: some_rows(value, rows) for kind, value in state.items() if kind != STEP and value.ndim}

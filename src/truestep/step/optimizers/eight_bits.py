@@ -24,7 +24,7 @@ from truestep.policy.cuts.blocks import PARTS, Blocks
 from truestep.policy.weights.protocol import Weights
 from truestep.self_test import serves
 from truestep.step.optimizers.adamw import AdamWOptions
-from truestep.step.optimizers.by_weight import Slot, State
+from truestep.step.optimizers.by_weight import Slot, State, round_weights, scale_gradients
 
 DECADES = 5.0
 FIRST, SECOND = 127, 255  # levels above 0
@@ -112,9 +112,11 @@ class AdamW8Bit:
         return Blocks.of(self.weights.pieces[name].shape[-1])
 
     def update(self, slots: Sequence[Slot], rate: float) -> None:
+        scale_gradients(slots)
         for slot in slots:
             if slot.weight.numel():
                 self._update(slot, rate)
+        round_weights(slots)
 
     def _update(self, slot: Slot, rate: float) -> None:
         flat = {kind: value.reshape(-1, value.shape[-1]) for kind, value in slot.state.items()}

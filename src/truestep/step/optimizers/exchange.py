@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from truestep import progress
 from truestep.policy.weights.protocol import Weights
-from truestep.ranks.axes import CUT
+from truestep.ranks.axes import CUT, largest_slice
 
 
 class _Level(NamedTuple):
@@ -53,7 +53,7 @@ class _Level(NamedTuple):
 
     def _padded(self, part: torch.Tensor) -> torch.Tensor:
         lines = part.movedim(self.dimension, 0)
-        padded = lines.new_zeros(-(-self.size // self.ranks), *lines.shape[1:])
+        padded = lines.new_zeros(largest_slice(self.size, self.ranks), *lines.shape[1:])
         padded[: len(lines)] = lines
         return padded
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from truestep.policy.weights.protocol import Weights
-from truestep.step.optimizers.by_weight import Slot, State
+from truestep.step.optimizers.by_weight import Slot, State, round_weights, scale_gradients
 from truestep.step.optimizers.exchange import WholeMatrices
 
 # The odd polynomial of Jordan's that takes singular values in (0, 1] near 1: a x + b x³ + c x⁵.
@@ -60,6 +60,7 @@ class Muon:
     def update(self, slots: Sequence[Slot], rate: float) -> None:
         options = self._options
         by_name = {slot.name: slot for slot in slots}
+        scale_gradients(slots)
         for slot in slots:
             slot.state["momentum_buffer"].lerp_(slot.gradient, 1 - options.momentum)
 
@@ -75,3 +76,4 @@ class Muon:
             factor = size_factor(self._weights.pieces[slot.name].shape, options.adjust)
             slot.weight.mul_(1 - rate * options.weight_decay)
             slot.weight.add_(update, alpha=-rate * factor)
+        round_weights(slots)
