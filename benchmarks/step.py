@@ -19,6 +19,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -206,6 +207,8 @@ def main() -> None:
         print_waits(step)
 
 
+SHORT = 20  # microseconds: what the GPU waits between kernels that it was asked for early enough
+
 # Kernels by what they do: the first kind whose words occur in a kernel's name has it.
 KINDS = {
     "compiled elementwise": ("triton_",),  # its name may have that of attention, which reads what it makes
@@ -230,6 +233,24 @@ def profile(step: Callable[[], None], names: int) -> None:
     print("\n".join(f"{kind:24} {spent:8.1f} ms" for kind, spent in kinds.most_common()))
     for name, spent, count in sorted(rows, key=lambda row: -row[1])[:names]:
         print(f"{spent:8.1f} ms {count:6d} x {name[:110]}")
+    print_idle(found.events(), names)
+
+
+def print_idle(events: Any, names: int) -> None:
+    """Print how long the GPU has nothing to do, and behind which kernels longest."""
+    spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in events)
+    idle, end, last = [], spans[0][1], spans[0][2]
+    for start, stop, name in spans[1:]:
+        if start > end:
+            idle.append((start - end, end - spans[0][0], last, name))
+        if stop > end:
+            end, last = stop, name
+    short = [gap for gap, *_ in idle if gap < SHORT]
+    whole = end - spans[0][0]
+    print(f"{'idle':24} {sum(gap for gap, *_ in idle) / 1e3:8.1f} ms of {whole / 1e3:.1f}")
+    print(f"{'of it below 20 us':24} {sum(short) / 1e3:8.1f} ms in {len(short):,} pieces")
+    for gap, at, before, after in sorted(idle, reverse=True)[:names]:
+        print(f"{gap / 1e3:8.2f} ms at {at / 1e3:8.1f} behind {before[:60]} before {after[:60]}")
 
 
 def print_waits(step: Callable[[], None]) -> None:

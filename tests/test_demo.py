@@ -39,7 +39,7 @@ def test_a_stop_in_the_warm_up_ends_the_demo(tmp_path: Path, monkeypatch: pytest
     assert "begins it anew" in said.getvalue() and again in said.getvalue()
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_the_demo_learns_to_sort_by_an_adapter(tmp_path: Path) -> None:
     """The same task and the same model after its warm-up; rank 16 changes a tenth as many weights."""
     quiet = Console(file=io.StringIO())

@@ -149,8 +149,9 @@ def test_every_torchrun_of_the_pages_parses() -> None:
         checked(words)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
+@pytest.mark.parametrize(
+    "rendezvous", [pytest.param("c10d", marks=pytest.mark.long), pytest.param("static", marks=pytest.mark.release)]
+)
 def test_two_machines_make_the_steps_of_one(rendezvous: str, tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
     """Both ways to start by hand, as the page has them, with two launchers that know of each other by an address."""
     write_rollouts(tmp_path / "r.jsonl", 10)

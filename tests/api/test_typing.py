@@ -31,7 +31,7 @@ rollouts: list[Rollout] = []
 WRONG = "Config(modl={})\ntrain(3)\nresult.stepp\nclass Bad(Callback):\n    def on_step(self, run: str) -> None: ...\n"
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_program_is_checked_strictly(tmp_path: Path) -> None:
     names = "".join(f"reveal_type(truestep.{name})\n" for name in truestep.__all__)
     (tmp_path / "good.py").write_text(PROGRAM + names, encoding="utf-8")

@@ -20,13 +20,13 @@ from truestep.ranks.axes import RankError
 
 Model = Callable[[str], Path]
 
-# A few for `make test`; the rest takes long.
+# A few for `make test`; the rest takes long, and four ranks longest.
 CASES = [
     pytest.param(2, {}, ["staging", "writing", "manifest"], id="two"),
     pytest.param(1, {}, [*MOMENTS], id="one", marks=pytest.mark.long),
     pytest.param(2, {"tensor": 2}, [*MOMENTS], id="tensor", marks=pytest.mark.long),
-    pytest.param(4, {"data_replicate": 2}, [*MOMENTS, "staging", "writing"], id="four", marks=pytest.mark.long),
-    pytest.param(4, {"pipeline": 2}, [*MOMENTS], id="pipeline", marks=pytest.mark.long),
+    pytest.param(4, {"data_replicate": 2}, [*MOMENTS, "staging", "writing"], id="four", marks=pytest.mark.release),
+    pytest.param(4, {"pipeline": 2}, [*MOMENTS], id="pipeline", marks=pytest.mark.release),
 ]
 
 

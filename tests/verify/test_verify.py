@@ -156,7 +156,7 @@ def test_adapters_pass_under_every_layout(examples: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.long if name in ("custom", "gspo") else pytest.mark.release)
+        pytest.param(name, marks=pytest.mark.long if name == "gspo" else pytest.mark.release)
         for name in sorted(EVERY_LOSS - {"grpo"})
     ],
 )

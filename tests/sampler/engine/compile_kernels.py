@@ -16,6 +16,7 @@ from truestep.exact import attend_kernels as exact_attention
 from truestep.exact import kernels as exact_kernels
 from truestep.ranks import peer_kernels
 from truestep.sampler.engine import attend_kernels, draw_kernels
+from truestep.step.optimizers import adamw_kernel
 
 FLOATS = {"scale", "softcap", "divisor"}
 WIDE = {"addresses_pointer", "key_pointer", "position_pointer", "last_pointer", "token_pointer", "chosen_pointer"}
@@ -101,6 +102,17 @@ def compile_exchange(kind: str, gathers: bool) -> None:
     assert "sys.release" in ptx and "sys.acquire" in ptx, "what is written before a signal is there after it"
 
 
+def compile_adamw(tensors: int, aligned: bool) -> None:
+    import torch
+
+    shape = {"TENSORS": tensors, "ROUNDED": adamw_kernel._TYPES[torch.bfloat16], "ALIGNED": aligned}
+    typed = {"table_pointer": "*i64", "work_pointer": "*i32"}
+    typed |= dict.fromkeys(adamw_kernel._update_kernel.arg_names[3:11], "fp32")
+    compiled = compile_kernel(adamw_kernel._update_kernel, shape | {"BLOCK": adamw_kernel._BLOCK}, typed, num_warps=8)
+    assert ("ld.global.v4" in compiled.asm["ptx"]) == aligned, "16 bytes a thread at a time"
+    assert "sqrt.rn" in compiled.asm["ptx"] and "div.rn" in compiled.asm["ptx"], "rounded as torch's are"
+
+
 def compile_exact_product(kind: str, even: bool, bias: bool) -> None:
     typed = dict.fromkeys(("a_pointer", "b_pointer", "bias_pointer", "c_pointer"), f"*{kind}")
     shapes = [exact_kernels._WIDE] if kind == "fp32" else [shape for _, shape in exact_kernels._TILES]
@@ -157,6 +169,7 @@ def main(which: str) -> None:
         compile_exact_product("bf16", True, False)
         compile_draw("bf16", False, False)
         compile_exchange("bf16", False)
+        compile_adamw(5, True)
         compile_attention("bf16", 128, 2, 64, 0, False)
         compile_attention("fp32", 64, 7, 64, 4096, True)
     else:
@@ -164,6 +177,8 @@ def main(which: str) -> None:
             compile_exact_product(kind, even, bias)
         for kind, gathers in (("bf16", False), ("fp32", False), ("i32", True)):
             compile_exchange(kind, gathers)
+        for tensors, aligned in itertools.product((4, 5), (False, True)):
+            compile_adamw(tensors, aligned)
         for block in (128, 2048):
             compile_exact_rows(block)
         for kind, size in itertools.product(("bf16", "fp32"), (64, 128, 256)):

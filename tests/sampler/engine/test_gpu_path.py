@@ -160,8 +160,9 @@ def test_prompts_that_are_replayed_draw_the_same(
     assert all(size in (128, 256, 512) for _, size, _, _ in prompts)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["gemma2", "qwen3"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("gemma2", marks=pytest.mark.release), pytest.param("qwen3", marks=pytest.mark.long)]
+)
 def test_exact_kernels_and_replays_find_trainings_logprobs(
     kind: str, tiny_model: Model, replays: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 _BLOCK = 4096  # numbers that a program works on
-_LINE = 16  # bytes: what begins at a multiple of it is read in wide pieces
+_LINE = 16  # what begins at a multiple of so many bytes, and has a multiple of as many numbers, is read in wide pieces
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -66,7 +66,10 @@ def _update_kernel(
     step_size = tl.load(sizes)
     correction = tl.load(sizes + 1)
     place = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < tl.load(own + TENSORS)
+    count = tl.load(own + TENSORS)
+    if ALIGNED:
+        count = tl.multiple_of(count, 16)
+    inside = place < count
 
     weights = _begin(own, 0, tl.float32, ALIGNED) + place
     firsts = _begin(own, 2, tl.float32, ALIGNED) + place
@@ -101,7 +104,7 @@ def update_(tensors: Sequence[Sequence[torch.Tensor]], numbers: Sequence[int], u
     for own, number in zip(tensors, numbers, strict=True):
         addresses = [tensor.data_ptr() for tensor in own]
         step_size, correction = update.rate / (1 - update.beta1**number), math.sqrt(1 - update.beta2**number)
-        aligned = all(address % _LINE == 0 for address in addresses)
+        aligned = all(number % _LINE == 0 for number in (*addresses, own[0].numel()))
         rows[aligned].append((addresses, own[0].numel(), step_size, correction))
     for aligned, some in rows.items():
         if some:

@@ -58,9 +58,9 @@ def scale_gradients(slots: Sequence[Slot]) -> None:
 
 def round_weights(slots: Sequence[Slot]) -> None:
     """Round the weights into what the model computes with, in a pass over all of them."""
-    pairs = [(slot.rounded, slot.weight) for slot in slots if slot.rounded is not None]
-    if pairs:
-        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+    rounded = {slot.rounded: slot.weight for slot in slots if slot.rounded is not None}
+    if rounded:
+        torch._foreach_copy_(list(rounded), list(rounded.values()))
 
 
 class Rule(Protocol):
