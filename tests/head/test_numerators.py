@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -240,3 +242,14 @@ def test_labels_of_any_probability_on_a_hopper_gpu(b: float | None, share: float
     ones = torch.ones(len(rows.label_ids), device="cuda")
     coefficients = Coefficients(share * ones, None if b is None else b * ones, ones)
     check(rows, coefficients, expected(rows, coefficients), 3e-5, 6e-3)
+
+
+def test_the_kernels_are_compiled_once_for_any_number_of_labels() -> None:
+    """And for rows that begin anywhere: a step with other ones would wait seconds for the compiler."""
+    worker = Path(__file__).parent / "one_compilation.py"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, worker], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = ast.literal_eval(done.stdout.splitlines()[-1])
+    kept_or_not = {"_join_kernel": 2, "_product_kernel": 2}  # numerators, where they fit and where they do not
+    assert len(found) == 9 and found == {name: kept_or_not.get(name, 1) for name in found}

@@ -18,6 +18,17 @@ from truestep.types import Coefficients, RowStatistics
 _STATISTICS_BLOCK, _STATISTICS_WARPS = 512, 8
 _GRADIENT_BLOCK, _GRADIENT_WARPS = 4096, 16
 
+# What has a number or a few for each row begins anywhere in memory, by how many rows are before it. A kernel reads
+# little of it, and would be compiled once more, within a step, for what begins at a whole line.
+OF_ROWS = tuple(
+    f"{name}_pointer"
+    for name in (
+        *("label", "multiplier", "logprob", "entropy", "logsumexp", "a", "b", "c"),
+        *("logit", "shift", "total", "weighted", "reference", "base", "factor", "scale", "order", "end"),
+        *("holds_label", "label_y"),
+    )
+)
+
 
 @triton.jit
 def _z(raw, multiplier, softcap, CAPPED: tl.constexpr):
@@ -45,7 +56,7 @@ def _weigh(z, highest):
     return p, p * distance
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _statistics_kernel(
     raw_pointer,  # [C, V]
     label_pointer,  # [C]
@@ -98,7 +109,7 @@ def _statistics_kernel(
     tl.store(logsumexp_pointer + row, top + log_normaliser)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _gradient_kernel(
     raw_pointer,  # [C, V]
     high_pointer,  # [C, V] the gradient, in its own type; may be the memory of `raw`

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from truestep.head.kernels import OF_ROWS
 from truestep.head.numerators import PART, SLACK, Numerators
 from truestep.types import Coefficients, RowStatistics
 
@@ -23,7 +24,7 @@ _LABEL_ROWS, _LABEL_BLOCK = 8, 1024
 _LN_2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _label_logits_kernel(
     hidden_pointer,  # [C, H]
     weight_pointer,  # [V, H]
@@ -46,7 +47,7 @@ def _label_logits_kernel(
     tl.store(logit_pointer + row, tl.sum(total, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _join_kernel(
     values_pointer,  # [C, V]
     shift_pointer,  # [C, N]
@@ -94,7 +95,7 @@ def _join_kernel(
             tl.store(place, (value.to(tl.float32) * down).to(value.dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _numerators_gradient_kernel(
     values_pointer,  # [C, V] numerators; then the gradient
     multiplier_pointer,  # [C]
@@ -119,7 +120,7 @@ def _numerators_gradient_kernel(
         tl.store(values_pointer + row * stride + columns, gradient.to(value.dtype), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _scaled_rows_kernel(
     rows_pointer,  # [C, H]
     scale_pointer,  # [C]
@@ -139,7 +140,7 @@ def _scaled_rows_kernel(
         tl.store(scaled_pointer + row * scaled_stride + start + lanes, scaled, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _scale_and_subtract_label_kernel(
     product_pointer,  # [C, H] in place
     scale_pointer,  # [C]
@@ -162,7 +163,7 @@ def _scale_and_subtract_label_kernel(
         tl.store(place, tl.load(place, mask=inside, other=0.0) * scale - c * weight.to(tl.float32), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _subtract_labels_kernel(
     buffer_pointer,  # [V, H] in place
     hidden_pointer,  # [C, H]

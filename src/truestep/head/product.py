@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from truestep.head.kernels import OF_ROWS
 from truestep.head.numerators import PART, SLACK, Numerators
 
 # What Triton 3.6 calls otherwise than later ones do.
@@ -131,7 +132,7 @@ def _multiply_and_weigh(group, half, staging, weights, ready, empty, values, giv
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["row_count"], do_not_specialize_on_alignment=OF_ROWS)
 def _product_kernel(
     hidden,  # [C, H]
     weight,  # [V, H]
@@ -187,7 +188,7 @@ def multiply(
 ) -> Numerators:
     rows, vocabulary, device = len(hidden), len(weight), hidden.device
     tiles, groups = -(-vocabulary // PART), -(-rows // (2 * ROWS.value)) * 2
-    shift, total, weighted = torch.empty(3, rows, tiles, device=device)
+    shift, total, weighted = (torch.empty(rows, tiles, device=device) for _ in range(3))
     label_y = torch.empty(rows, device=device)
     # Rows of whole cache lines. What is not kept is not allocated either: a descriptor needs an address, no memory.
     values = torch.empty(rows if keep else 1, -(-vocabulary // 64) * 64, dtype=hidden.dtype, device=device)
