@@ -18,6 +18,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from truestep.policy.loading.load import load_policy
 from truestep.policy.model.adapter import AdapterSettings, AdapterSource
 from truestep.policy.weights.protocol import Weights
 from truestep.step.clipping import clip_scale, gradient_norm
-from truestep.step.optimizer import make_adamw, make_adamw_8bit, make_muon, update
+from truestep.step.optimizer import make_adamw, make_adamw_8bit, make_muon, prepare, update
 from truestep.step.optimizers.adamw import AdamWOptions
 from truestep.step.optimizers.by_weight import Home
 from truestep.step.optimizers.muon import MuonOptions
@@ -167,7 +168,8 @@ def main() -> None:
 
     def step() -> None:
         runner.accumulate(plan)
-        update(optimizer, policy.weights, 1e-6, clip_scale(gradient_norm(policy.weights), 1.0))
+        norm = gradient_norm(policy.weights, meanwhile=partial(prepare, optimizer))
+        update(optimizer, policy.weights, 1e-6, clip_scale(norm, 1.0))
 
     step()
     step()

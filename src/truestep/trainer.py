@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +31,7 @@ from truestep.step.ahead import Planned, PlansAhead
 from truestep.step.blame import find_not_finite
 from truestep.step.clipping import clip_scale, gradient_norm
 from truestep.step.machine import gpu_metrics
-from truestep.step.optimizer import LearningRate, optimizer_parts, update
+from truestep.step.optimizer import LearningRate, optimizer_parts, prepare, update
 from truestep.step.runner import Accumulated, StepRunner
 from truestep.step.scoring import BeforeUpdates
 from truestep.text import printable
@@ -233,7 +234,7 @@ class Trainer:
         plan = self._complete(plan)
         measured = {"data_wait_time": waited, **self.source.drain_measured()}
         accumulated = self._accumulate(plan, measured)
-        norm = gradient_norm(self.policy.weights)
+        norm = gradient_norm(self.policy.weights, meanwhile=partial(prepare, self.optimizer))
         if not math.isfinite(norm):
             raise self._not_finite(number, plan, accumulated, norm)
         if self.hooks.on_gradient is not None:

@@ -37,7 +37,7 @@ def make_slots(shapes: list[tuple[int, ...]], rounded: torch.dtype | None, first
     for number, shape in enumerate(shapes):
         state = {"exp_avg": made(shape) * 1e-3, "exp_avg_sq": made(shape).square() * 1e-6}
         lower = None if rounded is None else made(shape, rounded)
-        slots.append(Slot(str(number), 0, number + 1, made(shape), made(shape), state, SCALE, lower))
+        slots.append(Slot(str(number), 0, number + 1, made(shape), made(shape), state, lower))
     return slots
 
 
@@ -61,7 +61,7 @@ def test_an_update_is_that_of_a_plain_loop(rounded: torch.dtype | None, first: i
     """Of weights of many sizes and numbers of updates in one call, aligned in memory or not."""
     slots = make_slots([(3, 5), (1,), (2, 4096), (), (7, 1171), (64, 128)], rounded, first)
     wanted = [expected(slot) for slot in slots]
-    in_one_pass(slots, OPTIONS, RATE)
+    in_one_pass(slots, OPTIONS)(RATE, SCALE)
     for slot, (weight, first_moment, second_moment) in zip(slots, wanted, strict=True):
         for found, right in (
             (slot.weight, weight),
@@ -78,11 +78,11 @@ def test_what_lies_otherwise_in_memory_is_updated_as_well() -> None:
     slots = make_slots([(8, 6), (5, 7), (0, 3)], torch.float16)
     turned = Slot(
         "turned", 0, 2, slots[0].weight.t(), slots[0].gradient.t(),
-        {kind: value.t() for kind, value in slots[0].state.items()}, SCALE, slots[0].rounded.t(),  # type: ignore[union-attr]
+        {kind: value.t() for kind, value in slots[0].state.items()}, slots[0].rounded.t(),  # type: ignore[union-attr]
     )  # fmt: skip
     every = [turned, slots[1], slots[2]]
     wanted = [expected(slot) for slot in every[:2]]
-    adamw.AdamW(OPTIONS).update(every, RATE)
+    adamw.AdamW(OPTIONS).prepare(every)(RATE, SCALE)
     for slot, (weight, *_) in zip(every, wanted, strict=False):
         torch.testing.assert_close(slot.weight.double().cpu().flatten(), weight, rtol=1e-5, atol=1e-9)
         assert slot.rounded is not None and torch.equal(slot.rounded, slot.weight.half())
@@ -91,7 +91,7 @@ def test_what_lies_otherwise_in_memory_is_updated_as_well() -> None:
 def test_torchs_passes_clip_and_round_too() -> None:
     slots = make_slots([(3, 5), (4096,)], torch.bfloat16)
     wanted = [expected(slot) for slot in slots]
-    in_passes(slots, OPTIONS, RATE)
+    in_passes(slots, OPTIONS)(RATE, SCALE)
     for slot, (weight, *_) in zip(slots, wanted, strict=True):
         torch.testing.assert_close(slot.weight.double().cpu().flatten(), weight, rtol=1e-5, atol=1e-9)
         assert slot.rounded is not None and torch.equal(slot.rounded, slot.weight.bfloat16())
@@ -101,12 +101,11 @@ def test_torchs_passes_clip_and_round_too() -> None:
 def test_the_check_on_a_machine_sees_a_fault(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     from truestep.step.optimizers import adamw_kernel
 
-    honest = adamw_kernel.update_
+    honest = adamw_kernel.Table.update
 
-    def planted(tensors: object, numbers: object, update: adamw_kernel.Update) -> None:
-        wrong = update if fault is None else update._replace(**{fault: getattr(update, fault) * 0.99})
-        honest(tensors, numbers, wrong)  # type: ignore[arg-type]
+    def planted(self: adamw_kernel.Table, numbers: adamw_kernel.Numbers) -> None:
+        honest(self, numbers if fault is None else numbers._replace(**{fault: getattr(numbers, fault) * 0.99}))
 
-    monkeypatch.setattr(adamw_kernel, "update_", planted)
+    monkeypatch.setattr(adamw_kernel.Table, "update", planted)
     found = wrong_on(DEVICE, torch.float16 if DEVICE.type == "cpu" else torch.bfloat16)
     assert (found is None) == (fault is None), found

@@ -18,26 +18,31 @@ _SLICE = 2**22  # numbers that are copied to float64 at a time
 
 
 @torch.no_grad()
-def gradient_norm(weights: Weights) -> float:
+def gradient_norm(weights: Weights, meanwhile: Callable[[], None] = lambda: None) -> float:
     """Compute the norm over all gradients, every weight once, after `gradient_divisor` and before clipping.
 
-    The host waits for the device once. Where squares may leave the range of float32, and only there, the norm is
-    computed again in float64; all ranks see the same norm, so they do so together."""
+    The host waits for the device once, and does something else before that. Where squares may leave the range of
+    float32, and only there, the norm is computed again in float64; all ranks see the same norm, so they do so
+    together."""
     ranks = weights.ranks
     counted = [
         gradient.reshape(-1) for name, gradient in weights.gradients.items() if weights.pieces[name].counted_on(ranks)
     ]
-    norm = _norm(weights, counted, _squares)
+    norm = _norm(weights, counted, _squares, meanwhile)
     return norm if _SMALLEST < norm < _LARGEST else _norm(weights, counted, _exact_squares)
 
 
 def _norm(
-    weights: Weights, gradients: Sequence[torch.Tensor], squares: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+    weights: Weights,
+    gradients: Sequence[torch.Tensor],
+    squares: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> float:
     sums = squares(gradients) if gradients else []
     total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=weights.device)
     for group in WEIGHT_PARTS:
         weights.ranks.sum_over(group, total)
+    meanwhile()
     return math.sqrt(float(total))
 
 

@@ -122,6 +122,12 @@ def _numbers(optimizer: torch.optim.Optimizer) -> list[set[tuple[str, Any]]]:
     ]
 
 
+def prepare(optimizer: torch.optim.Optimizer) -> None:
+    """Do what the next update needs of the host, beside the last backward pass."""
+    if isinstance(optimizer, ByWeight):
+        optimizer.prepare()
+
+
 def update(optimizer: torch.optim.Optimizer, weights: Weights, learning_rate: float, scale: float = 1.0) -> None:
     """Update the weights by their gradients times `scale`, and have the model compute with them. Gradients are of no
     use afterwards."""

@@ -4,14 +4,14 @@ On a GPU one kernel reads and writes each number once: it clips the gradient, an
 Elsewhere torch's fused kernel serves, with a pass before it and one behind it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 
 from truestep.self_test import serves
-from truestep.step.optimizers.by_weight import Slot, State, round_weights, scale_gradients
+from truestep.step.optimizers.by_weight import Slot, State, Update, round_weights, scale_gradients
 
 
 @dataclass(frozen=True)
@@ -29,36 +29,47 @@ class AdamW:
     def begin(self, name: str, part: torch.Tensor) -> State:
         return {"exp_avg": torch.zeros_like(part), "exp_avg_sq": torch.zeros_like(part)}
 
-    def update(self, slots: Sequence[Slot], rate: float) -> None:
+    def prepare(self, slots: Sequence[Slot]) -> Update:
         filled = [slot for slot in slots if slot.weight.numel()]
         ready = [kernel_serves(slot.weight.device) and in_one_piece(slot) for slot in filled]
-        for update, wanted in ((in_one_pass, True), (in_passes, False)):
+        updates = []
+        for prepared, wanted in ((in_one_pass, True), (in_passes, False)):
             some = [slot for slot, is_ready in zip(filled, ready, strict=True) if is_ready == wanted]
             if some:
-                update(some, self.options, rate)
+                updates.append(prepared(some, self.options))
+
+        def update(rate: float, scale: float) -> None:
+            for each in updates:
+                each(rate, scale)
+
+        return update
 
 
-def in_passes(slots: Sequence[Slot], options: AdamWOptions, rate: float) -> None:
-    """Update by torch's fused kernel."""
-    scale_gradients(slots)
+def in_passes(slots: Sequence[Slot], options: AdamWOptions) -> Update:
+    """Prepare an update by torch's fused kernel."""
     device = slots[0].weight.device
     numbers = {number: torch.full((), float(number), device=device) for number in {slot.number for slot in slots}}
-    torch._fused_adamw_(
-        [slot.weight for slot in slots],
-        [slot.gradient for slot in slots],
-        [slot.state["exp_avg"] for slot in slots],
-        [slot.state["exp_avg_sq"] for slot in slots],
-        [],
-        [numbers[slot.number] for slot in slots],
-        lr=rate,
-        beta1=options.betas[0],
-        beta2=options.betas[1],
-        weight_decay=options.weight_decay,
-        eps=options.epsilon,
-        amsgrad=False,
-        maximize=False,
-    )
-    round_weights(slots)
+
+    def update(rate: float, scale: float) -> None:
+        scale_gradients(slots, scale)
+        torch._fused_adamw_(
+            [slot.weight for slot in slots],
+            [slot.gradient for slot in slots],
+            [slot.state["exp_avg"] for slot in slots],
+            [slot.state["exp_avg_sq"] for slot in slots],
+            [],
+            [numbers[slot.number] for slot in slots],
+            lr=rate,
+            beta1=options.betas[0],
+            beta2=options.betas[1],
+            weight_decay=options.weight_decay,
+            eps=options.epsilon,
+            amsgrad=False,
+            maximize=False,
+        )
+        round_weights(slots)
+
+    return update
 
 
 def in_one_piece(slot: Slot) -> bool:
@@ -68,21 +79,25 @@ def in_one_piece(slot: Slot) -> bool:
     return plain and (slot.rounded is None or slot.rounded.is_contiguous())
 
 
-def in_one_pass(slots: Sequence[Slot], options: AdamWOptions, rate: float) -> None:
-    """Update by a kernel that reads and writes each number once."""
-    from truestep.step.optimizers.adamw_kernel import Update, update_
+def in_one_pass(slots: Sequence[Slot], options: AdamWOptions) -> Update:
+    """Prepare an update by a kernel that reads and writes each number once."""
+    from truestep.step.optimizers.adamw_kernel import Numbers, Table
 
-    for dtype in {None if slot.rounded is None else slot.rounded.dtype for slot in slots}:
-        alike = [slot for slot in slots if (None if slot.rounded is None else slot.rounded.dtype) == dtype]
-        update_(
-            [
-                (slot.weight, slot.gradient, slot.state["exp_avg"], slot.state["exp_avg_sq"])
-                + (() if slot.rounded is None else (slot.rounded,))
-                for slot in alike
-            ],
-            [slot.number for slot in alike],
-            Update(*options.betas, options.epsilon, options.weight_decay, rate, alike[0].scale),
-        )
+    tables = [Table(some) for some in _alike(slots)]
+
+    def update(rate: float, scale: float) -> None:
+        for table in tables:
+            table.update(Numbers(*options.betas, options.epsilon, options.weight_decay, rate, scale))
+
+    return update
+
+
+def _alike(slots: Sequence[Slot]) -> Iterable[list[Slot]]:
+    """Sort slots by the type that they are rounded to."""
+    by_type: dict[torch.dtype | None, list[Slot]] = {}
+    for slot in slots:
+        by_type.setdefault(None if slot.rounded is None else slot.rounded.dtype, []).append(slot)
+    return by_type.values()
 
 
 @cache
@@ -104,11 +119,9 @@ def wrong_on(device: torch.device, rounded: torch.dtype = torch.bfloat16) -> str
         for number, weight in enumerate([*(each.clone() for each in start), start[-1].clone()[1:]]):
             state = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
             lower = torch.empty_like(weight, dtype=rounded) if number != 1 else None
-            slots.append(
-                Slot(str(number), 0, 1 + number, weight, weight.sin() * 10.0 ** (number - 4), state, 0.3, lower)
-            )
+            slots.append(Slot(str(number), 0, 1 + number, weight, weight.sin() * 10.0 ** (number - 4), state, lower))
         for _ in range(2):
-            update([Slot(**{**vars(slot), "gradient": slot.gradient.clone()}) for slot in slots], options, 1e-2)
+            update([replace(slot, gradient=slot.gradient.clone()) for slot in slots], options)(1e-2, 0.3)
         found.append(slots)
     for plain, fused in zip(*found, strict=True):
         for name in ("exp_avg", "exp_avg_sq"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,12 +17,15 @@ import torch
 import triton
 import triton.language as tl
 
+from truestep.step.optimizers.by_weight import Slot
+from truestep.types import sent
+
 _BLOCK = 4096  # numbers that a program works on
-_LINE = 16  # what begins at a multiple of so many bytes, and has a multiple of as many numbers, is read in wide pieces
+LINE = 16  # what begins at a multiple of so many bytes, and has a multiple of as many numbers, is read in wide pieces
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-class Update(NamedTuple):
+class Numbers(NamedTuple):
     beta1: float
     beta2: float
     epsilon: float
@@ -41,10 +44,10 @@ def _begin(own_pointer, number, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _update_kernel(
-    # [W, T + 2] int64: where weight, gradient, first moment, second moment and rounded weight begin; how many numbers
-    # each has; and two float32: the size of the step, and the correction of the second moment's root.
+    # [W, T + 1] int64: where weight, gradient, first moment, second moment and rounded weight begin, and how many
+    # numbers each has.
     table_pointer,
-    sizes_pointer,  # the same as float32
+    sizes_pointer,  # [W, 2] float32: of the step, and the correction of the second moment's root
     work_pointer,  # [P, 2] int32: a weight, and a block of it
     scale,
     beta1,
@@ -61,10 +64,9 @@ def _update_kernel(
     program = tl.program_id(0)
     number = tl.load(work_pointer + 2 * program)
     block = tl.load(work_pointer + 2 * program + 1)
-    own = table_pointer + number * (TENSORS + 2)
-    sizes = sizes_pointer + 2 * (number * (TENSORS + 2) + TENSORS + 1)
-    step_size = tl.load(sizes)
-    correction = tl.load(sizes + 1)
+    own = table_pointer + number * (TENSORS + 1)
+    step_size = tl.load(sizes_pointer + 2 * number)
+    correction = tl.load(sizes_pointer + 2 * number + 1)
     place = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     count = tl.load(own + TENSORS)
     if ALIGNED:
@@ -97,37 +99,57 @@ def _work(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:  # [P,
     return torch.from_numpy(work).to(device)
 
 
-def update_(tensors: Sequence[Sequence[torch.Tensor]], numbers: Sequence[int], update: Update) -> None:
-    """Update weights and moments in place. Each weight has four tensors or, if it is rounded, five; all have as many.
-    `numbers`: of each weight's updates, from 1."""
-    rows: dict[bool, list[tuple[list[int], int, float, float]]] = {True: [], False: []}
-    for own, number in zip(tensors, numbers, strict=True):
-        addresses = [tensor.data_ptr() for tensor in own]
-        step_size, correction = update.rate / (1 - update.beta1**number), math.sqrt(1 - update.beta2**number)
-        aligned = all(number % _LINE == 0 for number in (*addresses, own[0].numel()))
-        rows[aligned].append((addresses, own[0].numel(), step_size, correction))
-    for aligned, some in rows.items():
-        if some:
-            _launch(some, update, aligned, tensors[0][0].device, tensors[0][-1].dtype)
+class Table:
+    """Some weights to update, which are rounded to one type, or not: their addresses and sizes, on their device."""
+
+    def __init__(self, slots: Sequence[Slot]):
+        self._parts = [_Part(some) for some in _by_place(slots)]
+
+    def update(self, numbers: Numbers) -> None:
+        """Update weights and moments in place."""
+        for part in self._parts:
+            part.update(numbers)
 
 
-def _launch(
-    rows: list[tuple[list[int], int, float, float]],
-    update: Update,
-    aligned: bool,
-    device: torch.device,
-    rounded: torch.dtype,
-) -> None:
-    width = len(rows[0][0])
-    on_host = torch.empty(len(rows), width + 2, dtype=torch.int64, pin_memory=device.type == "cuda")
-    on_host[:, : width + 1] = torch.tensor([[*addresses, count] for addresses, count, *_ in rows])
-    on_host.view(torch.float32)[:, -2:] = torch.tensor([row[2:] for row in rows])
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        table = on_host.to(device, non_blocking=True)
-        work = _work(tuple(count for _, count, *_ in rows), device)
-        _update_kernel[(len(work),)](
-            table, table.view(torch.float32), work,
-            update.scale, update.beta1, 1 - update.beta1, update.beta2, 1 - update.beta2,
-            1 - update.rate * update.weight_decay, update.epsilon,
-            TENSORS=width, ROUNDED=_TYPES[rounded], ALIGNED=aligned, BLOCK=_BLOCK, num_warps=8,
-        )  # fmt: skip
+def _tensors(slot: Slot) -> list[torch.Tensor]:
+    rounded = [] if slot.rounded is None else [slot.rounded]
+    return [slot.weight, slot.gradient, slot.state["exp_avg"], slot.state["exp_avg_sq"], *rounded]
+
+
+def _by_place(slots: Sequence[Slot]) -> list[list[Slot]]:
+    """Sort slots into those that can be read in wide pieces and the others."""
+    found: dict[bool, list[Slot]] = {True: [], False: []}
+    for slot in slots:
+        places = [tensor.data_ptr() for tensor in _tensors(slot)]
+        found[all(number % LINE == 0 for number in (*places, slot.weight.numel()))].append(slot)
+    return [some for some in found.values() if some]
+
+
+class _Part:
+    def __init__(self, slots: Sequence[Slot]):
+        self._slots = slots  # whose memory the table points to
+        first, *_ = slots
+        rows = [[*(tensor.data_ptr() for tensor in _tensors(slot)), slot.weight.numel()] for slot in slots]
+        self._aligned = all(number % LINE == 0 for number in rows[0])
+        self._rounded = _TYPES[_tensors(first)[-1].dtype]
+        self._device, self._width = first.weight.device, len(rows[0]) - 1
+        with self._on_device():
+            self._table = sent(torch.tensor(rows), self._device)
+            self._work = _work(tuple(row[-1] for row in rows), self._device)
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+    def update(self, numbers: Numbers) -> None:
+        beta1, beta2, epsilon, weight_decay, rate, scale = numbers
+        sizes = {
+            number: (rate / (1 - beta1**number), math.sqrt(1 - beta2**number))
+            for number in {slot.number for slot in self._slots}
+        }
+        with self._on_device():
+            _update_kernel[(len(self._work),)](
+                self._table,
+                sent(torch.tensor([sizes[slot.number] for slot in self._slots]), self._device),
+                self._work, scale, beta1, 1 - beta1, beta2, 1 - beta2, 1 - rate * weight_decay, epsilon,
+                TENSORS=self._width, ROUNDED=self._rounded, ALIGNED=self._aligned, BLOCK=_BLOCK, num_warps=8,
+            )  # fmt: skip

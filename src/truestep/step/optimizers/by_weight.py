@@ -46,14 +46,17 @@ class Slot:
     weight: torch.Tensor
     gradient: torch.Tensor
     state: State
-    scale: float = 1.0  # by which the gradient is to be multiplied: it is clipped
     rounded: torch.Tensor | None = None  # what the model computes with, if the weight is rounded into it
 
 
-def scale_gradients(slots: Sequence[Slot]) -> None:
-    """Multiply the gradients by their scale, in a pass over all of them."""
-    if slots and slots[0].scale != 1:
-        torch._foreach_mul_([slot.gradient for slot in slots], slots[0].scale)
+# Updates some slots, given the learning rate and what the gradients are multiplied by: they are clipped.
+Update = Callable[[float, float], None]
+
+
+def scale_gradients(slots: Sequence[Slot], scale: float) -> None:
+    """Multiply the gradients, in a pass over all of them."""
+    if slots and scale != 1:
+        torch._foreach_mul_([slot.gradient for slot in slots], scale)
 
 
 def round_weights(slots: Sequence[Slot]) -> None:
@@ -76,9 +79,9 @@ class Rule(Protocol):
         """Describe the state of a rank's part before its first update, which is zeros: by tensors like them."""
         ...
 
-    def update(self, slots: Sequence[Slot], rate: float) -> None:
-        """Update weights and states in place, by the gradients times their scale, and round the weights. Gradients are
-        of no use afterwards. Every rank calls this for its parts of the same weights."""
+    def prepare(self, slots: Sequence[Slot]) -> Update:
+        """Do what an update needs of the host. What is returned updates weights and states in place, and rounds the
+        weights; gradients are of no use afterwards. Every rank calls both for its parts of the same weights."""
         ...
 
 
@@ -88,6 +91,7 @@ class ByWeight(torch.optim.Optimizer):
     def __init__(self, weights: Weights, groups: Sequence[tuple[Rule, Mapping[str, torch.nn.Parameter]]], home: Home):
         self._weights, self._home = weights, home
         self.scale = 1.0  # of the gradients of the next update
+        self._prepared: list[tuple[dict[str, Any], int, Update]] | None = None  # the next update, by groups of weights
         self._names = {id(master): name for name, master in weights.master.items()}
         # Behind the last layer's backward pass come the gradient of the largest weight, and its sum over ranks.
         largest = max((weights.pieces[name].shape.numel() for name in weights.master), default=0)
@@ -107,7 +111,7 @@ class ByWeight(torch.optim.Optimizer):
 
     @state.setter
     def state(self, states: Any) -> None:
-        self._conveyor.forget()
+        self._forget()
         self._states = states
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -116,8 +120,12 @@ class ByWeight(torch.optim.Optimizer):
 
     def restore(self, master: torch.nn.Parameter, state: State) -> None:
         """Take the state of a weight, which lies on the host."""
-        self._conveyor.forget()
+        self._forget()
         self._states[master] = {kind: self._place(value) for kind, value in state.items()}
+
+    def _forget(self) -> None:
+        self._conveyor.forget()
+        self._prepared = None
 
     def layer_ended(self) -> None:
         self._conveyor.layer_ended()
@@ -152,20 +160,40 @@ class ByWeight(torch.optim.Optimizer):
         return {kind: (value.dtype, value.shape) for kind, value in like.items()}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        assert closure is None
-        gradients = self._weights.gradients
+    def prepare(self) -> None:
+        """Do what the next update needs of the host, which may still be ahead of the device: gradients need not be
+        there yet, nor need anybody know their norm."""
         for group in self.param_groups:
             for master in group["params"]:
-                state = self._states[master]
-                if not state:
-                    state.update(self.begin(group["rule"], master))
-                state[STEP] += 1
-        self._conveyor.run(
-            (self._moving(batch), partial(self._update, group, batch, gradients))
-            for group in self.param_groups
-            for batch in self._batches(group)
-        )
+                if not self._states[master]:
+                    self._states[master].update(self.begin(group["rule"], master))
+        if self._moves:  # what is on its way has no place yet
+            return
+        gradients, self._prepared = self._weights.gradients, []
+        for group in self.param_groups:
+            for batch in self._batches(group):
+                slots = self._slots(batch, gradients, [{}] * len(batch))
+                self._prepared.append((group, _numbers_of(slots), group["rule"].prepare(slots)))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        if self._prepared is None:
+            self.prepare()
+        prepared, self._prepared = self._prepared, None
+        if prepared is None:
+            gradients = self._weights.gradients
+            self._conveyor.run(
+                (self._moving(batch), partial(self._update, group, batch, gradients))
+                for group in self.param_groups
+                for batch in self._batches(group)
+            )
+        for group, count, update in prepared or ():
+            update(group["lr"], self.scale)
+            progress.made("numbers updated", count)
+        for group in self.param_groups:  # only now: the device has something to do
+            for master in group["params"]:
+                self._states[master][STEP] += 1
 
     def _batches(self, group: dict[str, Any]) -> Iterator[list[tuple[torch.nn.Parameter, slice]]]:
         """Divide a group's weights into what is updated at once: weights, and the rows of each."""
@@ -199,15 +227,28 @@ class ByWeight(torch.optim.Optimizer):
         gradients: Mapping[str, torch.Tensor],
         here: Sequence[State],
     ) -> None:
+        slots = self._slots(batch, gradients, here)
+        group["rule"].prepare(slots)(group["lr"], self.scale)
+        progress.made("numbers updated", _numbers_of(slots))
+
+    def _slots(
+        self,
+        batch: Sequence[tuple[torch.nn.Parameter, slice]],
+        gradients: Mapping[str, torch.Tensor],
+        here: Sequence[State],
+    ) -> list[Slot]:
         slots = []
         for (master, rows), moved in zip(batch, here, strict=True):
             name, state = self._names[id(master)], self._states[master]
             own = {**_of_rows(state, rows), **moved}
             weight, gradient = own.pop(_MASTER, some_rows(master.detach(), rows)), some_rows(gradients[name], rows)
             rounded = self._weights.computed_rows(name, rows)
-            slots.append(Slot(name, rows.start, int(state[STEP]), weight, gradient, own, self.scale, rounded))
-        group["rule"].update(slots, group["lr"])
-        progress.made("numbers updated", sum(slot.weight.numel() for slot in slots))
+            slots.append(Slot(name, rows.start, int(state[STEP]) + 1, weight, gradient, own, rounded))
+        return slots
+
+
+def _numbers_of(slots: Sequence[Slot]) -> int:
+    return sum(slot.weight.numel() for slot in slots)
 
 
 def _rows(tensor: torch.Tensor) -> int:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from truestep.policy.cuts.blocks import PARTS, Blocks
 from truestep.policy.weights.protocol import Weights
 from truestep.self_test import serves
 from truestep.step.optimizers.adamw import AdamWOptions
-from truestep.step.optimizers.by_weight import Slot, State, round_weights, scale_gradients
+from truestep.step.optimizers.by_weight import Slot, State, Update, round_weights, scale_gradients
 
 DECADES = 5.0
 FIRST, SECOND = 127, 255  # levels above 0
@@ -111,14 +111,17 @@ class AdamW8Bit:
     def _blocks(self, name: str) -> Blocks:
         return Blocks.of(self.weights.pieces[name].shape[-1])
 
-    def update(self, slots: Sequence[Slot], rate: float) -> None:
-        scale_gradients(slots)
+    def prepare(self, slots: Sequence[Slot]) -> Update:
+        return partial(self._update, slots)
+
+    def _update(self, slots: Sequence[Slot], rate: float, scale: float) -> None:
+        scale_gradients(slots, scale)
         for slot in slots:
             if slot.weight.numel():
-                self._update(slot, rate)
+                self._update_one(slot, rate)
         round_weights(slots)
 
-    def _update(self, slot: Slot, rate: float) -> None:
+    def _update_one(self, slot: Slot, rate: float) -> None:
         flat = {kind: value.reshape(-1, value.shape[-1]) for kind, value in slot.state.items()}
         weight, gradient = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (slot.weight, slot.gradient))
         here = (slot.name, slot.start)

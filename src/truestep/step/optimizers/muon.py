@@ -3,11 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from truestep.policy.weights.protocol import Weights
-from truestep.step.optimizers.by_weight import Slot, State, round_weights, scale_gradients
+from truestep.step.optimizers.by_weight import Slot, State, Update, round_weights, scale_gradients
 from truestep.step.optimizers.exchange import WholeMatrices
 
 # The odd polynomial of Jordan's that takes singular values in (0, 1] near 1: a x + b x³ + c x⁵.
@@ -57,10 +58,13 @@ class Muon:
     def begin(self, name: str, part: torch.Tensor) -> State:
         return {"momentum_buffer": torch.zeros_like(part)}
 
-    def update(self, slots: Sequence[Slot], rate: float) -> None:
+    def prepare(self, slots: Sequence[Slot]) -> Update:
+        return partial(self._update, slots)
+
+    def _update(self, slots: Sequence[Slot], rate: float, scale: float) -> None:
         options = self._options
         by_name = {slot.name: slot for slot in slots}
-        scale_gradients(slots)
+        scale_gradients(slots, scale)
         for slot in slots:
             slot.state["momentum_buffer"].lerp_(slot.gradient, 1 - options.momentum)
 
