@@ -183,6 +183,7 @@ def fail(*arguments):
     clipped.append(arguments)
     if len(clipped) == 2:
         raise RuntimeError("planted")
+    return 1.0
 
 def slow(*arguments, **options):
     much = torch.zeros(2**28, dtype=torch.uint8)

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from small_runs import sampled_config, sort_prompts, word_model, write_lines
+from truestep.cli import main
 from truestep.config.load import dump_config
 
 pytest.importorskip("httpx")
@@ -31,8 +33,14 @@ def write_config(model: Path, directory: Path, **sampler: object) -> Path:
     return directory / "c.yaml"
 
 
-def complaint(*arguments: str, before: str = "pass") -> str:
-    """The one message of a command that fails."""
+def complaint(*arguments: str) -> str:
+    """The one message of a command that fails, in this process."""
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 1 and isinstance(done.exception, SystemExit), done.output
+    return done.stderr[done.stderr.index("error:") :]
+
+
+def complaint_of_another_process(*arguments: str, before: str) -> str:
     code = f"import sys; {before}; from truestep.cli import main; main()"
     command = [sys.executable, "-W", "ignore", "-c", code, *arguments]
     here = Path(__file__).parents[1]  # where the reward's module is: a command searches its working directory
@@ -62,6 +70,6 @@ def test_a_server_that_is_down_is_a_message(model: Path, tmp_path: Path) -> None
 
 def test_without_the_extra_both_say_how_to_install_it(model: Path, tmp_path: Path) -> None:
     config, missing = str(write_config(model, tmp_path)), "sys.modules['httpx'] = None"
-    said = complaint("train", config, before=missing)
+    said = complaint_of_another_process("train", config, before=missing)
     assert said == "error: sampler.type: server needs `pip install 'truestep[server]'`\n"
-    assert complaint("parity", config, "--output", str(tmp_path / "out"), before=missing) == said
+    assert complaint_of_another_process("parity", config, "--output", str(tmp_path / "out"), before=missing) == said

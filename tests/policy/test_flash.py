@@ -122,9 +122,7 @@ def test_the_check_names_what_is_wrong(fault: Callable[..., Any], named: str, pa
     assert said is not None and said.startswith(f"its {named} are off by")
 
 
-@pytest.mark.parametrize(
-    "heads", [SHAPES[0], SHAPES[3], *(pytest.param(each, marks=pytest.mark.release) for each in SHAPES[1:3])]
-)
+@pytest.mark.parametrize("heads", [SHAPES[0], *(pytest.param(each, marks=pytest.mark.release) for each in SHAPES[1:])])
 def test_operators_keep_what_torch_asks_of_them(heads: flash.Heads, package: ModuleType) -> None:
     bounds = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
     q, k, v = (

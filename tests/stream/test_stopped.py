@@ -158,7 +158,8 @@ def test_stopped_on_redis(
         assert redis_server.events(f"s{number}:events")[-1]["event"] == "training_finished"
 
 
-@pytest.mark.parametrize("names", [_SHORT, pytest.param(list(CASES)[4:], marks=pytest.mark.release)])
+@pytest.mark.release
+@pytest.mark.parametrize("names", [_SHORT, list(CASES)[4:]])
 def test_stopped_on_a_watched_directory(names: list[str], tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     model, configs, senders = tiny_model("llama"), [], []
     for number, name in enumerate(names):

@@ -134,8 +134,7 @@ def update(optimizer: torch.optim.Optimizer, weights: Weights, learning_rate: fl
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     if isinstance(optimizer, ByWeight):
-        optimizer.scale = scale
-        optimizer.step()
+        optimizer.step_by(scale)
     else:
         if scale != 1 and weights.gradients:
             torch._foreach_mul_(list(weights.gradients.values()), scale)

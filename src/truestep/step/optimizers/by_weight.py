@@ -90,7 +90,7 @@ class ByWeight(torch.optim.Optimizer):
 
     def __init__(self, weights: Weights, groups: Sequence[tuple[Rule, Mapping[str, torch.nn.Parameter]]], home: Home):
         self._weights, self._home = weights, home
-        self.scale = 1.0  # of the gradients of the next update
+        self._scale = 1.0  # of the gradients of the next update
         self._prepared: list[tuple[dict[str, Any], int, Update]] | None = None  # the next update, by groups of weights
         self._names = {id(master): name for name, master in weights.master.items()}
         # Behind the last layer's backward pass come the gradient of the largest weight, and its sum over ranks.
@@ -175,6 +175,14 @@ class ByWeight(torch.optim.Optimizer):
                 slots = self._slots(batch, gradients, [{}] * len(batch))
                 self._prepared.append((group, _numbers_of(slots), group["rule"].prepare(slots)))
 
+    def step_by(self, scale: float) -> None:
+        """Update by the gradients times `scale`."""
+        self._scale = scale
+        try:
+            self.step()
+        finally:
+            self._scale = 1.0
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         assert closure is None
@@ -189,7 +197,7 @@ class ByWeight(torch.optim.Optimizer):
                 for batch in self._batches(group)
             )
         for group, count, update in prepared or ():
-            update(group["lr"], self.scale)
+            update(group["lr"], self._scale)
             progress.made("numbers updated", count)
         for group in self.param_groups:  # only now: the device has something to do
             for master in group["params"]:
@@ -228,7 +236,7 @@ class ByWeight(torch.optim.Optimizer):
         here: Sequence[State],
     ) -> None:
         slots = self._slots(batch, gradients, here)
-        group["rule"].prepare(slots)(group["lr"], self.scale)
+        group["rule"].prepare(slots)(group["lr"], self._scale)
         progress.made("numbers updated", _numbers_of(slots))
 
     def _slots(
