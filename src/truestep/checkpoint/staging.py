@@ -9,7 +9,6 @@ own: so the thread asks for a piece, and for the next one when that is there.
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,10 +18,9 @@ from truestep.checkpoint.background import Task
 from truestep.errors import TruestepError
 from truestep.policy.tensor_files import Layout, lay_out
 from truestep.policy.tensor_parts import TensorPart
-from truestep.policy.weights.host import BESIDE, mapped, zeros_on_host
+from truestep.policy.weights.host import mapped, zeros_on_host
 
 _PIECE = 2**24  # bytes that are asked for at a time: a third of a millisecond of a GPU's
-assert BESIDE % _PIECE == 0
 
 
 class CopyError(TruestepError):
@@ -73,12 +71,11 @@ class Staged:
 
     def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for source, part in zip(self._sources, self.parts, strict=True):
-            pieces = [(source, part.values)]
-            sizes = _sizes(part.values.data_ptr() - self.image.data_ptr(), source.nbytes)
-            if len(sizes) > 1:
-                counts = [size // source.itemsize for size in sizes]
-                flat, places = source.contiguous().view(-1), part.values.view(-1)
-                pieces = list(zip(flat.split(counts), places.split(counts), strict=True))
+            if source.nbytes <= _PIECE or not source.is_contiguous():
+                pieces = [(source, part.values)]
+            else:
+                size = _PIECE // source.itemsize
+                pieces = list(zip(source.view(-1).split(size), part.values.view(-1).split(size), strict=True))
             for piece in pieces:
                 if self._given_up:
                     raise CopyError("the run ended before its checkpoint was copied")
@@ -163,14 +160,8 @@ class Staging:
             room = torch.frombuffer(mapped(size), dtype=torch.uint8).fill_(0)
         else:
             with torch.cuda.device(device):  # that of a new thread is the first
-                room = zeros_on_host((size,), torch.uint8, pinned=True, at_a_time=BESIDE)
+                room = zeros_on_host((size,), torch.uint8, pinned=True)
         self._room, self._pinned = room, pinned
-
-
-def _sizes(start: int, count: int) -> list[int]:
-    """Divide bytes of the memory into pieces, none of which goes over from what was registered at once to another."""
-    ends = [*range(start - start % _PIECE + _PIECE, start + count, _PIECE), start + count]
-    return [end - begin for begin, end in pairwise([start, *ends])]
 
 
 def _layout(parts: Iterable[TensorPart]) -> Layout:

@@ -12,27 +12,21 @@ from collections.abc import Sequence
 import torch
 
 _LARGE = 2**20  # bytes from which on torch's rounding counts
-# Bytes that a thread registers at a time beside a step. Other threads wait for memory, and for the driver, meanwhile.
-BESIDE = 2**27
 
 
-def zeros_on_host(
-    shape: Sequence[int], dtype: torch.dtype, *, pinned: bool, at_a_time: int | None = None
-) -> torch.Tensor:
-    """Make a tensor of zeros on the host; `pinned`: in memory that a GPU reads and writes by itself. `at_a_time`: so
-    many bytes are registered with the driver at once, and then no copy may go over a multiple of that."""
+def zeros_on_host(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
+    """Make a tensor of zeros on the host; `pinned`: in memory that a GPU reads and writes by itself."""
     count = torch.empty(tuple(shape), dtype=dtype, device="meta").nbytes
     if not pinned or count < _LARGE:
         return torch.zeros(tuple(shape), dtype=dtype, pin_memory=pinned)
     memory = mapped(count)
-    tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    for piece in tensor.split(at_a_time or count):
-        piece.fill_(0)  # touched by all of torch's threads, as registering would by one
-        address = piece.data_ptr()
-        if int(torch.cuda.cudart().cudaHostRegister(address, len(piece), 0)):  # then it is pageable: slower, no worse
-            _forget_error()
-        else:
-            weakref.finalize(memory, _unregister, address).atexit = False
+    # Touched by all of torch's threads, as registering would by one.
+    tensor = torch.frombuffer(memory, dtype=torch.uint8).fill_(0)
+    address = tensor.data_ptr()
+    if int(torch.cuda.cudart().cudaHostRegister(address, count, 0)):  # then it is pageable: slower, no worse
+        _forget_error()
+    else:
+        weakref.finalize(memory, _unregister, address).atexit = False
     return tensor.view(dtype).view(tuple(shape))
 
 
