@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import transformers
 from qwen import write_gemma2, write_model
+from torch.autograd import DeviceType
 
 from truestep.head.logits import HeadSettings
 from truestep.losses.label_losses import Grpo
@@ -217,7 +218,7 @@ KINDS = {
     "attention": ("flash", "fmha", "attention"),
     "products": ("gemm", "cutlass", "nvjet", "sm90_xmma"),
     "copies": ("copy", "Memcpy", "memcpy", "cat", "Memset"),
-    "optimizer": ("multi_tensor", "foreach", "adam"),
+    "optimizer": ("multi_tensor", "foreach", "adam", "_update_kernel"),
     "head": ("kernel_numerators", "numerators", "_statistics", "_gradient"),
 }
 
@@ -235,7 +236,9 @@ def profile(step: Callable[[], None], names: int) -> None:
     print("\n".join(f"{kind:24} {spent:8.1f} ms" for kind, spent in kinds.most_common()))
     for name, spent, count in sorted(rows, key=lambda row: -row[1])[:names]:
         print(f"{spent:8.1f} ms {count:6d} x {name[:110]}")
-    print_idle(found.events(), names)
+    # Even with those of the GPU alone, there are calls of the host among the events, and spans of several kernels.
+    on_gpu = [event for event in found.events() if event.device_type == DeviceType.CUDA]
+    print_idle([event for event in on_gpu if not event.is_user_annotation], names)
 
 
 def print_idle(events: Any, names: int) -> None:

@@ -42,7 +42,7 @@ def test_a_run_that_fails_is_not_finished(
 ) -> None:
     write_rollouts(tmp_path / "rollouts.jsonl", 12)
     config = file_config(tiny_model("llama"), tmp_path / "rollouts.jsonl", tmp_path / "run")
-    monkeypatch.setattr("truestep.trainer.gradient_norm", lambda gradients: float("nan"))
+    monkeypatch.setattr("truestep.trainer.gradient_norm", lambda *_, **__: float("nan"))
     with pytest.raises(TrainingError, match="norm is nan"):
         quiet_trainer(config).run()
     assert told == [("close", False)]

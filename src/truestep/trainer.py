@@ -31,7 +31,7 @@ from truestep.step.ahead import Planned, PlansAhead
 from truestep.step.blame import find_not_finite
 from truestep.step.clipping import clip_scale, gradient_norm
 from truestep.step.machine import gpu_metrics
-from truestep.step.optimizer import LearningRate, optimizer_parts, prepare, update
+from truestep.step.optimizer import LearningRate, forget_prepared, optimizer_parts, prepare, update
 from truestep.step.runner import Accumulated, StepRunner
 from truestep.step.scoring import BeforeUpdates
 from truestep.text import printable
@@ -294,6 +294,7 @@ class Trainer:
         return accumulated
 
     def _not_finite(self, number: int, plan: StepPlan, accumulated: Accumulated, norm: float) -> TrainingError:
+        forget_prepared(self.optimizer)
         self._finish_save()
         self.watch.phase(f"looking for the documents that make the gradient of step {number} {norm}")
         names = ", ".join(printable(name) for name in find_not_finite(self.runner, plan))

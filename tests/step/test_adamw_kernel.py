@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 
-from truestep.step.optimizers import adamw
+from truestep.policy.cuts.blocks import Blocks
+from truestep.step.optimizers import adamw, eight_bits
 from truestep.step.optimizers.adamw import AdamWOptions, in_one_pass, in_passes, wrong_on
 from truestep.step.optimizers.by_weight import Slot
+from truestep.step.optimizers.eight_bits import Matrix, empty_state
 
 pytest.importorskip("triton")
 
@@ -22,7 +24,7 @@ RATE, SCALE = 1e-2, 0.37
 def kernel_on(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(adamw, "kernel_serves", lambda device: True)
+    monkeypatch.setattr(adamw, "kernel_serves", lambda *_: True)
 
 
 def make_slots(shapes: list[tuple[int, ...]], rounded: torch.dtype | None, first: int = 0) -> list[Slot]:
@@ -82,7 +84,7 @@ def test_what_lies_otherwise_in_memory_is_updated_as_well() -> None:
     )  # fmt: skip
     every = [turned, slots[1], slots[2]]
     wanted = [expected(slot) for slot in every[:2]]
-    adamw.AdamW(OPTIONS).prepare(every)(RATE, SCALE)
+    adamw.AdamW(OPTIONS, kernel=True).prepare(every)(RATE, SCALE)
     for slot, (weight, *_) in zip(every, wanted, strict=False):
         torch.testing.assert_close(slot.weight.double().cpu().flatten(), weight, rtol=1e-5, atol=1e-9)
         assert slot.rounded is not None and torch.equal(slot.rounded, slot.weight.half())
@@ -97,7 +99,7 @@ def test_torchs_passes_clip_and_round_too() -> None:
         assert slot.rounded is not None and torch.equal(slot.rounded, slot.weight.bfloat16())
 
 
-@pytest.mark.parametrize("fault", [None, "scale", "beta2", "rate"])
+@pytest.mark.parametrize("fault", [None, "scale", "beta2", "rate", "decay"])
 def test_the_check_on_a_machine_sees_a_fault(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     from truestep.step.optimizers import adamw_kernel
 
@@ -109,3 +111,21 @@ def test_the_check_on_a_machine_sees_a_fault(fault: str | None, monkeypatch: pyt
     monkeypatch.setattr(adamw_kernel.Table, "update", planted)
     found = wrong_on(DEVICE, torch.float16 if DEVICE.type == "cpu" else torch.bfloat16)
     assert (found is None) == (fault is None), found
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])
+def test_a_tiny_decay_is_right_on_average(kind: str) -> None:
+    """Far below a weight's rounding; 1 - decay as one float32 number would be off by half."""
+    weight = torch.rand(2**16, generator=torch.Generator().manual_seed(0)).to(DEVICE).view(16, -1) + 0.5
+    before, options = weight.double().sum(), AdamWOptions((0.9, 0.99), 1e-8, 0.01)
+    decay = 2.5e-5 * options.weight_decay
+    zeros = torch.zeros_like(weight)
+    if kind == "adamw":
+        slot = Slot("one", 0, 1, weight, zeros, {"exp_avg": zeros.clone(), "exp_avg_sq": zeros.clone()})
+        in_one_pass([slot], options)(2.5e-5, 1.0)
+    else:
+        blocks, place = Blocks.of(weight.shape[1]), torch.arange(weight.shape[1], device=DEVICE)
+        matrix = Matrix(weight, zeros, empty_state(weight, blocks), blocks, place[:16], place, 1)
+        eight_bits.in_one_pass(matrix, options, 2.5e-5)
+    found = float((before - weight.double().sum()) / before)
+    assert found == pytest.approx(decay, rel=0.02)

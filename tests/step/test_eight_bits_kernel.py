@@ -28,12 +28,14 @@ pytest.importorskip("triton")
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
+LOWER = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # Triton's interpreter does not round to bfloat16
+
 
 @pytest.fixture(autouse=True)
 def kernel_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if DEVICE.type == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(eight_bits, "kernel_serves", lambda device: True)
+    monkeypatch.setattr(eight_bits, "kernel_serves", lambda *_: True)
     return
 
 
@@ -77,13 +79,14 @@ def test_rows_at_a_time_are_the_same_numbers(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_self_test_finds_nothing_wrong() -> None:
-    assert eight_bits.wrong_on(DEVICE) is None
+    assert eight_bits.wrong_on(DEVICE, LOWER) is None
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("shrink", 1.0),
+        ("decay", 0.0),
+        ("scale", 0.6),
         ("step_size", 9e-3),
         ("correction", 0.9),
         ("decades", 7.0),
@@ -95,7 +98,7 @@ def test_the_self_test_finds_a_fault(name: str, value: Any, monkeypatch: pytest.
     from truestep.step.optimizers import eight_bits_kernel
 
     honest = eight_bits_kernel.update_
-    names = ("weight", "gradient", "first", "root", "blocks", "levels", "along", "decades", "betas")
+    names = ("weight", "gradient", "first", "root", "blocks", "levels", "along", "decades", "betas", "scale", "rounded")
 
     def planted(*arguments: Any, **named: Any) -> None:
         given = dict(zip(names, arguments, strict=True)) | named
@@ -107,7 +110,7 @@ def test_the_self_test_finds_a_fault(name: str, value: Any, monkeypatch: pytest.
         honest(**given)
 
     monkeypatch.setattr(eight_bits_kernel, "update_", planted)
-    assert eight_bits.wrong_on(DEVICE) is not None
+    assert eight_bits.wrong_on(DEVICE, LOWER) is not None
 
 
 def test_a_kernel_that_does_not_run_or_is_wrong_is_told_and_not_used(
@@ -115,14 +118,14 @@ def test_a_kernel_that_does_not_run_or_is_wrong_is_told_and_not_used(
 ) -> None:
     monkeypatch.undo()
 
-    def fails(device: torch.device) -> str | None:
+    def fails(device: torch.device, dtype: torch.dtype) -> str | None:
         raise RuntimeError("no compiler here")
 
     place = torch.device("cuda", 77)
-    for planted, said in ((fails, "RuntimeError: no compiler here"), (lambda _: "weight in rows of 7", "rows of 7")):
+    for planted, said in ((fails, "RuntimeError: no compiler here"), (lambda *_: "weight in rows of 7", "rows of 7")):
         eight_bits.kernel_serves.cache_clear()
         monkeypatch.setattr(eight_bits, "wrong_on", planted)
-        assert not eight_bits.kernel_serves(place)
+        assert not eight_bits.kernel_serves(place, LOWER)
         assert said in caplog.text and "adamw_8bit" in caplog.text
     eight_bits.kernel_serves.cache_clear()
-    assert not eight_bits.kernel_serves(torch.device("cpu"))
+    assert not eight_bits.kernel_serves(torch.device("cpu"), LOWER)

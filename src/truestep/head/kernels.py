@@ -18,8 +18,8 @@ from truestep.types import Coefficients, RowStatistics
 _STATISTICS_BLOCK, _STATISTICS_WARPS = 512, 8
 _GRADIENT_BLOCK, _GRADIENT_WARPS = 4096, 16
 
-# What has a number or a few for each row begins anywhere in memory, by how many rows are before it. A kernel reads
-# little of it, and would be compiled once more, within a step, for what begins at a whole line.
+# These pointers may be any address, since a chunk begins at any row. A kernel that Triton specialised on it would be
+# compiled again in the middle of a run, and gain little: it reads a number or a few of them for each row.
 OF_ROWS = tuple(
     f"{name}_pointer"
     for name in (

@@ -251,11 +251,14 @@ def _exchange(config: Config, shape: ModelShape, card: Card, rank: _Rank, beside
 def _update(config: Config, shape: ModelShape, card: Card, rank: _Rank) -> dict[str, float]:
     """Compute the time of the gradient's norm and of the optimizer."""
     optimizer, own = config.optimizer, rank.own
-    seconds = 16 * own / (_SMALL * card.copy)  # zeros, the norm, the clip
+    norm, clip = 4 * own / (_SMALL * card.copy), 8 * own / (_SMALL * card.copy)
+    seconds = norm
     if isinstance(optimizer, AdamW8BitConfig):
         seconds += _BYTES_8BIT * own / card.copy
-    elif isinstance(optimizer, AdamWConfig | MuonConfig | CustomOptimizer):
-        seconds += 30 * own / (_SMALL * card.copy)
+    elif isinstance(optimizer, AdamWConfig):  # which clips too
+        seconds += 30 * own / card.copy
+    elif isinstance(optimizer, MuonConfig | CustomOptimizer):
+        seconds += clip + 30 * own / (_SMALL * card.copy)
     if isinstance(optimizer, MuonConfig):
         rate = card.products * (_FLOAT32_PRODUCTS if optimizer.ns_dtype == "float32" else 1.0)
         sharing = math.prod(rank.sizes.values())

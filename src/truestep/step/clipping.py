@@ -21,7 +21,7 @@ _SLICE = 2**22  # numbers that are copied to float64 at a time
 def gradient_norm(weights: Weights, meanwhile: Callable[[], None] = lambda: None) -> float:
     """Compute the norm over all gradients, every weight once, after `gradient_divisor` and before clipping.
 
-    The host waits for the device once, and does something else before that. Where squares may leave the range of
+    The host waits for the device once; `meanwhile` is called just before. Where squares may leave the range of
     float32, and only there, the norm is computed again in float64; all ranks see the same norm, so they do so
     together."""
     ranks = weights.ranks

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,15 +56,16 @@ def grouped(weights: Mapping[str, torch.nn.Parameter]) -> Groups:
 def make_adamw(weights: Weights, options: AdamWOptions, home: Home = ON_DEVICE) -> ByWeight:
     """Make AdamW, which never decays norms and biases: they are vectors."""
     matrices, vectors = grouped(weights.master).values()
-    return ByWeight(weights, [(AdamW(options), matrices), (AdamW(replace(options, weight_decay=0.0)), vectors)], home)
+    decaying = AdamW.on(weights, options)
+    return ByWeight(weights, [(decaying, matrices), (decaying.without_decay(), vectors)], home)
 
 
 def make_adamw_8bit(weights: Weights, options: AdamWOptions, home: Home = ON_DEVICE) -> ByWeight:
     """Make AdamW with moments in 8 bits; those of vectors, which ranks cut anywhere, stay float32."""
     matrices, vectors = grouped(weights.master).values()
     check_blocks(weights, [name for name, piece in weights.pieces.items() if len(piece.shape) >= 2])
-    plain = AdamW(replace(options, weight_decay=0.0))
-    return ByWeight(weights, [(AdamW8Bit(weights, options), matrices), (plain, vectors)], home)
+    plain = AdamW.on(weights, options).without_decay()
+    return ByWeight(weights, [(AdamW8Bit.on(weights, options), matrices), (plain, vectors)], home)
 
 
 def make_muon(weights: Weights, muon: MuonOptions, adamw: AdamWOptions, home: Home = ON_DEVICE) -> ByWeight:
@@ -72,8 +73,10 @@ def make_muon(weights: Weights, muon: MuonOptions, adamw: AdamWOptions, home: Ho
     matrices, vectors = grouped(weights.master).values()
     ends = {name: weight for name, weight in matrices.items() if weights.pieces[name].at_end}
     inner = {name: weight for name, weight in matrices.items() if name not in ends}
-    plain = AdamW(replace(adamw, weight_decay=0.0))
-    return ByWeight(weights, [(Muon(weights, muon), inner), (AdamW(adamw), ends), (plain, vectors)], home)
+    decaying = AdamW.on(weights, adamw)
+    return ByWeight(
+        weights, [(Muon(weights, muon), inner), (decaying, ends), (decaying.without_decay(), vectors)], home
+    )
 
 
 def load_optimizer(function: str, options: Mapping[str, Any] | None) -> Callable[[Groups], torch.optim.Optimizer]:
@@ -123,9 +126,15 @@ def _numbers(optimizer: torch.optim.Optimizer) -> list[set[tuple[str, Any]]]:
 
 
 def prepare(optimizer: torch.optim.Optimizer) -> None:
-    """Do what the next update needs of the host, beside the last backward pass."""
+    """Do what the next update needs of the host, beside the last backward pass, for the gradients of this step."""
     if isinstance(optimizer, ByWeight):
         optimizer.prepare()
+
+
+def forget_prepared(optimizer: torch.optim.Optimizer) -> None:
+    """Let go of what was prepared for an update that will not be."""
+    if isinstance(optimizer, ByWeight):
+        optimizer.forget_prepared()
 
 
 def update(optimizer: torch.optim.Optimizer, weights: Weights, learning_rate: float, scale: float = 1.0) -> None:
@@ -134,7 +143,7 @@ def update(optimizer: torch.optim.Optimizer, weights: Weights, learning_rate: fl
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     if isinstance(optimizer, ByWeight):
-        optimizer.step_by(scale)
+        optimizer.step(scale=scale)
     else:
         if scale != 1 and weights.gradients:
             torch._foreach_mul_(list(weights.gradients.values()), scale)

@@ -82,7 +82,8 @@ class Weights(Protocol):
         return
 
     def computed_rows(self, name: str, rows: slice) -> torch.Tensor | None:
-        """Give some rows of what the model computes with of a weight, if a master is rounded into it and it is here."""
+        """Give some rows of the copy that the model computes with, into which a weight's master is rounded; None if it
+        has no such copy here."""
         return None
 
     def before_forward(self, coming: StagePass) -> None:
@@ -184,5 +185,6 @@ class Weights(Protocol):
 
 
 def some_rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Give some rows of a tensor: itself, if they are all of them."""
     # There are hundreds of weights, and a GPU waits while the host makes as many views of each.
     return tensor if not tensor.ndim or (rows.start == 0 and rows.stop == tensor.shape[0]) else tensor[rows]

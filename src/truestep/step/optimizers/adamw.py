@@ -4,14 +4,15 @@ On a GPU one kernel reads and writes each number once: it clips the gradient, an
 Elsewhere torch's fused kernel serves, with a pass before it and one behind it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 
+from truestep.policy.weights.protocol import Weights
 from truestep.self_test import serves
-from truestep.step.optimizers.by_weight import Slot, State, Update, round_weights, scale_gradients
+from truestep.step.optimizers.by_weight import Slot, State, Update, on_all_ranks, round_weights, scale_gradients
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,23 @@ class AdamWOptions:
 @dataclass(frozen=True)
 class AdamW:
     options: AdamWOptions
+    kernel: bool = False  # it serves, on every rank
     together: None = None
+
+    @staticmethod
+    def on(weights: Weights, options: AdamWOptions) -> "AdamW":
+        """Make the rule for some weights. Every rank calls this."""
+        return AdamW(options, on_all_ranks(weights, lambda: kernel_serves(weights.device, weights.dtype)))
+
+    def without_decay(self) -> "AdamW":
+        return replace(self, options=replace(self.options, weight_decay=0.0))
 
     def begin(self, name: str, part: torch.Tensor) -> State:
         return {"exp_avg": torch.zeros_like(part), "exp_avg_sq": torch.zeros_like(part)}
 
     def prepare(self, slots: Sequence[Slot]) -> Update:
         filled = [slot for slot in slots if slot.weight.numel()]
-        ready = [kernel_serves(slot.weight.device) and in_one_piece(slot) for slot in filled]
+        ready = [self.kernel and in_one_piece(slot) for slot in filled]
         updates = []
         for prepared, wanted in ((in_one_pass, True), (in_passes, False)):
             some = [slot for slot, is_ready in zip(filled, ready, strict=True) if is_ready == wanted]
@@ -81,54 +91,55 @@ def in_one_piece(slot: Slot) -> bool:
 
 def in_one_pass(slots: Sequence[Slot], options: AdamWOptions) -> Update:
     """Prepare an update by a kernel that reads and writes each number once."""
-    from truestep.step.optimizers.adamw_kernel import Numbers, Table
+    from truestep.step.optimizers.adamw_kernel import Numbers, tables_of
 
-    tables = [Table(some) for some in _alike(slots)]
+    tables = tables_of(slots, options.betas)
 
     def update(rate: float, scale: float) -> None:
         for table in tables:
-            table.update(Numbers(*options.betas, options.epsilon, options.weight_decay, rate, scale))
+            table.update(Numbers(*options.betas, options.epsilon, rate * options.weight_decay, rate, scale))
 
     return update
 
 
-def _alike(slots: Sequence[Slot]) -> Iterable[list[Slot]]:
-    """Sort slots by the type that they are rounded to."""
-    by_type: dict[torch.dtype | None, list[Slot]] = {}
-    for slot in slots:
-        by_type.setdefault(None if slot.rounded is None else slot.rounded.dtype, []).append(slot)
-    return by_type.values()
-
-
 @cache
-def kernel_serves(device: torch.device) -> bool:
-    """Tell whether the kernel runs on a device and does there what torch's does."""
+def kernel_serves(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether the kernel runs on a device, and does there what torch's does; it rounds weights to `dtype`."""
     if device.type != "cuda":
         return False
-    return serves("the kernel of optimizer.type: adamw", "torch's does, and takes longer", lambda: wrong_on(device))
+    what = "the kernel of optimizer.type: adamw"
+    return serves(what, "torch's does, and takes longer", lambda: wrong_on(device, dtype))
 
 
-def wrong_on(device: torch.device, rounded: torch.dtype = torch.bfloat16) -> str | None:
-    """Name what the kernel gets wrong on a device: weights of several sizes, one of which begins between two lines."""
-    generator = torch.Generator().manual_seed(0)
+def wrong_on(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Name what the kernel gets wrong on a device: weights of several sizes, rounded or not, of which some begin at no
+    multiple of 16 bytes."""
     options = AdamWOptions((0.9, 0.99), 1e-8, 0.1)
-    found = []
-    start = [torch.randn(count, generator=generator).to(device) for count in (1, 4096, 10_001, 70_000)]
-    for update in (in_passes, in_one_pass):
-        slots = []
-        for number, weight in enumerate([*(each.clone() for each in start), start[-1].clone()[1:]]):
-            state = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
-            lower = torch.empty_like(weight, dtype=rounded) if number != 1 else None
-            slots.append(Slot(str(number), 0, 1 + number, weight, weight.sin() * 10.0 ** (number - 4), state, lower))
+    plain, fused = (_some_slots(device, dtype) for _ in range(2))
+    for slots, prepared in ((plain, in_passes), (fused, in_one_pass)):
         for _ in range(2):
-            update([replace(slot, gradient=slot.gradient.clone()) for slot in slots], options)(1e-2, 0.3)
-        found.append(slots)
-    for plain, fused in zip(*found, strict=True):
-        for name in ("exp_avg", "exp_avg_sq"):
-            if not torch.allclose(plain.state[name], fused.state[name], rtol=1e-5, atol=0):
-                return f"{name} of {plain.weight.numel()} numbers"
-        if not torch.allclose(plain.weight, fused.weight, rtol=1e-5, atol=1e-7):
-            return f"the weights of {plain.weight.numel()} numbers"
-        if fused.rounded is not None and not torch.equal(fused.rounded, fused.weight.to(rounded)):
-            return f"the rounded weights of {plain.weight.numel()} numbers"
+            prepared([replace(slot, gradient=slot.gradient.clone()) for slot in slots], options)(1e-2, 0.3)
+    for right, found in zip(plain, fused, strict=True):
+        for name, state in found.state.items():
+            if not torch.allclose(right.state[name], state, rtol=1e-5, atol=0):
+                return f"{name} of {found.name}"
+        if not torch.allclose(right.weight, found.weight, rtol=1e-5, atol=1e-7):
+            return f"the weights of {found.name}"
+        if found.rounded is not None and not torch.equal(found.rounded, found.weight.to(dtype)):
+            return f"the rounded weights of {found.name}"
     return None
+
+
+def _some_slots(device: torch.device, dtype: torch.dtype) -> list[Slot]:
+    generator = torch.Generator().manual_seed(0)
+    slots: list[Slot] = []
+    for count in (1, 4096, 10_001, 70_000):
+        for first in (0, 1):
+            for rounds in (True, False):
+                weight = torch.randn(first + count, generator=generator).to(device)[first:]
+                state = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
+                gradient = weight.sin() * 10.0 ** (len(slots) % 5 - 4)
+                rounded = torch.empty_like(weight, dtype=dtype) if rounds else None
+                name = f"{count} numbers from number {first}{', rounded' if rounds else ''}"
+                slots.append(Slot(name, 0, 1 + len(slots), weight, gradient, state, rounded))
+    return slots

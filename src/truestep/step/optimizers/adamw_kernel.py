@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ class Numbers(NamedTuple):
     beta1: float
     beta2: float
     epsilon: float
-    weight_decay: float
+    decay: float  # of a weight, in this update
     rate: float
     scale: float  # of the gradients
 
@@ -47,14 +47,15 @@ def _update_kernel(
     # [W, T + 1] int64: where weight, gradient, first moment, second moment and rounded weight begin, and how many
     # numbers each has.
     table_pointer,
-    sizes_pointer,  # [W, 2] float32: of the step, and the correction of the second moment's root
+    corrections_pointer,  # [W, 2] float32: of the first moment, and of the second one's root
     work_pointer,  # [P, 2] int32: a weight, and a block of it
     scale,
     beta1,
     one_less_beta1,
     beta2,
     one_less_beta2,
-    shrink,
+    decay,
+    rate,
     epsilon,
     TENSORS: tl.constexpr,
     ROUNDED: tl.constexpr,  # the type of the rounded weight
@@ -65,8 +66,8 @@ def _update_kernel(
     number = tl.load(work_pointer + 2 * program)
     block = tl.load(work_pointer + 2 * program + 1)
     own = table_pointer + number * (TENSORS + 1)
-    step_size = tl.load(sizes_pointer + 2 * number)
-    correction = tl.load(sizes_pointer + 2 * number + 1)
+    step_size = rate * tl.load(corrections_pointer + 2 * number)
+    correction = tl.load(corrections_pointer + 2 * number + 1)
     place = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     count = tl.load(own + TENSORS)
     if ALIGNED:
@@ -82,74 +83,68 @@ def _update_kernel(
     tl.store(firsts, first, mask=inside)
     tl.store(seconds, second, mask=inside)
     divisor = tl.div_rn(tl.sqrt_rn(second), correction) + epsilon
-    weight = tl.load(weights, mask=inside, other=0.0) * shrink
-    weight = weight - step_size * tl.div_rn(first, divisor)
+    # A decay far below a weight's rounding is right on average: 1 - decay would not be.
+    weight = tl.load(weights, mask=inside, other=0.0)
+    weight = weight - (decay * weight + step_size * tl.div_rn(first, divisor))
     tl.store(weights, weight, mask=inside)
     if TENSORS == 5:
         tl.store(_begin(own, 4, ROUNDED, ALIGNED) + place, weight.to(ROUNDED), mask=inside)
 
 
-@lru_cache(maxsize=8)
+@cache
 def _work(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:  # [P, 2] int32
     """Divide weights of such sizes among programs."""
     blocks = [triton.cdiv(count, _BLOCK) for count in counts]
     owners = np.repeat(np.arange(len(counts), dtype=np.int32), blocks)
     firsts = np.repeat(np.cumsum([0, *blocks[:-1]]), blocks)
     work = np.stack([owners, (np.arange(len(owners)) - firsts).astype(np.int32)], 1)
-    return torch.from_numpy(work).to(device)
+    return sent(torch.from_numpy(work), device)
+
+
+def tables_of(slots: Sequence[Slot], betas: tuple[float, float]) -> list[Table]:
+    """Make tables of weights: one for all that are rounded to the same type and read in pieces of one width."""
+    kinds: dict[tuple[torch.dtype | None, bool], list[tuple[Slot, list[int]]]] = {}
+    for slot in slots:
+        rounded = [] if slot.rounded is None else [slot.rounded]
+        tensors = [slot.weight, slot.gradient, slot.state["exp_avg"], slot.state["exp_avg_sq"], *rounded]
+        row = [*(tensor.data_ptr() for tensor in tensors), slot.weight.numel()]
+        kind = None if slot.rounded is None else slot.rounded.dtype, all(number % LINE == 0 for number in row)
+        kinds.setdefault(kind, []).append((slot, row))
+    return [Table(some, dtype, aligned, betas) for (dtype, aligned), some in kinds.items()]
 
 
 class Table:
-    """Some weights to update, which are rounded to one type, or not: their addresses and sizes, on their device."""
+    """Some weights to update: where they are, how large they are and how often they were updated, on their device."""
 
-    def __init__(self, slots: Sequence[Slot]):
-        self._parts = [_Part(some) for some in _by_place(slots)]
-
-    def update(self, numbers: Numbers) -> None:
-        """Update weights and moments in place."""
-        for part in self._parts:
-            part.update(numbers)
-
-
-def _tensors(slot: Slot) -> list[torch.Tensor]:
-    rounded = [] if slot.rounded is None else [slot.rounded]
-    return [slot.weight, slot.gradient, slot.state["exp_avg"], slot.state["exp_avg_sq"], *rounded]
-
-
-def _by_place(slots: Sequence[Slot]) -> list[list[Slot]]:
-    """Sort slots into those that can be read in wide pieces and the others."""
-    found: dict[bool, list[Slot]] = {True: [], False: []}
-    for slot in slots:
-        places = [tensor.data_ptr() for tensor in _tensors(slot)]
-        found[all(number % LINE == 0 for number in (*places, slot.weight.numel()))].append(slot)
-    return [some for some in found.values() if some]
-
-
-class _Part:
-    def __init__(self, slots: Sequence[Slot]):
-        self._slots = slots  # whose memory the table points to
-        first, *_ = slots
-        rows = [[*(tensor.data_ptr() for tensor in _tensors(slot)), slot.weight.numel()] for slot in slots]
-        self._aligned = all(number % LINE == 0 for number in rows[0])
-        self._rounded = _TYPES[_tensors(first)[-1].dtype]
-        self._device, self._width = first.weight.device, len(rows[0]) - 1
+    def __init__(
+        self,
+        rows: Sequence[tuple[Slot, list[int]]],
+        rounded: torch.dtype | None,
+        aligned: bool,
+        betas: tuple[float, float],
+    ):
+        self._slots = [slot for slot, _ in rows]  # whose memory the table points to
+        self._device = self._slots[0].weight.device
+        self._rounded, self._aligned = rounded, aligned
+        corrections = {
+            number: (1 / (1 - betas[0] ** number), math.sqrt(1 - betas[1] ** number))
+            for number in {slot.number for slot in self._slots}
+        }
         with self._on_device():
-            self._table = sent(torch.tensor(rows), self._device)
-            self._work = _work(tuple(row[-1] for row in rows), self._device)
+            self._table = sent(torch.tensor([row for _, row in rows]), self._device)
+            self._corrections = sent(torch.tensor([corrections[slot.number] for slot in self._slots]), self._device)
+            self._work = _work(tuple(slot.weight.numel() for slot in self._slots), self._device)
 
     def _on_device(self) -> AbstractContextManager[object]:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def update(self, numbers: Numbers) -> None:
-        beta1, beta2, epsilon, weight_decay, rate, scale = numbers
-        sizes = {
-            number: (rate / (1 - beta1**number), math.sqrt(1 - beta2**number))
-            for number in {slot.number for slot in self._slots}
-        }
+        """Update weights and moments in place."""
+        beta1, beta2, epsilon, decay, rate, scale = numbers
         with self._on_device():
             _update_kernel[(len(self._work),)](
-                self._table,
-                sent(torch.tensor([sizes[slot.number] for slot in self._slots]), self._device),
-                self._work, scale, beta1, 1 - beta1, beta2, 1 - beta2, 1 - rate * weight_decay, epsilon,
-                TENSORS=self._width, ROUNDED=self._rounded, ALIGNED=self._aligned, BLOCK=_BLOCK, num_warps=8,
+                self._table, self._corrections, self._work,
+                scale, beta1, 1 - beta1, beta2, 1 - beta2, decay, rate, epsilon,
+                TENSORS=4 if self._rounded is None else 5, ROUNDED=_TYPES[self._rounded or torch.float32],
+                ALIGNED=self._aligned, BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=True,
             )  # fmt: skip

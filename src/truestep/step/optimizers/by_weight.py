@@ -1,6 +1,7 @@
-"""An optimizer that goes through the weights one after another, each by the rule of its group.
+"""An optimizer that updates each weight by the rule of its group.
 
-So the memory of an update is that of a few weights, whatever the model's size, and states may lie on the host.
+What needs memory beside weights and states goes through the weights one after another: so the memory of an update is
+that of a few weights, whatever the model's size, and states may lie on the host.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,9 +62,9 @@ def scale_gradients(slots: Sequence[Slot], scale: float) -> None:
 
 def round_weights(slots: Sequence[Slot]) -> None:
     """Round the weights into what the model computes with, in a pass over all of them."""
-    rounded = {slot.rounded: slot.weight for slot in slots if slot.rounded is not None}
+    rounded = [slot.rounded for slot in slots if slot.rounded is not None]
     if rounded:
-        torch._foreach_copy_(list(rounded), list(rounded.values()))
+        torch._foreach_copy_(rounded, [slot.weight for slot in slots if slot.rounded is not None])
 
 
 class Rule(Protocol):
@@ -80,7 +81,7 @@ class Rule(Protocol):
         ...
 
     def prepare(self, slots: Sequence[Slot]) -> Update:
-        """Do what an update needs of the host. What is returned updates weights and states in place, and rounds the
+        """Do the host's part of an update, and return the rest: it updates weights and states in place, and rounds the
         weights; gradients are of no use afterwards. Every rank calls both for its parts of the same weights."""
         ...
 
@@ -90,7 +91,6 @@ class ByWeight(torch.optim.Optimizer):
 
     def __init__(self, weights: Weights, groups: Sequence[tuple[Rule, Mapping[str, torch.nn.Parameter]]], home: Home):
         self._weights, self._home = weights, home
-        self._scale = 1.0  # of the gradients of the next update
         self._prepared: list[tuple[dict[str, Any], int, Update]] | None = None  # the next update, by groups of weights
         self._names = {id(master): name for name, master in weights.master.items()}
         # Behind the last layer's backward pass come the gradient of the largest weight, and its sum over ranks.
@@ -122,6 +122,10 @@ class ByWeight(torch.optim.Optimizer):
         """Take the state of a weight, which lies on the host."""
         self._forget()
         self._states[master] = {kind: self._place(value) for kind, value in state.items()}
+
+    def forget_prepared(self) -> None:
+        """Let go of what `prepare` made: the gradients that it has will not be used."""
+        self._prepared = None
 
     def _forget(self) -> None:
         self._conveyor.forget()
@@ -161,12 +165,8 @@ class ByWeight(torch.optim.Optimizer):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Do what the next update needs of the host, which may still be ahead of the device: gradients need not be
-        there yet, nor need anybody know their norm."""
-        for group in self.param_groups:
-            for master in group["params"]:
-                if not self._states[master]:
-                    self._states[master].update(self.begin(group["rule"], master))
+        """Do what the next update needs of the host, while the device still computes the gradients it is for."""
+        self._begin_states()
         if self._moves:  # what is on its way has no place yet
             return
         gradients, self._prepared = self._weights.gradients, []
@@ -175,30 +175,31 @@ class ByWeight(torch.optim.Optimizer):
                 slots = self._slots(batch, gradients, [{}] * len(batch))
                 self._prepared.append((group, _numbers_of(slots), group["rule"].prepare(slots)))
 
-    def step_by(self, scale: float) -> None:
-        """Update by the gradients times `scale`."""
-        self._scale = scale
-        try:
-            self.step()
-        finally:
-            self._scale = 1.0
+    def _begin_states(self) -> None:
+        for group in self.param_groups:
+            for master in group["params"]:
+                if not self._states[master]:
+                    self._states[master].update(self.begin(group["rule"], master))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, *, scale: float = 1.0) -> None:  # type: ignore[override]
+        """Update by the gradients times `scale`."""
         assert closure is None
-        if self._prepared is None:
-            self.prepare()
-        prepared, self._prepared = self._prepared, None
-        if prepared is None:
+        if self._moves:
+            self._begin_states()
             gradients = self._weights.gradients
             self._conveyor.run(
-                (self._moving(batch), partial(self._update, group, batch, gradients))
+                (self._moving(batch), partial(self._update, group, batch, gradients, scale))
                 for group in self.param_groups
                 for batch in self._batches(group)
             )
-        for group, count, update in prepared or ():
-            update(group["lr"], self._scale)
-            progress.made("numbers updated", count)
+        else:
+            if self._prepared is None:
+                self.prepare()
+            prepared, self._prepared = self._prepared, None
+            for group, count, update in prepared or ():
+                update(group["lr"], scale)
+                progress.made("numbers updated", count)
         for group in self.param_groups:  # only now: the device has something to do
             for master in group["params"]:
                 self._states[master][STEP] += 1
@@ -233,10 +234,11 @@ class ByWeight(torch.optim.Optimizer):
         group: dict[str, Any],
         batch: Sequence[tuple[torch.nn.Parameter, slice]],
         gradients: Mapping[str, torch.Tensor],
+        scale: float,
         here: Sequence[State],
     ) -> None:
         slots = self._slots(batch, gradients, here)
-        group["rule"].prepare(slots)(group["lr"], self._scale)
+        group["rule"].prepare(slots)(group["lr"], scale)
         progress.made("numbers updated", _numbers_of(slots))
 
     def _slots(
@@ -264,4 +266,10 @@ def _rows(tensor: torch.Tensor) -> int:
 
 
 def _of_rows(state: Mapping[str, torch.Tensor], rows: slice) -> State:
-    return {kind: some_rows(value, rows) for kind, value in state.items() if kind != STEP and value.ndim}
+    return {kind: some_rows(value, rows) for kind, value in state.items() if kind != STEP}
+
+
+def on_all_ranks(weights: Weights, serves: Callable[[], bool]) -> bool:
+    """Tell whether something serves on every rank: those that have the same weights must update them alike. Every rank
+    calls this."""
+    return all(weights.ranks.gather(serves()))

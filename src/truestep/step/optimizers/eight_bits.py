@@ -24,7 +24,7 @@ from truestep.policy.cuts.blocks import PARTS, Blocks
 from truestep.policy.weights.protocol import Weights
 from truestep.self_test import serves
 from truestep.step.optimizers.adamw import AdamWOptions
-from truestep.step.optimizers.by_weight import Slot, State, Update, round_weights, scale_gradients
+from truestep.step.optimizers.by_weight import Slot, State, Update, on_all_ranks, round_weights, scale_gradients
 
 DECADES = 5.0
 FIRST, SECOND = 127, 255  # levels above 0
@@ -100,10 +100,16 @@ def empty_state(part: torch.Tensor, blocks: Blocks) -> State:
 class AdamW8Bit:
     weights: Weights
     options: AdamWOptions
+    kernel: bool = False  # it serves, on every rank
     together: int = 0
     _known_places: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=dict, compare=False, repr=False
     )
+
+    @staticmethod
+    def on(weights: Weights, options: AdamWOptions) -> "AdamW8Bit":
+        """Make the rule for some weights. Every rank calls this."""
+        return AdamW8Bit(weights, options, on_all_ranks(weights, lambda: kernel_serves(weights.device, weights.dtype)))
 
     def begin(self, name: str, part: torch.Tensor) -> State:
         return empty_state(part, self._blocks(name))
@@ -115,21 +121,24 @@ class AdamW8Bit:
         return partial(self._update, slots)
 
     def _update(self, slots: Sequence[Slot], rate: float, scale: float) -> None:
-        scale_gradients(slots, scale)
         for slot in slots:
             if slot.weight.numel():
-                self._update_one(slot, rate)
-        round_weights(slots)
+                self._update_one(slot, rate, scale)
 
-    def _update_one(self, slot: Slot, rate: float) -> None:
+    def _update_one(self, slot: Slot, rate: float, scale: float) -> None:
         flat = {kind: value.reshape(-1, value.shape[-1]) for kind, value in slot.state.items()}
         weight, gradient = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (slot.weight, slot.gradient))
         here = (slot.name, slot.start)
         if here not in self._known_places:
             self._known_places[here] = self._places(slot)
         matrix = Matrix(weight, gradient, flat, self._blocks(slot.name), *self._known_places[here], slot.number)
-        update = in_one_pass if kernel_serves(weight.device) and matrix.in_one_piece else in_passes
-        update(matrix, self.options, rate)
+        rounded = slot.rounded
+        if self.kernel and matrix.in_one_piece and (rounded is None or rounded.is_contiguous()):
+            in_one_pass(matrix, self.options, rate, scale, rounded)
+            return
+        scale_gradients([slot], scale)
+        in_passes(matrix, self.options, rate)
+        round_weights([slot])
 
     def _places(self, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
         """Find the rows and the columns of the whole weight that are updated here."""
@@ -178,8 +187,11 @@ def in_passes(matrix: Matrix, options: AdamWOptions, rate: float) -> None:
         state[f"{kind}_largest"].copy_(stored.scale)
 
 
-def in_one_pass(matrix: Matrix, options: AdamWOptions, rate: float) -> None:
-    """Update by a kernel that reads and writes each number once."""
+def in_one_pass(
+    matrix: Matrix, options: AdamWOptions, rate: float, scale: float = 1.0, rounded: torch.Tensor | None = None
+) -> None:
+    """Update by a kernel that reads and writes each number once, by the gradient times `scale`. The weight is rounded
+    into `rounded`."""
     from truestep.step.optimizers.eight_bits_kernel import update_
 
     state, number, device = matrix.state, matrix.number, matrix.weight.device
@@ -195,7 +207,9 @@ def in_one_pass(matrix: Matrix, options: AdamWOptions, rate: float) -> None:
             (first_rows, root_rows, _wrapped(matrix.columns * COLUMN)),
             DECADES,
             options.betas,
-            shrink=1 - rate * options.weight_decay,
+            scale,
+            rounded,
+            decay=rate * options.weight_decay,
             step_size=rate / (1 - options.betas[0] ** number),
             correction=math.sqrt(1 - options.betas[1] ** number),
             epsilon=options.epsilon,
@@ -203,15 +217,16 @@ def in_one_pass(matrix: Matrix, options: AdamWOptions, rate: float) -> None:
 
 
 @cache
-def kernel_serves(device: torch.device) -> bool:
-    """Tell whether the kernel runs on a device and does there what torch's operations do."""
+def kernel_serves(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether the kernel runs on a device, and does there what torch's operations do; it rounds weights to
+    `dtype`."""
     if device.type != "cuda":
         return False
     what = "the kernel of optimizer.type: adamw_8bit"
-    return serves(what, "torch's operations do, and take longer", lambda: wrong_on(device))
+    return serves(what, "torch's operations do, and take longer", lambda: wrong_on(device, dtype))
 
 
-def wrong_on(device: torch.device) -> str | None:
+def wrong_on(device: torch.device, dtype: torch.dtype) -> str | None:
     """Name what the kernel gets wrong on a device: rows of many and of few blocks, the last of which are shorter."""
     generator = torch.Generator().manual_seed(0)
     options = AdamWOptions((0.9, 0.99), 1e-8, 0.1)
@@ -219,13 +234,17 @@ def wrong_on(device: torch.device) -> str | None:
         blocks = Blocks.of(columns)
         start = torch.randn(rows, columns, generator=generator).to(device)
         found = []
-        for update in (in_passes, in_one_pass):
+        rounded = torch.empty_like(start, dtype=dtype)
+        # The second has the gradient twice as large, and halves it.
+        for times, update in ((1, in_passes), (2, partial(in_one_pass, scale=0.5, rounded=rounded))):
             weight, state = start.clone(), empty_state(start, blocks)
             places = torch.arange(rows, device=device), torch.arange(columns, device=device)
             for number in (1, 2):
-                gradient = (start * number).sin() * torch.logspace(-9, 3, columns, device=device)
+                gradient = times * (start * number).sin() * torch.logspace(-9, 3, columns, device=device)
                 update(Matrix(weight, gradient, state, blocks, *places, number), options, 1e-2)
                 found.append({"weight": weight.clone(), **{kind: value.clone() for kind, value in state.items()}})
+        if not torch.equal(rounded, found[-1]["weight"].to(rounded.dtype)):
+            return f"rounded weights in rows of {columns}"
         for name in found[0]:  # the first update: behind it a code that differs by one makes others differ
             plain, fused = found[0][name].double(), found[2][name].double()
             if name in ("exp_avg", "exp_avg_root"):

@@ -83,6 +83,7 @@ def _update_kernel(
     first_rows_pointer,  # [R] int32: the turns' part that depends on the row and the update
     root_rows_pointer,  # [R]
     columns_pointer,  # [C] int32: their part that depends on the column
+    rounded_pointer,  # [R, C] the weight as the model computes with it, with ROUNDS
     columns,
     blocks_of_row,
     part,
@@ -93,12 +94,14 @@ def _update_kernel(
     one_less_beta1,
     beta2,
     one_less_beta2,
-    shrink,
+    scale,
+    decay,
     step_size,
     correction,
     epsilon,
     first_steps,
     root_steps,
+    ROUNDS: tl.constexpr,
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -107,15 +110,18 @@ def _update_kernel(
     row, column, place, largest, inside, there = _places(
         columns, blocks_of_row, part, blocks_of_part, size, tiles, BLOCKS, SIZE
     )
-    gradient = tl.load(gradient_pointer + place, mask=inside, other=0.0)
+    gradient = tl.load(gradient_pointer + place, mask=inside, other=0.0) * scale
     first = _read(first_pointer, first_largest_pointer, first_levels_pointer, place, largest, inside, there)
     first = first * beta1 + gradient * one_less_beta1
     root = _read(root_pointer, root_largest_pointer, root_levels_pointer, place, largest, inside, there)
     root = tl.sqrt(root * root * beta2 + gradient * gradient * one_less_beta2)
 
     weight = tl.load(weight_pointer + place, mask=inside, other=0.0)
-    weight = weight * shrink - step_size * (first / (root / correction + epsilon))
+    # A decay far below a weight's rounding is right on average: 1 - decay would not be.
+    weight = weight - (decay * weight + step_size * (first / (root / correction + epsilon)))
     tl.store(weight_pointer + place, weight, mask=inside)
+    if ROUNDS:
+        tl.store(rounded_pointer + place, weight.to(rounded_pointer.dtype.element_ty), mask=inside)
 
     along = tl.load(columns_pointer + column, mask=inside, other=0)
     turn = _turns(tl.load(first_rows_pointer + row), along)
@@ -136,7 +142,9 @@ def update_(
     along: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # the turns' parts: rows of both moments, columns
     decades: float,
     betas: tuple[float, float],
-    shrink: float,
+    scale: float,  # of the gradient
+    rounded: torch.Tensor | None,  # [R, C] the weight as the model computes with it
+    decay: float,
     step_size: float,
     correction: float,
     epsilon: float,
@@ -149,9 +157,9 @@ def update_(
     tiles = triton.cdiv(of_row, together)
     counts = [len(table) - 1 for table in levels]
     _update_kernel[(rows * tiles,)](
-        weight, gradient, *first, *root, *levels, *along,
+        weight, gradient, *first, *root, *levels, *along, weight if rounded is None else rounded,
         columns, of_row, blocks.part, blocks.blocks, blocks.size, tiles,
-        betas[0], 1 - betas[0], betas[1], 1 - betas[1], shrink, step_size, correction, epsilon,
+        betas[0], 1 - betas[0], betas[1], 1 - betas[1], scale, decay, step_size, correction, epsilon,
         *((count - 1) / decades for count in counts),
-        FIRST=counts[0], SECOND=counts[1], BLOCKS=together, SIZE=size,
+        ROUNDS=rounded is not None, FIRST=counts[0], SECOND=counts[1], BLOCKS=together, SIZE=size,
     )  # fmt: skip
