@@ -33,7 +33,7 @@ from truestep.policy.policy import Policy
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks, join
 from truestep.step.clipping import clip_scale, gradient_norm
-from truestep.step.optimizer import make_adamw, update
+from truestep.step.optimizer import kernels_serve, make_adamw, update
 from truestep.step.optimizers.adamw import AdamWOptions
 from truestep.step.plan import StepRule, plan_exactly
 from truestep.step.runner import StepRunner
@@ -141,7 +141,7 @@ def main() -> None:
     plan = plan_exactly(documents, rule, 0)
     objective = Objective(Grpo(0.2, 0.2), Denominator("labels"))
     runner = StepRunner(policy, objective, breadth_first=given.breadth_first)
-    optimizer = make_adamw(policy.weights, AdamWOptions((0.9, 0.999), 1e-8, 0.0))
+    optimizer = make_adamw(policy.weights, AdamWOptions((0.9, 0.999), 1e-8, 0.0), kernels=kernels_serve(policy.weights))
 
     def step() -> None:
         runner.accumulate(plan)

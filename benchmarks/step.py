@@ -35,7 +35,7 @@ from truestep.policy.loading.load import load_policy
 from truestep.policy.model.adapter import AdapterSettings, AdapterSource
 from truestep.policy.weights.protocol import Weights
 from truestep.step.clipping import clip_scale, gradient_norm
-from truestep.step.optimizer import make_adamw, make_adamw_8bit, make_muon, prepare, update
+from truestep.step.optimizer import kernels_serve, make_adamw, make_adamw_8bit, make_muon, prepare, update
 from truestep.step.optimizers.adamw import AdamWOptions
 from truestep.step.optimizers.by_weight import Home
 from truestep.step.optimizers.muon import MuonOptions
@@ -135,10 +135,11 @@ def flops(policy_parameters: int, embedding: int, documents: list[Rollout], give
 def make_optimizer(weights: Weights, given: argparse.Namespace) -> torch.optim.Optimizer:
     adamw = AdamWOptions((0.9, 0.999), 1e-8, 0.0)
     home = Home(given.offload != "none", round(given.offload_room * 2**30))
+    kernels = kernels_serve(weights, eight_bits=given.optimizer == "adamw_8bit")
     if given.optimizer == "muon":
         muon = MuonOptions(0.95, True, 5, "match_rms_adamw", 0.0, getattr(torch, given.ns_dtype))
-        return make_muon(weights, muon, adamw, home)
-    return (make_adamw_8bit if given.optimizer == "adamw_8bit" else make_adamw)(weights, adamw, home)
+        return make_muon(weights, muon, adamw, home, kernels=kernels)
+    return (make_adamw_8bit if given.optimizer == "adamw_8bit" else make_adamw)(weights, adamw, home, kernels=kernels)
 
 
 def main() -> None:

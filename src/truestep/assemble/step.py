@@ -24,6 +24,7 @@ from truestep.rollouts.source import Source
 from truestep.step.chosen import Chooser
 from truestep.step.optimizer import (
     LearningRate,
+    kernels_serve,
     load_optimizer,
     make_adamw,
     make_adamw_8bit,
@@ -195,7 +196,9 @@ def make_learning_rate(config: Config) -> LearningRate:
 
 
 def make_optimizer(config: Config, weights: Weights) -> torch.optim.Optimizer:
-    optimizer = config.optimizer
+    optimizer, kernels = config.optimizer, False
+    if not isinstance(optimizer, CustomOptimizer):
+        kernels = kernels_serve(weights, eight_bits=isinstance(optimizer, AdamW8BitConfig))
     if not weights.master:  # everything that this rank of a pipeline has is frozen
         return torch.optim.SGD([{"params": []}], lr=0.0)
     if isinstance(optimizer, CustomOptimizer):
@@ -211,7 +214,7 @@ def make_optimizer(config: Config, weights: Weights) -> torch.optim.Optimizer:
             optimizer.weight_decay,
             getattr(torch, optimizer.ns_dtype),
         )
-        return make_muon(weights, muon, adamw, home)
+        return make_muon(weights, muon, adamw, home, kernels=kernels)
     if isinstance(optimizer, AdamW8BitConfig):
-        return make_adamw_8bit(weights, adamw, home)
-    return make_adamw(weights, adamw, home)
+        return make_adamw_8bit(weights, adamw, home, kernels=kernels)
+    return make_adamw(weights, adamw, home, kernels=kernels)

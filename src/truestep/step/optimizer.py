@@ -12,6 +12,8 @@ from truestep.errors import TruestepError
 from truestep.policy.tensor_parts import NUMBER, STATE, TensorPart, Tensors, own_box, written_here
 from truestep.policy.weights.protocol import Weights
 from truestep.ranks import marks
+from truestep.step.optimizers import adamw
+from truestep.step.optimizers import eight_bits as eight_bits_
 from truestep.step.optimizers.adamw import AdamW, AdamWOptions
 from truestep.step.optimizers.by_weight import ON_DEVICE, STEP, ByWeight, Home
 from truestep.step.optimizers.eight_bits import AdamW8Bit, check_blocks
@@ -53,27 +55,39 @@ def grouped(weights: Mapping[str, torch.nn.Parameter]) -> Groups:
     return {"matrices": matrices, "vectors": {name: weight for name, weight in weights.items() if weight.ndim < 2}}
 
 
-def make_adamw(weights: Weights, options: AdamWOptions, home: Home = ON_DEVICE) -> ByWeight:
+def kernels_serve(weights: Weights, *, eight_bits: bool = False) -> bool:
+    """Tell whether the kernels of AdamW, and of AdamW in 8 bits, serve on every rank: ranks that have the same weights
+    must update them alike. Every rank calls this, one that trains nothing as well."""
+    kinds = (adamw.kernel_serves, eight_bits_.kernel_serves) if eight_bits else (adamw.kernel_serves,)
+    here = not weights.master or all(serves(weights.device, weights.dtype) for serves in kinds)
+    return all(weights.ranks.gather(here))
+
+
+def make_adamw(weights: Weights, options: AdamWOptions, home: Home = ON_DEVICE, *, kernels: bool = False) -> ByWeight:
     """Make AdamW, which never decays norms and biases: they are vectors."""
     matrices, vectors = grouped(weights.master).values()
-    decaying = AdamW.on(weights, options)
+    decaying = AdamW(options, kernels)
     return ByWeight(weights, [(decaying, matrices), (decaying.without_decay(), vectors)], home)
 
 
-def make_adamw_8bit(weights: Weights, options: AdamWOptions, home: Home = ON_DEVICE) -> ByWeight:
+def make_adamw_8bit(
+    weights: Weights, options: AdamWOptions, home: Home = ON_DEVICE, *, kernels: bool = False
+) -> ByWeight:
     """Make AdamW with moments in 8 bits; those of vectors, which ranks cut anywhere, stay float32."""
     matrices, vectors = grouped(weights.master).values()
     check_blocks(weights, [name for name, piece in weights.pieces.items() if len(piece.shape) >= 2])
-    plain = AdamW.on(weights, options).without_decay()
-    return ByWeight(weights, [(AdamW8Bit.on(weights, options), matrices), (plain, vectors)], home)
+    plain = AdamW(options, kernels).without_decay()
+    return ByWeight(weights, [(AdamW8Bit(weights, options, kernels), matrices), (plain, vectors)], home)
 
 
-def make_muon(weights: Weights, muon: MuonOptions, adamw: AdamWOptions, home: Home = ON_DEVICE) -> ByWeight:
+def make_muon(
+    weights: Weights, muon: MuonOptions, options: AdamWOptions, home: Home = ON_DEVICE, *, kernels: bool = False
+) -> ByWeight:
     """Make Muon for the matrices between the embedding and the head, and AdamW for all else."""
     matrices, vectors = grouped(weights.master).values()
     ends = {name: weight for name, weight in matrices.items() if weights.pieces[name].at_end}
     inner = {name: weight for name, weight in matrices.items() if name not in ends}
-    decaying = AdamW.on(weights, adamw)
+    decaying = AdamW(options, kernels)
     return ByWeight(
         weights, [(Muon(weights, muon), inner), (decaying, ends), (decaying.without_decay(), vectors)], home
     )

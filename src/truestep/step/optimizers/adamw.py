@@ -10,9 +10,8 @@ from functools import cache
 
 import torch
 
-from truestep.policy.weights.protocol import Weights
 from truestep.self_test import serves
-from truestep.step.optimizers.by_weight import Slot, State, Update, on_all_ranks, round_weights, scale_gradients
+from truestep.step.optimizers.by_weight import Slot, State, Update, round_weights, scale_gradients
 
 
 @dataclass(frozen=True)
@@ -27,11 +26,6 @@ class AdamW:
     options: AdamWOptions
     kernel: bool = False  # it serves, on every rank
     together: None = None
-
-    @staticmethod
-    def on(weights: Weights, options: AdamWOptions) -> "AdamW":
-        """Make the rule for some weights. Every rank calls this."""
-        return AdamW(options, on_all_ranks(weights, lambda: kernel_serves(weights.device, weights.dtype)))
 
     def without_decay(self) -> "AdamW":
         return replace(self, options=replace(self.options, weight_decay=0.0))

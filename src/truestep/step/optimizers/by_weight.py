@@ -267,9 +267,3 @@ def _rows(tensor: torch.Tensor) -> int:
 
 def _of_rows(state: Mapping[str, torch.Tensor], rows: slice) -> State:
     return {kind: some_rows(value, rows) for kind, value in state.items() if kind != STEP}
-
-
-def on_all_ranks(weights: Weights, serves: Callable[[], bool]) -> bool:
-    """Tell whether something serves on every rank: those that have the same weights must update them alike. Every rank
-    calls this."""
-    return all(weights.ranks.gather(serves()))

@@ -24,7 +24,7 @@ from truestep.policy.cuts.blocks import PARTS, Blocks
 from truestep.policy.weights.protocol import Weights
 from truestep.self_test import serves
 from truestep.step.optimizers.adamw import AdamWOptions
-from truestep.step.optimizers.by_weight import Slot, State, Update, on_all_ranks, round_weights, scale_gradients
+from truestep.step.optimizers.by_weight import Slot, State, Update, round_weights, scale_gradients
 
 DECADES = 5.0
 FIRST, SECOND = 127, 255  # levels above 0
@@ -105,11 +105,6 @@ class AdamW8Bit:
     _known_places: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=dict, compare=False, repr=False
     )
-
-    @staticmethod
-    def on(weights: Weights, options: AdamWOptions) -> "AdamW8Bit":
-        """Make the rule for some weights. Every rank calls this."""
-        return AdamW8Bit(weights, options, on_all_ranks(weights, lambda: kernel_serves(weights.device, weights.dtype)))
 
     def begin(self, name: str, part: torch.Tensor) -> State:
         return empty_state(part, self._blocks(name))
