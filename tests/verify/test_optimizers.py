@@ -96,13 +96,13 @@ def states_that_stay() -> None:
 
 
 def moments_that_begin_anew() -> None:
-    honest = by_weight.ByWeight.step
+    honest = by_weight.ByWeight.prepare
 
-    def step(self: Any, closure: Any = None) -> None:
+    def prepare(self: Any) -> None:
         self.state.clear()
         honest(self)
 
-    by_weight.ByWeight.step = step  # type: ignore[method-assign]
+    by_weight.ByWeight.prepare = prepare  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
