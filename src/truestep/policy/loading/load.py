@@ -28,7 +28,7 @@ from truestep.policy.loading.probe import (
     probe_half_precision,
     probe_stages,
 )
-from truestep.policy.model import attention
+from truestep.policy.model import attention, norms
 from truestep.policy.model.adapter import Adapter, AdapterSource
 from truestep.policy.model.adding import add_in_products
 from truestep.policy.model.compiled import compile_layers
@@ -111,7 +111,7 @@ def load_policy(
     pieces, exchange = _cut(model, probe, stages, place, ranks)
     weights = _weights_of(model, compute, ranks, pieces, place, masters_on_host, reshard_after_forward, reduce_each)
     _check_numbers(directory, weights)
-    _finish_layers(model, weights, compiled)
+    _finish_layers(model, weights, compiled, how)
     _finish_embedding(model, weights, rounds and alone)
     model.set_attn_implementation(choice.name)
     parts = (tokenizer, read_companions(directory), stages, buffers, choice, adapted)
@@ -126,13 +126,16 @@ def _finish_embedding(model: Any, weights: Weights, rounds: bool) -> None:
         accumulate_in_float32(model)
 
 
-def _finish_layers(model: Any, weights: Weights, compiled: bool) -> None:
-    """Have layers report what they have done, and compiled ones add gradients where they are made."""
+def _finish_layers(model: Any, weights: Weights, compiled: bool, how: str) -> None:
+    """Have layers report what they have done, and compiled ones add gradients where they are made. `how`: what they
+    recompute. Layers that make norms again do so in the kernels of norms' gradients, which are the compiler's then."""
     layers = layers_of(model)[1]
     for layer in layers:
         layer.register_forward_hook(marks.layer_done)
     if compiled and isinstance(weights, WholeWeights):
         add_in_products(layers, weights, weights.rounded)
+        if how != ELEMENTWISE and norms.kernel_serves(weights.device, weights.dtype):
+            norms.add_in_norms(layers, weights, weights.rounded)
 
 
 def _compile(model: Any, how: str) -> None:

@@ -8,6 +8,7 @@
 | model/compiled.py | forward, gradient_checkpointing | compiled layers; the attribute that switches recomputation on |
 | model/embedding.py | forward, padding_idx, _parameters, weight | a token's gradient in float32; nn.Embedding's own |
 | model/flash.py | register_autograd | operators of torch.compile; public doors |
+| model/norms.py | __class__, own_form | norms add their weights' gradients; what a norm computes is compared |
 | model/training.py | p, setattr | no dropout or jitter; floats of modules by their names |
 | loading/borrowed.py | register_forward_hook | layers with borrowed weights add a part; public hooks |
 | loading/load.py | register_forward_hook | layers report that they are done; public hooks |

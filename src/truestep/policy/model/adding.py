@@ -29,9 +29,14 @@ class Buffers(Protocol):
         """Have each group of parameters lie one behind another in memory."""
 
 
-# By the address of a matrix: who keeps its gradient, and the parameter.
+# By the address of a weight: who keeps its gradient, and the parameter.
 _keepers: dict[int, tuple[weakref.ref[Any], weakref.ref[torch.nn.Parameter]]] = {}
 _numbers = itertools.count()
+
+
+def next_number() -> int:
+    """Give a number that no other call has."""
+    return next(_numbers)
 
 
 @operator(
@@ -91,11 +96,22 @@ def matrices_backward(
 
 
 def _add(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    keeper, parameter = keeper_of(weight)
+    keeper.add_product(parameter, gradient.flatten(0, -2), x.flatten(0, -2))
+
+
+def keep(keeper: Any, parameter: torch.nn.Parameter) -> None:
+    """Remember who keeps a parameter's gradient, by where it lies."""
+    _keepers[parameter.data_ptr()] = weakref.ref(keeper), weakref.ref(parameter)
+
+
+def keeper_of(weight: torch.Tensor) -> tuple[Any, torch.nn.Parameter]:
+    """Find who keeps the gradient of a parameter that lies where this weight does, and the parameter."""
     found = _keepers.get(weight.data_ptr())
     keeper, parameter = (None, None) if found is None else (found[0](), found[1]())
     if keeper is None or parameter is None:
-        raise RuntimeError("a compiled layer's matrix was copied, moved or let go of before its backward pass")
-    keeper.add_product(parameter, gradient.flatten(0, -2), x.flatten(0, -2))
+        raise RuntimeError("a compiled layer's weight was copied, moved or let go of before its backward pass")
+    return keeper, parameter
 
 
 class _Product(torch.autograd.Function):
@@ -106,7 +122,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return torch.ops.truestep.linear_backward(gradient, *ctx.saved_tensors, next(_numbers)), None
+        return torch.ops.truestep.linear_backward(gradient, *ctx.saved_tensors, next_number()), None
 
 
 @torch.compiler.allow_in_graph  # the backward pass is traced as it runs, with its numbers
@@ -127,13 +143,13 @@ def add_in_products(layers: Iterable[torch.nn.Module], keeper: Buffers, kept: It
     for place in [place for place, (_, parameter) in _keepers.items() if parameter() is None]:
         del _keepers[place]
     wanted = set(kept)
-    found = [module for layer in layers for module in _called(layer)]
+    found = [module for layer in layers for module in called(layer)]
     for module in found:
         if type(module) is not torch.nn.Linear or "forward" in vars(module) or module.bias is not None:
             continue
         if module.weight in wanted:
             module.__class__ = AddingLinear
-            _keepers[module.weight.data_ptr()] = weakref.ref(keeper), weakref.ref(module.weight)
+            keep(keeper, module.weight)
     keeper.lay_together(group for module in found for group in _side_by_side(module))
 
 
@@ -147,12 +163,12 @@ def _side_by_side(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
             yield matrices
 
 
-def _called(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def called(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """List the modules that are called: a layer with an adapter reads the matrices of its own."""
     yield module
     if not isinstance(module, LoraLinear):
         for child in module.children():
-            yield from _called(child)
+            yield from called(child)
 
 
 def moved(parameter: torch.Tensor, before: int) -> None:

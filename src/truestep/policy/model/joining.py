@@ -12,7 +12,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.lowering import register_lowering
 from torch.utils.checkpoint import CheckpointPolicy
 
-from truestep.policy.model import adding, joined
+from truestep.policy.model import adding, joined, norms
 from truestep.policy.model.joined import result_of
 
 aten, OURS = torch.ops.aten, torch.ops.truestep
@@ -32,7 +32,7 @@ class Join(CustomGraphPass):
                 _join(graph, products)
 
     def uuid(self) -> Any:
-        return type(self).__name__, get_hash_for_files((__file__, joined.__file__, adding.__file__))
+        return type(self).__name__, get_hash_for_files((__file__, joined.__file__, adding.__file__, norms.__file__))
 
 
 def _weight_of(node: torch.fx.Node) -> torch.fx.Node | None:
@@ -91,6 +91,8 @@ class JoinBackward(Join):
             total = _total(products) if len(products) > 1 else None
             if total is not None:
                 _join_backward(graph, products, total)
+        for norm in graph.find_nodes(op="call_function", target=OURS.norm_backward.default):
+            _add_what_else_flows(graph, norm)
         if self._parts:
             _part(graph)
 
@@ -125,6 +127,29 @@ def _join_backward(graph: torch.fx.Graph, products: Sequence[torch.fx.Node], tot
         joined.meta["val"] = total.meta["val"]
     total.replace_all_uses_with(joined)
     graph.eliminate_dead_code()
+
+
+def _add_what_else_flows(graph: torch.fx.Graph, norm: torch.fx.Node) -> None:
+    """Have the kernel of a norm's gradient add what else flows to the same rows, where that is all that is done with
+    it."""
+    if len(norm.users) != 1:
+        return
+    total = next(iter(norm.users))
+    if total.target is not aten.add.Tensor or total.kwargs:
+        return
+    others = [node for node in total.args if node is not norm]
+    if len(others) != 1 or not isinstance(others[0], torch.fx.Node):
+        return
+    made, other = norm.meta["val"], others[0].meta["val"]
+    if other.dtype != made.dtype or other.shape != made.shape:
+        return
+    gradient, x, weight, _, *constants = norm.args
+    with graph.inserting_before(total):
+        found = graph.call_function(OURS.norm_backward.default, (gradient, x, weight, others[0], *constants))
+        found.meta["val"] = total.meta["val"]
+    total.replace_all_uses_with(found)
+    graph.erase_node(total)
+    graph.erase_node(norm)
 
 
 def _part(graph: torch.fx.Graph) -> None:

@@ -101,6 +101,12 @@ class WholeWeights(Weights):
             torch.addmm(buffer, gradient.T, rows, out_dtype=buffer.dtype, out=buffer)
 
     @torch.no_grad()
+    def add_sum(self, parameter: torch.nn.Parameter, parts: torch.Tensor) -> None:
+        from truestep.policy.model.norm_kernel import add_up  # Triton
+
+        add_up(parts, self._buffers[parameter], adds=not self._is_first(parameter))
+
+    @torch.no_grad()
     def add_rows(self, parameter: torch.nn.Parameter, rows: torch.Tensor, gradients: torch.Tensor) -> None:
         """Add gradients [T, H] of some rows [T] of one of the model's parameters, among which rows may be equal."""
         buffer, gradients = self._filled(parameter), gradients.to(torch.float32)

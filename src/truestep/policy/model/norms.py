@@ -1,0 +1,179 @@
+"""Root-mean-square norms of compiled layers on a GPU, whose backward pass is one kernel (`norm_kernel.py`). A compiler
+makes two or three of it, and a sum of a thousand rows. The forward pass stays the module's own, number for number, and
+is compiled with what is around it.
+
+As for products (`adding.py`), autograd does not see the norm's weight: its gradient is added to its float32 buffer. A
+norm is known by what it computes, not by its name.
+
+Dimensions: R rows, K numbers of a row, P parts of a sum.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from truestep.operators import operator
+from truestep.policy.model.adding import called, keep, keeper_of, next_number
+from truestep.self_test import serves
+
+SMALLEST = 512  # numbers of a row: norms of heads are small, and stay with what turns their heads
+
+
+_SIZES = (1, 512), (700, 2048), (37, 3584), (5, 16_384)  # rows and numbers of a row that are tried
+
+
+class Sums(Protocol):
+    """What keeps the gradients."""
+
+    def add_sum(self, parameter: torch.nn.Parameter, parts: torch.Tensor) -> None:
+        """Add the sum of parts, [P, K], to the gradient of a parameter."""
+
+
+def _rounded_first(normed: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return weight * normed.to(dtype)
+
+
+def _rounded_last(normed: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (weight * normed).to(dtype)
+
+
+def _from_one(normed: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (normed * (1.0 + weight.float())).to(dtype)
+
+
+_FORMS: tuple[Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor], ...]
+_FORMS = _rounded_first, _rounded_last, _from_one
+
+
+def _compute(x: torch.Tensor, weight: torch.Tensor, epsilon: float, form: int) -> torch.Tensor:
+    wide = x.to(torch.float32)
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return _FORMS[form](normed, weight, x.dtype)
+
+
+@operator(
+    "norm_backward(Tensor gradient, Tensor x, Tensor weight, Tensor? onto, float epsilon, float offset, int number)"
+    " -> Tensor",
+    lambda _, x, *__: x.new_empty(x.shape),
+)
+@torch.no_grad()
+def norm_backward(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    onto: torch.Tensor | None,
+    epsilon: float,
+    offset: float,
+    number: int,
+) -> torch.Tensor:
+    """Give the gradient of rows, [..., K], `onto` what else flows to them, and add the weight's, [K], to its buffer.
+    `number` is another one wherever it is called."""
+    from truestep.policy.model.norm_kernel import backward
+
+    result, parts = backward(gradient, x, weight, onto, epsilon, offset)
+    keeper, parameter = keeper_of(weight)
+    keeper.add_sum(parameter, parts)
+    return result
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float, form: int) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.constants = epsilon, float(_FORMS[form] is _from_one)
+        return _compute(x, weight, epsilon, form)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        operator = torch.ops.truestep.norm_backward
+        return operator(gradient, x, weight, None, *ctx.constants, next_number()), None, None, None
+
+
+@torch.compiler.allow_in_graph  # the backward pass is traced as it runs, with its numbers
+def _norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, form: int) -> Any:
+    return _Norm.apply(x, weight, epsilon, form)
+
+
+class AddingNorm(torch.nn.Module):
+    """What is put before the class of a norm."""
+
+    own_form: tuple[float, int]
+
+    def forward(self, x: torch.Tensor, *others: Any, **named: Any) -> Any:
+        if torch.is_grad_enabled() and x.requires_grad and not others and not named:
+            return _norm(x, self.weight.detach(), *self.own_form)
+        return super().forward(x, *others, **named)
+
+
+def add_in_norms(layers: Iterable[torch.nn.Module], keeper: Sums, kept: Iterable[torch.nn.Parameter]) -> None:
+    """Have the layers' norms add their weights' gradients so, if the keeper has buffers for them."""
+    wanted = set(kept)
+    for module in [module for layer in layers for module in called(layer)]:
+        weight = getattr(module, "weight", None)
+        if isinstance(module, AddingNorm) or weight not in wanted or "forward" in vars(module):
+            continue
+        form = _form_of(module, weight)
+        if form is not None:
+            module.__class__ = _adding(type(module))
+            module.own_form = form
+            keep(keeper, weight)
+
+
+@cache
+def _adding(norm: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    return type(norm.__name__, (AddingNorm, norm), {"__module__": norm.__module__})
+
+
+def _form_of(module: torch.nn.Module, weight: torch.Tensor) -> tuple[float, int] | None:
+    """Find the form of a norm: its epsilon, and which of ours gives the same numbers; None: it is none of them."""
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    alone = [name for name, _ in module.named_parameters()] == ["weight"] and not list(module.buffers())
+    if not isinstance(epsilon, float) or not alone or weight.ndim != 1 or not SMALLEST <= len(weight) <= 16_384:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    x, random = (torch.randn(*shape, len(weight), generator=generator) for shape in ((2, 3), ()))
+    x, random = x.to(weight.dtype), random.to(weight.dtype)
+    with torch.no_grad():
+        try:
+            found = torch.func.functional_call(module, {"weight": random}, (x,))
+        except Exception:  # it takes something else
+            return None
+        forms = (form for form in range(len(_FORMS)) if torch.equal(found, _compute(x, random, epsilon, form)))
+        form = next(forms, None)
+    return None if form is None else (epsilon, form)
+
+
+@cache
+def kernel_serves(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether the kernel runs on a device, and computes there what autograd does, in `dtype`."""
+    if device.type != "cuda":
+        return False
+    return serves("the kernel of norms' gradients", "compiled code has them", lambda: wrong_on(device, dtype))
+
+
+def wrong_on(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Name what the kernel gets wrong on a device: rows of several sizes, with and without what else flows to them."""
+    from truestep.policy.model.norm_kernel import add_up, backward
+
+    generator = torch.Generator().manual_seed(0)
+    for rows, width in _SIZES:
+        gradient, x, onto = (torch.randn(rows, width, generator=generator).to(device, dtype) for _ in range(3))
+        weight = torch.randn(width, generator=generator).to(device, dtype)
+        exact_x, exact_weight = (tensor.double().requires_grad_() for tensor in (x, weight))
+        normed = exact_x * torch.rsqrt(exact_x.square().mean(-1, keepdim=True) + 1e-6)
+        (normed * (0.5 + exact_weight)).backward(gradient.double())
+        assert exact_x.grad is not None and exact_weight.grad is not None
+        for added in (None, onto):
+            found, parts = backward(gradient, x, weight, added, 1e-6, 0.5)
+            total = torch.ones(width, device=device)
+            add_up(parts, total, adds=added is not None)
+            total -= float(added is not None)
+            right = exact_x.grad + (0 if added is None else added)
+            if not torch.allclose(found.double(), right, rtol=torch.finfo(dtype).eps, atol=1e-5):
+                return f"gradients of {rows} rows of {width} numbers"
+            if not torch.allclose(total.double(), exact_weight.grad, rtol=1e-4, atol=1e-3):
+                return f"a weight's gradient over {rows} rows of {width} numbers"
+    return None

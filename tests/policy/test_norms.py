@@ -1,0 +1,234 @@
+"""The backward pass of norms in one kernel: on a GPU for real, elsewhere in Triton's interpreter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor import config as inductor
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+from documents import make_documents, pack_all
+from truestep.policy.loading.load import load_policy
+from truestep.policy.model import norms
+from truestep.policy.model.joining import JoinBackward, training_backend
+from truestep.policy.model.norms import AddingNorm, add_in_norms
+from truestep.policy.weights.whole import WholeWeights
+
+pytest.importorskip("triton")
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter does not round to bfloat16
+OURS = torch.ops.truestep
+DOCUMENTS = make_documents([9, 1, 30, 4], seed=2)
+Made = Callable[[str], Path]
+
+
+@pytest.fixture(autouse=True)
+def small_norms_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if DEVICE.type == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(norms, "SMALLEST", 4)
+    torch._dynamo.reset()
+    with inductor.patch(force_disable_caches=True):
+        yield
+    torch._dynamo.reset()
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE, dtype)
+
+
+def by_loops(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of rows and of the weight, number after number."""
+    count = x.shape[1]
+    of_rows, of_weight = [], [0.0] * count
+    for g, row in zip(gradient.double().tolist(), x.double().tolist(), strict=True):
+        scale = 1 / math.sqrt(sum(number * number for number in row) / count + epsilon)
+        weighted = [a * (b + offset) for a, b in zip(g, weight.double().tolist(), strict=True)]
+        inner = sum(a * b for a, b in zip(weighted, row, strict=True)) / count
+        of_rows.append([scale * a - scale**3 * inner * b for a, b in zip(weighted, row, strict=True)])
+        of_weight = [total + a * b * scale for total, a, b in zip(of_weight, g, row, strict=True)]
+    return torch.tensor(of_rows, dtype=torch.float64), torch.tensor(of_weight, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (7, 5), (50, 40), (3, 300)])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_gradients_are_those_of_plain_loops(rows: int, width: int, offset: float, dtype: torch.dtype) -> None:
+    from truestep.policy.model.norm_kernel import add_up, backward
+
+    gradient, x, onto = (random(rows, width, dtype=dtype, seed=seed) for seed in range(3))
+    weight = random(width, dtype=dtype)
+    right, of_weight = by_loops(gradient, x, weight, 1e-3, offset)
+    near = {"rtol": torch.finfo(dtype).eps, "atol": 2e-6}
+    for added in (None, onto):
+        found, parts = backward(gradient, x, weight, added, 1e-3, offset)
+        assert found.dtype == dtype
+        expected = right if added is None else right + added.double().cpu()
+        torch.testing.assert_close(found.double().cpu(), expected, **near)
+        total = torch.full((width,), math.nan, device=DEVICE)
+        add_up(parts, total, adds=False)
+        torch.testing.assert_close(total.double().cpu(), of_weight, rtol=1e-5, atol=1e-5)
+        add_up(parts, total, adds=True)
+        torch.testing.assert_close(total.double().cpu(), 2 * of_weight, rtol=1e-5, atol=1e-5)
+
+
+def test_the_check_before_use_passes_and_finds_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    from truestep.policy.model import norm_kernel
+
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(norms, "_SIZES", [(1, 64), (9, 50)])
+    assert norms.wrong_on(DEVICE, HALF) is None
+    honest = norm_kernel.backward
+    monkeypatch.setattr(norm_kernel, "backward", lambda *given: honest(*given[:-2], 1e-1, given[-1]))
+    assert str(norms.wrong_on(DEVICE, HALF)).startswith("gradients of 1 rows")
+    monkeypatch.setattr(norm_kernel, "backward", honest)
+    monkeypatch.setattr(norm_kernel, "add_up", lambda parts, total, adds: total.copy_(parts.sum(0)))
+    assert "a weight's gradient over 1 rows" in str(norms.wrong_on(DEVICE, HALF))
+
+
+class Kept:
+    """Keeps the gradients of weights."""
+
+    def __init__(self) -> None:
+        self.totals: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    def add_sum(self, parameter: torch.nn.Parameter, parts: torch.Tensor) -> None:
+        self.totals[parameter] = self.totals.get(parameter, torch.zeros(1, device=DEVICE)) + parts.sum(0)
+
+
+class Scaled(torch.nn.Module):
+    """Looks like a norm, and is none."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.ones(width)), 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x / (x.abs().amax(-1, keepdim=True) + self.eps)
+
+
+class Gated(Scaled):
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gate * super().forward(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Olmo2RMSNorm, Gemma2RMSNorm])
+def test_a_norm_is_known_by_what_it_computes_and_stays_what_it_was(kind: Any, dtype: torch.dtype) -> None:
+    """Number for number, also where a kind of norm rounds at another place."""
+    norm, plain = kind(96, eps=1e-5), kind(96, eps=1e-5)
+    weight = torch.randn(96, generator=torch.Generator().manual_seed(1))
+    for each in (norm, plain):
+        each.weight.data = weight.to(dtype)
+    kept = Kept()
+    add_in_norms([norm], kept, [norm.weight])
+    assert isinstance(norm, AddingNorm) and isinstance(norm, kind) and type(norm).__name__ == kind.__name__
+    x = torch.randn(4, 3, 96, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
+    assert torch.equal(norm(x), plain(x))
+    with torch.no_grad():
+        assert torch.equal(norm(x), plain(x))
+    norm(x).float().sin().sum().backward()
+    found, x.grad = x.grad, None
+    plain(x).float().sin().sum().backward()
+    rough = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 8 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(found, x.grad, **rough)
+    assert norm.weight.grad is None
+    torch.testing.assert_close(kept.totals[norm.weight].cpu(), plain.weight.grad.float(), rtol=1e-1, atol=3e-2)
+
+
+@pytest.mark.parametrize("module", [Scaled(8), Gated(8), torch.nn.LayerNorm(8, bias=False), torch.nn.LayerNorm(8)])
+def test_another_module_is_left_alone(module: Any) -> None:
+    before = type(module)
+    add_in_norms([module], Kept(), [module.weight])
+    assert type(module) is before
+
+
+class Layer(torch.nn.Module):
+    """A norm beside its rows, one whose rows go on alone, and one that runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.twice = (LlamaRMSNorm(12) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.second(self.first(x).sin())
+        return self.twice(x) + self.twice(x * 1.5) + self.twice(x)
+
+
+def test_compiled_layers_add_what_else_flows_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[torch.fx.Graph] = []
+    join = JoinBackward.__call__
+
+    def told(self: JoinBackward, graph: torch.fx.Graph) -> None:
+        join(self, graph)
+        graph.lint()
+        graphs.append(graph)
+
+    monkeypatch.setattr(JoinBackward, "__call__", told)
+    layer, exact, kept = Layer().to(DEVICE), Layer().double().to(DEVICE), Kept()
+    for parameter, double in zip(layer.parameters(), exact.parameters(), strict=True):
+        parameter.data = random(12, seed=len(graphs) + parameter.numel())
+        double.data = parameter.data.double()
+    add_in_norms([layer], kept, layer.parameters())
+    run = torch.compile(layer.forward, backend=training_backend("inductor", False), dynamic=True)
+    for tokens in (5, 9):
+        kept.totals.clear()
+        exact.zero_grad()
+        x = random(1, tokens, 12).requires_grad_()
+        wide = x.detach().double().requires_grad_()
+        run(x).sin().sum().backward()
+        exact(wide).sin().sum().backward()
+        torch.testing.assert_close(x.grad.double(), wide.grad, rtol=1e-4, atol=1e-5)
+        for parameter, double in zip(layer.parameters(), exact.parameters(), strict=True):
+            torch.testing.assert_close(kept.totals[parameter].double(), double.grad, rtol=1e-4, atol=1e-5)
+    calls = [node for graph in graphs for node in graph.nodes if node.target is OURS.norm_backward.default]
+    assert len(calls) == 5 and len({call.args[-1] for call in calls}) == 5, "equal ones too, each by its number"
+    assert sum(call.args[3] is not None for call in calls) >= 2
+    sums = [node for graph in graphs for node in graph.nodes if node.target is torch.ops.aten.add.Tensor]
+    assert not any(
+        call in node.args for call in calls for node in sums if call.args[3] is None and len(call.users) == 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "recompute"), [("qwen3_tied", False), ("gemma2", True), ("qwen3_tied", "elementwise")]
+)
+def test_a_compiled_policys_norms_are_ours(
+    kind: str, recompute: bool | str, tiny_model: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every norm of its layers but where they are made again beside their gradients; its gradients are those of
+    float32."""
+    monkeypatch.setattr(norms, "kernel_serves", lambda *_: True)
+    # Norms in half precision are summed in float32: the policy's own float32 gradients are the measure.
+    exact = load_policy(tiny_model(kind), activation_checkpointing=recompute)
+    policy = load_policy(tiny_model(kind), dtype="bfloat16", activation_checkpointing=recompute, compiled=True)
+    changed = {f"{name}.weight" for name, module in policy.model.named_modules() if isinstance(module, AddingNorm)}
+    every = {name for name, module in policy.model.base_model.layers.named_modules() if "norm" in name}
+    assert len(changed) == (0 if recompute == "elementwise" else len(every))
+    told, add_sum = list[str](), WholeWeights.add_sum
+    names = {parameter: name for name, parameter in policy.model.named_parameters()}
+
+    def add(weights: WholeWeights, parameter: torch.nn.Parameter, parts: torch.Tensor) -> None:
+        told.append(names[parameter])
+        add_sum(weights, parameter, parts)
+
+    monkeypatch.setattr(WholeWeights, "add_sum", add)
+    for each in (exact, policy):
+        each.weights.zero_gradients()
+        for documents in (DOCUMENTS, DOCUMENTS[1:3]):
+            hidden = each.hidden(pack_all(documents).tokens)
+            (hidden.float() * torch.linspace(-1, 1, hidden.shape[1], device=hidden.device)).sum().backward()
+    assert sorted(told) == sorted([*changed, *changed])
+    found, expected = policy.weights.gradients, exact.weights.gradients
+    for name in changed:
+        assert float((found[name] - expected[name]).norm() / expected[name].norm()) < 0.05, name
