@@ -131,3 +131,20 @@ def test_without_triton_the_torch_passes_serve_silently() -> None:
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("rows", "width"), [(1, 1), (7, 61), (40, 700), (5000, 3001) if DEVICE == "cuda" else (33, 1100)]
+)
+def test_rows_move_to_the_front_where_they_lie(rows: int, width: int) -> None:
+    from truestep.head.kernels import to_front_
+
+    generator = torch.Generator().manual_seed(rows)
+    wide = torch.randn(rows, width + 3, generator=generator).to(DEVICE, torch.float16)
+    for share in (0.0, 0.1, 0.6, 1.0):
+        values = wide.clone()[:, :width]
+        index = (torch.rand(rows, generator=generator) < share).nonzero().flatten().to(DEVICE)
+        moved = to_front_(values, index)
+        assert torch.equal(moved, wide[index, :width])
+        assert moved.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
+        assert torch.equal(values[len(index) :], wide[len(index) :, :width]), "what lies behind stays"

@@ -179,7 +179,7 @@ def test_compiled_layers_add_what_else_flows_in_the_kernel(monkeypatch: pytest.M
     for parameter, double in zip(layer.parameters(), exact.parameters(), strict=True):
         parameter.data = random(12, seed=len(graphs) + parameter.numel())
         double.data = parameter.data.double()
-    add_in_norms([layer], kept, layer.parameters())
+    add_in_norms(layer.modules(), kept, layer.parameters())
     run = torch.compile(layer.forward, backend=training_backend("inductor", False), dynamic=True)
     for tokens in (5, 9):
         kept.totals.clear()
@@ -201,20 +201,19 @@ def test_compiled_layers_add_what_else_flows_in_the_kernel(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("kind", "recompute"), [("qwen3_tied", False), ("gemma2", True), ("qwen3_tied", "elementwise")]
+    ("kind", "compiled", "recompute"),
+    [("qwen3_tied", True, False), ("gemma2", True, True), ("qwen3_tied", True, "elementwise"), ("llama", False, True)],
 )
-def test_a_compiled_policys_norms_are_ours(
-    kind: str, recompute: bool | str, tiny_model: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_policys_norms_are_ours(
+    kind: str, compiled: bool, recompute: bool | str, tiny_model: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every norm of its layers but where they are made again beside their gradients; its gradients are those of
-    float32."""
+    """Every norm, but of layers that make them again beside their gradients."""
     monkeypatch.setattr(norms, "kernel_serves", lambda *_: True)
-    # Norms in half precision are summed in float32: the policy's own float32 gradients are the measure.
     exact = load_policy(tiny_model(kind), activation_checkpointing=recompute)
-    policy = load_policy(tiny_model(kind), dtype="bfloat16", activation_checkpointing=recompute, compiled=True)
+    policy = load_policy(tiny_model(kind), dtype="bfloat16", activation_checkpointing=recompute, compiled=compiled)
     changed = {f"{name}.weight" for name, module in policy.model.named_modules() if isinstance(module, AddingNorm)}
-    every = {name for name, module in policy.model.base_model.layers.named_modules() if "norm" in name}
-    assert len(changed) == (0 if recompute == "elementwise" else len(every))
+    every = {f"{name}.weight" for name, _ in policy.model.named_modules() if name.endswith("norm")}
+    assert changed == ({"model.norm.weight"} if recompute == "elementwise" else every) and len(every) > 4
     told, add_sum = list[str](), WholeWeights.add_sum
     names = {parameter: name for name, parameter in policy.model.named_parameters()}
 

@@ -8,7 +8,7 @@ there, blocks of the weight are upcast, and gradients stay float32.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -153,12 +153,22 @@ def logits_gradient_(
     return gradient if slope is None else gradient.mul_(slope)
 
 
+def to_front_(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Move rows to the front, block by block: none is written over before it has moved, since their numbers rise."""
+    most = max(1, _BLOCK_BYTES // (tensor.shape[1] * tensor.itemsize))
+    for start in range(0, len(rows), most):
+        block = rows[start : start + most]
+        tensor[start : start + len(block)] = tensor[block]
+    return tensor[: len(rows)]
+
+
 @dataclass(frozen=True)
 class LogitsGradient:
     """dL/d(h Wᵀ) as it enters the two backward products."""
 
     high: torch.Tensor  # [C, V] in the weight's type, or wider
     low: torch.Tensor | None = None  # [C, V] what rounding to that type left
+    to_front_: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = to_front_
 
     @property
     def _parts(self) -> list[torch.Tensor]:
@@ -166,7 +176,8 @@ class LogitsGradient:
 
     def select_(self, rows: torch.Tensor) -> "LogitsGradient":
         """Give some rows, whose numbers rise, in the memory of all."""
-        return LogitsGradient(_to_front_(self.high, rows), None if self.low is None else _to_front_(self.low, rows))
+        high, *low = (self.to_front_(part, rows) for part in self._parts)
+        return LogitsGradient(high, low[0] if low else None)
 
     def of_hidden_(self, weight: torch.Tensor, out: torch.Tensor) -> None:  # [V, H], [C, H]
         """Write the gradient of the hidden states into `out`, which is float32 or wider."""
@@ -189,15 +200,6 @@ class LogitsGradient:
                 torch.addmm(buffer, part.T, hidden, out_dtype=buffer.dtype, out=buffer)
             else:
                 buffer.addmm_(part.T, hidden.to(part.dtype))
-
-
-def _to_front_(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Move rows to the front, block by block: none is written over before it has moved, since their numbers rise."""
-    most = max(1, _BLOCK_BYTES // (tensor.shape[1] * tensor.itemsize))
-    for start in range(0, len(rows), most):
-        block = rows[start : start + most]
-        tensor[start : start + len(block)] = tensor[block]
-    return tensor[: len(rows)]
 
 
 def round_gradient(gradient: torch.Tensor, dtype: torch.dtype, split: bool) -> "LogitsGradient":

@@ -22,6 +22,7 @@ import torch
 
 from truestep.head import numerator_kernels as kernels
 from truestep.head import product
+from truestep.head.kernels import to_front_
 from truestep.head.logits import HeadSettings, LogitsGradient, Rows, multiplier
 from truestep.types import Coefficients, RowStatistics
 
@@ -38,7 +39,7 @@ class NumeratorsGradient:
     c: torch.Tensor  # [C]
 
     def select_(self, rows: torch.Tensor) -> "NumeratorsGradient":
-        values = LogitsGradient(self.values).select_(rows).high
+        values = to_front_(self.values, rows)
         return NumeratorsGradient(values, self.scale[rows], self.label_ids[rows], self.c[rows])
 
     def of_hidden_(self, weight: torch.Tensor, out: torch.Tensor) -> None:  # [V, H], [C, H]

@@ -102,7 +102,7 @@ class FusedPasses:
             target,
             low,
         )
-        return LogitsGradient(high, low)
+        return LogitsGradient(high, low, kernels.to_front_)
 
 
 def passes_for(settings: HeadSettings, hidden: torch.Tensor, weight: torch.Tensor) -> HeadPasses:

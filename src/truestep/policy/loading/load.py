@@ -30,7 +30,7 @@ from truestep.policy.loading.probe import (
 )
 from truestep.policy.model import attention, norms
 from truestep.policy.model.adapter import Adapter, AdapterSource
-from truestep.policy.model.adding import add_in_products
+from truestep.policy.model.adding import add_in_products, called
 from truestep.policy.model.compiled import compile_layers
 from truestep.policy.model.context import Context, check_heads
 from truestep.policy.model.embedding import accumulate_in_float32, add_rows, every_token_counts
@@ -127,15 +127,19 @@ def _finish_embedding(model: Any, weights: Weights, rounds: bool) -> None:
 
 
 def _finish_layers(model: Any, weights: Weights, compiled: bool, how: str) -> None:
-    """Have layers report what they have done, and compiled ones add gradients where they are made. `how`: what they
-    recompute. Layers that make norms again do so in the kernels of norms' gradients, which are the compiler's then."""
+    """Have layers report what they have done, and add gradients where they are made: norms, and products of compiled
+    layers. `how`: what layers recompute."""
     layers = layers_of(model)[1]
     for layer in layers:
         layer.register_forward_hook(marks.layer_done)
-    if compiled and isinstance(weights, WholeWeights):
+    if not isinstance(weights, WholeWeights):
+        return
+    if compiled:
         add_in_products(layers, weights, weights.rounded)
-        if how != ELEMENTWISE and norms.kernel_serves(weights.device, weights.dtype):
-            norms.add_in_norms(layers, weights, weights.rounded)
+    if norms.kernel_serves(weights.device, weights.dtype):
+        # Compiled layers that make norms again do so in kernels that make their gradients: those are the compiler's.
+        left = {module for layer in layers for module in layer.modules()} if compiled and how == ELEMENTWISE else set()
+        norms.add_in_norms((module for module in called(model) if module not in left), weights, weights.rounded)
 
 
 def _compile(model: Any, how: str) -> None:

@@ -1,6 +1,6 @@
-"""Root-mean-square norms of compiled layers on a GPU, whose backward pass is one kernel (`norm_kernel.py`). A compiler
-makes two or three of it, and a sum of a thousand rows. The forward pass stays the module's own, number for number, and
-is compiled with what is around it.
+"""Root-mean-square norms on a GPU, whose backward pass is one kernel (`norm_kernel.py`). A compiler makes two or three
+of it, and a sum of a thousand rows; plain torch makes ten. The forward pass stays the module's own, number for number,
+and in a compiled layer it is compiled with what is around it.
 
 As for products (`adding.py`), autograd does not see the norm's weight: its gradient is added to its float32 buffer. A
 norm is known by what it computes, not by its name.
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from truestep.operators import operator
-from truestep.policy.model.adding import called, keep, keeper_of, next_number
+from truestep.policy.model.adding import keep, keeper_of, next_number
 from truestep.self_test import serves
 
 SMALLEST = 512  # numbers of a row: norms of heads are small, and stay with what turns their heads
@@ -100,6 +100,7 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, form: int) -> A
 class AddingNorm(torch.nn.Module):
     """What is put before the class of a norm."""
 
+    weight: torch.nn.Parameter
     own_form: tuple[float, int]
 
     def forward(self, x: torch.Tensor, *others: Any, **named: Any) -> Any:
@@ -108,22 +109,23 @@ class AddingNorm(torch.nn.Module):
         return super().forward(x, *others, **named)
 
 
-def add_in_norms(layers: Iterable[torch.nn.Module], keeper: Sums, kept: Iterable[torch.nn.Parameter]) -> None:
-    """Have the layers' norms add their weights' gradients so, if the keeper has buffers for them."""
+def add_in_norms(modules: Iterable[torch.nn.Module], keeper: Sums, kept: Iterable[torch.nn.Parameter]) -> None:
+    """Have the norms among some modules add their weights' gradients so, if the keeper has buffers for them."""
     wanted = set(kept)
-    for module in [module for layer in layers for module in called(layer)]:
+    for module in list(modules):
         weight = getattr(module, "weight", None)
         if isinstance(module, AddingNorm) or weight not in wanted or "forward" in vars(module):
             continue
         form = _form_of(module, weight)
         if form is not None:
-            module.__class__ = _adding(type(module))
-            module.own_form = form
+            adding: Any = module
+            kind: Any = type(module)
+            adding.__class__, adding.own_form = _adding(kind), form
             keep(keeper, weight)
 
 
 @cache
-def _adding(norm: type[torch.nn.Module]) -> type[torch.nn.Module]:
+def _adding(norm: Any) -> type[torch.nn.Module]:
     return type(norm.__name__, (AddingNorm, norm), {"__module__": norm.__module__})
 
 
