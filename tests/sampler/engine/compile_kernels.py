@@ -14,6 +14,8 @@ from triton.backends.compiler import GPUTarget
 
 from truestep.exact import attend_kernels as exact_attention
 from truestep.exact import kernels as exact_kernels
+from truestep.head import kernels as head_kernels
+from truestep.policy.model import norm_kernel
 from truestep.ranks import peer_kernels
 from truestep.sampler.engine import attend_kernels, draw_kernels
 from truestep.step.optimizers import adamw_kernel
@@ -22,7 +24,7 @@ FLOATS = {"scale", "softcap", "divisor"}
 WIDE = {"addresses_pointer", "key_pointer", "position_pointer", "last_pointer", "token_pointer", "chosen_pointer"}
 WIDE |= {"page_pointer", "offset_pointer", "length_pointer", "table_pointer"}
 WIDE |= {"places_pointer", "tiles_pointer"}
-DIVISIBLE = ("part", "size", "vocabulary", "_pointer", "_row", "_head", "_page", "_token")
+DIVISIBLE = ("part", "size", "vocabulary", "_stride", "_pointer", "_row", "_head", "_page", "_token")
 
 
 def compile_kernel(kernel: Any, constants: dict[str, Any], types: dict[str, str], **options: Any) -> Any:
@@ -113,6 +115,25 @@ def compile_adamw(tensors: int, aligned: bool) -> None:
     assert "sqrt.rn" in compiled.asm["ptx"] and "div.rn" in compiled.asm["ptx"], "rounded as torch's are"
 
 
+def compile_norm(width: int, onto: bool) -> None:
+    named = ("gradient", "x", "weight", "onto", "result")
+    typed = {f"{name}_pointer": "*bf16" for name in named} | {"epsilon": "fp32", "offset": "fp32"}
+    shape = {"WIDTH": width, "ONTO": onto, "BLOCK": triton.next_power_of_2(width)}
+    compiled = compile_kernel(norm_kernel._backward_kernel, shape, typed, num_warps=4)
+    assert "ld.global.v4" in compiled.asm["ptx"], "16 bytes a thread at a time"
+    shape = {"WIDTH": width, "ADDS": onto, "ROWS": 64, "COLUMNS": norm_kernel._COLUMNS}
+    compile_kernel(norm_kernel._sum_kernel, shape, {}, num_warps=4)
+
+
+def compile_front() -> None:
+    typed = {"values_pointer": "*bf16", "index_pointer": "*i64"}
+    shape = {"ROWS": head_kernels._FRONT_ROWS, "COLUMNS": head_kernels._FRONT_COLUMNS}
+    ptx = compile_kernel(head_kernels._to_front_kernel, shape, typed, num_warps=4).asm["ptx"]
+    loads, barrier, stores = ptx.rindex("ld.global"), ptx.index("bar.sync"), ptx.index("st.global")
+    assert loads < barrier < stores, "no row is written before all are read"
+    assert "ld.global.v4" in ptx and "st.global.v4" in ptx, "16 bytes a thread at a time"
+
+
 def compile_exact_product(kind: str, even: bool, bias: bool) -> None:
     typed = dict.fromkeys(("a_pointer", "b_pointer", "bias_pointer", "c_pointer"), f"*{kind}")
     shapes = [exact_kernels._WIDE] if kind == "fp32" else [shape for _, shape in exact_kernels._TILES]
@@ -170,6 +191,8 @@ def main(which: str) -> None:
         compile_draw("bf16", False, False)
         compile_exchange("bf16", False)
         compile_adamw(5, True)
+        compile_norm(2048, True)
+        compile_front()
         compile_attention("bf16", 128, 2, 64, 0, False)
         compile_attention("fp32", 64, 7, 64, 4096, True)
     else:
@@ -177,6 +200,9 @@ def main(which: str) -> None:
             compile_exact_product(kind, even, bias)
         for kind, gathers in (("bf16", False), ("fp32", False), ("i32", True)):
             compile_exchange(kind, gathers)
+        compile_front()
+        for width, onto in itertools.product((2048, 3584), (True, False)):
+            compile_norm(width, onto)
         for tensors, aligned in itertools.product((4, 5), (False, True)):
             compile_adamw(tensors, aligned)
         for block in (128, 2048):

@@ -80,16 +80,16 @@ def norm_backward(
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float, form: int) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.constants = epsilon, float(_FORMS[form] is _from_one)
+    def forward(saved: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float, form: int) -> torch.Tensor:
+        saved.save_for_backward(x, weight)
+        saved.constants = epsilon, float(_FORMS[form] is _from_one)
         return _compute(x, weight, epsilon, form)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
+    def backward(saved: Any, gradient: torch.Tensor) -> Any:
+        x, weight = saved.saved_tensors
         operator = torch.ops.truestep.norm_backward
-        return operator(gradient, x, weight, None, *ctx.constants, next_number()), None, None, None
+        return operator(gradient, x, weight, None, *saved.constants, next_number()), None, None, None
 
 
 @torch.compiler.allow_in_graph  # the backward pass is traced as it runs, with its numbers
