@@ -158,7 +158,7 @@ def test_a_matrix_that_is_not_where_it_was_is_named() -> None:
     add_in_products([layer], keeper, [layer.matrix.weight])
     result = layer(torch.randn(3, 4, requires_grad=True)).sum()
     layer.matrix.weight = torch.nn.Parameter(torch.randn(4, 4))
-    with pytest.raises(RuntimeError, match="a compiled layer's weight was copied, moved or let go of"):
+    with pytest.raises(RuntimeError, match="a weight that adds its own gradient was copied, moved or let go of"):
         result.backward()
 
 

@@ -43,11 +43,11 @@ class ModelConfig(Section):
         Literal[False, "full", "selective", "elementwise", "auto"],
         BeforeValidator(lambda value: "full" if value is True else value),
     ] = False
-    """Recompute each layer in the backward pass: less memory, no other number. full (or true): all of it, about a third
-    more time. selective: what attention gives and the products beside it are kept, and the rest is made again, about a
-    sixth more time. elementwise: norms, rotations and activations are made again, and no product; with `compile` it
-    costs 1 to 2% and saves a third of the memory of activations. auto: the fastest that fits the GPU, by the plan;
-    false on a CPU."""
+    """Recompute each layer in the backward pass: less memory, the same numbers. full (or true): all of it, about a
+    third more time. selective: what attention gives and the products beside it are kept, and the rest is made again,
+    about a sixth more time. elementwise: norms, rotations and activations are made again, and no product; with
+    `compile` it costs 1 to 2%, saves a third of the memory of activations, and rounds at other places. auto: the
+    fastest that fits the GPU, by the plan; false on a CPU."""
     activation_offload: bool | Literal["auto"] = False
     """Keep what recomputed layers keep in host memory, copied there and back beside the computation. It needs
     activation_checkpointing. auto: where the plan does not fit otherwise."""

@@ -17,7 +17,9 @@ from truestep.types import Coefficients, RowStatistics
 # Tuned on an H200, where they run at the rate of a copy and at 0.95 of it.
 _STATISTICS_BLOCK, _STATISTICS_WARPS = 512, 8
 _GRADIENT_BLOCK, _GRADIENT_WARPS = 4096, 16
-_FRONT_ROWS, _FRONT_COLUMNS = 16, 512
+# Rows and columns that a program moves at a time. Of a small vocabulary it has fewer columns: else programs are few.
+_FRONT_TILES = ((16, 512), (64, 128))
+_FRONT_PROGRAMS = 256
 
 # These pointers may be any address, since a chunk begins at any row. A kernel that Triton specialised on it would be
 # compiled again in the middle of a run, and gain little: it reads a number or a few of them for each row.
@@ -252,8 +254,8 @@ def _to_front_kernel(
 def to_front_(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:  # [C, V], [K] -> [K, V]
     """Move rows, whose numbers rise, to the front: each is read and written once, where they lie."""
     vocabulary = values.shape[1]
-    _to_front_kernel[(triton.cdiv(vocabulary, _FRONT_COLUMNS),)](
-        values, index, len(index), values.stride(0), vocabulary,
-        ROWS=_FRONT_ROWS, COLUMNS=_FRONT_COLUMNS, num_warps=4,
-    )  # fmt: skip
+    rows, columns = _FRONT_TILES[vocabulary < _FRONT_PROGRAMS * _FRONT_TILES[0][1]]
+    _to_front_kernel[(triton.cdiv(vocabulary, columns),)](
+        values, index, len(index), values.stride(0), vocabulary, ROWS=rows, COLUMNS=columns, num_warps=4
+    )
     return values[: len(index)]

@@ -136,10 +136,9 @@ def _finish_layers(model: Any, weights: Weights, compiled: bool, how: str) -> No
         return
     if compiled:
         add_in_products(layers, weights, weights.rounded)
-    if norms.kernel_serves(weights.device, weights.dtype):
-        # Compiled layers that make norms again do so in kernels that make their gradients: those are the compiler's.
-        left = {module for layer in layers for module in layer.modules()} if compiled and how == ELEMENTWISE else set()
-        norms.add_in_norms((module for module in called(model) if module not in left), weights, weights.rounded)
+    # Compiled layers that make norms again do so in kernels that make their gradients: those are the compiler's.
+    left = {module for layer in layers for module in layer.modules()} if compiled and how == ELEMENTWISE else set()
+    norms.add_in_norms((module for module in called(model) if module not in left), weights, weights.rounded)
 
 
 def _compile(model: Any, how: str) -> None:

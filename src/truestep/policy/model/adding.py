@@ -100,6 +100,12 @@ def _add(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
     keeper.add_product(parameter, gradient.flatten(0, -2), x.flatten(0, -2))
 
 
+def forget_the_gone() -> None:
+    """Forget parameters that are no more."""
+    for place in [place for place, (_, parameter) in _keepers.items() if parameter() is None]:
+        del _keepers[place]
+
+
 def keep(keeper: Any, parameter: torch.nn.Parameter) -> None:
     """Remember who keeps a parameter's gradient, by where it lies."""
     _keepers[parameter.data_ptr()] = weakref.ref(keeper), weakref.ref(parameter)
@@ -110,7 +116,9 @@ def keeper_of(weight: torch.Tensor) -> tuple[Any, torch.nn.Parameter]:
     found = _keepers.get(weight.data_ptr())
     keeper, parameter = (None, None) if found is None else (found[0](), found[1]())
     if keeper is None or parameter is None:
-        raise RuntimeError("a compiled layer's weight was copied, moved or let go of before its backward pass")
+        raise RuntimeError(
+            "a weight that adds its own gradient was copied, moved or let go of before its backward pass"
+        )
     return keeper, parameter
 
 
@@ -140,8 +148,7 @@ class AddingLinear(torch.nn.Linear):
 
 def add_in_products(layers: Iterable[torch.nn.Module], keeper: Buffers, kept: Iterable[torch.nn.Parameter]) -> None:
     """Have the layers' plain matrices add their gradients so, if the keeper has buffers for them."""
-    for place in [place for place, (_, parameter) in _keepers.items() if parameter() is None]:
-        del _keepers[place]
+    forget_the_gone()
     wanted = set(kept)
     found = [module for layer in layers for module in called(layer)]
     for module in found:

@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-LARGEST = 16_384  # numbers of a row, which a program holds whole
 _COLUMNS = 32  # that a program of the second kernel adds up
 
 
@@ -55,13 +54,13 @@ def _backward_kernel(
     tl.store(parts_pointer + program * WIDTH + columns, total, mask=inside)
 
 
-@triton.jit(do_not_specialize=["part_count"])
+@triton.jit(do_not_specialize=["part_count", "adds"])
 def _sum_kernel(
     parts_pointer,  # [P, K] float32
     sum_pointer,  # [K] float32
     part_count,
+    adds,  # 1: to what is there; 0
     WIDTH: tl.constexpr,
-    ADDS: tl.constexpr,  # to what is there
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -72,9 +71,7 @@ def _sum_kernel(
         rows = first + tl.arange(0, ROWS)
         place = rows[:, None] * WIDTH + columns[None, :]
         total += tl.load(parts_pointer + place, mask=(rows < part_count)[:, None] & inside[None, :], other=0.0)
-    found = tl.sum(total, 0)
-    if ADDS:
-        found += tl.load(sum_pointer + columns, mask=inside, other=0.0)
+    found = tl.sum(total, 0) + tl.load(sum_pointer + columns, mask=columns < WIDTH * adds, other=0.0)
     tl.store(sum_pointer + columns, found, mask=inside)
 
 
@@ -84,6 +81,10 @@ def _programs(device: torch.device, block: int) -> int:
         return 3
     each = 4 if block <= 4096 else 2
     return each * int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def warps(block: int) -> int:
+    return min(16, max(4, block // 512))
 
 
 def backward(
@@ -104,7 +105,7 @@ def backward(
     with _on_device(x.device):
         _backward_kernel[(programs,)](
             gradient, x, weight, result if onto is None else onto, result, parts, rows, epsilon, offset,
-            WIDTH=width, ONTO=onto is not None, BLOCK=block, num_warps=min(16, max(4, block // 512)),
+            WIDTH=width, ONTO=onto is not None, BLOCK=block, num_warps=warps(block),
         )  # fmt: skip
     return result, parts
 
@@ -114,7 +115,7 @@ def add_up(parts: torch.Tensor, total: torch.Tensor, adds: bool) -> None:  # [P,
     count, width = parts.shape
     with _on_device(parts.device):
         _sum_kernel[(triton.cdiv(width, _COLUMNS),)](
-            parts, total, count, WIDTH=width, ADDS=adds, ROWS=64, COLUMNS=_COLUMNS, num_warps=4
+            parts, total, count, int(adds), WIDTH=width, ROWS=64, COLUMNS=_COLUMNS, num_warps=4
         )
 
 

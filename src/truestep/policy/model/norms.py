@@ -15,13 +15,14 @@ from typing import Any, Protocol
 import torch
 
 from truestep.operators import operator
-from truestep.policy.model.adding import keep, keeper_of, next_number
+from truestep.policy.model.adding import forget_the_gone, keep, keeper_of, next_number
 from truestep.self_test import serves
 
-SMALLEST = 512  # numbers of a row: norms of heads are small, and stay with what turns their heads
+# Numbers of a row. Norms of heads have fewer, and stay with what turns their heads.
+SMALLEST, LARGEST = 513, 16_384
 
 
-_SIZES = (1, 512), (700, 2048), (37, 3584), (5, 16_384)  # rows and numbers of a row that are tried
+_SIZES = (1, 520), (700, 2048), (37, 3584), (5, 16_384)  # rows and numbers of a row that are tried
 
 
 class Sums(Protocol):
@@ -103,25 +104,26 @@ class AddingNorm(torch.nn.Module):
     weight: torch.nn.Parameter
     own_form: tuple[float, int]
 
-    def forward(self, x: torch.Tensor, *others: Any, **named: Any) -> Any:
-        if torch.is_grad_enabled() and x.requires_grad and not others and not named:
-            return _norm(x, self.weight.detach(), *self.own_form)
-        return super().forward(x, *others, **named)
+    def forward(self, *given: Any, **named: Any) -> Any:
+        if torch.is_grad_enabled() and len(given) == 1 and not named and given[0].requires_grad:
+            return _norm(given[0], self.weight.detach(), *self.own_form)
+        return super().forward(*given, **named)
 
 
 def add_in_norms(modules: Iterable[torch.nn.Module], keeper: Sums, kept: Iterable[torch.nn.Parameter]) -> None:
     """Have the norms among some modules add their weights' gradients so, if the keeper has buffers for them."""
     wanted = set(kept)
-    for module in list(modules):
-        weight = getattr(module, "weight", None)
-        if isinstance(module, AddingNorm) or weight not in wanted or "forward" in vars(module):
-            continue
-        form = _form_of(module, weight)
-        if form is not None:
-            adding: Any = module
-            kind: Any = type(module)
-            adding.__class__, adding.own_form = _adding(kind), form
-            keep(keeper, weight)
+    weights = ((module, getattr(module, "weight", None)) for module in modules)
+    known = [module for module, weight in weights if isinstance(weight, torch.nn.Parameter) and weight in wanted]
+    found = [(module, _form_of(module)) for module in known]
+    forms: list[tuple[Any, tuple[float, int]]] = [(module, form) for module, form in found if form is not None]
+    if not forms or not kernel_serves(forms[0][0].weight.device, forms[0][0].weight.dtype):
+        return
+    forget_the_gone()
+    for module, form in forms:
+        kind: Any = type(module)
+        module.__class__, module.own_form = _adding(kind), form
+        keep(keeper, module.weight)
 
 
 @cache
@@ -129,23 +131,38 @@ def _adding(norm: Any) -> type[torch.nn.Module]:
     return type(norm.__name__, (AddingNorm, norm), {"__module__": norm.__module__})
 
 
-def _form_of(module: torch.nn.Module, weight: torch.Tensor) -> tuple[float, int] | None:
+def _form_of(module: torch.nn.Module) -> tuple[float, int] | None:
     """Find the form of a norm: its epsilon, and which of ours gives the same numbers; None: it is none of them."""
+    weight: Any = module.weight
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     alone = [name for name, _ in module.named_parameters()] == ["weight"] and not list(module.buffers())
-    if not isinstance(epsilon, float) or not alone or weight.ndim != 1 or not SMALLEST <= len(weight) <= 16_384:
+    # torch's own has a kernel of its own on a GPU, forward too.
+    other = isinstance(module, AddingNorm | torch.nn.RMSNorm) or "forward" in vars(module)
+    if other or not isinstance(epsilon, float) or not alone or weight.ndim != 1:
+        return None
+    if not SMALLEST <= len(weight) <= LARGEST:
         return None
     generator = torch.Generator().manual_seed(0)
-    x, random = (torch.randn(*shape, len(weight), generator=generator) for shape in ((2, 3), ()))
-    x, random = x.to(weight.dtype), random.to(weight.dtype)
-    with torch.no_grad():
+    # Beside small rows epsilon is large: another rule for it, or another epsilon, shows there.
+    sizes = torch.tensor([1.0, *(epsilon**0.5 * factor for factor in (0.3, 1.0, 3.0))])
+    x = torch.randn(2, 4, len(weight), generator=generator) * sizes[:, None]
+    random = torch.randn(len(weight), generator=generator)
+    fitting = [form for form in range(len(_FORMS)) if _is_form(module, x, random, epsilon, form)]
+    return (epsilon, fitting[0]) if fitting else None
+
+
+@torch.no_grad()
+def _is_form(module: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float, form: int) -> bool:
+    """Tell whether a norm computes what ours does, number for number, in float32 and in its own type."""
+    for dtype in (torch.float32, module.weight.dtype):
         try:
-            found = torch.func.functional_call(module, {"weight": random}, (x,))
+            found = torch.func.functional_call(module, {"weight": weight.to(dtype)}, (x.to(dtype),))
         except Exception:  # it takes something else
-            return None
-        forms = (form for form in range(len(_FORMS)) if torch.equal(found, _compute(x, random, epsilon, form)))
-        form = next(forms, None)
-    return None if form is None else (epsilon, form)
+            return False
+        right = _compute(x.to(dtype), weight.to(dtype), epsilon, form)
+        if not isinstance(found, torch.Tensor) or found.dtype != right.dtype or not torch.equal(found, right):
+            return False
+    return True
 
 
 @cache
@@ -153,7 +170,7 @@ def kernel_serves(device: torch.device, dtype: torch.dtype) -> bool:
     """Tell whether the kernel runs on a device, and computes there what autograd does, in `dtype`."""
     if device.type != "cuda":
         return False
-    return serves("the kernel of norms' gradients", "compiled code has them", lambda: wrong_on(device, dtype))
+    return serves("the kernel of norms' gradients", "torch's own code makes them", lambda: wrong_on(device, dtype))
 
 
 def wrong_on(device: torch.device, dtype: torch.dtype) -> str | None:
