@@ -1,6 +1,7 @@
-"""Operators of ours in compiled code: the compiler takes them as they are."""
+"""Operators of ours in compiled code, which the compiler takes as they are, and where kernels of ours run."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,3 +23,8 @@ def operator(signature: str, result: Callable[..., Any]) -> Callable[[Compute], 
         return compute
 
     return register
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Have kernels run on a device, inside: Triton takes the current one, whatever tensors it is given."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

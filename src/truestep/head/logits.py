@@ -9,7 +9,7 @@ there, blocks of the weight are upcast, and gradients stay float32.
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -176,8 +176,8 @@ class LogitsGradient:
 
     def select_(self, rows: torch.Tensor) -> "LogitsGradient":
         """Give some rows, whose numbers rise, in the memory of all."""
-        high, *low = (self.to_front_(part, rows) for part in self._parts)
-        return LogitsGradient(high, low[0] if low else None)
+        low = None if self.low is None else self.to_front_(self.low, rows)
+        return replace(self, high=self.to_front_(self.high, rows), low=low)
 
     def of_hidden_(self, weight: torch.Tensor, out: torch.Tensor) -> None:  # [V, H], [C, H]
         """Write the gradient of the hidden states into `out`, which is float32 or wider."""

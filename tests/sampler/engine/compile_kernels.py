@@ -118,10 +118,10 @@ def compile_adamw(tensors: int, aligned: bool) -> None:
 def compile_norm(width: int, onto: bool) -> None:
     named = ("gradient", "x", "weight", "onto", "result")
     typed = {f"{name}_pointer": "*bf16" for name in named} | {"epsilon": "fp32", "offset": "fp32"}
-    shape = {"WIDTH": width, "ONTO": onto, "BLOCK": triton.next_power_of_2(width)}
-    ptx = compile_kernel(norm_kernel._backward_kernel, shape, typed, num_warps=norm_kernel.warps(shape["BLOCK"])).asm[
-        "ptx"
-    ]
+    block = triton.next_power_of_2(width)
+    shape = {"WIDTH": width, "ONTO": onto, "BLOCK": block}
+    compiled = compile_kernel(norm_kernel._backward_kernel, shape, typed, num_warps=norm_kernel.warps(block))
+    ptx = compiled.asm["ptx"]
     assert ptx.count("ld.global.v4") >= 3 + onto and "st.global.v4" in ptx, "16 bytes a thread at a time"
     shape = {"WIDTH": width, "ROWS": 64, "COLUMNS": norm_kernel._COLUMNS}
     compile_kernel(norm_kernel._sum_kernel, shape, {}, num_warps=4)

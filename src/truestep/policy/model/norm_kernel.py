@@ -6,12 +6,13 @@ Dimensions: R rows, K numbers of a row, P programs.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
 import triton
 import triton.language as tl
+
+from truestep.operators import on_device
 
 _COLUMNS = 32  # that a program of the second kernel adds up
 
@@ -102,7 +103,7 @@ def backward(
     rows, block = x.numel() // width, triton.next_power_of_2(width)
     programs = max(1, min(rows, _programs(x.device, block)))
     result, parts = torch.empty_like(x), x.new_empty(programs, width, dtype=torch.float32)
-    with _on_device(x.device):
+    with on_device(x.device):
         _backward_kernel[(programs,)](
             gradient, x, weight, result if onto is None else onto, result, parts, rows, epsilon, offset,
             WIDTH=width, ONTO=onto is not None, BLOCK=block, num_warps=warps(block),
@@ -113,11 +114,7 @@ def backward(
 def add_up(parts: torch.Tensor, total: torch.Tensor, adds: bool) -> None:  # [P, K], [K]
     """Write the sum of parts, or add it to what is there."""
     count, width = parts.shape
-    with _on_device(parts.device):
+    with on_device(parts.device):
         _sum_kernel[(triton.cdiv(width, _COLUMNS),)](
             parts, total, count, int(adds), WIDTH=width, ROWS=64, COLUMNS=_COLUMNS, num_warps=4
         )
-
-
-def _on_device(device: torch.device) -> AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -21,7 +21,6 @@ from truestep.self_test import serves
 # Numbers of a row. Norms of heads have fewer, and stay with what turns their heads.
 SMALLEST, LARGEST = 513, 16_384
 
-
 _SIZES = (1, 520), (700, 2048), (37, 3584), (5, 16_384)  # rows and numbers of a row that are tried
 
 

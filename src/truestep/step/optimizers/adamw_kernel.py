@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from truestep.operators import on_device
 from truestep.step.optimizers.by_weight import Slot
 from truestep.types import sent
 
@@ -130,18 +130,15 @@ class Table:
             number: (1 / (1 - betas[0] ** number), math.sqrt(1 - betas[1] ** number))
             for number in {slot.number for slot in self._slots}
         }
-        with self._on_device():
+        with on_device(self._device):
             self._table = sent(torch.tensor([row for _, row in rows]), self._device)
             self._corrections = sent(torch.tensor([corrections[slot.number] for slot in self._slots]), self._device)
             self._work = _work(tuple(slot.weight.numel() for slot in self._slots), self._device)
 
-    def _on_device(self) -> AbstractContextManager[object]:
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
-
     def update(self, numbers: Numbers) -> None:
         """Update weights and moments in place."""
         beta1, beta2, epsilon, decay, rate, scale = numbers
-        with self._on_device():
+        with on_device(self._device):
             _update_kernel[(len(self._work),)](
                 self._table, self._corrections, self._work,
                 scale, beta1, 1 - beta1, beta2, 1 - beta2, decay, rate, epsilon,
