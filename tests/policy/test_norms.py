@@ -17,6 +17,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from documents import make_documents, pack_all
 from truestep.policy.loading.load import load_policy
 from truestep.policy.model import norms
+from truestep.policy.model.adding import add_in_products
 from truestep.policy.model.joining import JoinBackward, training_backend
 from truestep.policy.model.norms import AddingNorm, add_in_norms
 from truestep.policy.weights.whole import WholeWeights
@@ -64,9 +65,14 @@ def by_loops(
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (7, 5), (50, 40), (3, 300)])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_gradients_are_those_of_plain_loops(rows: int, width: int, offset: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("narrow", [False, True])
+def test_gradients_are_those_of_plain_loops(
+    rows: int, width: int, offset: float, dtype: torch.dtype, narrow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from truestep.policy.model import norm_kernel
     from truestep.policy.model.norm_kernel import add_up, backward
 
+    monkeypatch.setattr(norm_kernel, "_NARROW", 1000 * narrow)
     gradient, x, onto = (random(rows, width, dtype=dtype, seed=seed) for seed in range(3))
     weight = random(width, dtype=dtype)
     right, of_weight = by_loops(gradient, x, weight, 1e-3, offset)
@@ -87,14 +93,47 @@ def test_the_check_before_use_passes_and_finds_a_fault(monkeypatch: pytest.Monke
     from truestep.policy.model import norm_kernel
 
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(norms, "_SIZES", [(1, 64), (9, 50)])
+        monkeypatch.setattr(norms, "_SIZES", [(1, 64), (9, 300)])
+        monkeypatch.setattr(norms, "_HEADS", [(1, 1, 4), (9, 3, 48)])
     assert norms.wrong_on(DEVICE, HALF) is None
     honest = norm_kernel.backward
     monkeypatch.setattr(norm_kernel, "backward", lambda *given: honest(*given[:-2], 1e-1, given[-1]))
     assert str(norms.wrong_on(DEVICE, HALF)).startswith("gradients of 1 rows")
     monkeypatch.setattr(norm_kernel, "backward", honest)
+    of_heads = norm_kernel.heads_backward_
+
+    def swapped(*given: Any) -> torch.Tensor:
+        return of_heads(*given[:4], None if given[4] is None else given[4][::-1], *given[5:])
+
+    monkeypatch.setattr(norm_kernel, "heads_backward_", swapped)
+    assert "turned heads" in str(norms.wrong_on(DEVICE, HALF))
+    monkeypatch.setattr(norm_kernel, "heads_backward_", of_heads)
     monkeypatch.setattr(norm_kernel, "add_up", lambda parts, total, adds: total.copy_(parts.sum(0)))
     assert "a weight's gradient over 1 rows" in str(norms.wrong_on(DEVICE, HALF))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(("tokens", "heads", "size"), [(1, 1, 2), (7, 3, 6), (70, 2, 64)])
+def test_gradients_of_turned_heads_are_autograds(tokens: int, heads: int, size: int, dtype: torch.dtype) -> None:
+    """In float64; written among other columns, which stay as they are."""
+    from truestep.policy.model.norm_kernel import add_up, heads_backward_
+
+    x, gradient = random(tokens, heads, size, dtype=dtype), random(tokens, heads, size, dtype=dtype, seed=1)
+    weight, cosine, sine = random(size, dtype=dtype), random(tokens, size, dtype=dtype), random(tokens, size, seed=3)
+    wide, exact = x.double().requires_grad_(), weight.double().requires_grad_()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-3) * (1 + exact)
+    first, second = normed.chunk(2, -1)
+    turned = normed * cosine[:, None] + torch.cat([-second, first], -1) * sine.to(dtype)[:, None]
+    turned.backward(gradient.double())
+    memory = torch.full((tokens, heads * size + 4), 7.0, device=DEVICE, dtype=dtype)
+    result = memory[:, 1:-3].unflatten(-1, (heads, size))
+    parts = heads_backward_(result, gradient, x, weight, (cosine, sine.to(dtype)), 1e-3, 1.0)
+    near = {"rtol": torch.finfo(dtype).eps, "atol": 1e-5}
+    torch.testing.assert_close(result.double(), wide.grad, **near)
+    assert (memory[:, :1] == 7).all() and (memory[:, -3:] == 7).all()
+    total = torch.zeros(size, device=DEVICE)
+    add_up(parts, total, adds=False)
+    torch.testing.assert_close(total.double(), exact.grad, rtol=1e-5, atol=1e-4)
 
 
 class Kept:
@@ -287,3 +326,67 @@ def test_a_policys_norms_are_ours(
     found, expected = policy.weights.gradients, exact.weights.gradients
     for name in changed:
         assert float((found[name] - expected[name]).norm() / expected[name].norm()) < 0.05, name
+
+
+class Turned(torch.nn.Module):
+    """Queries and keys are normed and turned, values are not. `how` another model does it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (torch.nn.Linear(8, 12, bias=False) for _ in range(3))
+        self.q_norm, self.k_norm = LlamaRMSNorm(4), LlamaRMSNorm(4)
+        self.how = how
+
+    def turn(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+        first, second = x[..., :2], x[..., 2:]
+        if self.how == "pairs":
+            first, second = x[..., ::2], x[..., 1::2]
+        half = torch.cat([first, -second] if self.how == "backwards" else [-second, first], -1)
+        return sine * half + cosine * x if self.how == "other order" else x * cosine + half * sine
+
+    def forward(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+        q, k, v = (product(x).view(1, -1, 3, 4) for product in (self.q, self.k, self.v))
+        q, k = (norm(part).transpose(1, 2) for norm, part in ((self.q_norm, q), (self.k_norm, k)))
+        if self.how == "read":
+            v = v + q.transpose(1, 2)
+        q, k = (self.turn(part, cosine[:, None], sine[:, None]) for part in (q, k))
+        return (q.sin() * k.cos()).transpose(1, 2) * v.exp()
+
+
+@pytest.mark.parametrize(
+    ("how", "turns"), [("as it is", 2), ("other order", 2), ("pairs", 0), ("backwards", 0), ("read", 1)]
+)
+def test_heads_are_normed_and_turned_in_one(how: str, turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where what turns them computes what transformers' does; their gradients are made where they lie side by side."""
+    targets: list[Any] = []
+    join = JoinBackward.__call__
+
+    def told(self: JoinBackward, graph: torch.fx.Graph) -> None:
+        join(self, graph)
+        graph.lint()
+        targets.extend(node.target for node in graph.nodes)
+
+    monkeypatch.setattr(JoinBackward, "__call__", told)
+    torch.manual_seed(0)
+    layer, exact = Turned(how).to(DEVICE), Turned(how).double().to(DEVICE)
+    weights = WholeWeights(layer, torch.bfloat16)
+    exact.load_state_dict({name: parameter.double() for name, parameter in layer.named_parameters()})
+    add_in_products([layer], weights, weights.rounded)
+    add_in_norms(layer.modules(), weights, weights.rounded)
+    run = torch.compile(layer.forward, backend=training_backend("inductor", False), dynamic=True)
+    weights.zero_gradients()
+    for tokens in (5, 9):
+        x, cosine, sine = (random(1, tokens, size, dtype=torch.bfloat16, seed=size) for size in (8, 4, 4))
+        x.requires_grad_()
+        wide = x.detach().double().requires_grad_()
+        out = run(x, cosine, sine)
+        right = exact(wide, cosine.double(), sine.double())
+        torch.testing.assert_close(out.double(), right, rtol=0.05, atol=0.05)
+        out.backward(torch.ones_like(out))
+        right.backward(torch.ones_like(right))
+        assert float((x.grad.double() - wide.grad).norm() / wide.grad.norm()) < 0.03
+    for name, parameter in exact.named_parameters():
+        assert float((weights.gradients[name] - parameter.grad).norm() / parameter.grad.norm()) < 0.03, name
+    together, single = OURS.heads_side_by_side.default, OURS.heads_backward.default
+    assert targets.count(single) + 2 * targets.count(together) == turns
+    assert targets.count(together) == (turns == 2)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from truestep.policy.model import adding, joined, norms
 from truestep.policy.model.joined import result_of
+from truestep.policy.model.turning import norm_and_turn
 
 aten, OURS = torch.ops.aten, torch.ops.truestep
 
@@ -93,6 +94,8 @@ class JoinBackward(Join):
                 _join_backward(graph, products, total)
         for norm in graph.find_nodes(op="call_function", target=OURS.norm_backward.default):
             _add_what_else_flows(graph, norm)
+        for together in graph.find_nodes(op="call_function", target=OURS.side_by_side.default):
+            _make_heads_there(graph, together)
         if self._parts:
             _part(graph)
 
@@ -150,6 +153,32 @@ def _add_what_else_flows(graph: torch.fx.Graph, norm: torch.fx.Node) -> None:
     total.replace_all_uses_with(found)
     graph.erase_node(total)
     graph.erase_node(norm)
+
+
+_VIEWS = aten.reshape.default, aten.view.default, aten._unsafe_view.default
+
+
+def _make_heads_there(graph: torch.fx.Graph, together: torch.fx.Node) -> None:
+    """Have the kernels of heads' gradients write them where they lie side by side."""
+    given: Any = together.args[0]
+    made: list[torch.fx.Node] = []
+    for part in given:
+        node = part
+        while node.target in _VIEWS and len(node.users) == 1:
+            node = node.args[0]
+        if node.target is not OURS.heads_backward.default or len(node.users) != 1:
+            break
+        made.append(node)
+    if not made:
+        return
+    others = given[len(made) :]
+    with graph.inserting_before(together):
+        columns = [list(column) for column in zip(*(node.args for node in made), strict=True)]
+        whole = graph.call_function(OURS.heads_side_by_side.default, (*columns, others))
+        whole.meta["val"] = together.meta["val"]
+    together.replace_all_uses_with(whole)
+    graph.erase_node(together)
+    graph.eliminate_dead_code()
 
 
 def _part(graph: torch.fx.Graph) -> None:
@@ -210,6 +239,7 @@ def training_backend(backend: Any, remakes: bool) -> Callable[..., Any] | Any:
     compile_graph = _compiling(post_grad_custom_pre_pass=JoinBackward(parts=remakes), **remaking)
 
     def compile_parted(module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        norm_and_turn(module)
         with functorch.patch(ban_recompute_materialized_backward=not remakes):
             return compile_graph(module, inputs)
 

@@ -18,10 +18,10 @@ from truestep.operators import operator
 from truestep.policy.model.adding import forget_the_gone, keep, keeper_of, next_number
 from truestep.self_test import serves
 
-# Numbers of a row. Norms of heads have fewer, and stay with what turns their heads.
-SMALLEST, LARGEST = 513, 16_384
+SMALLEST, LARGEST = 32, 16_384  # numbers of a row
 
-_SIZES = (1, 520), (700, 2048), (37, 3584), (5, 16_384)  # rows and numbers of a row that are tried
+_SIZES = (1, 520), (3000, 128), (700, 2048), (37, 3584), (5, 16_384)  # rows and numbers of a row that are tried
+_HEADS = (1, 1, 32), (900, 3, 128), (70, 16, 96)  # tokens, heads and numbers of a head that are tried
 
 
 class Sums(Protocol):
@@ -78,6 +78,74 @@ def norm_backward(
     return result
 
 
+@operator(
+    "heads_backward(Tensor gradient, Tensor x, Tensor weight, Tensor cosine, Tensor sine, float epsilon, float offset,"
+    " int number) -> Tensor",
+    lambda _, x, *__: x.new_empty(x.shape),
+)
+@torch.no_grad()
+def heads_backward(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    cosine: torch.Tensor,
+    sine: torch.Tensor,
+    epsilon: float,
+    offset: float,
+    number: int,
+) -> torch.Tensor:  # [1, A, S, E], [1, S, A, E], [E], [1, 1, S, E] -> [1, S, A, E]
+    """Do the same for heads that are turned after the norm."""
+    result = x.new_empty(x.shape)
+    _heads_backward(result[0], gradient, x, weight, cosine, sine, epsilon, offset)
+    return result
+
+
+@operator(
+    "heads_side_by_side(Tensor[] gradients, Tensor[] xs, Tensor[] weights, Tensor[] cosines, Tensor[] sines,"
+    " float[] epsilons, float[] offsets, int[] numbers, Tensor[] others) -> Tensor",
+    lambda _, xs, *given: torch.cat([*(x.flatten(2) for x in xs), *given[-1]], -1),
+)
+@torch.no_grad()
+def heads_side_by_side(
+    gradients: list[torch.Tensor],
+    xs: list[torch.Tensor],
+    weights: list[torch.Tensor],
+    cosines: list[torch.Tensor],
+    sines: list[torch.Tensor],
+    epsilons: list[float],
+    offsets: list[float],
+    numbers: list[int],
+    others: list[torch.Tensor],
+) -> torch.Tensor:  # [..., N of all]
+    """Do the same for several kinds of heads, and lay what it gives side by side, and others behind it."""
+    sizes = [x.shape[2] * x.shape[3] for x in xs] + [other.shape[-1] for other in others]
+    result = xs[0].new_empty(*xs[0].shape[:2], sum(sizes))
+    places = list(result.split(sizes, -1))
+    for place, x, *given in zip(places, xs, gradients, weights, cosines, sines, epsilons, offsets, strict=False):
+        gradient, *rest = given
+        _heads_backward(place[0].unflatten(-1, x.shape[2:]), gradient, x, *rest)
+    for place, other in zip(places[len(xs) :], others, strict=True):
+        place.copy_(other)
+    return result
+
+
+def _heads_backward(
+    result: torch.Tensor,
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    cosine: torch.Tensor,
+    sine: torch.Tensor,
+    epsilon: float,
+    offset: float,
+) -> None:
+    from truestep.policy.model.norm_kernel import heads_backward_
+
+    parts = heads_backward_(result, gradient.transpose(1, 2), x, weight, (cosine, sine), epsilon, offset)
+    keeper, parameter = keeper_of(weight)
+    keeper.add_sum(parameter, parts)
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(saved: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float, form: int) -> torch.Tensor:
@@ -93,8 +161,45 @@ class _Norm(torch.autograd.Function):
 
 
 @torch.compiler.allow_in_graph  # the backward pass is traced as it runs, with its numbers
-def _norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, form: int) -> Any:
+def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, form: int) -> Any:
     return _Norm.apply(x, weight, epsilon, form)
+
+
+def turned(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Turn heads by their places in a document, as transformers does: the first half of a head's numbers with the
+    second."""
+    half = heads.shape[-1] // 2
+    return heads * cosine + torch.cat((-heads[..., half:], heads[..., :half]), dim=-1) * sine
+
+
+class _TurnedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        saved: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        cosine: torch.Tensor,
+        sine: torch.Tensor,
+        epsilon: float,
+        form: int,
+    ) -> torch.Tensor:
+        saved.save_for_backward(x, weight, cosine, sine)
+        saved.constants = epsilon, float(_FORMS[form] is _from_one)
+        return turned(_compute(x, weight, epsilon, form).transpose(1, 2), cosine, sine)
+
+    @staticmethod
+    def backward(saved: Any, gradient: torch.Tensor) -> Any:
+        operator = torch.ops.truestep.heads_backward
+        found = operator(gradient, *saved.saved_tensors, *saved.constants, next_number())
+        return found, None, None, None, None, None
+
+
+@torch.compiler.allow_in_graph
+def turned_norm(
+    x: torch.Tensor, weight: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, epsilon: float, form: int
+) -> Any:
+    """Compute a norm of heads, [1, S, A, E], and turn them: [1, A, S, E]."""
+    return _TurnedNorm.apply(x, weight, cosine, sine, epsilon, form)
 
 
 class AddingNorm(torch.nn.Module):
@@ -105,7 +210,7 @@ class AddingNorm(torch.nn.Module):
 
     def forward(self, *given: Any, **named: Any) -> Any:
         if torch.is_grad_enabled() and len(given) == 1 and not named and given[0].requires_grad:
-            return _norm(given[0], self.weight.detach(), *self.own_form)
+            return norm(given[0], self.weight.detach(), *self.own_form)
         return super().forward(*given, **named)
 
 
@@ -173,7 +278,38 @@ def kernel_serves(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def wrong_on(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Name what the kernel gets wrong on a device: rows of several sizes, with and without what else flows to them."""
+    """Name what the kernels get wrong on a device."""
+    return _wrong_rows(device, dtype) or _wrong_heads(device, dtype)
+
+
+def _wrong_heads(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Try heads that are turned, of several sizes, whose gradients lie among others."""
+    from truestep.policy.model.norm_kernel import heads_backward_
+
+    generator = torch.Generator().manual_seed(0)
+    for tokens, heads, size in _HEADS:
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(device, dtype)
+
+        x, gradient, weight = random(tokens, heads, size), random(tokens, heads, size), random(size)
+        cosine, sine = random(tokens, size), random(tokens, size)
+        wide, exact = (tensor.double().requires_grad_() for tensor in (x, weight))
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * exact
+        turned(normed, cosine.double()[:, None], sine.double()[:, None]).backward(gradient.double())
+        memory = torch.empty(tokens, heads * size + 64, device=device, dtype=dtype)
+        result = memory[:, 32:-32].unflatten(-1, (heads, size))
+        parts = heads_backward_(result, gradient, x, weight, (cosine, sine), 1e-6, 0.0)
+        assert wide.grad is not None and exact.grad is not None
+        if not torch.allclose(result.double(), wide.grad, rtol=torch.finfo(dtype).eps, atol=1e-5):
+            return f"gradients of {tokens} tokens of {heads} turned heads of {size} numbers"
+        if not torch.allclose(parts.double().sum(0), exact.grad, rtol=1e-4, atol=1e-3):
+            return f"a weight's gradient over {tokens} tokens of {heads} turned heads"
+    return None
+
+
+def _wrong_rows(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Try rows of several sizes, with and without what else flows to them."""
     from truestep.policy.model.norm_kernel import add_up, backward
 
     generator = torch.Generator().manual_seed(0)
