@@ -189,7 +189,7 @@ def heads_backward_(
     rows = max(1, _NARROW_NUMBERS // block)
     programs = max(1, min(triton.cdiv(tokens * heads, rows), _programs(x.device, block)))
     parts = x.new_empty(programs, width, dtype=torch.float32)
-    with _on_device(x.device):
+    with on_device(x.device):
         _heads_kernel[(programs,)](
             gradient, x, weight, cosine, sine, x if onto is None else onto.contiguous(), result, parts, tokens * heads,
             epsilon, offset, HEADS=heads, WIDTH=width, STRIDE=result.stride(0), TURNS=turns is not None,

@@ -95,5 +95,5 @@ def _replace(
     x, weight, *constants = normed.args
     with graph.inserting_before(last):
         found = graph.call_function(norms.turned_norm, (x, weight, cosine, sine, *constants))
-        found.meta = dict(last.meta)
+        found.meta.update(last.meta)
     last.replace_all_uses_with(found)
