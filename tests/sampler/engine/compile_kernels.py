@@ -127,6 +127,18 @@ def compile_norm(width: int, onto: bool) -> None:
     compile_kernel(norm_kernel._sum_kernel, shape, {}, num_warps=4)
 
 
+def compile_heads(heads: int, width: int, turns: bool) -> None:
+    named = ("gradient", "x", "weight", "cosine", "sine", "onto", "result")
+    typed = {f"{name}_pointer": "*bf16" for name in named} | {"epsilon": "fp32", "offset": "fp32"}
+    shape, warps = norm_kernel.heads_shape(heads, width, turns)
+    shape |= {"HEADS": heads, "WIDTH": width, "STRIDE": 4096, "TURNS": turns, "ONTO": not turns}
+    compiled = compile_kernel(norm_kernel._heads_kernel, shape, typed, num_warps=warps)
+    ptx = compiled.asm["ptx"]
+    assert ptx.count("ld.global.v4") >= 4 and ptx.count("st.global.v4") >= 2, "16 bytes a thread at a time"
+    shape = {"WIDTH": 1024, "STRIDE": 4096, "BLOCK": 1024}
+    compile_kernel(norm_kernel._lay_kernel, shape, {"source_pointer": "*bf16", "target_pointer": "*bf16"}, num_warps=4)
+
+
 def compile_front() -> None:
     typed = {"values_pointer": "*bf16", "index_pointer": "*i64"}
     for rows, columns in head_kernels._FRONT_TILES:
@@ -195,6 +207,7 @@ def main(which: str) -> None:
         compile_exchange("bf16", False)
         compile_adamw(5, True)
         compile_norm(2048, True)
+        compile_heads(16, 128, True)
         compile_front()
         compile_attention("bf16", 128, 2, 64, 0, False)
         compile_attention("fp32", 64, 7, 64, 4096, True)
@@ -206,6 +219,8 @@ def main(which: str) -> None:
         compile_front()
         for width, onto in itertools.product((2048, 3584), (True, False)):
             compile_norm(width, onto)
+        for heads, width, turns in ((8, 128, True), (32, 64, True), (12, 96, True), (1, 128, False)):
+            compile_heads(heads, width, turns)
         for tensors, aligned in itertools.product((4, 5), (False, True)):
             compile_adamw(tensors, aligned)
         for block in (128, 2048):

@@ -115,7 +115,7 @@ def packed_attention(
     if not getattr(module, "is_causal", True):
         raise RuntimeError(f"{type(module).__name__} is not causal")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     context = packed_layout.context
     if context is not None:
         q, k, v = context.tokens_for_heads(q, k, v)

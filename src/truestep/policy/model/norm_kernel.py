@@ -15,7 +15,7 @@ import triton.language as tl
 from truestep.operators import on_device
 
 _NARROW = 256  # numbers of a row, of which a program holds several
-_NARROW_NUMBERS = 2048  # that it holds
+_HALVES = 1024  # numbers that it holds of each half of its heads
 _COLUMNS = 32  # that a program of the second kernel adds up
 
 
@@ -57,7 +57,7 @@ def _backward_kernel(
     tl.store(parts_pointer + program * WIDTH + columns, total, mask=inside)
 
 
-@triton.jit(do_not_specialize=["row_count"])
+@triton.jit(do_not_specialize=["token_count"])
 def _heads_kernel(
     gradient_pointer,  # [S, HEADS, WIDTH]: of the normed and turned heads
     x_pointer,  # [S, HEADS, WIDTH]
@@ -67,7 +67,7 @@ def _heads_kernel(
     onto_pointer,  # [S, HEADS, WIDTH]: what is added to the gradient
     result_pointer,  # [S, HEADS, WIDTH], whose tokens lie STRIDE apart
     parts_pointer,  # [P, WIDTH] float32: the weight's gradient, by program
-    row_count,  # S x HEADS
+    token_count,
     epsilon,
     offset,  # of the weight
     HEADS: tl.constexpr,
@@ -75,38 +75,70 @@ def _heads_kernel(
     STRIDE: tl.constexpr,
     TURNS: tl.constexpr,
     ONTO: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,  # at a time
+    HEAD_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,  # of half a head
 ):
+    """Each half of a head's numbers is turned with the other one."""
     program = tl.program_id(0)
-    columns = tl.arange(0, BLOCK)
-    weight = tl.load(weight_pointer + columns, mask=columns < WIDTH, other=0.0).to(tl.float32) + offset
-    HALF: tl.constexpr = WIDTH // 2
-    partners = tl.where(columns < HALF, columns + HALF, columns - HALF)
-    signs = tl.where(columns < HALF, 1.0, -1.0)
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for first in range(program * ROWS, row_count, tl.num_programs(0) * ROWS):
-        rows = first + tl.arange(0, ROWS).to(tl.int64)
-        inside = (rows < row_count)[:, None] & (columns < WIDTH)[None, :]
-        begin = (rows * WIDTH)[:, None]
-        gradient = tl.load(gradient_pointer + begin + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        x = tl.load(x_pointer + begin + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    HALF: tl.constexpr = (WIDTH + 1) // 2
+    head = tl.arange(0, HEAD_BLOCK)[None, :, None]
+    lane = tl.arange(0, BLOCK)[None, None, :]
+    first_lanes, second_lanes = lane < HALF, lane < WIDTH - HALF
+    first_weight = tl.load(weight_pointer + lane, mask=first_lanes, other=0.0).to(tl.float32) + offset
+    second_weight = tl.load(weight_pointer + HALF + lane, mask=second_lanes, other=0.0).to(tl.float32) + offset
+    first_total = tl.zeros([TOKENS, HEAD_BLOCK, BLOCK], tl.float32)
+    second_total = tl.zeros([TOKENS, HEAD_BLOCK, BLOCK], tl.float32)
+    for begin in range(program * TOKENS, token_count, tl.num_programs(0) * TOKENS):
+        token = begin + tl.arange(0, TOKENS).to(tl.int64)[:, None, None]
+        there = (token < token_count) & (head < HEADS)
+        first_there, second_there = there & first_lanes, there & second_lanes
+        place = token * (HEADS * WIDTH) + head * WIDTH + lane
+        first = tl.load(gradient_pointer + place, mask=first_there, other=0.0).to(tl.float32)
+        second = tl.load(gradient_pointer + place + HALF, mask=second_there, other=0.0).to(tl.float32)
+        first_x = tl.load(x_pointer + place, mask=first_there, other=0.0).to(tl.float32)
+        second_x = tl.load(x_pointer + place + HALF, mask=second_there, other=0.0).to(tl.float32)
         if TURNS:
-            partner = tl.load(gradient_pointer + begin + partners[None, :], mask=inside, other=0.0).to(tl.float32)
-            token = (rows // HEADS * WIDTH)[:, None]
-            cosine = tl.load(cosine_pointer + token + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-            sine = tl.load(sine_pointer + token + partners[None, :], mask=inside, other=0.0).to(tl.float32)
-            gradient = gradient * cosine + signs[None, :] * partner * sine
-        scale = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + epsilon)[:, None]
-        normed = x * scale
-        total += gradient * normed
-        gradient *= weight[None, :]
-        found = scale * (gradient - normed * (tl.sum(gradient * normed, 1) / WIDTH)[:, None])
+            angle = token * WIDTH + lane
+            inside = (token < token_count) & first_lanes
+            first_cosine = tl.load(cosine_pointer + angle, mask=inside, other=0.0).to(tl.float32)
+            second_cosine = tl.load(cosine_pointer + angle + HALF, mask=inside, other=0.0).to(tl.float32)
+            first_sine = tl.load(sine_pointer + angle, mask=inside, other=0.0).to(tl.float32)
+            second_sine = tl.load(sine_pointer + angle + HALF, mask=inside, other=0.0).to(tl.float32)
+            turned = first * first_cosine + second * second_sine
+            second = second * second_cosine - first * first_sine
+            first = turned
+        squares = tl.sum(first_x * first_x + second_x * second_x, 2)[:, :, None]
+        scale = tl.rsqrt(squares / WIDTH + epsilon)
+        first_x *= scale
+        second_x *= scale
+        first_total += first * first_x
+        second_total += second * second_x
+        first *= first_weight
+        second *= second_weight
+        inner = tl.sum(first * first_x + second * second_x, 2)[:, :, None] / WIDTH
+        first = scale * (first - first_x * inner)
+        second = scale * (second - second_x * inner)
         if ONTO:
-            found += tl.load(onto_pointer + begin + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        place = (rows // HEADS * STRIDE + rows % HEADS * WIDTH)[:, None] + columns[None, :]
-        tl.store(result_pointer + place, found.to(result_pointer.dtype.element_ty), mask=inside)
-    tl.store(parts_pointer + program * WIDTH + columns, tl.sum(total, 0), mask=columns < WIDTH)
+            first += tl.load(onto_pointer + place, mask=first_there, other=0.0).to(tl.float32)
+            second += tl.load(onto_pointer + place + HALF, mask=second_there, other=0.0).to(tl.float32)
+        place = token * STRIDE + head * WIDTH + lane
+        tl.store(result_pointer + place, first.to(result_pointer.dtype.element_ty), mask=first_there)
+        tl.store(result_pointer + place + HALF, second.to(result_pointer.dtype.element_ty), mask=second_there)
+    first_part = tl.sum(tl.sum(first_total, 0), 0)
+    second_part = tl.sum(tl.sum(second_total, 0), 0)
+    column = tl.arange(0, BLOCK)
+    place = parts_pointer + program * WIDTH + column
+    tl.store(place, first_part, mask=column < HALF)
+    tl.store(place + HALF, second_part, mask=column < WIDTH - HALF)
+
+
+@triton.jit
+def _lay_kernel(source_pointer, target_pointer, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy a row to where rows lie STRIDE apart."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    numbers = tl.load(source_pointer + row * WIDTH + column, mask=column < WIDTH)
+    tl.store(target_pointer + row * STRIDE + column, numbers, mask=column < WIDTH)
 
 
 @triton.jit(do_not_specialize=["part_count", "adds"])
@@ -170,6 +202,15 @@ def backward(
     return result, parts
 
 
+def heads_shape(heads: int, width: int, turns: bool) -> tuple[dict[str, int], int]:
+    """Give the sizes of what a program of heads holds at a time, and its warps. Where heads turn it is one token, whose
+    angles it reads once for all of them."""
+    block, head_block = triton.next_power_of_2(-(-width // 2)), triton.next_power_of_2(heads)
+    tokens = 1 if turns else max(1, _HALVES // (head_block * block))
+    warps_each = min(8, max(1, tokens * head_block * block // 256))
+    return {"TOKENS": tokens, "HEAD_BLOCK": head_block, "BLOCK": block}, warps_each
+
+
 def heads_backward_(
     result: torch.Tensor,
     gradient: torch.Tensor,
@@ -185,17 +226,26 @@ def heads_backward_(
     gradient, x = gradient.contiguous(), x.contiguous()
     tokens, heads, width = result.shape
     cosine, sine = (x, x) if turns is None else (turn.contiguous() for turn in turns)
-    block = triton.next_power_of_2(width)
-    rows = max(1, _NARROW_NUMBERS // block)
-    programs = max(1, min(triton.cdiv(tokens * heads, rows), _programs(x.device, block)))
+    shape, warps_each = heads_shape(heads, width, turns is not None)
+    programs = max(1, min(triton.cdiv(tokens, shape["TOKENS"]), _programs(x.device, width)))
     parts = x.new_empty(programs, width, dtype=torch.float32)
     with on_device(x.device):
         _heads_kernel[(programs,)](
-            gradient, x, weight, cosine, sine, x if onto is None else onto.contiguous(), result, parts, tokens * heads,
+            gradient, x, weight, cosine, sine, x if onto is None else onto.contiguous(), result, parts, tokens,
             epsilon, offset, HEADS=heads, WIDTH=width, STRIDE=result.stride(0), TURNS=turns is not None,
-            ONTO=onto is not None, ROWS=rows, BLOCK=block, num_warps=4,
+            ONTO=onto is not None, num_warps=warps_each, **shape,
         )  # fmt: skip
     return parts
+
+
+def lay_(target: torch.Tensor, source: torch.Tensor) -> None:  # [S, N], [S, N]
+    """Copy rows to where they lie among others."""
+    source, (tokens, width) = source.contiguous(), source.shape
+    block = triton.next_power_of_2(width)
+    with on_device(source.device):
+        _lay_kernel[(tokens,)](
+            source, target, WIDTH=width, STRIDE=target.stride(0), BLOCK=block, num_warps=min(8, max(1, block // 256))
+        )
 
 
 def add_up(parts: torch.Tensor, total: torch.Tensor, adds: bool) -> None:  # [P, K], [K]

@@ -118,6 +118,8 @@ def heads_side_by_side(
     others: list[torch.Tensor],
 ) -> torch.Tensor:  # [..., N of all]
     """Do the same for several kinds of heads, and lay what it gives side by side, and others behind it."""
+    from truestep.policy.model.norm_kernel import lay_
+
     sizes = [x.shape[2] * x.shape[3] for x in xs] + [other.shape[-1] for other in others]
     result = xs[0].new_empty(*xs[0].shape[:2], sum(sizes))
     places = list(result.split(sizes, -1))
@@ -125,7 +127,7 @@ def heads_side_by_side(
         gradient, *rest = given
         _heads_backward(place[0].unflatten(-1, x.shape[2:]), gradient, x, *rest)
     for place, other in zip(places[len(xs) :], others, strict=True):
-        place.copy_(other)
+        lay_(place[0], other[0])
     return result
 
 
