@@ -130,7 +130,7 @@ def compile_norm(width: int, onto: bool) -> None:
 def compile_heads(heads: int, width: int, turns: bool) -> None:
     named = ("gradient", "x", "weight", "cosine", "sine", "onto", "result")
     typed = {f"{name}_pointer": "*bf16" for name in named} | {"epsilon": "fp32", "offset": "fp32"}
-    shape, warps = norm_kernel.heads_shape(heads, width, turns)
+    shape, warps = norm_kernel.heads_shape(heads, width)
     shape |= {"HEADS": heads, "WIDTH": width, "STRIDE": 4096, "TURNS": turns, "ONTO": not turns}
     compiled = compile_kernel(norm_kernel._heads_kernel, shape, typed, num_warps=warps)
     ptx = compiled.asm["ptx"]

@@ -15,7 +15,7 @@ import triton.language as tl
 from truestep.operators import on_device
 
 _NARROW = 256  # numbers of a row, of which a program holds several
-_HALVES = 1024  # numbers that it holds of each half of its heads
+_HALVES = 512  # numbers that it holds of each half of its heads
 _COLUMNS = 32  # that a program of the second kernel adds up
 
 
@@ -99,12 +99,12 @@ def _heads_kernel(
         first_x = tl.load(x_pointer + place, mask=first_there, other=0.0).to(tl.float32)
         second_x = tl.load(x_pointer + place + HALF, mask=second_there, other=0.0).to(tl.float32)
         if TURNS:
-            angle = token * WIDTH + lane
-            inside = (token < token_count) & first_lanes
-            first_cosine = tl.load(cosine_pointer + angle, mask=inside, other=0.0).to(tl.float32)
-            second_cosine = tl.load(cosine_pointer + angle + HALF, mask=inside, other=0.0).to(tl.float32)
-            first_sine = tl.load(sine_pointer + angle, mask=inside, other=0.0).to(tl.float32)
-            second_sine = tl.load(sine_pointer + angle + HALF, mask=inside, other=0.0).to(tl.float32)
+            # Each head reads its token's angles for itself: to hand them from head to head takes longer.
+            angle = tl.broadcast_to(token * WIDTH + lane, [TOKENS, HEAD_BLOCK, BLOCK])
+            first_cosine = tl.load(cosine_pointer + angle, mask=first_there, other=0.0).to(tl.float32)
+            second_cosine = tl.load(cosine_pointer + angle + HALF, mask=first_there, other=0.0).to(tl.float32)
+            first_sine = tl.load(sine_pointer + angle, mask=first_there, other=0.0).to(tl.float32)
+            second_sine = tl.load(sine_pointer + angle + HALF, mask=first_there, other=0.0).to(tl.float32)
             turned = first * first_cosine + second * second_sine
             second = second * second_cosine - first * first_sine
             first = turned
@@ -166,12 +166,12 @@ def _sum_kernel(
 def _programs(device: torch.device, block: int) -> int:
     if device.type != "cuda":
         return 3
-    each = 4 if block <= 4096 else 2
+    each = 8 if block <= 1024 else 6 if block <= 2048 else 4 if block <= 4096 else 2
     return each * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def warps(block: int) -> int:
-    return min(16, max(4, block // 512))
+    return min(16, max(2, block // 2048))
 
 
 def backward(
@@ -202,12 +202,11 @@ def backward(
     return result, parts
 
 
-def heads_shape(heads: int, width: int, turns: bool) -> tuple[dict[str, int], int]:
-    """Give the sizes of what a program of heads holds at a time, and its warps. Where heads turn it is one token, whose
-    angles it reads once for all of them."""
+def heads_shape(heads: int, width: int) -> tuple[dict[str, int], int]:
+    """Give the sizes of what a program of heads holds at a time, and its warps."""
     block, head_block = triton.next_power_of_2(-(-width // 2)), triton.next_power_of_2(heads)
-    tokens = 1 if turns else max(1, _HALVES // (head_block * block))
-    warps_each = min(8, max(1, tokens * head_block * block // 256))
+    tokens = max(1, _HALVES // (head_block * block))
+    warps_each = min(8, max(2, tokens * head_block * block // 512))
     return {"TOKENS": tokens, "HEAD_BLOCK": head_block, "BLOCK": block}, warps_each
 
 
@@ -226,7 +225,7 @@ def heads_backward_(
     gradient, x = gradient.contiguous(), x.contiguous()
     tokens, heads, width = result.shape
     cosine, sine = (x, x) if turns is None else (turn.contiguous() for turn in turns)
-    shape, warps_each = heads_shape(heads, width, turns is not None)
+    shape, warps_each = heads_shape(heads, width)
     programs = max(1, min(triton.cdiv(tokens, shape["TOKENS"]), _programs(x.device, width)))
     parts = x.new_empty(programs, width, dtype=torch.float32)
     with on_device(x.device):
