@@ -12,8 +12,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.lowering import register_lowering
 from torch.utils.checkpoint import CheckpointPolicy
 
-from truestep.policy.model import adding, joined, norms
+from truestep.policy.model import adding, joined, norms, turned
 from truestep.policy.model.joined import result_of
+from truestep.policy.model.turned import turn_in_one
 from truestep.policy.model.turning import norm_and_turn
 
 aten, OURS = torch.ops.aten, torch.ops.truestep
@@ -30,10 +31,11 @@ class Join(CustomGraphPass):
                 groups.setdefault(_rows_of(node), []).append((node, weight))
         for products in groups.values():
             if len(products) > 1:
-                _join(graph, products)
+                turn_in_one(graph, *_join(graph, products))
 
     def uuid(self) -> Any:
-        return type(self).__name__, get_hash_for_files((__file__, joined.__file__, adding.__file__, norms.__file__))
+        files = __file__, joined.__file__, adding.__file__, norms.__file__, turned.__file__
+        return type(self).__name__, get_hash_for_files(files)
 
 
 def _weight_of(node: torch.fx.Node) -> torch.fx.Node | None:
@@ -55,7 +57,11 @@ def _rows_of(product: torch.fx.Node) -> Any:
     return rows
 
 
-def _join(graph: torch.fx.Graph, products: Sequence[tuple[torch.fx.Node, torch.fx.Node]]) -> None:
+def _join(
+    graph: torch.fx.Graph, products: Sequence[tuple[torch.fx.Node, torch.fx.Node]]
+) -> tuple[torch.fx.Node, list[torch.fx.Node]]:
+    """Give the operator, and the parts of what it gives."""
+    parts = []
     rows: Any = products[0][0].args[0]
     weights = [weight for _, weight in products]
     with graph.inserting_before(products[0][0]):
@@ -67,9 +73,11 @@ def _join(graph: torch.fx.Graph, products: Sequence[tuple[torch.fx.Node, torch.f
             part = graph.call_function(aten.slice.Tensor, (whole, 1, start, end))
             part.meta["val"] = whole.meta["val"][:, start:end]
             product.replace_all_uses_with(part)
+            parts.append(part)
             start = end
     for product, _ in products:
         graph.erase_node(product)
+    return whole, parts
 
 
 class JoinBackward(Join):

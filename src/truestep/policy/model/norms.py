@@ -43,14 +43,16 @@ def _from_one(normed: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) ->
     return (normed * (1.0 + weight.float())).to(dtype)
 
 
-_FORMS: tuple[Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor], ...]
-_FORMS = _rounded_first, _rounded_last, _from_one
+FORMS: tuple[Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor], ...]
+FORMS = _rounded_first, _rounded_last, _from_one
+ROUNDED_LAST, FROM_ONE = 1, 2
 
 
-def _compute(x: torch.Tensor, weight: torch.Tensor, epsilon: float, form: int) -> torch.Tensor:
+def compute(x: torch.Tensor, weight: torch.Tensor, epsilon: float, form: int) -> torch.Tensor:
+    """Compute a norm of one of the forms."""
     wide = x.to(torch.float32)
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
-    return _FORMS[form](normed, weight, x.dtype)
+    return FORMS[form](normed, weight, x.dtype)
 
 
 @operator(
@@ -152,8 +154,8 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(saved: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float, form: int) -> torch.Tensor:
         saved.save_for_backward(x, weight)
-        saved.constants = epsilon, float(_FORMS[form] is _from_one)
-        return _compute(x, weight, epsilon, form)
+        saved.constants = epsilon, float(FORMS[form] is _from_one)
+        return compute(x, weight, epsilon, form)
 
     @staticmethod
     def backward(saved: Any, gradient: torch.Tensor) -> Any:
@@ -186,8 +188,8 @@ class _TurnedNorm(torch.autograd.Function):
         form: int,
     ) -> torch.Tensor:
         saved.save_for_backward(x, weight, cosine, sine)
-        saved.constants = epsilon, float(_FORMS[form] is _from_one)
-        return turned(_compute(x, weight, epsilon, form).transpose(1, 2), cosine, sine)
+        saved.constants = epsilon, float(FORMS[form] is _from_one)
+        return turned(compute(x, weight, epsilon, form).transpose(1, 2), cosine, sine)
 
     @staticmethod
     def backward(saved: Any, gradient: torch.Tensor) -> Any:
@@ -253,7 +255,7 @@ def _form_of(module: torch.nn.Module) -> tuple[float, int] | None:
     sizes = torch.tensor([1.0, *(epsilon**0.5 * factor for factor in (0.3, 1.0, 3.0))])
     x = torch.randn(2, 4, len(weight), generator=generator) * sizes[:, None]
     random = torch.randn(len(weight), generator=generator)
-    fitting = [form for form in range(len(_FORMS)) if _is_form(module, x, random, epsilon, form)]
+    fitting = [form for form in range(len(FORMS)) if _is_form(module, x, random, epsilon, form)]
     return (epsilon, fitting[0]) if fitting else None
 
 
@@ -265,7 +267,7 @@ def _is_form(module: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float,
             found = torch.func.functional_call(module, {"weight": weight.to(dtype)}, (x.to(dtype),))
         except Exception:  # it takes something else
             return False
-        right = _compute(x.to(dtype), weight.to(dtype), epsilon, form)
+        right = compute(x.to(dtype), weight.to(dtype), epsilon, form)
         if not isinstance(found, torch.Tensor) or found.dtype != right.dtype or not torch.equal(found, right):
             return False
     return True

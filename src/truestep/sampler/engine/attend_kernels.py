@@ -219,6 +219,11 @@ def span_tokens(programs: int) -> int:
     return 512 if programs >= 1024 else 256 if programs >= 512 else 128
 
 
+def warps(group_block: int, value_block: int) -> int:
+    """Give the warps of a program: few, so that many programs wait for memory at a time."""
+    return 2 if group_block * value_block <= 4096 else 4
+
+
 def store(
     cache: PagedCache,
     layer: int,
@@ -280,6 +285,7 @@ def attend(
     shape |= {"WINDOW": window or 0}
     shape["VALUE_BLOCK"] = max(16, triton.next_power_of_2(value_size))
     parts = (output, part, highest, total)
+    group_block = max(16, triton.next_power_of_2(queries // heads))
     _attend_kernel[(count, heads, spans)](
         *(rows.cache.places[layer], q, rows.lengths, rows.table),
         *parts,
@@ -288,9 +294,9 @@ def attend(
         GROUP=queries // heads,
         KEY_SIZE=key_size,
         CAPPED=softcap is not None,
-        GROUP_BLOCK=max(16, triton.next_power_of_2(queries // heads)),
+        GROUP_BLOCK=group_block,
         KEY_BLOCK=max(16, triton.next_power_of_2(key_size)),
-        num_warps=4,
+        num_warps=warps(group_block, shape["VALUE_BLOCK"]),
         num_stages=3 if key_size <= 128 and q.dtype != torch.float32 else 2,
         **shape,
     )

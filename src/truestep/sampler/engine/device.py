@@ -59,5 +59,5 @@ class Device:
 
 def device_of(place: torch.device) -> Device:
     if place.type == "cuda":
-        return Device(place, page_size=64, lag=2, piece_tokens=4096, compiles=True, joins=12)
+        return Device(place, page_size=32, lag=2, piece_tokens=4096, compiles=True, joins=12)
     return Device(place, page_size=16, lag=0, piece_tokens=4096, compiles=False, joins=64)
