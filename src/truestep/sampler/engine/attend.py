@@ -147,7 +147,8 @@ def _attend_pieces(
         k, v = (pool.index_select(0, piece.pages).transpose(0, 1).flatten(1, 2)[:, :end] for pool in (keys, values))
         q = query[0, :, piece.first : piece.first + piece.count]
         outputs.append(_see_earlier(q, k, v, piece.start, scale, window, softcap).transpose(0, 1)[None])
-    return torch.cat(outputs, dim=1)
+    # Torch would copy a single one. Layers would be compiled anew for a view of another tensor, which this is not.
+    return outputs[0].detach() if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def _see_earlier(
@@ -170,7 +171,7 @@ def _see_earlier(
         if window is not None:
             mask = mask & (positions > own - window)
         outputs.append(_weigh(some, k[:, None], v[:, None], mask, scale, softcap))
-    return torch.cat(outputs, dim=2).flatten(0, 1)
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)).flatten(0, 1)
 
 
 def _weigh(
