@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from truestep.sampler.engine import cache as cache_module
+from truestep.sampler.engine.attend import places_of
 from truestep.sampler.engine.cache import LayerShape, PagedCache, store
 
 LAYERS = [LayerShape(3, 5, 7, 6), LayerShape(1, 64, 16, 4, window=9), LayerShape(2, 8, 8, 2)]
@@ -69,3 +70,9 @@ def test_memory_that_is_free_in_several_places_serves_too(monkeypatch: pytest.Mo
     apart = PagedCache.make(LAYERS, 3, 5, torch.float32, CPU)
     assert [one.shape for one in (*apart.keys, *apart.values)] == [one.shape for one in (*whole.keys, *whole.values)]
     assert len({one.untyped_storage().data_ptr() for one in (*apart.keys, *apart.values)}) == 2 * len(LAYERS)
+
+
+def test_each_token_of_a_piece_has_its_place() -> None:
+    spans = [(0, 9, (4, 1, 7)), (0, 1, (2,)), (3, 6, (5, 0, 6)), (8, 4, (3, 9, 8))]  # a piece's pages are the prompt's
+    expected = [(at, own[at // 4], at % 4) for start, count, own in spans for at in range(start, start + count)]
+    assert list(zip(*(part.tolist() for part in places_of(spans, 4)), strict=True)) == expected

@@ -7,6 +7,7 @@ torch on any device; `attend_kernels` has the decoding of rows for GPUs.
 Dimensions: T tokens of the pass, R rows, Q query heads, K key-value heads, E head size, P pages of a row.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -248,10 +249,11 @@ def places_of(
     spans: list[tuple[int, int, tuple[int, ...]]], page_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Give each token's position in its prompt, its page and its place in the page."""
-    positions = [np.arange(start, start + count) for start, count, _ in spans]
-    pages = [np.array(own)[at // page_size] for at, (_, _, own) in zip(positions, spans, strict=True)]
-    joined = np.concatenate(positions)
-    return joined, np.concatenate(pages), joined % page_size
+    starts, counts, widths = np.array([(start, count, len(own)) for start, count, own in spans]).T
+    table = np.fromiter(itertools.chain.from_iterable(own for _, _, own in spans), np.int64, widths.sum())
+    positions = np.arange(counts.sum()) + np.repeat(starts - (counts.cumsum() - counts), counts)
+    pages = table[positions // page_size + np.repeat(widths.cumsum() - widths, counts)]
+    return positions, pages, positions % page_size
 
 
 AttentionInterface.register(NAME, paged_attention)
