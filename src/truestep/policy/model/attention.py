@@ -211,11 +211,11 @@ def _varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {}
-    known = _known_options(varlen_attn)
+    known, trains = _known_options(varlen_attn), torch.is_grad_enabled()
     if q.shape[1] != k.shape[1]:
         if "enable_gqa" in known:
             options["enable_gqa"] = True
-        else:
+        elif trains or not _shares_heads(q.device, q.dtype):
             k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
     if "window_size" in known:
         # The window counts the token itself; torch counts those to its left.
@@ -224,10 +224,38 @@ def _varlen(
         return _rows(q, k, v, layout, scale, window, None)
     else:
         options["is_causal"] = True
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    q = q.contiguous()  # the output is laid out as it is
+    k, v = (tensor if not trains and _in_lines(tensor) else tensor.contiguous() for tensor in (k, v))
     bounds = layout.segments
     attend: Any = varlen_attn  # its options differ between torch versions
     return attend(q, k, v, bounds, bounds, layout.longest, layout.longest, scale=scale, **options)
+
+
+def _in_lines(tensor: torch.Tensor) -> bool:
+    """Tell whether the kernel reads a tensor as it lies: each head's numbers side by side, and all of them aligned."""
+    *outer, inner = tensor.stride()
+    return inner == 1 and not any(place * tensor.element_size() % 16 for place in outer) and not tensor.data_ptr() % 16
+
+
+@functools.cache
+def _shares_heads(place: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether the kernel gives each key-value head to several query heads, in a torch that does not say so: on
+    this machine it is tried, without gradients."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    attend: Any = varlen_attn
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([0, 5, 5, 140], dtype=torch.int32, device=place)
+    q, k, v = (torch.randn(140, heads, 64, generator=generator).to(place, dtype) for heads in (6, 2, 2))
+    how: dict[str, Any] = {"scale": 0.125}
+    how |= {"window_size": (-1, 0)} if "window_size" in _known_options(varlen_attn) else {"is_causal": True}
+    try:
+        with torch.no_grad():
+            shared = attend(q, k, v, lengths, lengths, 135, 135, **how)
+            alone = attend(q, *(one.repeat_interleave(3, dim=1) for one in (k, v)), lengths, lengths, 135, 135, **how)
+    except (RuntimeError, ValueError, TypeError):
+        return False
+    return torch.equal(shared, alone)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ torch on any device; `attend_kernels` has the decoding of rows for GPUs.
 Dimensions: T tokens of the pass, R rows, Q query heads, K key-value heads, E head size, P pages of a row.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -147,7 +148,8 @@ def _attend_pieces(
         k, v = (pool.index_select(0, piece.pages).transpose(0, 1).flatten(1, 2)[:, :end] for pool in (keys, values))
         q = query[0, :, piece.first : piece.first + piece.count]
         outputs.append(_see_earlier(q, k, v, piece.start, scale, window, softcap).transpose(0, 1)[None])
-    return torch.cat(outputs, dim=1)
+    # Torch would copy a single one. Layers would be compiled anew for a view of another tensor, which this is not.
+    return outputs[0].detach() if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def _see_earlier(
@@ -170,7 +172,7 @@ def _see_earlier(
         if window is not None:
             mask = mask & (positions > own - window)
         outputs.append(_weigh(some, k[:, None], v[:, None], mask, scale, softcap))
-    return torch.cat(outputs, dim=2).flatten(0, 1)
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)).flatten(0, 1)
 
 
 def _weigh(
@@ -247,10 +249,11 @@ def places_of(
     spans: list[tuple[int, int, tuple[int, ...]]], page_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Give each token's position in its prompt, its page and its place in the page."""
-    positions = [np.arange(start, start + count) for start, count, _ in spans]
-    pages = [np.array(own)[at // page_size] for at, (_, _, own) in zip(positions, spans, strict=True)]
-    joined = np.concatenate(positions)
-    return joined, np.concatenate(pages), joined % page_size
+    starts, counts, widths = np.array([(start, count, len(own)) for start, count, own in spans]).T
+    table = np.fromiter(itertools.chain.from_iterable(own for _, _, own in spans), np.int64, widths.sum())
+    positions = np.arange(counts.sum()) + np.repeat(starts - (counts.cumsum() - counts), counts)
+    pages = table[positions // page_size + np.repeat(widths.cumsum() - widths, counts)]
+    return positions, pages, positions % page_size
 
 
 AttentionInterface.register(NAME, paged_attention)

@@ -3,12 +3,14 @@
 Dimensions: K key-value heads, E head size.
 """
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+_ALIGNED = 256  # bytes: where a layer's keys and values begin
 _SHARE = 0.9  # of the free memory that the cache may take: activations and logits need some, too
 
 
@@ -40,13 +42,14 @@ class PagedCache:
     def make(
         layers: Sequence[LayerShape], pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> "PagedCache":
-        def some(layer: LayerShape, size: int) -> torch.Tensor:
-            # Zeros: what attention masks away is multiplied by 0, and must be finite.
-            return torch.zeros(pages + 1, layer.heads, page_size, size, dtype=dtype, device=device)
-
-        return PagedCache(
-            [some(layer, layer.key_size) for layer in layers], [some(layer, layer.value_size) for layer in layers]
-        )
+        shapes = [
+            (pages + 1, layer.heads, page_size, size) for layer in layers for size in (layer.key_size, layer.value_size)
+        ]
+        try:
+            made = _zeros(shapes, dtype, device)
+        except torch.OutOfMemoryError:  # what is free may lie in several places
+            made = [_zeros([shape], dtype, device)[0] for shape in shapes]
+        return PagedCache(made[::2], made[1::2])
 
     @property
     def page_size(self) -> int:
@@ -72,6 +75,16 @@ class PagedCache:
     def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
         for pool in (*self.keys, *self.values):
             pool.index_copy_(0, target, pool.index_select(0, source))
+
+
+def _zeros(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Make tensors in one allocation: a GPU's take long, whatever their size. They are zeros: what attention masks away
+    is multiplied by 0, and must be finite."""
+    counts = [math.prod(shape) for shape in shapes]
+    step = _ALIGNED // dtype.itemsize
+    rooms = [-(-count // step) * step for count in counts]
+    parts = torch.zeros(sum(rooms), dtype=dtype, device=device).split(rooms)
+    return [part[:count].view(shape) for part, count, shape in zip(parts, counts, shapes, strict=True)]
 
 
 def store(

@@ -10,6 +10,7 @@ memory that is free, and gives it back at the end.
 Dimensions: R rows of a step, H hidden, V vocabulary, P pages of a row.
 """
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -82,11 +83,15 @@ class _Open:
     """A completion that is being made."""
 
     options: DecodeOptions
-    fields: np.ndarray  # KEY to TOP_K
+    seed: tuple[int, ...]
     stops: StopTexts | None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     log_mass: list[float] = field(default_factory=list)
+
+    def fields(self) -> np.ndarray:  # KEY to TOP_K
+        how = self.options
+        return draw_fields(key_of(self.seed), how.temperature, how.top_p, how.min_p, how.top_k)
 
     def completion(self, stopped: bool) -> Completion:
         cut = None
@@ -172,9 +177,8 @@ class Session:
     def submit(self, number: int, request: Request, options: DecodeOptions) -> None:
         """Ask for a completion. Its number names it in what `step` gives."""
         self._schedule.submit(number, request.input_ids, options.max_new_tokens)
-        fields = draw_fields(key_of(request.seed), options.temperature, options.top_p, options.min_p, options.top_k)
         stops = StopTexts(self._policy.tokenizer, options.stop) if options.stop else None
-        self._open[number] = _Open(options, fields, stops)
+        self._open[number] = _Open(options, request.seed, stops)
         self._truncates = self._truncates or options.truncates
 
     def cancel(self, number: int) -> None:
@@ -225,8 +229,8 @@ class Session:
     def _compute_pieces(self, plan: Plan) -> None:
         assert self.cache is not None
         pieces = sorted(plan.pieces, key=lambda piece: piece.start > 0)
-        ids = np.concatenate([np.array(piece.tokens, dtype=np.int64) for piece in pieces])
         ends = np.cumsum([len(piece.tokens) for piece in pieces]) - 1
+        ids = np.fromiter(itertools.chain.from_iterable(piece.tokens for piece in pieces), np.int64, ends[-1] + 1)
         spans = [(piece.start, len(piece.tokens), piece.pages) for piece in pieces]
         hidden = None
         if self._graphs is not None and self._device.fused and not pieces[-1].start:
@@ -266,7 +270,7 @@ class Session:
         assert self._hidden is not None
         lines = np.zeros((len(starts), PAGES + 1), dtype=np.int64)
         for line, start in zip(lines, starts, strict=True):
-            self._fields[start.slot] = self._open[start.job.number].fields
+            self._fields[start.slot] = self._open[start.job.number].fields()
             self._known[start.slot] = 0
             line[SLOT], line[POSITION], line[PAGES] = start.slot, start.position, start.place
             line[KEY:PAGES] = self._fields[start.slot]

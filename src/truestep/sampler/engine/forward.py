@@ -36,22 +36,36 @@ def paged(policy: Policy) -> Iterator[None]:
 
 @contextmanager
 def compiled_layers(model: Any, compiled: dict[Any, Any]) -> Iterator[None]:
-    """Run the layers compiled: their norms, rotary embeddings and activations in a few kernels. `compiled` keeps what
-    was compiled from one phase to the next."""
-    layers: list[Any] = layers_of(model)[1]
-    before = [layer.forward for layer in layers]
+    """Run the layers compiled: their norms, rotary embeddings and activations in a few kernels. So are the cosines and
+    sines that they are given. `compiled` keeps what was compiled from one phase to the next."""
+    modules = [*layers_of(model)[1], *_turns_of(model)]
+    before = [module.forward for module in modules]
     try:
-        for layer in layers:
-            if layer not in compiled:
+        for module in modules:
+            if module not in compiled:
                 from truestep.policy.model.joining import sampling_backend  # the compiler, which takes a second
 
-                own = compiled_code.own_forward(layer)
-                compiled[layer] = torch.compile(own, dynamic=True, backend=sampling_backend(compiled_code.BACKEND))
-            layer.forward = compiled[layer]
+                own = compiled_code.own_forward(module)
+                compiled[module] = torch.compile(own, dynamic=True, backend=sampling_backend(compiled_code.BACKEND))
+            module.forward = compiled[module]
         yield
     finally:
-        for layer, forward in zip(layers, before, strict=True):
-            layer.forward = forward
+        for module, forward in zip(modules, before, strict=True):
+            module.forward = forward
+
+
+def _turns_of(model: Any) -> list[Any]:
+    """Find what makes the cosines and sines of positions, outside the layers: modules of fixed frequencies alone. What
+    they give depends on nothing but the positions, or the engine does not serve the model (see `shapes_of`)."""
+    inside = {module for layer in layers_of(model)[1] for module in layer.modules()}
+    return [
+        module
+        for module in model.modules()
+        if hasattr(module, "rope_type")
+        and module not in inside
+        and not any(module.children())
+        and not any(True for _ in module.parameters())
+    ]
 
 
 def run_model(

@@ -42,6 +42,7 @@ class Prompt:
     pages: list[int] = field(default_factory=list)
     done: int = 0  # tokens computed
     place: int = -1  # of its last hidden state
+    joinable: bool = False  # new jobs may join it
 
     @property
     def ready(self) -> bool:
@@ -130,10 +131,11 @@ class Schedule:
                 "memory"
             )
         job = self._jobs[number] = Job(number, prompt, most)
-        found = self._waiting.get(prompt)
-        if found is None:
-            found = self._waiting[prompt] = Prompt(prompt, deque())
-            self._queue.append(found)
+        # One look: to hash a long prompt takes longer than all else here.
+        new = Prompt(prompt, deque(), joinable=True)
+        found = self._waiting.setdefault(prompt, new)
+        if found is new:
+            self._queue.append(new)
         found.jobs.append(job)
 
     def learned(self, number: int, token: int) -> bool:
@@ -159,7 +161,7 @@ class Schedule:
             self._retire(job)
         elif job in self._unlearned:
             self._unlearned.remove(job)
-        else:
+        elif job.drawn < job.most:  # it waits: what has been planned to its end does not
             for prompt in self._queue:
                 if job in prompt.jobs:
                     prompt.jobs.remove(job)
@@ -356,5 +358,5 @@ class Schedule:
 
     def _forget(self, prompt: Prompt) -> None:
         self._queue.remove(prompt)
-        if self._waiting.get(prompt.tokens) is prompt:
+        if prompt.joinable:
             del self._waiting[prompt.tokens]
