@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from truestep.exact import attend_kernels as exact_attention
 from truestep.exact import kernels as exact_kernels
 from truestep.head import kernels as head_kernels
-from truestep.policy.model import norm_kernel
+from truestep.policy.model import norm_kernel, turned_kernel
 from truestep.ranks import peer_kernels
 from truestep.sampler.engine import attend_kernels, draw_kernels
 from truestep.step.optimizers import adamw_kernel
@@ -64,7 +64,7 @@ def compile_attention(kind: str, size: int, group: int, page: int, window: int, 
         shape
         | {"HEADS": heads, "GROUP": group, "KEY_SIZE": size, "CAPPED": capped, "GROUP_BLOCK": 16, "KEY_BLOCK": size},
         typed,
-        num_warps=4,
+        num_warps=attend_kernels.warps(max(16, group), size),
         num_stages=3 if size <= 128 and kind == "bf16" else 2,
     )
     assert compiled.metadata.shared <= 227 * 1024, "what a block of threads may have"
@@ -139,6 +139,15 @@ def compile_heads(heads: int, width: int, turns: bool) -> None:
     compile_kernel(norm_kernel._lay_kernel, shape, {"source_pointer": "*bf16", "target_pointer": "*bf16"}, num_warps=4)
 
 
+def compile_turns(first: int, heads: int, size: int, norms: bool) -> None:
+    named = ("rows", "first", "second", "cosine", "sine", "result")
+    typed = {f"{name}_pointer": "*bf16" for name in named}
+    typed |= dict.fromkeys(("first_epsilon", "second_epsilon", "offset"), "fp32")
+    shape = turned_kernel.shape_for(heads, size)[0] | {"FIRST": first, "HEADS": heads, "SIZE": size, "NORMS": norms}
+    ptx = compile_kernel(turned_kernel._turn_kernel, shape, typed, num_warps=4).asm["ptx"]
+    assert ptx.count("ld.global.v4") >= 6 and ptx.count("st.global.v4") >= 2, "16 bytes a thread at a time"
+
+
 def compile_front() -> None:
     typed = {"values_pointer": "*bf16", "index_pointer": "*i64"}
     for rows, columns in head_kernels._FRONT_TILES:
@@ -208,9 +217,10 @@ def main(which: str) -> None:
         compile_adamw(5, True)
         compile_norm(2048, True)
         compile_heads(16, 128, True)
+        compile_turns(16, 24, 128, True)
         compile_front()
-        compile_attention("bf16", 128, 2, 64, 0, False)
-        compile_attention("fp32", 64, 7, 64, 4096, True)
+        compile_attention("bf16", 128, 2, 32, 0, False)
+        compile_attention("fp32", 64, 7, 32, 4096, True)
     else:
         for kind, even, bias in itertools.product(("bf16", "fp32"), (True, False), (True, False)):
             compile_exact_product(kind, even, bias)
@@ -221,6 +231,8 @@ def main(which: str) -> None:
             compile_norm(width, onto)
         for heads, width, turns in ((8, 128, True), (32, 64, True), (12, 96, True), (1, 128, False)):
             compile_heads(heads, width, turns)
+        for first, every, size, normed in ((16, 24, 128, True), (32, 40, 64, False), (7, 9, 128, True)):
+            compile_turns(first, every, size, normed)
         for tensors, aligned in itertools.product((4, 5), (False, True)):
             compile_adamw(tensors, aligned)
         for block in (128, 2048):
@@ -230,12 +242,12 @@ def main(which: str) -> None:
         for kind, capped, cut in itertools.product(("bf16", "fp32"), (False, True), (False, True)):
             compile_draw(kind, capped, cut)
         # What a block of threads holds depends on the size and the page alone; a group is one, odd, or a power of two.
-        for size, page in itertools.product((64, 128, 256), (16, 64)):
+        for size, page in itertools.product((64, 128, 256), (16, 32)):
             compile_attention("bf16", size, 8, page, 0, False)
-        for group, page in itertools.product((1, 5), (16, 64)):
+        for group, page in itertools.product((1, 5), (16, 32)):
             compile_attention("bf16", 128, group, page, 0, False)
         for kind, capped in itertools.product(("bf16", "fp32"), (False, True)):
-            compile_attention(kind, 256, 4, 64, 4096, capped)
+            compile_attention(kind, 256, 4, 32, 4096, capped)
     print("compiled")
 
 

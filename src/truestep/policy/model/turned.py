@@ -89,9 +89,14 @@ def wrong_on(device: torch.device, dtype: torch.dtype) -> str | None:
         weights, epsilons = [random(size) for _ in heads], [0.01 * (1 + number) for number in range(len(heads))]
         for given, offset in (([], 0.0), (weights, 0.0), (weights, 1.0)):
             found = turn(rows, heads, given, epsilons if given else [], offset, cosine, sine)
-            wide = [tensor.double() for tensor in (rows, cosine, sine)]
-            right = turn_plainly(wide[0], heads, [w.double() for w in given], epsilons, offset, *wide[1:])
-            if not torch.allclose(found.double(), right, rtol=torch.finfo(dtype).eps, atol=2e-6):
+            parts = rows.double()[:, : sum(heads) * size].unflatten(1, (-1, size)).split(heads, 1)
+            normed = [
+                part * torch.rsqrt(part.square().mean(-1, keepdim=True) + epsilon) * (offset + weight.double())
+                for part, weight, epsilon in zip(parts, given, epsilons, strict=False)
+            ]
+            turns = cosine.double()[:, None], sine.double()[:, None]
+            right = norms.turned(torch.cat(normed or list(parts), 1), *turns)
+            if not torch.allclose(found.double(), right, rtol=torch.finfo(dtype).eps, atol=1e-5):
                 return f"{tokens} tokens of {heads} heads of {size} numbers, weights from {offset}"
     return None
 
