@@ -287,6 +287,7 @@ KINDS = {
     "_attend_kernel": "attention",
     "_join_kernel": "joins",
     "_store_kernel": "new keys and values",
+    "_turn_kernel": "turned heads",
     "_draw_kernel": "draw",
     "triton_": "compiled elementwise",
     "nvjet": "products",
