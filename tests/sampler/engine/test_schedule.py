@@ -110,6 +110,7 @@ JOBS = st.lists(
     piece=st.integers(1, 20),
     lag=st.integers(0, 2),
     together=st.integers(1, 6),
+    prompts_first=st.integers(0, 3),
 )
 @settings(max_examples=300, deadline=None)
 def test_every_completion_is_what_it_would_be_alone(
@@ -119,10 +120,12 @@ def test_every_completion_is_what_it_would_be_alone(
     piece: int,
     lag: int,
     together: int,
+    prompts_first: int,
 ) -> None:
     """Each job: its prompt, its length, where a stop token comes, how many steps later it is submitted than the one
     before, and the steps after which it is cancelled."""
-    schedule = Schedule(pages=pages, page_size=PAGE, slots=slots, piece_tokens=piece, together=min(slots, together))
+    how = {"piece_tokens": piece, "together": min(slots, together), "prompts_first": prompts_first}
+    schedule = Schedule(pages=pages, page_size=PAGE, slots=slots, **how)
     device = Device(schedule, lag)
     cancelled: dict[int, int] = {}
     clock = 0
@@ -213,6 +216,20 @@ def test_completions_join_together() -> None:
     assert sum(later) == 17
     assert all(count >= 4 for count in later[:-1])
     assert later[-1] == 1
+
+
+def test_what_runs_waits_for_some_steps_that_compute_prompts() -> None:
+    """And no longer: of nine prompts, one a step, the first seven hold up four rows at a time."""
+    schedule = Schedule(pages=200, page_size=PAGE, slots=16, piece_tokens=4, prompts_first=4)
+    for number in range(9):
+        schedule.submit(number, (number, 1, 2, 3), 9)
+    device = Device(schedule, 1)
+    seen = []
+    for _ in range(12):
+        plan = schedule.plan()
+        seen.append((len(plan.pieces), len(plan.rows)))
+        device.run(plan)
+    assert seen == [(1, 0)] * 4 + [(1, 4)] + [(1, 0)] * 4 + [(0, 9)] * 3
 
 
 def test_one_that_comes_alone_joins_at_once() -> None:

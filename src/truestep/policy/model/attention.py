@@ -224,17 +224,18 @@ def _varlen(
         return _rows(q, k, v, layout, scale, window, None)
     else:
         options["is_causal"] = True
-    q = q.contiguous()  # the output is laid out as it is
-    k, v = (tensor if not trains and _in_lines(tensor) else tensor.contiguous() for tensor in (k, v))
+    q, k, v = (tensor if not trains and _in_lines(tensor) else tensor.contiguous() for tensor in (q, k, v))
     bounds = layout.segments
     attend: Any = varlen_attn  # its options differ between torch versions
     return attend(q, k, v, bounds, bounds, layout.longest, layout.longest, scale=scale, **options)
 
 
 def _in_lines(tensor: torch.Tensor) -> bool:
-    """Tell whether the kernel reads a tensor as it lies: each head's numbers side by side, and all of them aligned."""
+    """Tell whether the kernel reads a tensor as it lies: token after token, each head's numbers side by side, all of
+    them aligned."""
     *outer, inner = tensor.stride()
-    return inner == 1 and not any(place * tensor.element_size() % 16 for place in outer) and not tensor.data_ptr() % 16
+    aligned = not any(place * tensor.element_size() % 16 for place in outer) and not tensor.data_ptr() % 16
+    return aligned and inner == 1 and outer[0] >= outer[1]
 
 
 @functools.cache

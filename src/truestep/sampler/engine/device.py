@@ -36,6 +36,7 @@ class Device:
     piece_tokens: int  # of prompts that a step computes
     compiles: bool  # layers run compiled
     joins: int  # completions join when so many parts of all slots are free
+    prompts_first: int  # steps for which what runs may wait while prompts are computed
     attend: Callable[..., torch.Tensor] = attend_rows
     draw: Callable[..., Drawn] = draw
     store: Callable[..., None] = store
@@ -59,5 +60,5 @@ class Device:
 
 def device_of(place: torch.device) -> Device:
     if place.type == "cuda":
-        return Device(place, page_size=32, lag=2, piece_tokens=4096, compiles=True, joins=12)
-    return Device(place, page_size=16, lag=0, piece_tokens=4096, compiles=False, joins=64)
+        return Device(place, page_size=32, lag=2, piece_tokens=4096, compiles=True, joins=12, prompts_first=8)
+    return Device(place, page_size=16, lag=0, piece_tokens=4096, compiles=False, joins=64, prompts_first=0)

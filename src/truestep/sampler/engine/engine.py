@@ -154,6 +154,7 @@ class Session:
             slots=slots,
             piece_tokens=limits.piece_tokens or self._device.piece_tokens,
             together=max(1, slots // self._device.joins),
+            prompts_first=self._device.prompts_first,
         )
         if self._graphs is not None:
             self._graphs.begin(self.cache, slots, width, policy.model)

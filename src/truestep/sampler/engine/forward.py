@@ -23,6 +23,7 @@ from truestep.sampler.engine.cache import LayerShape, PagedCache
 log = logging.getLogger(__name__)
 
 _PROBE_TOKENS, _PROBE_PIECES = 13, (5, 9)  # the rest is decoded
+_MANY = 64, 8  # prompts, and tokens of each
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative, as of the probe at load
 _HALF_TOLERANCE = 0.1
 
@@ -93,6 +94,21 @@ def shapes_of(policy: Policy) -> list[LayerShape]:
     if set(recorded.layers) != set(range(count)):
         raise UnservedError(f"{len(recorded.layers)} of its {count} layers attend: others keep a state of their own")
     return [recorded.layers[layer] for layer in range(count)]
+
+
+def run_many(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
+    """Run many tokens at once: the compiler divides work among a GPU's threads by the first size that it sees."""
+    prompts, each = _MANY
+
+    def send(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(policy.device)
+
+    pages = -(-each // page_size)
+    cache = PagedCache.make(layers, prompts * pages, page_size, policy.weights.dtype, policy.device)
+    spans = [(0, each, tuple(range(pages * number, pages * (number + 1)))) for number in range(prompts)]
+    with paged(policy):
+        step = make_pieces(cache, spans, send)
+        run_model(policy, torch.zeros(prompts * each, dtype=torch.int64, device=policy.device), step.positions, step)
 
 
 def probe(policy: Policy, layers: list[LayerShape], page_size: int) -> None:

@@ -87,11 +87,15 @@ class Plan:
 
 
 class Schedule:
-    def __init__(self, *, pages: int, page_size: int, slots: int, piece_tokens: int, together: int = 1):
+    def __init__(
+        self, *, pages: int, page_size: int, slots: int, piece_tokens: int, together: int = 1, prompts_first: int = 0
+    ):
         """Prompts join what runs as soon as `together` completions can, all that wait can, or nothing runs: a step
-        that computes prompts has a cost of its own, whatever their number."""
+        that computes prompts has a cost of its own, whatever their number. For the same reason what runs waits for up
+        to `prompts_first` such steps, one after another: a token of a few rows takes nearly as long as one of many."""
         self.page_size, self.pages, self.slots = page_size, pages, slots
-        self._piece_tokens, self._together = piece_tokens, together
+        self._piece_tokens, self._together, self._prompts_first = piece_tokens, together, prompts_first
+        self._waited = 0  # steps, one after another, that only computed prompts
         self._joining = False  # from when they can join until nobody waits or no slot is free
         self._free_pages = list(range(pages - 1, -1, -1))
         self._references = [0] * pages
@@ -178,6 +182,12 @@ class Schedule:
         self._released_slots, self._released_places = [], []
         self._give_back(self._released)
         self._released = []
+        if self._waited < self._prompts_first:
+            self._plan_prompts(plan)
+            if plan:
+                self._waited += 1
+                return plan
+        self._waited = 0
         self._plan_rows(plan)
         self._plan_prompts(plan)
         while not plan and self._queue and not self._running and not self._unlearned:

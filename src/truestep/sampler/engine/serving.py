@@ -15,7 +15,7 @@ from truestep.sampler.engine.attend import Rows, attend_rows
 from truestep.sampler.engine.cache import LayerShape, PagedCache
 from truestep.sampler.engine.device import Device
 from truestep.sampler.engine.draw import DrawRows, Slice, Truncation, draw
-from truestep.sampler.engine.forward import compiled_layers, probe
+from truestep.sampler.engine.forward import compiled_layers, probe, run_many
 from truestep.sampler.team import Team
 from truestep.self_test import serves
 
@@ -47,6 +47,7 @@ def serve_with_kernels(
     def run_compiled() -> str | None:
         with compiled_layers(policy.model, compiled):
             with noting() as groups:
+                run_many(policy, layers, device.page_size)
                 probe(policy, layers, device.page_size)
             policy.weights.lay_together(groups)
             probe(policy, layers, device.page_size)
