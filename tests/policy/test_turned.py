@@ -3,6 +3,7 @@ Triton's interpreter."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -138,7 +139,7 @@ def test_heads_are_known_by_what_they_compute(how: str, dtype: torch.dtype, seen
             for found, expected in zip(run(*given), right, strict=True):
                 torch.testing.assert_close(found.double(), expected, **near)
     heads = HOWS.get(how)
-    assert seen == ([] if heads is None else [heads])
+    assert [one for one, _ in itertools.groupby(seen)] == ([] if heads is None else [heads])
 
 
 @pytest.mark.parametrize(("kind", "count"), [("qwen3_tied", 1), ("llama", 1), ("gemma2", 1)])

@@ -57,6 +57,20 @@ def _backward_kernel(
     tl.store(parts_pointer + program * WIDTH + columns, total, mask=inside)
 
 
+@triton.jit
+def _halves(pointer, place, first, second, HALF: tl.constexpr):
+    """Load both halves of heads, with zeros where they are not there."""
+    one = tl.load(pointer + place, mask=first, other=0.0).to(tl.float32)
+    return one, tl.load(pointer + place + HALF, mask=second, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_halves(pointer, place, one, other, first, second, HALF: tl.constexpr):
+    kind = pointer.dtype.element_ty
+    tl.store(pointer + place, one.to(kind), mask=first)
+    tl.store(pointer + place + HALF, other.to(kind), mask=second)
+
+
 @triton.jit(do_not_specialize=["token_count"])
 def _heads_kernel(
     gradient_pointer,  # [S, HEADS, WIDTH]: of the normed and turned heads
@@ -85,8 +99,7 @@ def _heads_kernel(
     head = tl.arange(0, HEAD_BLOCK)[None, :, None]
     lane = tl.arange(0, BLOCK)[None, None, :]
     first_lanes, second_lanes = lane < HALF, lane < WIDTH - HALF
-    first_weight = tl.load(weight_pointer + lane, mask=first_lanes, other=0.0).to(tl.float32) + offset
-    second_weight = tl.load(weight_pointer + HALF + lane, mask=second_lanes, other=0.0).to(tl.float32) + offset
+    first_weight, second_weight = _halves(weight_pointer, lane, first_lanes, second_lanes, HALF)
     first_total = tl.zeros([TOKENS, HEAD_BLOCK, BLOCK], tl.float32)
     second_total = tl.zeros([TOKENS, HEAD_BLOCK, BLOCK], tl.float32)
     for begin in range(program * TOKENS, token_count, tl.num_programs(0) * TOKENS):
@@ -94,43 +107,30 @@ def _heads_kernel(
         there = (token < token_count) & (head < HEADS)
         first_there, second_there = there & first_lanes, there & second_lanes
         place = token * (HEADS * WIDTH) + head * WIDTH + lane
-        first = tl.load(gradient_pointer + place, mask=first_there, other=0.0).to(tl.float32)
-        second = tl.load(gradient_pointer + place + HALF, mask=second_there, other=0.0).to(tl.float32)
-        first_x = tl.load(x_pointer + place, mask=first_there, other=0.0).to(tl.float32)
-        second_x = tl.load(x_pointer + place + HALF, mask=second_there, other=0.0).to(tl.float32)
+        first, second = _halves(gradient_pointer, place, first_there, second_there, HALF)
+        first_x, second_x = _halves(x_pointer, place, first_there, second_there, HALF)
         if TURNS:
             # Each head reads its token's angles for itself: to hand them from head to head takes longer.
             angle = tl.broadcast_to(token * WIDTH + lane, [TOKENS, HEAD_BLOCK, BLOCK])
-            first_cosine = tl.load(cosine_pointer + angle, mask=first_there, other=0.0).to(tl.float32)
-            second_cosine = tl.load(cosine_pointer + angle + HALF, mask=first_there, other=0.0).to(tl.float32)
-            first_sine = tl.load(sine_pointer + angle, mask=first_there, other=0.0).to(tl.float32)
-            second_sine = tl.load(sine_pointer + angle + HALF, mask=first_there, other=0.0).to(tl.float32)
-            turned = first * first_cosine + second * second_sine
-            second = second * second_cosine - first * first_sine
-            first = turned
-        squares = tl.sum(first_x * first_x + second_x * second_x, 2)[:, :, None]
-        scale = tl.rsqrt(squares / WIDTH + epsilon)
-        first_x *= scale
-        second_x *= scale
+            cosines = _halves(cosine_pointer, angle, first_there, second_there, HALF)
+            sines = _halves(sine_pointer, angle, first_there, second_there, HALF)
+            first, second = first * cosines[0] + second * sines[1], second * cosines[1] - first * sines[0]
+        scale = tl.rsqrt(tl.sum(first_x * first_x + second_x * second_x, 2)[:, :, None] / WIDTH + epsilon)
+        first_x, second_x = first_x * scale, second_x * scale
         first_total += first * first_x
         second_total += second * second_x
-        first *= first_weight
-        second *= second_weight
+        first, second = first * (first_weight + offset), second * (second_weight + offset)
         inner = tl.sum(first * first_x + second * second_x, 2)[:, :, None] / WIDTH
         first = scale * (first - first_x * inner)
         second = scale * (second - second_x * inner)
         if ONTO:
-            first += tl.load(onto_pointer + place, mask=first_there, other=0.0).to(tl.float32)
-            second += tl.load(onto_pointer + place + HALF, mask=second_there, other=0.0).to(tl.float32)
+            onto = _halves(onto_pointer, place, first_there, second_there, HALF)
+            first, second = first + onto[0], second + onto[1]
         place = token * STRIDE + head * WIDTH + lane
-        tl.store(result_pointer + place, first.to(result_pointer.dtype.element_ty), mask=first_there)
-        tl.store(result_pointer + place + HALF, second.to(result_pointer.dtype.element_ty), mask=second_there)
-    first_part = tl.sum(tl.sum(first_total, 0), 0)
-    second_part = tl.sum(tl.sum(second_total, 0), 0)
+        _store_halves(result_pointer, place, first, second, first_there, second_there, HALF)
     column = tl.arange(0, BLOCK)
-    place = parts_pointer + program * WIDTH + column
-    tl.store(place, first_part, mask=column < HALF)
-    tl.store(place + HALF, second_part, mask=column < WIDTH - HALF)
+    sums = tl.sum(tl.sum(first_total, 0), 0), tl.sum(tl.sum(second_total, 0), 0)
+    _store_halves(parts_pointer + program * WIDTH, column, sums[0], sums[1], column < HALF, column < WIDTH - HALF, HALF)
 
 
 @triton.jit

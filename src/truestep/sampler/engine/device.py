@@ -43,10 +43,14 @@ class Device:
     graphs: bool = False  # steps are CUDA graphs
     fused: bool = False  # so are those over prompts: one kernel attends within all of them
 
-    def send(self, values: np.ndarray) -> torch.Tensor:
-        """Copy to the device; a GPU does so when its turn comes, and the host does not wait."""
+    def ready(self, values: np.ndarray) -> torch.Tensor:
+        """Lay numbers where a GPU takes them from when their turn comes, and the host does not wait."""
         host = torch.from_numpy(values)
-        return host if self.place.type == "cpu" else host.pin_memory().to(self.place, non_blocking=True)
+        return host if self.place.type == "cpu" else host.pin_memory()
+
+    def send(self, values: np.ndarray) -> torch.Tensor:
+        """Copy to the device."""
+        return self.ready(values).to(self.place, non_blocking=True)
 
     def fetch(self, tensor: torch.Tensor) -> Result:
         if self.place.type == "cpu":

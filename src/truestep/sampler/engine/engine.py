@@ -284,7 +284,7 @@ class Session:
         if self._graphs is None:
             width = -(-longest // self._device.page_size)
             return self._decode(self._device.send(self._lines(rows, len(rows), width)), longest)
-        lines = self._device.send(self._lines(rows, size_for(len(rows)), self._tables.shape[1]))
+        lines = self._device.ready(self._lines(rows, size_for(len(rows)), self._graphs.width))
         return self._graphs.run(lines, longest, self._truncates, self.cache.spare, self._decode)[:, : len(rows)]
 
     def _lines(self, rows: Sequence[Row], size: int, width: int) -> np.ndarray:
@@ -305,7 +305,8 @@ class Session:
         ours[:, PAGE], ours[:, OFFSET] = self._tables[slots, page], offset
         ours[:, POSITION] = np.fromiter((row.position for row in rows), np.int64, count)
         ours[:, KEY:PAGES] = self._fields[slots]
-        ours[:, PAGES:] = self._tables[slots, :width]
+        tables = self._tables[slots, :width]
+        ours[:, PAGES : PAGES + tables.shape[1]] = tables
         return lines
 
     def _decode(self, lines: torch.Tensor, longest: int) -> torch.Tensor:  # [R, PAGES + P] -> [3, R]

@@ -122,12 +122,17 @@ class Graphs:
         return len(self._made)
 
     @property
+    def width(self) -> int:
+        """The pages of a row that graphs have room for."""
+        return self._lines.shape[1] - PAGES
+
+    @property
     def nobody(self) -> int:
         """The slot of rows that only fill up a batch."""
         return len(self.last) - 1
 
     def run(self, lines: torch.Tensor, longest: int, truncates: bool, spare: int, decode: Decode) -> torch.Tensor:
-        """Decode rows. The result lies in memory that the next step may write to."""
+        """Decode rows, whose lines lie on the host. The result lies in memory that the next step may write to."""
         length = length_for(longest)
         ours = self._lines[: len(lines)]
 
@@ -139,9 +144,9 @@ class Graphs:
             ours.copy_(torch.from_numpy(idle_rows(len(lines), ours.shape[1] - PAGES, self.nobody, spare)))
             self._make(key, work)
         if key not in self._made:
-            return decode(lines, length)
+            return decode(lines.to(self._place), length)
         graph, output = self._made[key]
-        ours[:, : lines.shape[1]].copy_(lines)
+        ours.copy_(lines, non_blocking=True)
         graph.replay()
         return output
 
