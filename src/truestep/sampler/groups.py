@@ -65,7 +65,7 @@ def to_rollout(
     logprobs: Sequence[float],
     *,
     temperature: float,
-    versions: Sequence[int] | None = None,
+    versions: Sequence[int] | np.ndarray | None = None,
     rating: Rating | None = None,
     truncated: bool | None = None,
     metadata: Mapping[str, Any] | None = None,
@@ -74,8 +74,10 @@ def to_rollout(
     prompt_length = len(prompt.input_ids)
     ids = np.array([*prompt.input_ids, *token_ids], dtype=np.int64)
 
-    def behind_prompt(values: Sequence[float], before: float, dtype: type) -> np.ndarray:
-        return np.array([*[before] * prompt_length, *values], dtype=dtype)
+    def behind_prompt(values: Sequence[float] | np.ndarray, before: float, dtype: type) -> np.ndarray:
+        joined: np.ndarray = np.full(len(ids), before, dtype)
+        joined[prompt_length:] = values
+        return joined
 
     return Rollout(
         id=name,

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from truestep.environments.prompts import Prompt
 from truestep.environments.rater import Rates
 from truestep.environments.rewards import RewardError
@@ -139,7 +141,7 @@ class InProcessSource(StillSource):
             completion.token_ids,
             completion.logprobs,
             temperature=self.options.temperature,
-            versions=[version] * len(completion.token_ids),
+            versions=np.full(len(completion.token_ids), version),
             rating=rating,
             truncated=not completion.stopped,
             metadata={"stopped": completion.stopped, **_cut(completion)},

@@ -59,17 +59,18 @@ def test_what_is_written_to_a_layer_changes_no_other() -> None:
 
 def test_memory_that_is_free_in_several_places_serves_too(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = PagedCache.make(LAYERS, 3, 5, torch.float32, CPU)
-    zeros = torch.zeros
+    empty = torch.empty
 
     def small(count: Any, **options: Any) -> torch.Tensor:
         if count > 4 * 5 * 64:
             raise torch.OutOfMemoryError("no such place")
-        return zeros(count, **options)
+        return empty(count, **options)
 
-    monkeypatch.setattr(cache_module.torch, "zeros", small)
+    monkeypatch.setattr(cache_module.torch, "empty", small)
     apart = PagedCache.make(LAYERS, 3, 5, torch.float32, CPU)
     assert [one.shape for one in (*apart.keys, *apart.values)] == [one.shape for one in (*whole.keys, *whole.values)]
     assert len({one.untyped_storage().data_ptr() for one in (*apart.keys, *apart.values)}) == 2 * len(LAYERS)
+    assert not any(one.any() for one in (*apart.keys, *apart.values, *whole.keys, *whole.values)), "all are cleared"
 
 
 def test_each_token_of_a_piece_has_its_place() -> None:

@@ -40,15 +40,24 @@ class PagedCache:
 
     @staticmethod
     def make(
-        layers: Sequence[LayerShape], pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        layers: Sequence[LayerShape],
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        zeros: bool = True,
     ) -> "PagedCache":
+        """Take the memory. `zeros`: clear it, since plain torch multiplies by 0 what attention masks away, which must
+        then be finite. Kernels do not read it."""
         shapes = [
             (pages + 1, layer.heads, page_size, size) for layer in layers for size in (layer.key_size, layer.value_size)
         ]
         try:
-            made = _zeros(shapes, dtype, device)
+            made = _tensors(shapes, dtype, device)
         except torch.OutOfMemoryError:  # what is free may lie in several places
-            made = [_zeros([shape], dtype, device)[0] for shape in shapes]
+            made = [_tensors([shape], dtype, device)[0] for shape in shapes]
+        for tensor in made if zeros else ():
+            tensor.zero_()
         return PagedCache(made[::2], made[1::2])
 
     @property
@@ -77,13 +86,12 @@ class PagedCache:
             pool.index_copy_(0, target, pool.index_select(0, source))
 
 
-def _zeros(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """Make tensors in one allocation: a GPU's take long, whatever their size. They are zeros: what attention masks away
-    is multiplied by 0, and must be finite."""
+def _tensors(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Make tensors in one allocation: a GPU's take long, whatever their size."""
     counts = [math.prod(shape) for shape in shapes]
     step = _ALIGNED // dtype.itemsize
     rooms = [-(-count // step) * step for count in counts]
-    parts = torch.zeros(sum(rooms), dtype=dtype, device=device).split(rooms)
+    parts = torch.empty(sum(rooms), dtype=dtype, device=device).split(rooms)
     return [part[:count].view(shape) for part, count, shape in zip(parts, counts, shapes, strict=True)]
 
 

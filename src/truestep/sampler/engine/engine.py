@@ -28,7 +28,7 @@ from truestep.policy.exact import exact_hidden, exactly
 from truestep.policy.model.attention import PackedLayout
 from truestep.policy.policy import Policy
 from truestep.sampler.completions import Completion, DecodeOptions, Request
-from truestep.sampler.engine.attend import Pieces, Rows, UnservedError, make_pieces, places_of
+from truestep.sampler.engine.attend import Pieces, Rows, UnservedError, attend_rows, make_pieces, places_of
 from truestep.sampler.engine.cache import PagedCache, page_bytes, pages_that_fit
 from truestep.sampler.engine.device import Result, device_of
 from truestep.sampler.engine.draw import key_of
@@ -146,7 +146,9 @@ class Session:
         useful = limits.rows * width
         useful += useful // 15  # the schedule computes no prompt on the last sixteenth of its pages
         pages = self._team.least(pages_that_fit(useful, each, place, limits.cache_bytes))
-        self.cache: PagedCache | None = PagedCache.make(engine.layers, pages, page_size, policy.weights.dtype, place)
+        shape = engine.layers, pages, page_size, policy.weights.dtype, place
+        zeros = engine.exact or engine.device.attend is attend_rows
+        self.cache: PagedCache | None = PagedCache.make(*shape, zeros=zeros)
         slots = min(limits.rows, pages)
         self._schedule = Schedule(
             pages=pages,
