@@ -389,3 +389,33 @@ def test_heads_are_normed_and_turned_in_one(how: str, turns: int, monkeypatch: p
     for name, parameter in exact.named_parameters():
         assert float((weights.gradients[name] - parameter.grad).norm() / parameter.grad.norm()) < 0.03, name
     assert counts - {(0, 0)} == ({(0, 1)} if turns == 2 else {(1, 0)} if turns else set())
+
+
+class InPlace(torch.nn.Module):
+    """Changes tensors in place, as routers of experts do, beside heads that turn or without any."""
+
+    def __init__(self, turns: bool) -> None:
+        super().__init__()
+        self.heads, self.turns = Turned("as it is"), turns
+
+    def forward(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros_like(x)
+        mask.scatter_(-1, x.detach().argmax(-1, keepdim=True), 1.0)
+        y = self.heads(x, cosine, sine).flatten(2) if self.turns else x * 1.5
+        y.mul_(2)
+        return y.sum(-1, keepdim=True) * mask
+
+
+@pytest.mark.parametrize("turns", [True, False])
+def test_what_a_layer_changes_in_place_stays_changed(turns: bool) -> None:
+    torch.manual_seed(0)
+    layer = InPlace(turns).to(DEVICE)
+    weights = WholeWeights(layer, torch.bfloat16)
+    add_in_products([layer], weights, weights.rounded)
+    add_in_norms(layer.modules(), weights, weights.rounded)
+    run = torch.compile(layer.forward, backend=training_backend("inductor", False), dynamic=True)
+    x, cosine, sine = (random(1, 5, size, dtype=torch.bfloat16, seed=size) for size in (8, 4, 4))
+    x.requires_grad_()
+    right = layer(x, cosine, sine)
+    assert (right != 0).sum() == 5
+    torch.testing.assert_close(run(x, cosine, sine), right, rtol=0.05, atol=0.05)

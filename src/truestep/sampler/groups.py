@@ -75,9 +75,7 @@ def to_rollout(
     ids = np.array([*prompt.input_ids, *token_ids], dtype=np.int64)
 
     def behind_prompt(values: Sequence[float] | np.ndarray, before: float, dtype: type) -> np.ndarray:
-        joined: np.ndarray = np.full(len(ids), before, dtype)
-        joined[prompt_length:] = values
-        return joined
+        return np.concatenate([np.full(prompt_length, before, dtype), np.asarray(values, dtype)])
 
     return Rollout(
         id=name,

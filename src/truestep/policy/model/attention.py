@@ -215,7 +215,7 @@ def _varlen(
     if q.shape[1] != k.shape[1]:
         if "enable_gqa" in known:
             options["enable_gqa"] = True
-        elif trains or not _shares_heads(q.device, q.dtype):
+        elif trains or not _shares_heads(q.device, q.dtype, q.shape[2]):
             k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
     if "window_size" in known:
         # The window counts the token itself; torch counts those to its left.
@@ -239,7 +239,7 @@ def _in_lines(tensor: torch.Tensor) -> bool:
 
 
 @functools.cache
-def _shares_heads(place: torch.device, dtype: torch.dtype) -> bool:
+def _shares_heads(place: torch.device, dtype: torch.dtype, size: int) -> bool:
     """Tell whether the kernel gives each key-value head to several query heads, in a torch that does not say so: on
     this machine it is tried, without gradients."""
     from torch.nn.attention.varlen import varlen_attn
@@ -247,13 +247,15 @@ def _shares_heads(place: torch.device, dtype: torch.dtype) -> bool:
     attend: Any = varlen_attn
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([0, 5, 5, 140], dtype=torch.int32, device=place)
-    q, k, v = (torch.randn(140, heads, 64, generator=generator).to(place, dtype) for heads in (6, 2, 2))
+    q, k, v = (torch.randn(140, heads, size, generator=generator).to(place, dtype) for heads in (6, 2, 2))
     how: dict[str, Any] = {"scale": 0.125}
     how |= {"window_size": (-1, 0)} if "window_size" in _known_options(varlen_attn) else {"is_causal": True}
     try:
         with torch.no_grad():
             shared = attend(q, k, v, lengths, lengths, 135, 135, **how)
             alone = attend(q, *(one.repeat_interleave(3, dim=1) for one in (k, v)), lengths, lengths, 135, 135, **how)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, ValueError, TypeError):
         return False
     return torch.equal(shared, alone)

@@ -177,7 +177,7 @@ def _make_heads_there(graph: torch.fx.Graph, together: torch.fx.Node) -> None:
         if node.target is not OURS.heads_backward.default or len(node.users) != 1:
             break
         made.append(node)
-    if not made:
+    if not made or together.meta["val"].ndim != 3:
         return
     others = given[len(made) :]
     with graph.inserting_before(together):

@@ -22,6 +22,7 @@ from truestep.self_test import serves
 
 aten = torch.ops.aten
 
+_UNSQUEEZE = aten.unsqueeze.default
 _TOKENS = 5  # that are tried
 _KINDS = 2  # of heads in one kernel
 
@@ -66,7 +67,7 @@ def turn_plainly(
         form = norms.FROM_ONE if offset else norms.ROUNDED_LAST
         given = zip(parts, weights, epsilons, strict=True)
         parts = tuple(norms.compute(part, weight, epsilon, form) for part, weight, epsilon in given)
-    return norms.turned(torch.cat(parts, 1), cosine[:, None], sine[:, None])
+    return norms.turned(torch.cat(parts, 1), cosine[:, None], sine[:, None]).to(rows.dtype)
 
 
 @cache
@@ -125,9 +126,9 @@ def turn_in_one(graph: torch.fx.Graph, whole: torch.fx.Node, parts: Sequence[tor
         _replace(graph, whole, kinds)
 
 
-def _source(node: torch.fx.Node) -> torch.fx.Node:
-    """Give what a node has its numbers from: of a norm's epsilon, what the host can read."""
-    while node.target in (torch.ops.prims.convert_element_type.default, aten.unsqueeze.default):
+def _source(node: torch.fx.Node, *steps: Any) -> torch.fx.Node:
+    """Give what a node is made of by such steps."""
+    while node.target in steps:
         node = node.all_input_nodes[0]
     return node
 
@@ -199,10 +200,12 @@ def _tried(
         return None
     generator = torch.Generator().manual_seed(0)
 
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(value.dtype)
+    def random(like: torch.fx.Node | None, *shape: int) -> torch.Tensor:
+        made = torch.randn(*shape, generator=generator)
+        return made if like is None else made.to(like.meta["val"].dtype)
 
-    x, scale, cosine, sine = random(_TOKENS, width), random(size), random(_TOKENS, size), random(_TOKENS, size)
+    x, scale = random(part, _TOKENS, width), random(weight, size)
+    cosine, sine = (random(node, _TOKENS, size) for node in turns)
     tried = epsilon if isinstance(epsilon, float) else 0.05
     alone = torch.fx.Graph()
     copies = {part: alone.placeholder("given")}
@@ -227,8 +230,9 @@ def _tried(
     for form in forms:
         normed = heads if form is None else norms.compute(heads, scale, tried, form)
         right = norms.turned(normed.transpose(1, 2), cosine, sine)
-        if isinstance(found, torch.Tensor) and found.shape == right.shape and torch.equal(found, right):
-            sources = _source(turns[0]), _source(turns[1])
+        same = isinstance(found, torch.Tensor) and found.dtype == right.dtype == value.dtype
+        if same and found.shape == right.shape and torch.equal(found, right):
+            sources = _source(turns[0], _UNSQUEEZE), _source(turns[1], _UNSQUEEZE)
             return _Kind(inside[-1], heads.shape[2], weight, epsilon, float(form == norms.FROM_ONE), sources)
     return None
 
@@ -236,7 +240,8 @@ def _tried(
 def _replace(graph: torch.fx.Graph, whole: torch.fx.Node, kinds: Sequence[_Kind]) -> None:
     heads = [kind.heads for kind in kinds]
     weights = [kind.weight for kind in kinds if kind.weight is not None]
-    epsilons = [_source(kind.epsilon) for kind in kinds if isinstance(kind.epsilon, torch.fx.Node) and weights]
+    nodes = [kind.epsilon for kind in kinds if isinstance(kind.epsilon, torch.fx.Node) and weights]
+    epsilons = [_source(node, torch.ops.prims.convert_element_type.default) for node in nodes]  # the host reads these
     constants = [kind.epsilon for kind in kinds if isinstance(kind.epsilon, float) and weights]
     cosine, sine = kinds[0].turns
     value = whole.meta["val"]

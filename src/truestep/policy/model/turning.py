@@ -16,17 +16,18 @@ _HEADS, _TOKENS = 3, 5  # that are tried
 
 def norm_and_turn(module: torch.fx.GraphModule) -> None:
     """Put the function in the place of norms of heads and what turns them, before the backward pass is made."""
-    graph = module.graph
-    for normed in graph.find_nodes(op="call_function", target=norms.norm):
-        found = _turned(normed)
-        if found is not None:
-            _replace(graph, normed, *found)
-    graph.eliminate_dead_code()
-    module.recompile()
+    found = [(normed, _turned(normed)) for normed in module.graph.find_nodes(op="call_function", target=norms.norm)]
+    for normed, turns in found:
+        if turns is not None:
+            _replace(module.graph, normed, *turns)
+    if any(turns is not None for _, turns in found):
+        module.recompile()
 
 
-def _turned(normed: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node, torch.fx.Node] | None:
-    """Find the turned heads, and the cosines and sines that they are turned by; None: they are not turned so."""
+def _turned(normed: torch.fx.Node) -> tuple[list[torch.fx.Node], torch.fx.Node, torch.fx.Node] | None:
+    """Find what turns a norm's heads, and the cosines and sines that it turns them by; None: nothing does."""
+    if normed.meta["example_value"].ndim != 4 or normed.meta["example_value"].shape[0] != 1:
+        return None
     heads = next(iter(normed.users)) if len(normed.users) == 1 else None
     if heads is None or heads.target != "transpose" or tuple(heads.args[1:]) not in ((1, 2), (2, 1)):
         return None
@@ -40,7 +41,7 @@ def _turned(normed: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node, torch.
         return None
     for cosine, sine in (outside, outside[::-1]):
         if _turns(heads, inside, cosine, sine, size):
-            return inside[-1], cosine, sine
+            return [heads, *inside], cosine, sine
     return None
 
 
@@ -90,10 +91,18 @@ def _turns(
 
 
 def _replace(
-    graph: torch.fx.Graph, normed: torch.fx.Node, last: torch.fx.Node, cosine: torch.fx.Node, sine: torch.fx.Node
+    graph: torch.fx.Graph,
+    normed: torch.fx.Node,
+    inside: Sequence[torch.fx.Node],
+    cosine: torch.fx.Node,
+    sine: torch.fx.Node,
 ) -> None:
     x, weight, *constants = normed.args
+    last = inside[-1]
     with graph.inserting_before(last):
         found = graph.call_function(norms.turned_norm, (x, weight, cosine, sine, *constants))
         found.meta.update(last.meta)
     last.replace_all_uses_with(found)
+    # Not all that nobody reads is dead here: what changes a tensor in place is a node like any other.
+    for node in (*reversed(inside), normed):
+        graph.erase_node(node)
