@@ -142,14 +142,16 @@ def test_heads_are_known_by_what_they_compute(how: str, dtype: torch.dtype, seen
     assert [one for one, _ in itertools.groupby(seen)] == ([] if heads is None else [heads])
 
 
-@pytest.mark.parametrize(("kind", "count"), [("qwen3_tied", 1), ("llama", 1), ("gemma2", 1)])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_tied", *(pytest.param(k, marks=pytest.mark.release) for k in ("llama", "gemma2"))]
+)
 def test_models_that_sample_turn_their_heads_so(
-    kind: str, count: int, tiny_model: Callable[[str], Path], seen: list[list[int]]
+    kind: str, tiny_model: Callable[[str], Path], seen: list[list[int]]
 ) -> None:
-    """The engine's pages of hidden states are training's."""
+    """And their hidden states are training's."""
     policy = load_policy(tiny_model(kind))
     with torch.no_grad():
         layers = shapes_of(policy)
         with compiled_layers(policy.model, {}):
             probe(policy, layers, 4)
-    assert len(seen) >= count and all(len(heads) == 2 for heads in seen)
+    assert seen and all(len(heads) == 2 for heads in seen)

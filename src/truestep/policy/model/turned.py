@@ -81,7 +81,7 @@ def wrong_on(device: torch.device, dtype: torch.dtype) -> str | None:
     from truestep.policy.model.turned_kernel import turn
 
     generator = torch.Generator().manual_seed(0)
-    for tokens, heads, size in ((1, (2, 1), 64), (37, (16, 8), 128), (300, (7,), 96), (5, (40, 10), 256)):
+    for tokens, heads, size in ((1, (2, 1), 64), (37, (16, 8), 128), (70, (7,), 96), (3, (40, 10), 256)):
 
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator).to(device, dtype)
