@@ -21,6 +21,7 @@ from truestep.policy.model.adding import add_in_products
 from truestep.policy.model.joining import JoinBackward, training_backend
 from truestep.policy.model.norms import AddingNorm, add_in_norms
 from truestep.policy.weights.whole import WholeWeights
+from turns import turn
 
 pytest.importorskip("triton")
 
@@ -337,19 +338,12 @@ class Turned(torch.nn.Module):
         self.q_norm, self.k_norm = LlamaRMSNorm(4), LlamaRMSNorm(4)
         self.how = how
 
-    def turn(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-        first, second = x[..., :2], x[..., 2:]
-        if self.how == "pairs":
-            first, second = x[..., ::2], x[..., 1::2]
-        half = torch.cat([first, -second] if self.how == "backwards" else [-second, first], -1)
-        return sine * half + cosine * x if self.how == "other order" else x * cosine + half * sine
-
     def forward(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
         q, k, v = (product(x).view(1, -1, 3, 4) for product in (self.q, self.k, self.v))
         q, k = (norm(part).transpose(1, 2) for norm, part in ((self.q_norm, q), (self.k_norm, k)))
         if self.how == "read":
             v = v + q.transpose(1, 2)
-        q, k = (self.turn(part, cosine[:, None], sine[:, None]) for part in (q, k))
+        q, k = (turn(self.how, part, cosine[:, None], sine[:, None]) for part in (q, k))
         return (q.sin() * k.cos()).transpose(1, 2) * v.exp()
 
 

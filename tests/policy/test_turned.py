@@ -19,6 +19,7 @@ from truestep.policy.loading.load import load_policy
 from truestep.policy.model import turned
 from truestep.policy.model.joining import Join, sampling_backend
 from truestep.sampler.engine.forward import compiled_layers, probe, shapes_of
+from turns import turn
 
 pytest.importorskip("triton")
 
@@ -101,19 +102,12 @@ class Heads(torch.nn.Module):
         self.q_norm, self.k_norm = (kind(4, eps=epsilon) for epsilon in (0.05, 0.2))
         self.how = how
 
-    def turn(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-        first, second = x[..., :2], x[..., 2:]
-        if self.how == "pairs":
-            first, second = x[..., ::2], x[..., 1::2]
-        half = torch.cat([first, -second] if self.how == "backwards" else [-second, first], -1)
-        return sine * half + cosine * x if self.how == "other order" else x * cosine + half * sine
-
     def forward(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> tuple[torch.Tensor, ...]:
         q, k, v = (product(x).view(1, -1, product.out_features // 4, 4) for product in (self.q, self.k, self.v))
         if self.how != "bare":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = (part.transpose(1, 2) for part in (q, k))
-        turned = [self.turn(part, cosine[:, None], sine[:, None]) for part in (q, k)]
+        turned = [turn(self.how, part, cosine[:, None], sine[:, None]) for part in (q, k)]
         read = (k * 1.0,) if self.how == "read" else ()
         return *turned, v.transpose(1, 2), *read
 

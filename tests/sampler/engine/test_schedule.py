@@ -219,7 +219,7 @@ def test_completions_join_together() -> None:
 
 
 def test_what_runs_waits_for_some_steps_that_compute_prompts() -> None:
-    """And no longer: of nine prompts, one a step, the first seven hold up four rows at a time."""
+    """And no longer: after four prompts, one a step, a token of each that runs is decoded beside the fifth."""
     schedule = Schedule(pages=200, page_size=PAGE, slots=16, piece_tokens=4, prompts_first=4)
     for number in range(9):
         schedule.submit(number, (number, 1, 2, 3), 9)

@@ -75,8 +75,7 @@ def norm_backward(
     from truestep.policy.model.norm_kernel import backward
 
     result, parts = backward(gradient, x, weight, onto, epsilon, offset)
-    keeper, parameter = keeper_of(weight)
-    keeper.add_sum(parameter, parts)
+    _add(weight, parts)
     return result
 
 
@@ -146,6 +145,10 @@ def _heads_backward(
     from truestep.policy.model.norm_kernel import heads_backward_
 
     parts = heads_backward_(result, gradient.transpose(1, 2), x, weight, (cosine, sine), epsilon, offset)
+    _add(weight, parts)
+
+
+def _add(weight: torch.Tensor, parts: torch.Tensor) -> None:  # [K], [P, K]
     keeper, parameter = keeper_of(weight)
     keeper.add_sum(parameter, parts)
 

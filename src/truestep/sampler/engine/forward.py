@@ -5,7 +5,7 @@ weights; a model that is not served is named with the reason.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,18 +96,19 @@ def shapes_of(policy: Policy) -> list[LayerShape]:
     return [recorded.layers[layer] for layer in range(count)]
 
 
+def _sender(device: torch.device) -> Callable[[np.ndarray], torch.Tensor]:
+    return lambda values: torch.from_numpy(values).to(device)
+
+
 def run_many(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
     """Run many tokens at once: the compiler divides work among a GPU's threads by the first size that it sees."""
     prompts, each = _MANY
-
-    def send(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(policy.device)
 
     pages = -(-each // page_size)
     cache = PagedCache.make(layers, prompts * pages, page_size, policy.weights.dtype, policy.device)
     spans = [(0, each, tuple(range(pages * number, pages * (number + 1)))) for number in range(prompts)]
     with paged(policy):
-        step = make_pieces(cache, spans, send)
+        step = make_pieces(cache, spans, _sender(policy.device))
         run_model(policy, torch.zeros(prompts * each, dtype=torch.int64, device=policy.device), step.positions, step)
 
 
@@ -123,13 +124,10 @@ def probe(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
     tokens = torch.from_numpy(ids).to(device)
     found = []
 
-    def send(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(device)
-
     with paged(policy):
         start = 0
         for end in _PROBE_PIECES:
-            step = make_pieces(cache, [(start, end - start, pages)], send)
+            step = make_pieces(cache, [(start, end - start, pages)], _sender(device))
             found.append(run_model(policy, tokens[start:end], step.positions, step))
             start = end
         for at in range(start, _PROBE_TOKENS):  # two equal rows: compiled code treats a single one apart

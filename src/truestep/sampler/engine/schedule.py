@@ -95,7 +95,7 @@ class Schedule:
         to `prompts_first` such steps, one after another: a token of a few rows takes nearly as long as one of many."""
         self.page_size, self.pages, self.slots = page_size, pages, slots
         self._piece_tokens, self._together, self._prompts_first = piece_tokens, together, prompts_first
-        self._waited = 0  # steps, one after another, that only computed prompts
+        self._waited = 0  # steps, one after another, that decoded no row
         self._joining = False  # from when they can join until nobody waits or no slot is free
         self._free_pages = list(range(pages - 1, -1, -1))
         self._references = [0] * pages
