@@ -8,7 +8,6 @@ Dimensions: R completions of a batch, P prompt tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -175,7 +174,8 @@ class _Batch:
         keys = self._keys[self._active].to(self._device)
         rows = DrawRows(keys, all_rows(number, torch.int64), all_rows(options.temperature), truncation)
         drawn = draw(self._policy.raw_logits(hidden), rows, self._policy.head)
-        return replace(drawn, tokens=self._team.agreed(drawn.tokens))
+        self._team.agree_(drawn.tokens)
+        return drawn
 
     def _keep(self, drawn: Drawn) -> None:
         """Record the new tokens, and drop the rows that are done once they are half of the batch."""

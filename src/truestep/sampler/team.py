@@ -55,13 +55,12 @@ class Team:
         """Tell whether it is true on every rank."""
         return bool(self.least(int(value)))
 
-    def agreed(self, tokens: torch.Tensor) -> torch.Tensor:  # [R]
-        """Give the tokens that all ranks drew. All draw from the same logits: any other token is a fault, and marked
-        for `check`, which may come later, when the host learns of it."""
-        if self.exchange is None:
-            return tokens
-        drawn = self.exchange.gather_parts(tokens)
-        return torch.where((drawn == drawn[0]).all(0), drawn[0], _OTHERS)
+    def agree_(self, tokens: torch.Tensor) -> None:  # [R]
+        """Mark, in place, tokens that not all ranks drew. All draw from the same logits: it is a fault, for `check`,
+        which may come later, when the host learns of it."""
+        if self.exchange is not None:
+            drawn = self.exchange.gather_parts(tokens)
+            tokens.masked_fill_((drawn != drawn[0]).any(0), _OTHERS)
 
 
 def check(tokens: Collection[int]) -> None:

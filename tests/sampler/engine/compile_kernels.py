@@ -52,11 +52,11 @@ def compile_attention(kind: str, size: int, group: int, page: int, window: int, 
     dtype = attend_kernels.TYPES[getattr(torch, tl_type)]
     heads = 8
     shape = {"TYPE": dtype, "PAGE_SIZE": page, "VALUE_SIZE": size}
-    typed = dict.fromkeys(("query_pointer", "output_pointer", "value_pointer"), value_type)
+    typed = dict.fromkeys(("query_pointer", "output_pointer", "key_pointer", "value_pointer"), value_type)
     compile_kernel(
         attend_kernels._store_kernel,
         shape | {"HEADS": heads, "KEY_SIZE": size, "HEAD_BLOCK": heads, "SIZE_BLOCK": size},
-        typed | {"key_pointer": value_type},
+        typed,
     )
     shape |= {"WINDOW": window, "VALUE_BLOCK": size}
     compiled = compile_kernel(
@@ -80,9 +80,10 @@ def compile_attention(kind: str, size: int, group: int, page: int, window: int, 
 
 def compile_draw(kind: str, capped: bool, cut: bool) -> None:
     shape = {"CAPPED": capped, "CUT": cut, "FAST": True, "BLOCK": draw_kernels._BLOCK}
-    types = {"raw_pointer": f"*{kind}", "greedy_pointer": "*u8"}
+    types = {"raw_pointer": f"*{kind}", "temperature_pointer": "*fp64"}
     compile_kernel(draw_kernels._draw_kernel, shape, types, num_warps=4)
-    compile_kernel(draw_kernels._join_kernel, {"BLOCK": draw_kernels._MOST_PARTS}, {}, num_warps=1)
+    types = dict.fromkeys(("logprob_pointer", "log_mass_pointer"), "*fp64")
+    compile_kernel(draw_kernels._join_kernel, {"BLOCK": draw_kernels._MOST_PARTS, "CUT": cut}, types, num_warps=1)
 
 
 def compile_exchange(kind: str, gathers: bool) -> None:

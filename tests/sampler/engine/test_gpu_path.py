@@ -236,7 +236,8 @@ def test_layers_of_a_kind_are_compiled_once(tiny_model: Model, monkeypatch: pyte
     found.device.compiles = True
     assert [one.token_ids for one in decode_here(policy, asked, how)] == [one.token_ids for one in expected]
     made = counter.frame_count
-    assert made == 5, "before attention, after it, the layer's beginning and its end, and what turns heads"
+    parts = "before attention, after it, the layer's beginning and its end, what turns heads, and the last norm"
+    assert made == 6, parts
     decode_here(policy, asked[3:], how)
     assert counter.frame_count == made
     assert policy.model.base_model.layers[0].forward.__func__ is type(policy.model.base_model.layers[0]).forward

@@ -230,10 +230,12 @@ class Remake(CustomGraphPass):
 
 
 @cache  # what another object compiled, torch compiles again
-def sampling_backend(backend: Any) -> Callable[..., Any] | Any:
+def sampling_backend(backend: Any, rounds: bool = False) -> Callable[..., Any] | Any:
     """Give what compiles with one product for several, for torch.compile; another compiler than torch's stays as it
-    is."""
-    return _compiling(post_grad_custom_pre_pass=Join()) if backend == "inductor" else backend
+    is. If it `rounds`, each number is rounded where the model's own code does so."""
+    if backend != "inductor":
+        return backend
+    return _compiling(post_grad_custom_pre_pass=Join(), emulate_precision_casts=rounds)
 
 
 @cache

@@ -1,7 +1,8 @@
 """Attention of one token of each row over the paged cache, in Triton, for GPUs.
 
 A program serves one key-value head of a row and a span of its keys; the query heads that share the key-value head are
-the rows of its tile. A second kernel joins the spans. So a long row is shared among many programs and a short one costs
+the rows of its tile. The program of the last span takes the new token's key and value as they come, and writes them to
+their page. A second kernel joins the spans. So a long row is shared among many programs and a short one costs
 little, whatever the longest row of the batch is: programs beyond a row's own length end at once.
 
 The cache lies elsewhere in each phase of sampling, and a CUDA graph outlives a phase. So kernels read the place of the
@@ -98,17 +99,31 @@ def _update(result, total, highest, scores, v, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _score(q, k, position, length, scale, softcap, WINDOW: tl.constexpr, CAPPED: tl.constexpr):
-    """Score a page's keys, in powers of 2; -inf: not seen."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+def _capped(scores, softcap, CAPPED: tl.constexpr):
     if CAPPED:
         shrunk = tl.exp(-2 * tl.abs(scores / softcap))
         tanh = (1 - shrunk) / (1 + shrunk)
         scores = tl.where(scores < 0, -tanh, tanh) * softcap
-    seen = position < length
+    return scores * _LOG2_E
+
+
+@triton.jit
+def _score(q, k, position, length, scale, softcap, WINDOW: tl.constexpr, CAPPED: tl.constexpr):
+    """Score a page's keys, in powers of 2; -inf: not seen, or the new token, which is seen apart."""
+    scores = _capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, softcap, CAPPED)
+    seen = position < length - 1
     if WINDOW > 0:
         seen = seen & (position >= length - WINDOW)
-    return tl.where(seen[None, :], scores * _LOG2_E, float("-inf"))
+    return tl.where(seen[None, :], scores, float("-inf"))
+
+
+@triton.jit
+def _take(new_line, place, lane, SIZE: tl.constexpr):
+    """Load a line of the new token, and write it to its place in the cache."""
+    inside = lane < SIZE
+    new = tl.load(new_line + lane, mask=inside, other=0.0)
+    tl.store(place + lane, new, mask=inside)
+    return new.to(tl.float32)[None, :]
 
 
 # Numbers that differ from batch to batch are not part of what is compiled.
@@ -116,31 +131,23 @@ def _score(q, k, position, length, scale, softcap, WINDOW: tl.constexpr, CAPPED:
 def _attend_kernel(
     addresses_pointer,  # [2] int64, of the layer
     query_pointer,  # [R, Q, E]
-    length_pointer,  # [R] int64
+    key_pointer, value_pointer,  # [R, K, E] of the new tokens
+    page_pointer, offset_pointer,  # [R] int64: where they go
+    length_pointer,  # [R] int64, with the new token
     table_pointer,  # [R, P] int64
     output_pointer,  # [R, Q, E]
     part_pointer,  # [R, Q, N, E] float32: of each span, what it gives
     highest_pointer,  # [R, Q, N] its largest score, in powers of 2
     total_pointer,  # [R, Q, N] and the sum of its weights, relative to that
-    query_row,  # strides
-    query_head,
-    meta_row,
-    scale,
-    softcap,
-    tiles,  # pages of a span
-    spans,
+    query_row, query_head, key_row, key_head, value_row, value_head, meta_row,  # strides
+    scale, softcap, tiles, spans,  # N spans of so many pages
     TYPE: tl.constexpr,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    KEY_SIZE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr,
+    KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     CAPPED: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-):
+    GROUP_BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+):  # fmt: skip
     row, head, span = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(length_pointer + row * meta_row).to(tl.int32)
     first, end = _first_tile(length, WINDOW, PAGE_SIZE), tl.cdiv(length, PAGE_SIZE)
@@ -150,16 +157,24 @@ def _attend_kernel(
     keys, values = _pool(addresses_pointer, 0, TYPE), _pool(addresses_pointer, 1, TYPE)
     member, token = tl.arange(0, GROUP_BLOCK), tl.arange(0, PAGE_SIZE)
     key_lane, value_lane = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
-    queries = head * GROUP + member
-    seen = member < GROUP
+    queries, seen = head * GROUP + member, member < GROUP
     q = _fetch_queries(query_pointer + row * query_row + queries * query_head, seen, key_lane, KEY_SIZE)
     highest, total = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32), tl.zeros((GROUP_BLOCK,), tl.float32)
     result = tl.zeros((GROUP_BLOCK, VALUE_BLOCK), tl.float32)
-    for tile in range(begin, tl.minimum(begin + tiles, end)):
-        line = (tl.load(table_pointer + row * meta_row + tile) * HEADS + head) * PAGE_SIZE + token
+    if begin + tiles >= end:  # the span of the new token, which no page has yet
+        line = tl.load(page_pointer + row * meta_row) * HEADS + head
+        line = line * PAGE_SIZE + tl.load(offset_pointer + row * meta_row)
+        new = _take(key_pointer + row * key_row + head * key_head, keys + line * KEY_SIZE, key_lane, KEY_SIZE)
+        highest = _capped(tl.sum(q.to(tl.float32) * new, axis=1) * scale, softcap, CAPPED)
+        total += 1.0
+        result += _take(
+            value_pointer + row * value_row + head * value_head, values + line * VALUE_SIZE, value_lane, VALUE_SIZE
+        )
+    for tile in range(begin, tl.minimum(begin + tiles, tl.cdiv(length - 1, PAGE_SIZE))):
+        lines = (tl.load(table_pointer + row * meta_row + tile) * HEADS + head) * PAGE_SIZE + token
         position = tile * PAGE_SIZE + token
-        k = _fetch(keys, line, position < length, key_lane, KEY_SIZE)
-        v = _fetch(values, line, position < length, value_lane, VALUE_SIZE)
+        k = _fetch(keys, lines, position < length - 1, key_lane, KEY_SIZE)
+        v = _fetch(values, lines, position < length - 1, value_lane, VALUE_SIZE)
         scores = _score(q, k, position, length, scale, softcap, WINDOW, CAPPED)
         result, total, highest = _update(result, total, highest, scores, v, TYPE)
     place = row * (HEADS * GROUP) + queries
@@ -270,9 +285,9 @@ def attend(
 ) -> torch.Tensor:  # [R, Q, E]
     """Write the new keys and values, and attend, as `attend.attend_rows` does."""
     q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
-    store(rows.cache, layer, rows.pages, rows.offsets, k, v)
     assert rows.cache.places is not None
     assert rows.lengths.stride(0) == rows.table.stride(0) and rows.table.stride(1) == 1
+    assert rows.pages.stride() == rows.offsets.stride() == rows.lengths.stride()
     (count, queries, key_size), (heads, value_size) = q.shape, v.shape[1:]
     page_size, meta_row = rows.cache.page_size, rows.lengths.stride(0)
     tiles = max(1, span_tokens(count * heads) // page_size)
@@ -287,9 +302,10 @@ def attend(
     parts = (output, part, highest, total)
     group_block = max(16, triton.next_power_of_2(queries // heads))
     _attend_kernel[(count, heads, spans)](
-        *(rows.cache.places[layer], q, rows.lengths, rows.table),
+        *(rows.cache.places[layer], q, k, v, rows.pages, rows.offsets, rows.lengths, rows.table),
         *parts,
-        *(q.stride(0), q.stride(1), meta_row, scale, softcap or 1.0, tiles, spans),
+        *(stride for tensor in (q, k, v) for stride in tensor.stride()[:2]),
+        *(meta_row, scale, softcap or 1.0, tiles, spans),
         HEADS=heads,
         GROUP=queries // heads,
         KEY_SIZE=key_size,

@@ -28,7 +28,7 @@ class DrawRows:
 
     key: torch.Tensor  # [R] int64 of the completion
     position: torch.Tensor  # [R] int64 of the new token in the completion, from 0
-    temperature: torch.Tensor  # [R] float32; 0: the likeliest token
+    temperature: torch.Tensor  # [R] float32 or float64; 0: the likeliest token
     truncation: "Truncation | None" = None  # None: no row has one
 
 
@@ -62,9 +62,26 @@ class Slice:
 
 @dataclass(frozen=True)
 class Drawn:
-    tokens: torch.Tensor  # [R] int64
-    logprobs: torch.Tensor  # [R] float32, of the whole distribution
-    log_mass: torch.Tensor  # [R] float32 of what could be drawn; 0: everything
+    """What rows drew, as the host gets it."""
+
+    packed: torch.Tensor  # [3, R] int64, of which two are float64 in truth
+
+    @staticmethod
+    def of(tokens: torch.Tensor, logprobs: torch.Tensor, log_mass: torch.Tensor) -> "Drawn":
+        floats = (numbers.double().view(torch.int64) for numbers in (logprobs, log_mass))
+        return Drawn(torch.stack([tokens, *floats]))
+
+    @property
+    def tokens(self) -> torch.Tensor:  # [R]
+        return self.packed[0]
+
+    @property
+    def logprobs(self) -> torch.Tensor:  # [R] of the whole distribution
+        return self.packed[1].view(torch.float64)
+
+    @property
+    def log_mass(self) -> torch.Tensor:  # [R] of what could be drawn; 0: everything
+        return self.packed[2].view(torch.float64)
 
 
 def key_of(seed: Sequence[int]) -> int:
@@ -83,7 +100,7 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings, part: Slice 
     logsumexp = z.logsumexp(-1)
     if z.device.type == "cpu" and bool(greedy.all()):  # elsewhere the host would wait for the answer
         tokens = z.argmax(-1)
-        return Drawn(tokens, z.gather(-1, tokens[:, None]).squeeze(-1) - logsumexp, torch.zeros_like(logsumexp))
+        return Drawn.of(tokens, z.gather(-1, tokens[:, None]).squeeze(-1) - logsumexp, torch.zeros_like(logsumexp))
     score = z - exponentials(rows.key, rows.position, z.shape[-1], z.dtype).log_()
     log_mass = torch.zeros_like(logsumexp)
     if rows.truncation is not None:
@@ -94,7 +111,7 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings, part: Slice 
         score.masked_fill_(~inside, -torch.inf)
         log_mass = torch.where(greedy, 0.0, kept.log_mass)
     tokens = torch.where(greedy[:, None], z, score).argmax(-1)
-    return Drawn(tokens, z.gather(-1, tokens[:, None]).squeeze(-1) - logsumexp, log_mass)
+    return Drawn.of(tokens, z.gather(-1, tokens[:, None]).squeeze(-1) - logsumexp, log_mass)
 
 
 def keep(z: torch.Tensor, logsumexp: torch.Tensor, truncation: Truncation) -> Kept:  # [R, V], [R]

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
-from truestep.head.logits import HeadSettings, multiplier, scale_
+from truestep.head.logits import HeadSettings, scale_
 from truestep.sampler.engine.draw import (
     MIX_FIRST,
     MIX_SECOND,
@@ -140,31 +140,31 @@ def _draw_kernel(
     raw_pointer,  # [R, V]
     key_pointer,  # [R] int64
     position_pointer,  # [R] int64
-    multiplier_pointer,  # [R] scale / temperature
-    greedy_pointer,  # [R] uint8
+    temperature_pointer,  # [R] float32 or float64; 0: the likeliest token
     floor_pointer,  # [R] with CUT: below it nothing is drawn
     last_pointer,  # [R] with CUT: int64
-    highest_pointer,  # [R, N]
-    total_pointer,  # [R, N]
-    score_pointer,  # [R, N]
+    highest_pointer, total_pointer, score_pointer,  # [R, N]
     z_pointer,  # [R, N] of the token with that score
     token_pointer,  # [R, N] int64
-    raw_row,  # strides
-    meta_row,
+    raw_row, meta_row, temperature_row,  # strides
     vocabulary,  # tokens whose logits are here, from `first` on
     first,
     part,  # tokens of a program
-    softcap,
+    softcap, scale,
     parts,  # N
     CAPPED: tl.constexpr,
-    CUT: tl.constexpr,
+    CUT: tl.constexpr,  # the logits are capped and scaled already
     FAST: tl.constexpr,  # the GPU's own logarithm
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row, number, lane = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
     row_key = _key_of(key_pointer + row * meta_row, position_pointer + row * meta_row)
-    factor, greedy = tl.load(multiplier_pointer + row), tl.load(greedy_pointer + row) != 0
-    floor, last, raw_line = tl.load(floor_pointer + row), tl.load(last_pointer + row), raw_pointer + row * raw_row
+    temperature, raw_line = tl.load(temperature_pointer + row * temperature_row), raw_pointer + row * raw_row
+    greedy = temperature == 0
+    if CUT:
+        factor, floor, last = 1.0, tl.load(floor_pointer + row), tl.load(last_pointer + row)
+    else:  # torch divides so, too
+        factor, floor, last = tl.div_rn(1.0, tl.where(greedy, 1.0, temperature.to(tl.float32))) * scale, 0.0, 0
     highest, total = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.float32)
     # What is drawn has the largest p / E, with p relative to a lane's largest. Greedily it has the largest logit.
     best, best_e, best_token = total + tl.where(greedy, float("-inf"), 0.0), total + 1.0, lane * 0 + _NOBODY
@@ -204,12 +204,15 @@ def _join_kernel(
     score_pointer,  # [R, N]
     z_pointer,  # [R, N]
     token_pointer,  # [R, N] int64
+    mass_pointer,  # [R] with CUT
     chosen_pointer,  # [R] int64
-    logprob_pointer,  # [R]
+    logprob_pointer,  # [R] float64
+    log_mass_pointer,  # [R] float64
     vocabulary,
     parts,
     ranks,
     rank_tokens,  # from one rank's tokens to the next one's
+    CUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -230,6 +233,7 @@ def _join_kernel(
     # Logits that are no numbers choose nobody: the log-prob tells, and the token must be one all the same.
     tl.store(chosen_pointer + row, tl.minimum(chosen, vocabulary - 1))
     tl.store(logprob_pointer + row, (chosen_z - top) - tl.log(total))
+    tl.store(log_mass_pointer + row, tl.load(mass_pointer + row) if CUT else 0.0)
 
 
 def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings, part: Slice | None = None) -> Drawn:  # [R, V]
@@ -237,18 +241,13 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings, part: Slice 
     if part is not None and rows.truncation is not None:
         raw, part = part.whole(raw), None
     count, vocabulary = raw.shape
-    greedy = rows.temperature == 0
-    temperature = torch.where(greedy, 1.0, rows.temperature)
-    softcap = settings.softcap
+    softcap, log_mass = settings.softcap, None
     floor = last = rows.temperature
-    log_mass = torch.zeros(count, dtype=torch.float32, device=raw.device)
-    if rows.truncation is None:
-        factor = multiplier(temperature, settings, torch.float32)
-    else:
-        raw = scale_(raw, temperature, settings)
+    if rows.truncation is not None:
+        greedy = rows.temperature == 0
+        raw = scale_(raw, torch.where(greedy, 1.0, rows.temperature), settings)
         kept = keep(raw, raw.logsumexp(-1), rows.truncation)
-        floor, last, log_mass = kept.floor, kept.last, torch.where(greedy, 0.0, kept.log_mass)
-        factor, softcap = torch.ones_like(log_mass), None
+        softcap, floor, last, log_mass = None, kept.floor, kept.last, torch.where(greedy, 0.0, kept.log_mass)
     # By the vocabulary alone: a tie within rounding may depend on the parts, and must not depend on the batch.
     most = vocabulary if part is None else part.most
     each = max(_PART, -(-most // (_MOST_PARTS * _BLOCK)) * _BLOCK)
@@ -260,18 +259,19 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings, part: Slice 
         raw,
         rows.key,
         rows.position,
-        factor,
-        greedy.view(torch.uint8),
+        rows.temperature,
         floor,
         last,
         *floats,
         tokens,
         raw.stride(0),
         rows.key.stride(0),
+        rows.temperature.stride(0),
         vocabulary,
         0 if part is None else part.first,
         each,
         softcap or 1.0,
+        settings.scale,
         parts,
         CAPPED=softcap is not None,
         CUT=rows.truncation is not None,
@@ -280,29 +280,31 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings, part: Slice 
         num_warps=4,
     )
     if part is None:
-        return Drawn(*_join(found[None], vocabulary), log_mass)
-    return Drawn(*_join(part.gather(found), part.vocabulary), log_mass)
+        return _join(found[None], vocabulary, log_mass)
+    return _join(part.gather(found), part.vocabulary, log_mass)
 
 
-def _join(found: torch.Tensor, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:  # [ranks, 3, R, N] -> [R], [R]
+def _join(found: torch.Tensor, vocabulary: int, log_mass: torch.Tensor | None) -> Drawn:  # [ranks, 3, R, N], _, [R]
     """Give the tokens, and their log-probs, that all parts of all ranks make together."""
     ranks, _, count, parts = found.shape
-    chosen = torch.empty(count, dtype=torch.int64, device=found.device)
-    logprobs = torch.empty(count, dtype=torch.float32, device=found.device)
+    drawn = Drawn(torch.empty(3, count, dtype=torch.int64, device=found.device))
     tokens, floats = _of(found[0])
     _join_kernel[(count,)](
         *floats,
         tokens,
-        chosen,
-        logprobs,
+        floats if log_mass is None else log_mass,
+        drawn.tokens,
+        drawn.logprobs,
+        drawn.log_mass,
         vocabulary,
         parts,
         ranks,
         found[0].numel(),
+        CUT=log_mass is not None,
         BLOCK=max(_MOST_PARTS, triton.next_power_of_2(ranks * parts)),
         num_warps=1,
     )
-    return chosen, logprobs
+    return drawn
 
 
 def _of(found: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [3, R, N] -> [R, N], [4, R, N]

@@ -346,9 +346,8 @@ class Session:
                 found = choose_exactly(hidden[part], policy, rows, self._device.draw)
             else:
                 found = self._device.draw(policy.own_logits(hidden[part]), rows, head, self._slice)
-            floats = (found.logprobs.double(), found.log_mass.double())
-            tokens = self._team.agreed(found.tokens)
-            drawn.append(torch.stack([tokens, *(numbers.view(torch.int64) for numbers in floats)]))
+            self._team.agree_(found.tokens)
+            drawn.append(found.packed)
         joined = drawn[0] if len(drawn) == 1 else torch.cat(drawn, dim=1)
         self._last.index_copy_(0, lines[:, SLOT], joined[0])
         return joined

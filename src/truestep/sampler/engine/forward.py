@@ -38,8 +38,10 @@ def paged(policy: Policy) -> Iterator[None]:
 @contextmanager
 def compiled_layers(model: Any, compiled: dict[Any, Any]) -> Iterator[None]:
     """Run the layers compiled: their norms, rotary embeddings and activations in a few kernels. So are the cosines and
-    sines that they are given. `compiled` keeps what was compiled from one phase to the next."""
-    modules = [*layers_of(model)[1], *_turns_of(model)]
+    sines that they are given, and the norm behind them, which rounds as its own code does: training's is not compiled.
+    `compiled` keeps what was compiled from one phase to the next."""
+    layers, norms = layers_of(model)[1], _norms_of(model)
+    modules = [*layers, *_turns_of(model), *norms]
     before = [module.forward for module in modules]
     try:
         for module in modules:
@@ -47,7 +49,8 @@ def compiled_layers(model: Any, compiled: dict[Any, Any]) -> Iterator[None]:
                 from truestep.policy.model.joining import sampling_backend  # the compiler, which takes a second
 
                 own = compiled_code.own_forward(module)
-                compiled[module] = torch.compile(own, dynamic=True, backend=sampling_backend(compiled_code.BACKEND))
+                backend = sampling_backend(compiled_code.BACKEND, rounds=module in norms)
+                compiled[module] = torch.compile(own, dynamic=True, backend=backend)
             module.forward = compiled[module]
         yield
     finally:
@@ -66,6 +69,16 @@ def _turns_of(model: Any) -> list[Any]:
         and module not in inside
         and not any(module.children())
         and not any(True for _ in module.parameters())
+    ]
+
+
+def _norms_of(model: Any) -> list[Any]:
+    """Find the norms that follow the layers: modules beside their list, of nothing but lines of weights."""
+    body = model.get_submodule(layers_of(model)[0].rpartition(".")[0])
+    return [
+        module
+        for module in body.children()
+        if not any(module.children()) and {weight.ndim for weight in module.parameters()} == {1}
     ]
 
 

@@ -30,7 +30,7 @@ def draw_fields(key: int, temperature: float, top_p: float, min_p: float, top_k:
 
 def draw_rows(lines: torch.Tensor, truncates: bool) -> DrawRows:
     def floats(column: int) -> torch.Tensor:
-        return lines[:, column].view(torch.float64).float()
+        return lines[:, column].view(torch.float64)
 
-    truncation = Truncation(floats(TOP_P), lines[:, TOP_K], floats(MIN_P)) if truncates else None
+    truncation = Truncation(floats(TOP_P).float(), lines[:, TOP_K], floats(MIN_P).float()) if truncates else None
     return DrawRows(lines[:, KEY], lines[:, POSITION], floats(TEMPERATURE), truncation)

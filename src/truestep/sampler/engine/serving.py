@@ -105,7 +105,7 @@ def check_draw(place: torch.device, settings: HeadSettings, part: Slice | None =
     generator = torch.Generator().manual_seed(0)
     raw = (3 * torch.randn(4, _VOCABULARY, generator=generator)).to(place)
     key = torch.tensor([5, -7, 2**62, 11], device=place)
-    temperature = torch.tensor([1.0, 0.7, 0.0, 1.3], device=place)
+    temperature = torch.tensor([[1.0, 9], [0.7, 9], [0.0, 9], [1.3, 9]], dtype=torch.float64, device=place)[:, 0]
     cut = Truncation(
         torch.tensor([0.9, 1.0, 0.5, 0.8], device=place),
         torch.tensor([0, 50, 3, 0], device=place),
