@@ -42,6 +42,8 @@ SHAPES = {
     "softcap": LayerShape(2, 64, 64, 8, softcap=5.0),
     "softcap, window, odd sizes": LayerShape(3, 24, 40, 6, window=17, softcap=2.0),
     "a window longer than any row": LayerShape(2, 16, 16, 4, window=1000),
+    "a window of one token": LayerShape(2, 16, 16, 4, window=1),
+    "a window of two": LayerShape(2, 16, 16, 4, window=2),
 }
 
 

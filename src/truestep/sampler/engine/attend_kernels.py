@@ -83,6 +83,12 @@ def _fetch(pool, line, own, lane, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _store_lines(target_pointer, place, seen, lane, lines, SIZE: tl.constexpr):
+    inside = seen[:, None] & (lane[None, :] < SIZE)
+    tl.store(target_pointer + place[:, None] * SIZE + lane[None, :], lines, mask=inside)
+
+
+@triton.jit
 def _fetch_queries(line, seen, lane, SIZE: tl.constexpr):
     """Load the queries of one key-value head: [G, E], with zeros below."""
     inside = seen[:, None] & (lane[None, :] < SIZE)
@@ -118,12 +124,17 @@ def _score(q, k, position, length, scale, softcap, WINDOW: tl.constexpr, CAPPED:
 
 
 @triton.jit
-def _take(new_line, place, lane, SIZE: tl.constexpr):
-    """Load a line of the new token, and write it to its place in the cache."""
-    inside = lane < SIZE
-    new = tl.load(new_line + lane, mask=inside, other=0.0)
-    tl.store(place + lane, new, mask=inside)
-    return new.to(tl.float32)[None, :]
+def _load_line(line, lane, SIZE: tl.constexpr):
+    return tl.load(line + lane, mask=lane < SIZE, other=0.0)
+
+
+@triton.jit
+def _update_by_new(result, total, highest, score, new_v):
+    """Add the new token to what was seen so far, which may be nothing."""
+    higher = tl.maximum(highest, score)
+    weight, rescale = tl.exp2(score - higher), tl.exp2(highest - higher)
+    result = result * rescale[:, None] + weight[:, None] * new_v.to(tl.float32)[None, :]
+    return result, total * rescale + weight, higher
 
 
 # Numbers that differ from batch to batch are not part of what is compiled.
@@ -132,8 +143,7 @@ def _attend_kernel(
     addresses_pointer,  # [2] int64, of the layer
     query_pointer,  # [R, Q, E]
     key_pointer, value_pointer,  # [R, K, E] of the new tokens
-    page_pointer, offset_pointer,  # [R] int64: where they go
-    length_pointer,  # [R] int64, with the new token
+    page_pointer, offset_pointer, length_pointer,  # [R] int64: where they go; of a row, with the new token
     table_pointer,  # [R, P] int64
     output_pointer,  # [R, Q, E]
     part_pointer,  # [R, Q, N, E] float32: of each span, what it gives
@@ -149,42 +159,43 @@ def _attend_kernel(
     GROUP_BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, head, span = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    member, token = tl.arange(0, GROUP_BLOCK), tl.arange(0, PAGE_SIZE)
+    key_lane, value_lane = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
     length = tl.load(length_pointer + row * meta_row).to(tl.int32)
+    # What is used last is asked for first: it comes while pages are read.
+    new_k = _load_line(key_pointer + row * key_row + head * key_head, key_lane, KEY_SIZE)
+    new_v = _load_line(value_pointer + row * value_row + head * value_head, value_lane, VALUE_SIZE)
+    page, offset = tl.load(page_pointer + row * meta_row), tl.load(offset_pointer + row * meta_row)
     first, end = _first_tile(length, WINDOW, PAGE_SIZE), tl.cdiv(length, PAGE_SIZE)
     begin = first + span * tiles
     if begin >= end:
         return
     keys, values = _pool(addresses_pointer, 0, TYPE), _pool(addresses_pointer, 1, TYPE)
-    member, token = tl.arange(0, GROUP_BLOCK), tl.arange(0, PAGE_SIZE)
-    key_lane, value_lane = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
     queries, seen = head * GROUP + member, member < GROUP
     q = _fetch_queries(query_pointer + row * query_row + queries * query_head, seen, key_lane, KEY_SIZE)
     highest, total = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32), tl.zeros((GROUP_BLOCK,), tl.float32)
     result = tl.zeros((GROUP_BLOCK, VALUE_BLOCK), tl.float32)
-    if begin + tiles >= end:  # the span of the new token, which no page has yet
-        line = tl.load(page_pointer + row * meta_row) * HEADS + head
-        line = line * PAGE_SIZE + tl.load(offset_pointer + row * meta_row)
-        new = _take(key_pointer + row * key_row + head * key_head, keys + line * KEY_SIZE, key_lane, KEY_SIZE)
-        highest = _capped(tl.sum(q.to(tl.float32) * new, axis=1) * scale, softcap, CAPPED)
-        total += 1.0
-        result += _take(
-            value_pointer + row * value_row + head * value_head, values + line * VALUE_SIZE, value_lane, VALUE_SIZE
-        )
-    for tile in range(begin, tl.minimum(begin + tiles, tl.cdiv(length - 1, PAGE_SIZE))):
+    # A window of one token has the new one alone, which no page has yet.
+    stop = begin if WINDOW == 1 else tl.minimum(begin + tiles, tl.cdiv(length - 1, PAGE_SIZE))
+    for tile in range(begin, stop):
         lines = (tl.load(table_pointer + row * meta_row + tile) * HEADS + head) * PAGE_SIZE + token
         position = tile * PAGE_SIZE + token
         k = _fetch(keys, lines, position < length - 1, key_lane, KEY_SIZE)
         v = _fetch(values, lines, position < length - 1, value_lane, VALUE_SIZE)
         scores = _score(q, k, position, length, scale, softcap, WINDOW, CAPPED)
         result, total, highest = _update(result, total, highest, scores, v, TYPE)
+    if begin + tiles >= end:  # the new token's span
+        line = (page * HEADS + head) * PAGE_SIZE + offset
+        tl.store(keys + line * KEY_SIZE + key_lane, new_k, mask=key_lane < KEY_SIZE)
+        tl.store(values + line * VALUE_SIZE + value_lane, new_v, mask=value_lane < VALUE_SIZE)
+        score = _capped(tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], axis=1) * scale, softcap, CAPPED)
+        result, total, highest = _update_by_new(result, total, highest, score, new_v)
     place = row * (HEADS * GROUP) + queries
-    inside = seen[:, None] & (value_lane[None, :] < VALUE_SIZE)
     if end - first <= tiles:  # it is the only span
-        target = output_pointer + place[:, None] * VALUE_SIZE + value_lane[None, :]
-        tl.store(target, (result / total[:, None]).to(TYPE), mask=inside)
+        _store_lines(output_pointer, place, seen, value_lane, (result / total[:, None]).to(TYPE), VALUE_SIZE)
     else:
         place = place * spans + span
-        tl.store(part_pointer + place[:, None] * VALUE_SIZE + value_lane[None, :], result, mask=inside)
+        _store_lines(part_pointer, place, seen, value_lane, result, VALUE_SIZE)
         tl.store(highest_pointer + place, highest, mask=seen)
         tl.store(total_pointer + place, total, mask=seen)
 
