@@ -5,7 +5,8 @@
 A random model of Qwen3's shape (or, with --gemma2, of Gemma 2's, softcap and windows), packed documents of which half
 are labels, GRPO, bfloat16 compute, a float32 head. `--profile` lists what the time of one step is spent on, kernel by
 kernel. The bound counts matrix products alone: 6 · weights · tokens for the layers, 6 · hidden ·
-vocabulary · labels for the head, and attention's over the pairs that a causal document has.
+vocabulary · labels for the head, and attention's over the pairs that a causal document has. `--trl` trains the same
+documents with TRL first, as it comes and at its best settings, which it looks for.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from beside_trl import print_beside, run_trl
 from qwen import write_gemma2, write_model
 from torch.autograd import DeviceType
 
@@ -70,7 +72,12 @@ def options() -> argparse.Namespace:
     parser.add_argument("--gemma2", action="store_true", help="Gemma 2's layers: softcap, every second with a window")
     parser.add_argument("--profile", type=int, metavar="N", default=0, help="name the N kernels that take longest")
     parser.add_argument("--ns-dtype", choices=["float32", "bfloat16"], default="float32", help="of muon")
-    return parser.parse_args()
+    parser.add_argument("--trl", action="store_true", help="measure TRL on the same documents (`make peers`)")
+    parser.add_argument("--trl-seconds", type=float, default=220, help="no row of TRL begins after so long")
+    given = parser.parse_args()
+    if given.trl and (given.lora is not None or given.optimizer != "adamw"):
+        parser.error("--trl trains all weights with AdamW")
+    return given
 
 
 def make_documents(given: argparse.Namespace) -> list[Rollout]:
@@ -150,6 +157,9 @@ def main() -> None:
         if not (path / "config.json").exists():
             (write_gemma2 if given.gemma2 else write_model)(path, given, device="cuda")
         torch.cuda.empty_cache()
+        documents = make_documents(given)
+        # It comes first, while the GPU's memory is free.
+        theirs = run_trl(path, documents, min(given.steps, 3), given.trl_seconds) if given.trl else []
         policy = load_policy(
             path,
             dtype="bfloat16",
@@ -162,7 +172,6 @@ def main() -> None:
             masters_on_host=given.offload == "all",
         )
     parameters = sum(parameter.numel() for parameter in policy.model.parameters())
-    documents = make_documents(given)
     plan = plan_exactly(documents, StepRule(len(documents), False, 1, 1, given.tokens), 0)
     objective = Objective(Grpo(0.2, 0.2), Denominator("labels"))
     runner = StepRunner(policy, objective)
@@ -206,6 +215,8 @@ def main() -> None:
         f"peak memory      {peak / 2**30:8.1f} GiB, {peak / parameters:.2f} bytes a weight; of it weights, gradients, "
         f"optimizer and compute copy {lasting:.1f}"
     )
+    if given.trl:
+        print_beside(theirs, tokens / median, compiled=given.compile)
     if given.profile:
         profile(step, given.profile)
         print_waits(step)
