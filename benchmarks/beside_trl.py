@@ -38,15 +38,16 @@ def first_label(document: Rollout) -> int:
     return first
 
 
-def run_trl(model: Path, documents: Sequence[Rollout], steps: int, seconds: float) -> list[dict[str, Any]]:
-    """Measure TRL; no row begins after `seconds`. TRUESTEP_PEERS may name a folder of TRL's packages."""
+def run_trl(
+    model: Path, documents: Sequence[Rollout], steps: int, seconds: float, only: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """Measure TRL; no row begins after `seconds`. `only`: rows whose names have one of these words. TRUESTEP_PEERS may
+    name a folder of TRL's packages."""
     folders = [os.environ[name] for name in ("TRUESTEP_PEERS", "PYTHONPATH") if os.environ.get(name)]
     with tempfile.TemporaryDirectory() as folder:
         given, made = Path(folder) / "given.pt", Path(folder) / "made.pt"
-        torch.save(
-            {"model": str(model), "documents": as_given(documents), "steps": steps, "seconds": seconds},
-            given,
-        )
+        asked = {"model": str(model), "steps": steps, "seconds": seconds, "only": list(only or [""])}
+        torch.save({**asked, "documents": as_given(documents)}, given)
         try:
             subprocess.run(
                 [sys.executable, str(WORKER), str(given), str(made)],

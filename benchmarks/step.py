@@ -74,6 +74,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--ns-dtype", choices=["float32", "bfloat16"], default="float32", help="of muon")
     parser.add_argument("--trl", action="store_true", help="measure TRL on the same documents (`make peers`)")
     parser.add_argument("--trl-seconds", type=float, default=220, help="no row of TRL begins after so long")
+    parser.add_argument("--trl-only", nargs="+", metavar="WORDS", help="of TRL's rows, those that have one of these")
     given = parser.parse_args()
     if given.trl and (given.lora is not None or given.optimizer != "adamw"):
         parser.error("--trl trains all weights with AdamW")
@@ -159,7 +160,9 @@ def main() -> None:
         torch.cuda.empty_cache()
         documents = make_documents(given)
         # It comes first, while the GPU's memory is free.
-        theirs = run_trl(path, documents, min(given.steps, 3), given.trl_seconds) if given.trl else []
+        theirs = []
+        if given.trl:
+            theirs = run_trl(path, documents, min(given.steps, 3), given.trl_seconds, given.trl_only)
         policy = load_policy(
             path,
             dtype="bfloat16",

@@ -62,7 +62,8 @@ def compile_attention(kind: str, size: int, group: int, page: int, window: int, 
     compiled = compile_kernel(
         attend_kernels._attend_kernel,
         shape
-        | {"HEADS": heads, "GROUP": group, "KEY_SIZE": size, "CAPPED": capped, "GROUP_BLOCK": 16, "KEY_BLOCK": size},
+        | {"HEADS": heads, "GROUP": group, "KEY_SIZE": size, "CAPPED": capped, "GROUP_BLOCK": 16, "KEY_BLOCK": size}
+        | {"ALIGNED": True},
         typed,
         num_warps=attend_kernels.warps(max(16, group), size),
         num_stages=3 if size <= 128 and kind == "bf16" else 2,

@@ -37,6 +37,7 @@ def kernels_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 SHAPES = {
     "one to one": LayerShape(2, 64, 64, 2),
     "groups of 2": LayerShape(2, 128, 128, 4),
+    "no multiple of 16 bytes": LayerShape(2, 22, 18, 4),
     "groups of 7": LayerShape(2, 64, 64, 14),
     "groups of 5, window": LayerShape(1, 256, 256, 5, window=40),
     "softcap": LayerShape(2, 64, 64, 8, softcap=5.0),

@@ -1,9 +1,9 @@
 """Attention of one token of each row over the paged cache, in Triton, for GPUs.
 
 A program serves one key-value head of a row and a span of its keys; the query heads that share the key-value head are
-the rows of its tile. The program of the last span takes the new token's key and value as they come, and writes them to
-their page. A second kernel joins the spans. So a long row is shared among many programs and a short one costs
-little, whatever the longest row of the batch is: programs beyond a row's own length end at once.
+the rows of its tile. The program of the last span reads the new token's key and value where the layer left them, and
+writes them to their page. A second kernel joins the spans. So a long row is shared among many programs and a short one
+costs little, whatever the longest row of the batch is: programs beyond a row's own length end at once.
 
 The cache lies elsewhere in each phase of sampling, and a CUDA graph outlives a phase. So kernels read the place of the
 cache from memory.
@@ -76,10 +76,14 @@ def _first_tile(length, WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _fetch(pool, line, own, lane, SIZE: tl.constexpr):
-    """Load a page of one head: [tokens, E], with zeros where a token is none of the row's own."""
-    inside = own[:, None] & (lane[None, :] < SIZE)
-    return tl.load(pool + line[:, None] * SIZE + lane[None, :], mask=inside, other=0.0)
+def _fetch(pool, line, new_line, position, length, lane, SIZE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Load a page of one head: [tokens, E], with zeros where a token is none of the row's own. The last one is new, and
+    no page has it yet."""
+    start = tl.where(position == length - 1, new_line, pool + line * SIZE)
+    if ALIGNED:  # the compiler does not see it, and would load each number by itself
+        start = tl.multiple_of(start, 16)
+    inside = (position < length)[:, None] & (lane[None, :] < SIZE)
+    return tl.load(start[:, None] + lane[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
@@ -105,36 +109,17 @@ def _update(result, total, highest, scores, v, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _capped(scores, softcap, CAPPED: tl.constexpr):
+def _score(q, k, position, length, scale, softcap, WINDOW: tl.constexpr, CAPPED: tl.constexpr):
+    """Score a page's keys, in powers of 2; -inf: not seen."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if CAPPED:
         shrunk = tl.exp(-2 * tl.abs(scores / softcap))
         tanh = (1 - shrunk) / (1 + shrunk)
         scores = tl.where(scores < 0, -tanh, tanh) * softcap
-    return scores * _LOG2_E
-
-
-@triton.jit
-def _score(q, k, position, length, scale, softcap, WINDOW: tl.constexpr, CAPPED: tl.constexpr):
-    """Score a page's keys, in powers of 2; -inf: not seen, or the new token, which is seen apart."""
-    scores = _capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, softcap, CAPPED)
-    seen = position < length - 1
+    seen = position < length
     if WINDOW > 0:
         seen = seen & (position >= length - WINDOW)
-    return tl.where(seen[None, :], scores, float("-inf"))
-
-
-@triton.jit
-def _load_line(line, lane, SIZE: tl.constexpr):
-    return tl.load(line + lane, mask=lane < SIZE, other=0.0)
-
-
-@triton.jit
-def _update_by_new(result, total, highest, score, new_v):
-    """Add the new token to what was seen so far, which may be nothing."""
-    higher = tl.maximum(highest, score)
-    weight, rescale = tl.exp2(score - higher), tl.exp2(highest - higher)
-    result = result * rescale[:, None] + weight[:, None] * new_v.to(tl.float32)[None, :]
-    return result, total * rescale + weight, higher
+    return tl.where(seen[None, :], scores * _LOG2_E, float("-inf"))
 
 
 # Numbers that differ from batch to batch are not part of what is compiled.
@@ -156,6 +141,7 @@ def _attend_kernel(
     KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     CAPPED: tl.constexpr,
+    ALIGNED: tl.constexpr,  # all keys and values, new ones too, begin at multiples of 16 bytes
     GROUP_BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, head, span = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -163,8 +149,10 @@ def _attend_kernel(
     key_lane, value_lane = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
     length = tl.load(length_pointer + row * meta_row).to(tl.int32)
     # What is used last is asked for first: it comes while pages are read.
-    new_k = _load_line(key_pointer + row * key_row + head * key_head, key_lane, KEY_SIZE)
-    new_v = _load_line(value_pointer + row * value_row + head * value_head, value_lane, VALUE_SIZE)
+    new_key = key_pointer + row * key_row + head * key_head
+    new_value = value_pointer + row * value_row + head * value_head
+    new_k = tl.load(new_key + key_lane, mask=key_lane < KEY_SIZE)
+    new_v = tl.load(new_value + value_lane, mask=value_lane < VALUE_SIZE)
     page, offset = tl.load(page_pointer + row * meta_row), tl.load(offset_pointer + row * meta_row)
     first, end = _first_tile(length, WINDOW, PAGE_SIZE), tl.cdiv(length, PAGE_SIZE)
     begin = first + span * tiles
@@ -175,21 +163,17 @@ def _attend_kernel(
     q = _fetch_queries(query_pointer + row * query_row + queries * query_head, seen, key_lane, KEY_SIZE)
     highest, total = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32), tl.zeros((GROUP_BLOCK,), tl.float32)
     result = tl.zeros((GROUP_BLOCK, VALUE_BLOCK), tl.float32)
-    # A window of one token has the new one alone, which no page has yet.
-    stop = begin if WINDOW == 1 else tl.minimum(begin + tiles, tl.cdiv(length - 1, PAGE_SIZE))
-    for tile in range(begin, stop):
+    for tile in range(begin, tl.minimum(begin + tiles, end)):
         lines = (tl.load(table_pointer + row * meta_row + tile) * HEADS + head) * PAGE_SIZE + token
         position = tile * PAGE_SIZE + token
-        k = _fetch(keys, lines, position < length - 1, key_lane, KEY_SIZE)
-        v = _fetch(values, lines, position < length - 1, value_lane, VALUE_SIZE)
+        k = _fetch(keys, lines, new_key, position, length, key_lane, KEY_SIZE, ALIGNED)
+        v = _fetch(values, lines, new_value, position, length, value_lane, VALUE_SIZE, ALIGNED)
         scores = _score(q, k, position, length, scale, softcap, WINDOW, CAPPED)
         result, total, highest = _update(result, total, highest, scores, v, TYPE)
     if begin + tiles >= end:  # the new token's span
         line = (page * HEADS + head) * PAGE_SIZE + offset
         tl.store(keys + line * KEY_SIZE + key_lane, new_k, mask=key_lane < KEY_SIZE)
         tl.store(values + line * VALUE_SIZE + value_lane, new_v, mask=value_lane < VALUE_SIZE)
-        score = _capped(tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], axis=1) * scale, softcap, CAPPED)
-        result, total, highest = _update_by_new(result, total, highest, score, new_v)
     place = row * (HEADS * GROUP) + queries
     if end - first <= tiles:  # it is the only span
         _store_lines(output_pointer, place, seen, value_lane, (result / total[:, None]).to(TYPE), VALUE_SIZE)
@@ -248,6 +232,12 @@ def span_tokens(programs: int) -> int:
 def warps(group_block: int, value_block: int) -> int:
     """Give the warps of a program: few, so that many programs wait for memory at a time."""
     return 2 if group_block * value_block <= 4096 else 4
+
+
+def _are_aligned(lines: torch.Tensor) -> bool:
+    """Tell whether keys or values, [R, K, E], begin at multiples of 16 bytes, in the cache too."""
+    steps = (*lines.stride()[:2], lines.shape[2])
+    return lines.data_ptr() % 16 == 0 and all(step * lines.element_size() % 16 == 0 for step in steps)
 
 
 def store(
@@ -321,6 +311,7 @@ def attend(
         GROUP=queries // heads,
         KEY_SIZE=key_size,
         CAPPED=softcap is not None,
+        ALIGNED=_are_aligned(k) and _are_aligned(v),
         GROUP_BLOCK=group_block,
         KEY_BLOCK=max(16, triton.next_power_of_2(key_size)),
         num_warps=warps(group_block, shape["VALUE_BLOCK"]),
