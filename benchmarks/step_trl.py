@@ -262,7 +262,7 @@ def main(path: str, made: str) -> None:
     print(f"TRL  {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}", flush=True)
 
     def one(settings: Settings) -> Row:
-        if not any(words in settings.name for words in given["only"]):
+        if not any(words in settings.name for words in given.get("only", [""])):
             return Row(settings.name, asdict(settings), error="left out")
         rows.append(measure(given, settings, until))
         torch.save([asdict(row) for row in rows], made)  # what is done is kept, should a later row hang
