@@ -5,6 +5,9 @@ the rows of its tile. The program of the last span reads the new token's key and
 writes them to their page. A second kernel joins the spans. So a long row is shared among many programs and a short one
 costs little, whatever the longest row of the batch is: programs beyond a row's own length end at once.
 
+On GPUs that can, programs begin while the kernel before them still computes the new queries, keys and values: they have
+their first page fetched, and wait then (programmatic dependent launch).
+
 The cache lies elsewhere in each phase of sampling, and a CUDA graph outlives a phase. So kernels read the place of the
 cache from memory.
 
@@ -17,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from truestep.operators import begins_early
 from truestep.sampler.engine.attend import Rows
 from truestep.sampler.engine.cache import PagedCache
 
@@ -87,9 +91,36 @@ def _fetch(pool, line, new_line, position, length, lane, SIZE: tl.constexpr, ALI
 
 
 @triton.jit
+def _ask_for(pool, line, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Have lines brought to the GPU's cache, 128 bytes at a time."""
+    STEP: tl.constexpr = 1024 // pool.dtype.element_ty.primitive_bitwidth  # numbers
+    PARTS: tl.constexpr = BLOCK // STEP if BLOCK > STEP else 1
+    place = pool + line[:, None] * SIZE + tl.minimum(tl.arange(0, PARTS) * STEP, SIZE - 1)[None, :]
+    ask: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+    tl.inline_asm_elementwise(ask, "=r,l", [place.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _ask_and_wait(
+    keys, values, lines, KEY_SIZE: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Have a span's first page brought to the GPU's cache, and wait for the end of the kernel before this one."""
+    _ask_for(keys, lines, KEY_SIZE, KEY_BLOCK)
+    _ask_for(values, lines, VALUE_SIZE, VALUE_BLOCK)
+    tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def _store_lines(target_pointer, place, seen, lane, lines, SIZE: tl.constexpr):
     inside = seen[:, None] & (lane[None, :] < SIZE)
     tl.store(target_pointer + place[:, None] * SIZE + lane[None, :], lines, mask=inside)
+
+
+@triton.jit
+def _store_numbers(highest_place, total_place, seen, highest, total):
+    tl.store(highest_place, highest, mask=seen)
+    tl.store(total_place, total, mask=seen)
 
 
 @triton.jit
@@ -132,15 +163,14 @@ def _attend_kernel(
     table_pointer,  # [R, P] int64
     output_pointer,  # [R, Q, E]
     part_pointer,  # [R, Q, N, E] float32: of each span, what it gives
-    highest_pointer,  # [R, Q, N] its largest score, in powers of 2
-    total_pointer,  # [R, Q, N] and the sum of its weights, relative to that
+    highest_pointer, total_pointer,  # [R, Q, N] its largest score, in powers of 2; its weights' sum, relative to that
     query_row, query_head, key_row, key_head, value_row, value_head, meta_row,  # strides
     scale, softcap, tiles, spans,  # N spans of so many pages
     TYPE: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr,
     KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
-    CAPPED: tl.constexpr,
+    CAPPED: tl.constexpr, EARLY: tl.constexpr,
     ALIGNED: tl.constexpr,  # all keys and values, new ones too, begin at multiples of 16 bytes
     GROUP_BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -148,17 +178,20 @@ def _attend_kernel(
     member, token = tl.arange(0, GROUP_BLOCK), tl.arange(0, PAGE_SIZE)
     key_lane, value_lane = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
     length = tl.load(length_pointer + row * meta_row).to(tl.int32)
-    # What is used last is asked for first: it comes while pages are read.
-    new_key = key_pointer + row * key_row + head * key_head
-    new_value = value_pointer + row * value_row + head * value_head
-    new_k = tl.load(new_key + key_lane, mask=key_lane < KEY_SIZE)
-    new_v = tl.load(new_value + value_lane, mask=value_lane < VALUE_SIZE)
     page, offset = tl.load(page_pointer + row * meta_row), tl.load(offset_pointer + row * meta_row)
     first, end = _first_tile(length, WINDOW, PAGE_SIZE), tl.cdiv(length, PAGE_SIZE)
     begin = first + span * tiles
     if begin >= end:
         return
     keys, values = _pool(addresses_pointer, 0, TYPE), _pool(addresses_pointer, 1, TYPE)
+    if EARLY:
+        lines = (tl.load(table_pointer + row * meta_row + begin) * HEADS + head) * PAGE_SIZE + token
+        _ask_and_wait(keys, values, lines, KEY_SIZE, KEY_BLOCK, VALUE_SIZE, VALUE_BLOCK)
+    # What is used last is asked for first: it comes while pages are read.
+    new_key = key_pointer + row * key_row + head * key_head
+    new_value = value_pointer + row * value_row + head * value_head
+    new_k = tl.load(new_key + key_lane, mask=key_lane < KEY_SIZE)
+    new_v = tl.load(new_value + value_lane, mask=value_lane < VALUE_SIZE)
     queries, seen = head * GROUP + member, member < GROUP
     q = _fetch_queries(query_pointer + row * query_row + queries * query_head, seen, key_lane, KEY_SIZE)
     highest, total = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32), tl.zeros((GROUP_BLOCK,), tl.float32)
@@ -180,8 +213,7 @@ def _attend_kernel(
     else:
         place = place * spans + span
         _store_lines(part_pointer, place, seen, value_lane, result, VALUE_SIZE)
-        tl.store(highest_pointer + place, highest, mask=seen)
-        tl.store(total_pointer + place, total, mask=seen)
+        _store_numbers(highest_pointer + place, total_pointer + place, seen, highest, total)
 
 
 @triton.jit(do_not_specialize=["tiles", "spans"])
@@ -302,6 +334,7 @@ def attend(
     shape["VALUE_BLOCK"] = max(16, triton.next_power_of_2(value_size))
     parts = (output, part, highest, total)
     group_block = max(16, triton.next_power_of_2(queries // heads))
+    early = begins_early(q.device)
     _attend_kernel[(count, heads, spans)](
         *(rows.cache.places[layer], q, k, v, rows.pages, rows.offsets, rows.lengths, rows.table),
         *parts,
@@ -312,6 +345,8 @@ def attend(
         KEY_SIZE=key_size,
         CAPPED=softcap is not None,
         ALIGNED=_are_aligned(k) and _are_aligned(v),
+        EARLY=early,
+        **({"launch_pdl": True} if early else {}),
         GROUP_BLOCK=group_block,
         KEY_BLOCK=max(16, triton.next_power_of_2(key_size)),
         num_warps=warps(group_block, shape["VALUE_BLOCK"]),
