@@ -118,6 +118,11 @@ def _store_lines(target_pointer, place, seen, lane, lines, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _copy_line(target, source, lane, SIZE: tl.constexpr):
+    tl.store(target + lane, tl.load(source + lane, mask=lane < SIZE), mask=lane < SIZE)
+
+
+@triton.jit
 def _store_numbers(highest_place, total_place, seen, highest, total):
     tl.store(highest_place, highest, mask=seen)
     tl.store(total_place, total, mask=seen)
@@ -178,7 +183,6 @@ def _attend_kernel(
     member, token = tl.arange(0, GROUP_BLOCK), tl.arange(0, PAGE_SIZE)
     key_lane, value_lane = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
     length = tl.load(length_pointer + row * meta_row).to(tl.int32)
-    page, offset = tl.load(page_pointer + row * meta_row), tl.load(offset_pointer + row * meta_row)
     first, end = _first_tile(length, WINDOW, PAGE_SIZE), tl.cdiv(length, PAGE_SIZE)
     begin = first + span * tiles
     if begin >= end:
@@ -187,11 +191,8 @@ def _attend_kernel(
     if EARLY:
         lines = (tl.load(table_pointer + row * meta_row + begin) * HEADS + head) * PAGE_SIZE + token
         _ask_and_wait(keys, values, lines, KEY_SIZE, KEY_BLOCK, VALUE_SIZE, VALUE_BLOCK)
-    # What is used last is asked for first: it comes while pages are read.
     new_key = key_pointer + row * key_row + head * key_head
     new_value = value_pointer + row * value_row + head * value_head
-    new_k = tl.load(new_key + key_lane, mask=key_lane < KEY_SIZE)
-    new_v = tl.load(new_value + value_lane, mask=value_lane < VALUE_SIZE)
     queries, seen = head * GROUP + member, member < GROUP
     q = _fetch_queries(query_pointer + row * query_row + queries * query_head, seen, key_lane, KEY_SIZE)
     highest, total = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32), tl.zeros((GROUP_BLOCK,), tl.float32)
@@ -204,9 +205,10 @@ def _attend_kernel(
         scores = _score(q, k, position, length, scale, softcap, WINDOW, CAPPED)
         result, total, highest = _update(result, total, highest, scores, v, TYPE)
     if begin + tiles >= end:  # the new token's span
-        line = (page * HEADS + head) * PAGE_SIZE + offset
-        tl.store(keys + line * KEY_SIZE + key_lane, new_k, mask=key_lane < KEY_SIZE)
-        tl.store(values + line * VALUE_SIZE + value_lane, new_v, mask=value_lane < VALUE_SIZE)
+        line = tl.load(page_pointer + row * meta_row) * HEADS + head
+        line = line * PAGE_SIZE + tl.load(offset_pointer + row * meta_row)
+        _copy_line(keys + line * KEY_SIZE, new_key, key_lane, KEY_SIZE)
+        _copy_line(values + line * VALUE_SIZE, new_value, value_lane, VALUE_SIZE)
     place = row * (HEADS * GROUP) + queries
     if end - first <= tiles:  # it is the only span
         _store_lines(output_pointer, place, seen, value_lane, (result / total[:, None]).to(TYPE), VALUE_SIZE)
