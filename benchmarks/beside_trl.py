@@ -16,7 +16,7 @@ import torch
 from truestep.types import Rollout
 
 WORKER = Path(__file__).with_name("step_trl.py")
-GRACE = 120  # seconds that a row which has begun in time may take
+GRACE = 120  # seconds that imports, and a row which has begun in time, may take
 
 
 def as_given(documents: Sequence[Rollout]) -> list[dict[str, Any]]:
@@ -66,6 +66,7 @@ def print_beside(rows: Sequence[dict[str, Any]], tokens_per_second: float, *, co
     if not ran:
         print("TRL              no row ran")
         return
+    print(f"TRL              {len(ran)} of {len(rows)} rows ran to their end")
     best = max(ran, key=lambda row: row["tokens_per_second"])
     print_ratio("TRL at its best", best, tokens_per_second)
     if not compiled:

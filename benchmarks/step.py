@@ -76,8 +76,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--trl-seconds", type=float, default=220, help="no row of TRL begins after so long")
     parser.add_argument("--trl-only", nargs="+", metavar="WORDS", help="of TRL's rows, those that have one of these")
     given = parser.parse_args()
-    if given.trl and (given.lora is not None or given.optimizer != "adamw"):
-        parser.error("--trl trains all weights with AdamW")
+    if given.trl and (given.lora is not None or given.optimizer != "adamw" or given.gemma2):
+        parser.error("--trl trains all weights of Qwen3's shape with AdamW")
     return given
 
 

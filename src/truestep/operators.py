@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,14 +23,6 @@ def operator(signature: str, result: Callable[..., Any]) -> Callable[[Compute], 
         return compute
 
     return register
-
-
-@cache
-def begins_early(device: torch.device) -> bool:
-    """Tell whether a kernel may begin while the one before it runs, and wait for it then: on Hopper and later."""
-    if device.type != "cuda":
-        return False
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -233,6 +233,13 @@ def test_greedy_rows_are_the_same_beside_others() -> None:
     assert torch.equal(greedy.packed[:, kept], mixed.packed[:, kept])
 
 
+def test_a_temperature_that_float32_does_not_know_is_none() -> None:
+    logits = torch.randn(3, VOCABULARY, generator=torch.manual_seed(0))
+    rows = [torch.arange(3), torch.zeros(3, dtype=torch.int64)]
+    found = draw(logits.clone(), DrawRows(*rows, torch.full((3,), 1e-50, dtype=torch.float64)), HeadSettings())
+    assert torch.equal(found.packed, draw(logits.clone(), DrawRows(*rows, torch.zeros(3)), HeadSettings()).packed)
+
+
 def test_completions_are_handed_over_as_soon_as_each_ends(tiny_model: Model) -> None:
     policy = load_policy(tiny_model("llama"))
     asked = requests((3, 4, 5, 6))

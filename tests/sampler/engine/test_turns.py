@@ -14,7 +14,7 @@ from tiny import VOCABULARY
 from truestep.policy.loading.load import load_policy
 from truestep.policy.model import compiled
 from truestep.sampler.engine.engine import Engine, engine_of
-from truestep.sampler.engine.forward import _turns_of, compiled_layers, probe
+from truestep.sampler.engine.forward import _norms_of, _turns_of, compiled_layers, probe
 
 Model = Callable[[str], Path]
 GEMMA3 = {
@@ -57,6 +57,24 @@ def test_they_are_those_of_the_models_own_code(kind: str, tiny_model: Model) -> 
                 assert part.dtype == other.dtype == dtype and part.shape == other.shape
                 torch.testing.assert_close(part, other, rtol=0, atol=allowed)
     assert turns.forward == own
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "qwen3"])
+def test_norms_outside_the_layers_round_as_their_own_code_does(kind: str, tiny_model: Model) -> None:
+    torch._dynamo.reset()
+    model = load_policy(tiny_model(kind), dtype="bfloat16").model
+    (norm,) = _norms_of(model)
+    generator = torch.Generator().manual_seed(3)
+    keep: dict[Any, Any] = {}
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(norm.weight.shape, generator=generator))
+        for tokens in (64, 5):
+            hidden = torch.randn(1, tokens, len(norm.weight), generator=generator).bfloat16()
+            expected = norm(hidden)
+            with compiled_layers(model, keep):
+                assert norm.forward is keep[norm]
+                assert torch.equal(norm(hidden), expected)
     torch._dynamo.reset()
 
 

@@ -27,7 +27,7 @@
 | exact.py | AttentionInterface.register | attention of exact passes; a public door of transformers |
 | exact.py | forward | layers run compiled in exact passes |
 | sampler/engine/attend.py | AttentionInterface.register | attention over a paged cache; a public door of transformers |
-| sampler/engine/forward.py | forward | layers and rotary embeddings run compiled while they sample |
+| sampler/engine/forward.py | forward | layers, rotary embeddings and norms beside them run compiled while they sample |
 | step/optimizer.py | register_step_post_hook | refuses what no checkpoint keeps; a public hook |
 | weights/whole.py | register_post_accumulate_grad_hook | float32 gradients; a public hook |
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from truestep.operators import begins_early, on_device
+from truestep.operators import on_device
 
 
 @triton.jit
@@ -32,10 +32,7 @@ def _turn_kernel(
     NORMS: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,  # of half a head
-    EARLY: tl.constexpr,
 ):
-    if EARLY:  # what is launched next may begin, and waits for the end of this
-        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = SIZE // 2
     head, lane = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
@@ -89,6 +86,6 @@ def turn(
         _turn_kernel[(count, programs)](
             rows, first, second, cosine, sine, result, rows.stride(0), *(epsilons or (0.0,))[:1],
             *(epsilons or (0.0,))[-1:], offset, FIRST=heads[0], HEADS=sum(heads), SIZE=size, NORMS=bool(weights),
-            EARLY=begins_early(rows.device), num_warps=4, **shape,
+            num_warps=4, **shape,
         )  # fmt: skip
     return result

@@ -1,12 +1,8 @@
 """Attention of one token of each row over the paged cache, in Triton, for GPUs.
 
 A program serves one key-value head of a row and a span of its keys; the query heads that share the key-value head are
-the rows of its tile. The program of the last span reads the new token's key and value where the layer left them, and
-writes them to their page. A second kernel joins the spans. So a long row is shared among many programs and a short one
-costs little, whatever the longest row of the batch is: programs beyond a row's own length end at once.
-
-On GPUs that can, programs begin while the kernel before them still computes the new queries, keys and values: they have
-their first page fetched, and wait then (programmatic dependent launch).
+the rows of its tile. A second kernel joins the spans. So a long row is shared among many programs and a short one costs
+little, whatever the longest row of the batch is: programs beyond a row's own length end at once.
 
 The cache lies elsewhere in each phase of sampling, and a CUDA graph outlives a phase. So kernels read the place of the
 cache from memory.
@@ -20,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-from truestep.operators import begins_early
 from truestep.sampler.engine.attend import Rows
 from truestep.sampler.engine.cache import PagedCache
 
@@ -80,52 +75,10 @@ def _first_tile(length, WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _fetch(pool, line, new_line, position, length, lane, SIZE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Load a page of one head: [tokens, E], with zeros where a token is none of the row's own. The last one is new, and
-    no page has it yet."""
-    start = tl.where(position == length - 1, new_line, pool + line * SIZE)
-    if ALIGNED:  # the compiler does not see it, and would load each number by itself
-        start = tl.multiple_of(start, 16)
-    inside = (position < length)[:, None] & (lane[None, :] < SIZE)
-    return tl.load(start[:, None] + lane[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def _ask_for(pool, line, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Have lines brought to the GPU's cache, 128 bytes at a time."""
-    STEP: tl.constexpr = 1024 // pool.dtype.element_ty.primitive_bitwidth  # numbers
-    PARTS: tl.constexpr = BLOCK // STEP if BLOCK > STEP else 1
-    place = pool + line[:, None] * SIZE + tl.minimum(tl.arange(0, PARTS) * STEP, SIZE - 1)[None, :]
-    ask: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
-    tl.inline_asm_elementwise(ask, "=r,l", [place.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _ask_and_wait(
-    keys, values, lines, KEY_SIZE: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_SIZE: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Have a span's first page brought to the GPU's cache, and wait for the end of the kernel before this one."""
-    _ask_for(keys, lines, KEY_SIZE, KEY_BLOCK)
-    _ask_for(values, lines, VALUE_SIZE, VALUE_BLOCK)
-    tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def _store_lines(target_pointer, place, seen, lane, lines, SIZE: tl.constexpr):
-    inside = seen[:, None] & (lane[None, :] < SIZE)
-    tl.store(target_pointer + place[:, None] * SIZE + lane[None, :], lines, mask=inside)
-
-
-@triton.jit
-def _copy_line(target, source, lane, SIZE: tl.constexpr):
-    tl.store(target + lane, tl.load(source + lane, mask=lane < SIZE), mask=lane < SIZE)
-
-
-@triton.jit
-def _store_numbers(highest_place, total_place, seen, highest, total):
-    tl.store(highest_place, highest, mask=seen)
-    tl.store(total_place, total, mask=seen)
+def _fetch(pool, line, own, lane, SIZE: tl.constexpr):
+    """Load a page of one head: [tokens, E], with zeros where a token is none of the row's own."""
+    inside = own[:, None] & (lane[None, :] < SIZE)
+    return tl.load(pool + line[:, None] * SIZE + lane[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
@@ -163,59 +116,62 @@ def _score(q, k, position, length, scale, softcap, WINDOW: tl.constexpr, CAPPED:
 def _attend_kernel(
     addresses_pointer,  # [2] int64, of the layer
     query_pointer,  # [R, Q, E]
-    key_pointer, value_pointer,  # [R, K, E] of the new tokens
-    page_pointer, offset_pointer, length_pointer,  # [R] int64: where they go; of a row, with the new token
+    length_pointer,  # [R] int64
     table_pointer,  # [R, P] int64
     output_pointer,  # [R, Q, E]
     part_pointer,  # [R, Q, N, E] float32: of each span, what it gives
-    highest_pointer, total_pointer,  # [R, Q, N] its largest score, in powers of 2; its weights' sum, relative to that
-    query_row, query_head, key_row, key_head, value_row, value_head, meta_row,  # strides
-    scale, softcap, tiles, spans,  # N spans of so many pages
+    highest_pointer,  # [R, Q, N] its largest score, in powers of 2
+    total_pointer,  # [R, Q, N] and the sum of its weights, relative to that
+    query_row,  # strides
+    query_head,
+    meta_row,
+    scale,
+    softcap,
+    tiles,  # pages of a span
+    spans,
     TYPE: tl.constexpr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr,
-    KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
-    CAPPED: tl.constexpr, EARLY: tl.constexpr,
-    ALIGNED: tl.constexpr,  # all keys and values, new ones too, begin at multiples of 16 bytes
-    GROUP_BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-):  # fmt: skip
+    CAPPED: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+):
     row, head, span = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    member, token = tl.arange(0, GROUP_BLOCK), tl.arange(0, PAGE_SIZE)
-    key_lane, value_lane = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
     length = tl.load(length_pointer + row * meta_row).to(tl.int32)
     first, end = _first_tile(length, WINDOW, PAGE_SIZE), tl.cdiv(length, PAGE_SIZE)
     begin = first + span * tiles
     if begin >= end:
         return
     keys, values = _pool(addresses_pointer, 0, TYPE), _pool(addresses_pointer, 1, TYPE)
-    if EARLY:
-        lines = (tl.load(table_pointer + row * meta_row + begin) * HEADS + head) * PAGE_SIZE + token
-        _ask_and_wait(keys, values, lines, KEY_SIZE, KEY_BLOCK, VALUE_SIZE, VALUE_BLOCK)
-    new_key = key_pointer + row * key_row + head * key_head
-    new_value = value_pointer + row * value_row + head * value_head
-    queries, seen = head * GROUP + member, member < GROUP
+    member, token = tl.arange(0, GROUP_BLOCK), tl.arange(0, PAGE_SIZE)
+    key_lane, value_lane = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
+    queries = head * GROUP + member
+    seen = member < GROUP
     q = _fetch_queries(query_pointer + row * query_row + queries * query_head, seen, key_lane, KEY_SIZE)
     highest, total = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32), tl.zeros((GROUP_BLOCK,), tl.float32)
     result = tl.zeros((GROUP_BLOCK, VALUE_BLOCK), tl.float32)
     for tile in range(begin, tl.minimum(begin + tiles, end)):
-        lines = (tl.load(table_pointer + row * meta_row + tile) * HEADS + head) * PAGE_SIZE + token
+        line = (tl.load(table_pointer + row * meta_row + tile) * HEADS + head) * PAGE_SIZE + token
         position = tile * PAGE_SIZE + token
-        k = _fetch(keys, lines, new_key, position, length, key_lane, KEY_SIZE, ALIGNED)
-        v = _fetch(values, lines, new_value, position, length, value_lane, VALUE_SIZE, ALIGNED)
+        k = _fetch(keys, line, position < length, key_lane, KEY_SIZE)
+        v = _fetch(values, line, position < length, value_lane, VALUE_SIZE)
         scores = _score(q, k, position, length, scale, softcap, WINDOW, CAPPED)
         result, total, highest = _update(result, total, highest, scores, v, TYPE)
-    if begin + tiles >= end:  # the new token's span
-        line = tl.load(page_pointer + row * meta_row) * HEADS + head
-        line = line * PAGE_SIZE + tl.load(offset_pointer + row * meta_row)
-        _copy_line(keys + line * KEY_SIZE, new_key, key_lane, KEY_SIZE)
-        _copy_line(values + line * VALUE_SIZE, new_value, value_lane, VALUE_SIZE)
     place = row * (HEADS * GROUP) + queries
+    inside = seen[:, None] & (value_lane[None, :] < VALUE_SIZE)
     if end - first <= tiles:  # it is the only span
-        _store_lines(output_pointer, place, seen, value_lane, (result / total[:, None]).to(TYPE), VALUE_SIZE)
+        target = output_pointer + place[:, None] * VALUE_SIZE + value_lane[None, :]
+        tl.store(target, (result / total[:, None]).to(TYPE), mask=inside)
     else:
         place = place * spans + span
-        _store_lines(part_pointer, place, seen, value_lane, result, VALUE_SIZE)
-        _store_numbers(highest_pointer + place, total_pointer + place, seen, highest, total)
+        tl.store(part_pointer + place[:, None] * VALUE_SIZE + value_lane[None, :], result, mask=inside)
+        tl.store(highest_pointer + place, highest, mask=seen)
+        tl.store(total_pointer + place, total, mask=seen)
 
 
 @triton.jit(do_not_specialize=["tiles", "spans"])
@@ -268,12 +224,6 @@ def warps(group_block: int, value_block: int) -> int:
     return 2 if group_block * value_block <= 4096 else 4
 
 
-def _are_aligned(lines: torch.Tensor) -> bool:
-    """Tell whether keys or values, [R, K, E], begin at multiples of 16 bytes, in the cache too."""
-    steps = (*lines.stride()[:2], lines.shape[2])
-    return lines.data_ptr() % 16 == 0 and all(step * lines.element_size() % 16 == 0 for step in steps)
-
-
 def store(
     cache: PagedCache,
     layer: int,
@@ -320,9 +270,9 @@ def attend(
 ) -> torch.Tensor:  # [R, Q, E]
     """Write the new keys and values, and attend, as `attend.attend_rows` does."""
     q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
+    store(rows.cache, layer, rows.pages, rows.offsets, k, v)
     assert rows.cache.places is not None
     assert rows.lengths.stride(0) == rows.table.stride(0) and rows.table.stride(1) == 1
-    assert rows.pages.stride() == rows.offsets.stride() == rows.lengths.stride()
     (count, queries, key_size), (heads, value_size) = q.shape, v.shape[1:]
     page_size, meta_row = rows.cache.page_size, rows.lengths.stride(0)
     tiles = max(1, span_tokens(count * heads) // page_size)
@@ -336,19 +286,14 @@ def attend(
     shape["VALUE_BLOCK"] = max(16, triton.next_power_of_2(value_size))
     parts = (output, part, highest, total)
     group_block = max(16, triton.next_power_of_2(queries // heads))
-    early = begins_early(q.device)
     _attend_kernel[(count, heads, spans)](
-        *(rows.cache.places[layer], q, k, v, rows.pages, rows.offsets, rows.lengths, rows.table),
+        *(rows.cache.places[layer], q, rows.lengths, rows.table),
         *parts,
-        *(stride for tensor in (q, k, v) for stride in tensor.stride()[:2]),
-        *(meta_row, scale, softcap or 1.0, tiles, spans),
+        *(q.stride(0), q.stride(1), meta_row, scale, softcap or 1.0, tiles, spans),
         HEADS=heads,
         GROUP=queries // heads,
         KEY_SIZE=key_size,
         CAPPED=softcap is not None,
-        ALIGNED=_are_aligned(k) and _are_aligned(v),
-        EARLY=early,
-        **({"launch_pdl": True} if early else {}),
         GROUP_BLOCK=group_block,
         KEY_BLOCK=max(16, triton.next_power_of_2(key_size)),
         num_warps=warps(group_block, shape["VALUE_BLOCK"]),

@@ -28,7 +28,7 @@ class DrawRows:
 
     key: torch.Tensor  # [R] int64 of the completion
     position: torch.Tensor  # [R] int64 of the new token in the completion, from 0
-    temperature: torch.Tensor  # [R] float32 or float64; 0: the likeliest token
+    temperature: torch.Tensor  # [R] float32, or float64 that is rounded to it; 0: the likeliest token
     truncation: "Truncation | None" = None  # None: no row has one
 
 
@@ -95,8 +95,9 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings, part: Slice 
     """Draw from raw logits, over whose memory this may write. `part`: they are of this slice of the vocabulary."""
     if part is not None:
         raw = part.whole(raw)
-    greedy = rows.temperature == 0
-    z = scale_(raw, torch.where(greedy, 1.0, rows.temperature), settings)
+    temperature = rows.temperature.float()
+    greedy = temperature == 0
+    z = scale_(raw, torch.where(greedy, 1.0, temperature), settings)
     logsumexp = z.logsumexp(-1)
     if z.device.type == "cpu" and bool(greedy.all()):  # elsewhere the host would wait for the answer
         tokens = z.argmax(-1)

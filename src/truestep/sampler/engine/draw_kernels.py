@@ -159,12 +159,12 @@ def _draw_kernel(
 ):  # fmt: skip
     row, number, lane = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
     row_key = _key_of(key_pointer + row * meta_row, position_pointer + row * meta_row)
-    temperature, raw_line = tl.load(temperature_pointer + row * temperature_row), raw_pointer + row * raw_row
-    greedy = temperature == 0
+    temperature = tl.load(temperature_pointer + row * temperature_row).to(tl.float32)
+    greedy, raw_line = temperature == 0, raw_pointer + row * raw_row
     if CUT:
         factor, floor, last = 1.0, tl.load(floor_pointer + row), tl.load(last_pointer + row)
     else:  # torch divides so, too
-        factor, floor, last = tl.div_rn(1.0, tl.where(greedy, 1.0, temperature.to(tl.float32))) * scale, 0.0, 0
+        factor, floor, last = tl.div_rn(1.0, tl.where(greedy, 1.0, temperature)) * scale, 0.0, 0
     highest, total = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.float32)
     # What is drawn has the largest p / E, with p relative to a lane's largest. Greedily it has the largest logit.
     best, best_e, best_token = total + tl.where(greedy, float("-inf"), 0.0), total + 1.0, lane * 0 + _NOBODY
@@ -197,7 +197,8 @@ def _draw_kernel(
     tl.store(z_pointer + place, z)
 
 
-@triton.jit(do_not_specialize=["parts"])
+# Where its rows begin in what the host gets depends on their number.
+@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=["logprob_pointer", "log_mass_pointer"])
 def _join_kernel(
     highest_pointer,  # [R, N], as all of these for each rank
     total_pointer,  # [R, N]
@@ -244,8 +245,9 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings, part: Slice 
     softcap, log_mass = settings.softcap, None
     floor = last = rows.temperature
     if rows.truncation is not None:
-        greedy = rows.temperature == 0
-        raw = scale_(raw, torch.where(greedy, 1.0, rows.temperature), settings)
+        temperature = rows.temperature.float()
+        greedy = temperature == 0
+        raw = scale_(raw, torch.where(greedy, 1.0, temperature), settings)
         kept = keep(raw, raw.logsumexp(-1), rows.truncation)
         softcap, floor, last, log_mass = None, kept.floor, kept.last, torch.where(greedy, 0.0, kept.log_mass)
     # By the vocabulary alone: a tie within rounding may depend on the parts, and must not depend on the batch.

@@ -84,7 +84,8 @@ def choose_exactly(hidden: torch.Tensor, policy: Policy, rows: DrawRows, draw: C
     head = policy.head
     raw = exact_raw_logits(hidden, policy.head_weight, head.fp32)
     drawn = draw(raw.clone(), rows, head)  # it may write over the logits
-    temperature = torch.where(rows.temperature == 0, 1.0, rows.temperature.float())
+    temperature = rows.temperature.float()
+    temperature = torch.where(temperature == 0, 1.0, temperature)
     return Drawn.of(drawn.tokens, exact_logprobs(raw, drawn.tokens, temperature, head), drawn.log_mass)
 
 

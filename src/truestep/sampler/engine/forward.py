@@ -38,7 +38,7 @@ def paged(policy: Policy) -> Iterator[None]:
 @contextmanager
 def compiled_layers(model: Any, compiled: dict[Any, Any]) -> Iterator[None]:
     """Run the layers compiled: their norms, rotary embeddings and activations in a few kernels. So are the cosines and
-    sines that they are given, and the norm behind them, which rounds as its own code does: training's is not compiled.
+    sines that they are given, and norms outside of them, which round as their own code does: training compiles none.
     `compiled` keeps what was compiled from one phase to the next."""
     layers, norms = layers_of(model)[1], _norms_of(model)
     modules = [*layers, *_turns_of(model), *norms]
@@ -73,7 +73,7 @@ def _turns_of(model: Any) -> list[Any]:
 
 
 def _norms_of(model: Any) -> list[Any]:
-    """Find the norms that follow the layers: modules beside their list, of nothing but lines of weights."""
+    """Find the norms outside the layers: modules beside their list, of nothing but lines of weights."""
     body = model.get_submodule(layers_of(model)[0].rpartition(".")[0])
     return [
         module
