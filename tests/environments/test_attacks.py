@@ -18,7 +18,7 @@ import yaml
 
 import hostile_reward
 from doors.own_server import Process, serve
-from selection import long_except
+from selection import in_tiers, long_except
 from small_runs import merged, quiet_trainer, read_lines, sampled_config, sort_prompts, word_model, write_lines
 
 KINDS = ("in_process", "server", "evaluation")
@@ -159,8 +159,7 @@ MANY = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", in_tiers(KINDS, (), ("in_process",)))
 def test_many_attacks_in_one_run_are_named_and_the_run_goes_on(kind: str, model: Path, tmp_path: Path) -> None:
     """A completion that loses a worker which had rated others gets a second chance, so two of a group can make two
     attacks of an attack's kind unnamed, and not three."""

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from documents import same_bits
 from ranks.cases import on_ranks
-from selection import long_except
+from selection import in_tiers
 from tiny import KINDS, make_model
 from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
@@ -71,7 +71,7 @@ def check_parts(models: list[str], parallel: dict[str, int]) -> None:
 
 @pytest.mark.parametrize(
     ("size", "parallel"),
-    long_except(
+    in_tiers(
         [
             (2, {}),
             (2, {"tensor": 2}),
@@ -80,7 +80,8 @@ def check_parts(models: list[str], parallel: dict[str, int]) -> None:
             (4, {"tensor": 2, "pipeline": 2}),
             (4, {"tensor": 2}),
         ],
-        (4, {"tensor": 2, "pipeline": 2}),
+        [(4, {"tensor": 2, "pipeline": 2})],
+        [(2, {"tensor": 2}), (2, {"context": 2})],
     ),
     ids=["data", "tensor", "pipeline", "context", "tensor x pipeline", "data x tensor"],
 )

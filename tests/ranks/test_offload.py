@@ -11,6 +11,7 @@ import torch
 
 from checkpoints import latest, read_states, read_weights
 from ranks.cases import on_ranks, train_all
+from selection import in_tiers
 from small_runs import file_config, merged, quiet_trainer, read_lines, write_rollouts
 from truestep.assemble.policy import join_ranks, make_policy
 from truestep.config.schema import Config
@@ -33,9 +34,7 @@ def in_half(config: Config) -> dict[str, Any]:
     return merged(config.model_dump(), {"model": {"dtype": "bfloat16"}})
 
 
-@pytest.mark.parametrize(
-    "name", [*SHORT, *(pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS if name not in SHORT)]
-)
+@pytest.mark.parametrize("name", in_tiers(LAYOUTS, SHORT, ("tensor 2 x shards 2", "pipeline 2 x shards 2")))
 def test_a_run_in_half_precision_is_the_same_bit_for_bit(
     name: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from torch.optim import _muon  # its class is public, and the iteration that is 
 
 from ranks.cases import on_ranks
 from ranks.updates import RATES, Tensors, gradient_of, options_of, update_all
+from selection import in_tiers
 from truestep.policy.loading.load import load_policy
 from truestep.step.optimizer import OptimizerError
 
@@ -91,9 +92,7 @@ def start_of(model: Path) -> Tensors:
     return {name: master.detach().clone() for name, master in masters.items()}
 
 
-@pytest.mark.parametrize(
-    ("kind", "move"), [*IN_SHORT, *(pytest.param(*other, marks=pytest.mark.long) for other in OTHERS)]
-)
+@pytest.mark.parametrize(("kind", "move"), in_tiers([*IN_SHORT, *OTHERS], IN_SHORT, OTHERS[::3]))
 def test_twenty_steps_over_two_layouts(
     kind: str, move: str, tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +127,7 @@ MORE_OFFLOADED = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "offload", "move"), [*OFFLOADED, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE_OFFLOADED)]
+    ("kind", "offload", "move"), in_tiers([*OFFLOADED, *MORE_OFFLOADED], OFFLOADED, MORE_OFFLOADED[::4])
 )
 def test_what_lies_on_the_host_is_the_same_numbers_bit_for_bit(
     kind: str, offload: str, move: str, tiny_model: Callable[[str], Path], tmp_path: Path

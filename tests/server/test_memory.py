@@ -55,9 +55,9 @@ def check_on_policy(run: Path, steps: int = 4) -> None:
     [
         (1, {}),
         (2, {}),
-        pytest.param(2, {"tensor": 2}, marks=pytest.mark.long),
+        pytest.param(2, {"tensor": 2}, marks=pytest.mark.release),
         pytest.param(2, {"pipeline": 2}, marks=pytest.mark.long),
-        pytest.param(2, {"context": 2}, marks=pytest.mark.long),
+        pytest.param(2, {"context": 2}, marks=pytest.mark.release),
         pytest.param(4, {"pipeline": 2, "data_shard": 2}, marks=pytest.mark.long),
     ],
 )

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from checkpoints import latest, read_weights
 from ranks.cases import on_ranks, train_all
+from selection import in_tiers
 from server.conftest import Servers
 from server.models import make_model as make_served_model
 from server.runs import server_config
@@ -113,13 +114,15 @@ def check_published(model: Path, size: int, parallel: dict[str, int], folder: Pa
 
 
 CASES = [
-    pytest.param(kind, size, parallel, marks=() if (kind, size) == ("qwen3_tied", 2) else pytest.mark.long)
+    (kind, size, parallel)
     for kind in ("qwen3_tied", "gemma2", "llama", "experts")
     for size, parallel in (EXPERTS if kind == "experts" else LAYOUTS)
 ]
+SHORT = [case for case in CASES if case[:2] == ("qwen3_tied", 2)]
+LONG = [case for case in CASES if case not in SHORT and case[0] != "llama"]
 
 
-@pytest.mark.parametrize(("kind", "size", "parallel"), CASES)
+@pytest.mark.parametrize(("kind", "size", "parallel"), in_tiers(CASES, SHORT, LONG))
 def test_what_is_published_is_what_one_process_has(
     kind: str, size: int, parallel: dict[str, int], tmp_path: Path
 ) -> None:
@@ -139,10 +142,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("size", "parallel"),
-    [
-        pytest.param(size, parallel, marks=() if parallel in ({}, {"pipeline": 2}) and size == 2 else pytest.mark.long)
-        for size, parallel in LAYOUTS
-    ],
+    in_tiers(LAYOUTS, [(2, {}), (2, {"pipeline": 2})], [(4, {"tensor": 2}), (4, {"context": 2, "data_shard": 2})]),
 )
 def test_a_run_trains_on_policy_under_every_layout(
     size: int, parallel: dict[str, int], served: Path, tmp_path: Path
@@ -183,7 +183,7 @@ def evaluated(
 
 @pytest.mark.parametrize(
     ("size", "parallel"),
-    [(1, {}), pytest.param(2, {"pipeline": 2}, marks=pytest.mark.long), pytest.param(2, {}, marks=pytest.mark.long)],
+    in_tiers([(1, {}), (2, {"pipeline": 2}), (2, {})], [(1, {})], [(2, {"pipeline": 2})]),
 )
 def test_servers_answer_held_out_prompts_as_the_policy_does(
     size: int, parallel: dict[str, int], served: Path, tmp_path: Path

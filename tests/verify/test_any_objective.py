@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from selection import in_tiers
 from truestep.config.load import ConfigError, dump_config, load_config
 from truestep.config.schema import Config
 from truestep.verify.judge import verify
@@ -83,8 +84,7 @@ def test_what_does_not_go_together_is_refused_by_name(kind: str) -> None:
         assert refusal.startswith("Config: loss") and len(refusal) < 200, refusal
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", in_tiers(TYPES, (), ("gspo", "dppo", "custom")))
 def test_what_is_accepted_passes_verify(kind: str) -> None:
     config, _ = draw_config(0, kind)
     verdicts = verify(config, Path("out"), only=lambda layout: layout.name in LAYOUTS, documents=8)

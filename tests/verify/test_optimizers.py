@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from selection import in_tiers
 from small_runs import file_config, write_rollouts
 from truestep.policy.cuts.blocks import Blocks
 from truestep.step.optimizers import by_weight, conveyor, eight_bits
@@ -38,22 +39,14 @@ def judge(
 
 @pytest.mark.parametrize(
     ("kind", "offload"),
-    [
-        ("muon", "none"),
-        ("adamw_8bit", "states"),
-        ("adamw", "all"),
-        *(
-            pytest.param(kind, offload, marks=pytest.mark.long)
-            for kind, offload in [
-                ("adamw", "none"),
-                ("adamw", "states"),
-                ("adamw_8bit", "none"),
-                ("muon", "all"),
-                ("adamw_8bit", "all"),
-                ("muon_original", "none"),
-            ]
-        ),
-    ],
+    in_tiers(
+        [
+            *(("muon", "none"), ("adamw_8bit", "states"), ("adamw", "all"), ("adamw", "none"), ("adamw", "states")),
+            *(("adamw_8bit", "none"), ("muon", "all"), ("adamw_8bit", "all"), ("muon_original", "none")),
+        ],
+        [("muon", "none"), ("adamw_8bit", "states"), ("adamw", "all")],
+        [("muon", "all"), ("adamw_8bit", "all")],
+    ),
 )
 def test_each_passes(kind: str, offload: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     names = NAMES if (kind, offload) in [("adamw_8bit", "none"), ("muon", "all")] else SOME

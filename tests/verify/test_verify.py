@@ -144,7 +144,7 @@ def test_faults_of_adapters_are_found(
     assert any(complaint in line for line in complaints(found))
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_adapters_pass_under_every_layout(examples: Path, tmp_path: Path) -> None:
     """Half precision among them."""
     arguments = ["verify", str(examples / "gspo.yaml"), "--adapter.rank", "8", "--output", str(tmp_path / "out")]
