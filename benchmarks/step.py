@@ -35,6 +35,7 @@ from truestep.losses.label_losses import Grpo
 from truestep.losses.objective import Denominator, Objective
 from truestep.policy.loading.load import load_policy
 from truestep.policy.model.adapter import AdapterSettings, AdapterSource
+from truestep.policy.policy import Policy
 from truestep.policy.weights.protocol import Weights
 from truestep.step.clipping import clip_scale, gradient_norm
 from truestep.step.optimizer import kernels_serve, make_adamw, make_adamw_8bit, make_muon, prepare, update
@@ -150,6 +151,20 @@ def make_optimizer(weights: Weights, given: argparse.Namespace) -> torch.optim.O
     return (make_adamw_8bit if given.optimizer == "adamw_8bit" else make_adamw)(weights, adamw, home, kernels=kernels)
 
 
+def load(path: Path, given: argparse.Namespace) -> Policy:
+    return load_policy(
+        path,
+        dtype="bfloat16",
+        device="cuda",
+        head=HeadSettings(fp32=True, chunk_size=given.chunk),
+        activation_checkpointing=given.activation_checkpointing,
+        compiled=given.compile,
+        attending=given.attention,
+        adapter=None if given.lora is None else AdapterSource(AdapterSettings(given.lora, given.lora)),
+        masters_on_host=given.offload == "all",
+    )
+
+
 def main() -> None:
     given = options()
     rate = matrix_rate()
@@ -160,20 +175,9 @@ def main() -> None:
         torch.cuda.empty_cache()
         documents = make_documents(given)
         # It comes first, while the GPU's memory is free.
-        theirs = []
-        if given.trl:
-            theirs = run_trl(path, documents, min(given.steps, 3), given.trl_seconds, given.trl_only)
-        policy = load_policy(
-            path,
-            dtype="bfloat16",
-            device="cuda",
-            head=HeadSettings(fp32=True, chunk_size=given.chunk),
-            activation_checkpointing=given.activation_checkpointing,
-            compiled=given.compile,
-            attending=given.attention,
-            adapter=None if given.lora is None else AdapterSource(AdapterSettings(given.lora, given.lora)),
-            masters_on_host=given.offload == "all",
-        )
+        steps, seconds = min(given.steps, 3), given.trl_seconds
+        theirs = run_trl(path, documents, steps, seconds, given.trl_only) if given.trl else []
+        policy = load(path, given)
     parameters = sum(parameter.numel() for parameter in policy.model.parameters())
     plan = plan_exactly(documents, StepRule(len(documents), False, 1, 1, given.tokens), 0)
     objective = Objective(Grpo(0.2, 0.2), Denominator("labels"))

@@ -37,17 +37,12 @@ def judge(
     return verify(config, folder / "out", only=lambda layout: layout.name in names, plant=plant)
 
 
-@pytest.mark.parametrize(
-    ("kind", "offload"),
-    in_tiers(
-        [
-            *(("muon", "none"), ("adamw_8bit", "states"), ("adamw", "all"), ("adamw", "none"), ("adamw", "states")),
-            *(("adamw_8bit", "none"), ("muon", "all"), ("adamw_8bit", "all"), ("muon_original", "none")),
-        ],
-        [("muon", "none"), ("adamw_8bit", "states"), ("adamw", "all")],
-        [("muon", "all"), ("adamw_8bit", "all")],
-    ),
-)
+IN_SHORT = [("muon", "none"), ("adamw_8bit", "states"), ("adamw", "all")]
+IN_LONG = [("muon", "all"), ("adamw_8bit", "all"), ("muon_original", "none")]
+OTHERS = [("adamw", "none"), ("adamw", "states"), ("adamw_8bit", "none")]
+
+
+@pytest.mark.parametrize(("kind", "offload"), in_tiers([*IN_SHORT, *IN_LONG, *OTHERS], IN_SHORT, IN_LONG))
 def test_each_passes(kind: str, offload: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     names = NAMES if (kind, offload) in [("adamw_8bit", "none"), ("muon", "all")] else SOME
     verdicts = judge(tiny_model("qwen3_tied"), tmp_path, OPTIMIZERS[kind] | {"offload": offload}, names)

@@ -31,6 +31,14 @@ class DrawRows:
     temperature: torch.Tensor  # [R] float32, or float64 that is rounded to it; 0: the likeliest token
     truncation: "Truncation | None" = None  # None: no row has one
 
+    @property
+    def greedy(self) -> torch.Tensor:  # [R]
+        return self.temperature.float() == 0
+
+    @property
+    def divisor(self) -> torch.Tensor:  # [R] of the logits; 1 for greedy rows
+        return torch.where(self.greedy, 1.0, self.temperature.float())
+
 
 @dataclass(frozen=True)
 class Truncation:
@@ -95,9 +103,7 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings, part: Slice 
     """Draw from raw logits, over whose memory this may write. `part`: they are of this slice of the vocabulary."""
     if part is not None:
         raw = part.whole(raw)
-    temperature = rows.temperature.float()
-    greedy = temperature == 0
-    z = scale_(raw, torch.where(greedy, 1.0, temperature), settings)
+    greedy, z = rows.greedy, scale_(raw, rows.divisor, settings)
     logsumexp = z.logsumexp(-1)
     if z.device.type == "cpu" and bool(greedy.all()):  # elsewhere the host would wait for the answer
         tokens = z.argmax(-1)

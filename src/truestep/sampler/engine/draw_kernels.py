@@ -245,11 +245,9 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings, part: Slice 
     softcap, log_mass = settings.softcap, None
     floor = last = rows.temperature
     if rows.truncation is not None:
-        temperature = rows.temperature.float()
-        greedy = temperature == 0
-        raw = scale_(raw, torch.where(greedy, 1.0, temperature), settings)
+        raw = scale_(raw, rows.divisor, settings)
         kept = keep(raw, raw.logsumexp(-1), rows.truncation)
-        softcap, floor, last, log_mass = None, kept.floor, kept.last, torch.where(greedy, 0.0, kept.log_mass)
+        softcap, floor, last, log_mass = None, kept.floor, kept.last, torch.where(rows.greedy, 0.0, kept.log_mass)
     # By the vocabulary alone: a tie within rounding may depend on the parts, and must not depend on the batch.
     most = vocabulary if part is None else part.most
     each = max(_PART, -(-most // (_MOST_PARTS * _BLOCK)) * _BLOCK)

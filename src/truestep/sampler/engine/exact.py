@@ -84,9 +84,7 @@ def choose_exactly(hidden: torch.Tensor, policy: Policy, rows: DrawRows, draw: C
     head = policy.head
     raw = exact_raw_logits(hidden, policy.head_weight, head.fp32)
     drawn = draw(raw.clone(), rows, head)  # it may write over the logits
-    temperature = rows.temperature.float()
-    temperature = torch.where(temperature == 0, 1.0, temperature)
-    return Drawn.of(drawn.tokens, exact_logprobs(raw, drawn.tokens, temperature, head), drawn.log_mass)
+    return Drawn.of(drawn.tokens, exact_logprobs(raw, drawn.tokens, rows.divisor, head), drawn.log_mass)
 
 
 def make_exact(policy: Policy, layers: list[LayerShape], device: Device) -> None:
