@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 _LIBRARY = torch.library.Library("truestep", "FRAGMENT")
 
-Compute = Callable[..., torch.Tensor]
+Compute = TypeVar("Compute", bound=Callable[..., Any])
 
 
 def operator(signature: str, result: Callable[..., Any]) -> Callable[[Compute], Compute]:

@@ -17,7 +17,7 @@ from truestep.exact import kernels as exact_kernels
 from truestep.head import kernels as head_kernels
 from truestep.policy.model import norm_kernel, turned_kernel
 from truestep.ranks import peer_kernels
-from truestep.sampler.engine import attend_kernels, draw_kernels
+from truestep.sampler.engine import attend_kernels, copy_kernels, draw_kernels
 from truestep.step.optimizers import adamw_kernel
 
 FLOATS = {"scale", "softcap", "divisor"}
@@ -79,7 +79,7 @@ def compile_attention(kind: str, size: int, group: int, page: int, window: int, 
 
 
 def compile_draw(kind: str, capped: bool, cut: bool) -> None:
-    shape = {"CAPPED": capped, "CUT": cut, "FAST": True, "BLOCK": draw_kernels._BLOCK}
+    shape = {"CAPPED": capped, "CUT": cut, "FAST": True, "BLOCK": draw_kernels.BLOCK, "BLOCKS": draw_kernels._BLOCKS}
     types = {"raw_pointer": f"*{kind}", "temperature_pointer": "*fp64"}
     compile_kernel(draw_kernels._draw_kernel, shape, types, num_warps=4)
     types = dict.fromkeys(("logprob_pointer", "log_mass_pointer"), "*fp64")
@@ -147,6 +147,12 @@ def compile_turns(first: int, heads: int, size: int, norms: bool) -> None:
     shape = turned_kernel.shape_for(heads, size)[0] | {"FIRST": first, "HEADS": heads, "SIZE": size, "NORMS": norms}
     ptx = compile_kernel(turned_kernel._turn_kernel, shape, typed, num_warps=4).asm["ptx"]
     assert ptx.count("ld.global.v4") >= 6 and ptx.count("st.global.v4") >= 2, "16 bytes a thread at a time"
+
+
+def compile_copy() -> None:
+    typed = dict.fromkeys(("target_pointer", "source_pointer"), "*i64")
+    ptx = compile_kernel(copy_kernels._copy_kernel, {"BLOCK": copy_kernels._BLOCK}, typed, num_warps=4).asm["ptx"]
+    assert "ld.global.v2" in ptx and "st.global.v2" in ptx, "16 bytes a thread at a time"
 
 
 def compile_front() -> None:
@@ -220,6 +226,7 @@ def main(which: str) -> None:
         compile_heads(16, 128, True)
         compile_turns(16, 24, 128, True)
         compile_front()
+        compile_copy()
         compile_attention("bf16", 128, 2, 32, 0, False)
         compile_attention("fp32", 64, 7, 32, 4096, True)
     else:
@@ -228,6 +235,7 @@ def main(which: str) -> None:
         for kind, gathers in (("bf16", False), ("fp32", False), ("i32", True)):
             compile_exchange(kind, gathers)
         compile_front()
+        compile_copy()
         for width, onto in itertools.product((2048, 3584), (True, False)):
             compile_norm(width, onto)
         for heads, width, turns in ((8, 128, True), (32, 64, True), (12, 96, True), (1, 128, False)):

@@ -20,10 +20,10 @@ def mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def exponential(seed: Sequence[int], position: int, token: int) -> float:
+def exponential(seed: Sequence[int], position: int, counter: int) -> float:
     key = int(np.random.SeedSequence(list(seed)).generate_state(1, np.uint64)[0])
     row = mix((key + (position + 1) * 0x9E3779B97F4A7C15) & WORD)
-    bits = mix((row + (token + 1) * 0xD1B54A32D192ED03) & WORD) >> 32
+    bits = mix((row + counter * 0xD1B54A32D192ED03) & WORD) >> 32
     return -math.log1p(-(bits + 0.5) / 2**32)
 
 
@@ -39,6 +39,19 @@ def kept(log_p: np.ndarray, top_p: float, top_k: int, min_p: float) -> list[int]
         left.append(token)
         reached += p[token]
     return [token for token in left if p[token] >= min_p * p[order[0]]]
+
+
+def draw(z: np.ndarray, inside: Sequence[int], seed: Sequence[int], position: int) -> int:
+    """Draw a block of 16 ids by its summed probability, and one of its tokens; of those inside alone."""
+
+    def best(scores: dict[int, float]) -> int:
+        return max(scores, key=scores.__getitem__)
+
+    blocks = {one // 16 for one in inside}
+    sums = {block: np.logaddexp.reduce([z[one] for one in inside if one // 16 == block]) for block in blocks}
+    block = best({one: sums[one] - math.log(exponential(seed, position, -(one + 1))) for one in sorted(blocks)})
+    tokens = [one for one in inside if one // 16 == block]
+    return best({one: z[one] - math.log(exponential(seed, position, one + 1)) for one in tokens})
 
 
 class PlainLoop:
@@ -71,8 +84,7 @@ class PlainLoop:
                 token, inside = int(log_p.argmax()), list(range(len(log_p)))
             else:
                 inside = kept(log_p, top_p, top_k, min_p)
-                scores = {one: z[one] - math.log(exponential(seed, len(tokens), one)) for one in inside}
-                token = max(scores, key=scores.__getitem__)
+                token = draw(z, inside, seed, len(tokens))
             tokens.append(token)
             logprobs.append(float(log_p[token]))
             cut.append(float(log_p[token] - np.logaddexp.reduce(log_p[inside])))

@@ -59,9 +59,9 @@ def replay(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     now: dict[str, Any] = {}  # the session's own steps: its cache is read from where `Graphs` says it is
     run, run_prompts, make = Graphs.run, Graphs.run_prompts, Graphs._make
 
-    def run_noting(self: Graphs, lines: Any, longest: int, truncates: bool, spare: int, decode: Any) -> Any:
-        now["rows"] = decode
-        return run(self, lines, longest, truncates, spare, lambda *values: now["rows"](*values))
+    def run_noting(self: Graphs, lines: Any, longest: int, *step: Any) -> Any:
+        *others, now["rows"] = step
+        return run(self, lines, longest, *others, lambda *values: now["rows"](*values))
 
     def run_prompts_noting(self: Graphs, prompts: Any, send: Any, compute: Any) -> Any:
         now["prompts"] = compute

@@ -30,6 +30,7 @@ class Joining:
 
     def __init__(self) -> None:
         self.joined = list[int]()
+        self.added = 0
         self.backend = aot_autograd(fw_compiler=self._run, decompositions=select_decomp_table())
 
     def _run(self, module: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -38,6 +39,7 @@ class Joining:
         module.recompile()
         operator = torch.ops.truestep.joined_product.default
         self.joined += [len(node.args[1]) for node in module.graph.nodes if node.target is operator]
+        self.added += sum(str(node.args[:1]).count("add_product_") for node in module.graph.nodes)
         return module
 
 
@@ -78,13 +80,56 @@ def test_weights_that_are_not_one_behind_another_are_not_taken_for_it() -> None:
     assert joined.as_one([short, behind]) is None
 
 
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 6))
+def test_a_product_is_added_in_place(height: int, rows: int, inner: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, weight = (torch.randn(n, inner, generator=generator, dtype=torch.float64) for n in (rows, height))
+    onto = torch.randn(1, rows, height, generator=generator, dtype=torch.float64)
+    expected = [
+        [float(onto[0, r, n]) + sum(float(a[r, k] * weight[n, k]) for k in range(inner)) for n in range(height)]
+        for r in range(rows)
+    ]
+    joined.add_product_(onto, a, weight)
+    torch.testing.assert_close(onto[0], torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["graph", "inductor"])
+@pytest.mark.parametrize("read", ["nothing else", "the rows", "the product", "given rows"])
+def test_rows_that_a_product_adds_to_stay_what_they_are(backend: str, read: str) -> None:
+    """Something else may read them later. Given rows are nobody's to change, and products that something else reads are
+    not added to anything."""
+    torch._dynamo.reset()
+    counts = Joining()
+
+    def work(x: torch.Tensor, y: torch.Tensor, wide: torch.Tensor, narrow: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = x if read == "given rows" else x + y
+        product = torch.nn.functional.silu(rows * rows.mean(-1, keepdim=True)) @ wide.T @ narrow.T
+        rest = {"the rows": (rows * 2, rows), "the product": (product,)}.get(read, ())
+        return rows + product, *rest
+
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(*shape, generator=generator) for shape in ((1, 5, 8), (1, 5, 8), (16, 8), (8, 16))]
+    before = [tensor.clone() for tensor in given]
+    with torch.no_grad():
+        expected = work(*given)
+        using = counts.backend if backend == "graph" else sampling_backend("inductor")
+        found = torch.compile(work, dynamic=True, backend=using)(*given)
+    for mine, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, right)
+    assert all(torch.equal(tensor, was) for tensor, was in zip(given, before, strict=True))
+    if backend == "graph":
+        assert counts.added == (read in ("nothing else", "the rows"))
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize(
     ("kind", "of_a_layer"), [("qwen3", [3, 2]), ("llama", [3, 2]), ("gemma2", [3, 2]), ("qwen2", [2])]
 )
 def test_layers_multiply_once_by_what_meets_the_same_rows(
     kind: str, of_a_layer: list[int], tiny_model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Qwen 2 adds something to queries, keys and values within their products: these stay alone."""
+    """Qwen 2 adds something to queries, keys and values within their products: these stay alone. Gemma 2 norms what an
+    MLP gives before it is added."""
     torch._dynamo.reset()
     policy = load_policy(tiny_model(kind))
     found = engine_of(policy)
@@ -96,6 +141,7 @@ def test_layers_multiply_once_by_what_meets_the_same_rows(
         with joined.noting() as groups:
             probe(policy, found.layers, found.device.page_size)
         assert set(counts.joined) == set(of_a_layer)
+        assert bool(counts.added) == (kind != "gemma2")
         layers = policy.model.config.num_hidden_layers
         assert {len(group) for group in groups} == set(of_a_layer)
         assert len({tuple(weight.data_ptr() for weight in group) for group in groups}) == layers * len(of_a_layer)

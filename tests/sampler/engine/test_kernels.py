@@ -99,9 +99,9 @@ def test_draws_are_those_of_plain_torch(
     assert serving.check_draw(torch.device(DEVICE), HeadSettings(softcap=softcap, scale=0.8)) is None
 
 
-@pytest.mark.parametrize(("vocabulary", "ranks"), [(5001, 2), (61, 4)])
+@pytest.mark.parametrize(("vocabulary", "ranks"), [(5001, 2), (5023, 2), (61, 4)])
 def test_draws_from_slices_are_those_of_the_whole(vocabulary: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the last rank has less, and where a rank's slice is several parts."""
+    """Also where the last rank has less, where a rank's slice is several parts, and where two ranks share a block."""
     from truestep.sampler.engine import draw_kernels
 
     monkeypatch.setattr(draw_kernels, "_PART", 2048)
@@ -138,8 +138,8 @@ def test_draws_from_slices_are_those_of_the_whole(vocabulary: int, ranks: int, m
 def test_draws_are_from_the_distribution() -> None:
     from truestep.sampler.engine import draw_kernels
 
-    count, vocabulary = 4000, 5
-    z = torch.tensor([1.0, 0.0, -1.0, 2.0, -30.0], device=DEVICE)
+    count, vocabulary = 4000, 37  # three blocks, the last one partly filled
+    z = torch.tensor([1.0, 0.0, -1.0, 2.0, -30.0], device=DEVICE).repeat(8)[:vocabulary]
     numbers = torch.arange(count, device=DEVICE)
     rows = DrawRows(numbers * 7919, numbers % 7, torch.full((count,), 0.8, device=DEVICE))
     for one in (draw, draw_kernels.draw) if DEVICE == "cuda" else (draw,):
@@ -173,6 +173,23 @@ def test_logits_that_are_no_numbers_draw_a_token_all_the_same() -> None:
     assert (found.tokens >= 0).all()
     assert (found.tokens < 40).all()
     assert found.logprobs.isnan().all()
+
+
+@pytest.mark.parametrize("count", [0, 1, 511, 512, 5000])
+def test_copies_are_what_was_copied(count: int) -> None:
+    """On a GPU between its memory and the host's."""
+    from truestep.sampler.engine.copy_kernels import copy
+
+    source = torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(0))
+    there, back = torch.zeros(count + 8, dtype=torch.int64, device=DEVICE), torch.zeros(count + 8, dtype=torch.int64)
+    if DEVICE == "cuda":
+        source, back = source.pin_memory(), back.pin_memory()
+    copy(there[:count], source)
+    copy(back, there)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(back[:count], source)
+    assert not back[count:].any()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux alone")

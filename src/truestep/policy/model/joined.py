@@ -52,6 +52,13 @@ def joined_product(a: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor
     return result
 
 
+@operator("add_product_(Tensor(a!) onto, Tensor a, Tensor weight) -> ()", lambda *_: None)
+def add_product_(onto: torch.Tensor, a: torch.Tensor, weight: torch.Tensor) -> None:  # [.., R, N], [R, K], [N, K]
+    """Add a product to rows, in place: the sum is rounded once."""
+    rows = onto.view(len(a), -1)
+    torch.addmm(rows, a, weight.T, out=rows)
+
+
 @operator("side_by_side(Tensor[] parts) -> Tensor", lambda parts: torch.cat(parts, -1))
 def side_by_side(parts: list[torch.Tensor]) -> torch.Tensor:  # [..., N of a part] -> [..., N of all]
     """Lay results side by side. In compiled code what makes a part writes it to its place."""

@@ -1,11 +1,13 @@
 """Torch's compiler with one operator in the place of products of the same rows. Importing it takes a second."""
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch._functorch import config as functorch
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._inductor import ir
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
@@ -21,7 +23,8 @@ aten, OURS = torch.ops.aten, torch.ops.truestep
 
 
 class Join(CustomGraphPass):
-    """Puts the operator in the place of a graph's products of the same rows."""
+    """Puts the operator in the place of a graph's products of the same rows, and has products add what is added to them
+    alone."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         groups: dict[Any, list[tuple[torch.fx.Node, torch.fx.Node]]] = {}
@@ -32,6 +35,8 @@ class Join(CustomGraphPass):
         for products in groups.values():
             if len(products) > 1:
                 turn_in_one(graph, *_join(graph, products))
+            else:
+                _add_in_product(graph, *products[0])
 
     def uuid(self) -> Any:
         files = __file__, joined.__file__, adding.__file__, norms.__file__, turned.__file__
@@ -80,6 +85,37 @@ def _join(
     return whole, parts
 
 
+def _add_in_product(graph: torch.fx.Graph, product: torch.fx.Node, weight: torch.fx.Node) -> None:
+    """Have a product add rows, where its sum with them is all that it is for."""
+    chain = [product]
+    while len(chain[-1].users) == 1 and next(iter(chain[-1].users)).target in _VIEWS:
+        chain.extend(chain[-1].users)
+    made = chain[-1]
+    total = next(iter(made.users)) if len(made.users) == 1 else None
+    if total is None or not _is_sum(total):
+        return
+    onto = next(node for node in total.args if node is not made)
+    if not isinstance(onto, torch.fx.Node) or not _is_sum(onto) or _what(onto) != _what(made):
+        return
+    with graph.inserting_before(total):
+        # The rows are a sum themselves, and are made twice: torch fuses nothing with what makes memory that is changed
+        # later. So the first ones are never written, and the kernel of their norm writes the second ones.
+        again = graph.call_function(onto.target, onto.args)  # type: ignore[arg-type]
+        again.meta["val"] = total.meta["val"]
+        given = {"onto": again, "a": product.args[0], "weight": weight}
+        changed = graph.call_function(auto_functionalized, (OURS.add_product_.default,), given)
+        changed.meta["val"] = None, total.meta["val"]
+        found = graph.call_function(operator.getitem, (changed, 1))
+        found.meta["val"] = total.meta["val"]
+    total.replace_all_uses_with(found)
+    for node in (total, *reversed(chain)):
+        graph.erase_node(node)
+
+
+def _what(node: torch.fx.Node) -> Any:
+    return node.meta["val"].shape, node.meta["val"].dtype
+
+
 class JoinBackward(Join):
     """Joins what products add to one gradient, in training. Forward products stay as they are: with many rows they gain
     little, and what reads a part of a wide result takes longer. If it `parts`, the gradients of a product's rows
@@ -125,7 +161,11 @@ def _total(products: Sequence[torch.fx.Node]) -> torch.fx.Node | None:
 
 def _adds(node: torch.fx.Node, parts: set[torch.fx.Node]) -> bool:
     """Tell whether a node adds two of these parts, for which nothing else is done with either."""
-    return node.target is aten.add.Tensor and not node.kwargs and len(set(node.args)) == 2 and set(node.args) <= parts
+    return _is_sum(node) and set(node.args) <= parts
+
+
+def _is_sum(node: torch.fx.Node) -> bool:
+    return node.target is aten.add.Tensor and not node.kwargs and len(set(node.args)) == 2
 
 
 def _join_backward(graph: torch.fx.Graph, products: Sequence[torch.fx.Node], total: torch.fx.Node) -> None:

@@ -1,8 +1,9 @@
 """What differs between devices: sizes, copies, and the code for attention and draws."""
 
 import logging
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,10 @@ class Result:
         return self.tensor.numpy()
 
 
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
 @dataclass
 class Device:
     place: torch.device
@@ -40,13 +45,22 @@ class Device:
     attend: Callable[..., torch.Tensor] = attend_rows
     draw: Callable[..., Drawn] = draw
     store: Callable[..., None] = store
+    copy: Callable[[torch.Tensor, torch.Tensor], None] = copy  # between the host's memory and the device's
     graphs: bool = False  # steps are CUDA graphs
     fused: bool = False  # so are those over prompts: one kernel attends within all of them
+    # Torch does not know that a kernel may still read or write memory of the host. It is not used for something else
+    # before the host has waited for later steps.
+    kept: deque[torch.Tensor] = field(default_factory=lambda: deque(maxlen=16))
 
     def ready(self, values: np.ndarray) -> torch.Tensor:
         """Lay numbers where a GPU takes them from when their turn comes, and the host does not wait."""
         host = torch.from_numpy(values)
         return host if self.place.type == "cpu" else host.pin_memory()
+
+    def refill(self, target: torch.Tensor, ready: torch.Tensor) -> None:
+        """Copy what is `ready` to the device, to memory that is there."""
+        self.copy(target, ready)
+        self.kept.append(ready)
 
     def send(self, values: np.ndarray) -> torch.Tensor:
         """Copy to the device."""
@@ -56,7 +70,8 @@ class Device:
         if self.place.type == "cpu":
             return Result(tensor)
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        host.copy_(tensor, non_blocking=True)
+        self.copy(host, tensor.contiguous())
+        self.kept.append(host)
         event = torch.cuda.Event()
         event.record()
         return Result(host, event)

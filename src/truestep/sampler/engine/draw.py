@@ -1,11 +1,12 @@
 """Draws each row's next token, in plain torch and on any device.
 
-A token is drawn as the largest of z - log E over the vocabulary, where the E are independent exponential numbers (the
-Gumbel trick): so nothing has to be added up or sorted, and tokens that are cut off need only be left out. Each E comes
-from a counter: it is a function of the completion's key, the token's position in the completion and the token's id. So
-a draw depends on neither the batch nor what was drawn before, and on the device only where rounding decides a tie.
+The largest of z - log E, where the E are independent exponential numbers, is a draw from softmax(z) (the Gumbel trick).
+So a block of tokens is drawn, whose z is the log-sum-exp of theirs, and then one of its tokens. Nothing has to be
+sorted, and tokens that are cut off need only be left out. Each E comes from a counter: it is a function of the
+completion's key, the token's position in the completion and the block's or the token's id. So a draw depends on neither
+the batch nor what was drawn before, and on the device only where rounding decides a tie.
 
-Dimensions: R rows, V vocabulary.
+Dimensions: R rows, V vocabulary, B blocks.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from truestep.head.logits import HeadSettings, scale_
 # SplitMix64 (Steele, Lea and Flood, 2014): its increment and the two factors of its mixing function.
 POSITION_STEP, TOKEN_STEP = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 MIX_FIRST, MIX_SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+BLOCK = 16  # tokens whose ids follow one another
 SMALL = 1 / 64  # below it -log(1 - v) is a series: 1 - v would lose what tells small numbers apart
 
 
@@ -108,17 +110,26 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings, part: Slice 
     if z.device.type == "cpu" and bool(greedy.all()):  # elsewhere the host would wait for the answer
         tokens = z.argmax(-1)
         return Drawn.of(tokens, z.gather(-1, tokens[:, None]).squeeze(-1) - logsumexp, torch.zeros_like(logsumexp))
-    score = z - exponentials(rows.key, rows.position, z.shape[-1], z.dtype).log_()
-    log_mass = torch.zeros_like(logsumexp)
+    left, log_mass = z, torch.zeros_like(logsumexp)
     if rows.truncation is not None:
         kept = keep(z, logsumexp, rows.truncation)
         ids = torch.arange(z.shape[-1], device=z.device)
         floor = kept.floor[:, None]
-        inside = (z > floor) | ((z == floor) & (ids <= kept.last[:, None]))
-        score.masked_fill_(~inside, -torch.inf)
+        left = z.masked_fill((z < floor) | ((z == floor) & (ids > kept.last[:, None])), -torch.inf)
         log_mass = torch.where(greedy, 0.0, kept.log_mass)
-    tokens = torch.where(greedy[:, None], z, score).argmax(-1)
+    tokens = torch.where(greedy, z.argmax(-1), _choose(left, rows))
     return Drawn.of(tokens, z.gather(-1, tokens[:, None]).squeeze(-1) - logsumexp, log_mass)
+
+
+def _choose(z: torch.Tensor, rows: DrawRows) -> torch.Tensor:  # [R, V] -> [R]
+    """Choose a block, and a token of it."""
+    vocabulary, row = z.shape[-1], _mix((rows.position + 1).mul_(_signed(POSITION_STEP)).add_(rows.key))
+    blocks = torch.nn.functional.pad(z, (0, -vocabulary % BLOCK), value=-torch.inf).unflatten(-1, (-1, BLOCK))
+    numbers = torch.arange(blocks.shape[1], device=z.device)
+    block = (blocks.logsumexp(-1) - exponentials(row, -1 - numbers, z.dtype).log_()).argmax(-1)
+    ids = block[:, None] * BLOCK + torch.arange(BLOCK, device=z.device)
+    score = blocks[torch.arange(len(z), device=z.device), block] - exponentials(row, ids + 1, z.dtype).log_()
+    return ids.gather(-1, score.argmax(-1, keepdim=True)).squeeze(-1).clamp_(max=vocabulary - 1)
 
 
 def keep(z: torch.Tensor, logsumexp: torch.Tensor, truncation: Truncation) -> Kept:  # [R, V], [R]
@@ -141,11 +152,9 @@ def keep(z: torch.Tensor, logsumexp: torch.Tensor, truncation: Truncation) -> Ke
     return Kept(ordered.gather(-1, at).squeeze(-1), order.gather(-1, at).squeeze(-1), log_mass.to(z.dtype))
 
 
-def exponentials(key: torch.Tensor, position: torch.Tensor, vocabulary: int, dtype: torch.dtype) -> torch.Tensor:
-    """Give every row's exponential number for each token: [R, V]."""
-    row = _mix((position + 1).mul_(_signed(POSITION_STEP)).add_(key))
-    token = torch.arange(1, vocabulary + 1, device=key.device).mul_(_signed(TOKEN_STEP))
-    bits = _shift(_mix(row[:, None] + token), 32)
+def exponentials(row: torch.Tensor, counter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Give the exponential numbers of rows' counters: [R], [N] or [R, N] -> [R, N]."""
+    bits = _shift(_mix(row[:, None] + counter * _signed(TOKEN_STEP)), 32)
     v = bits.to(dtype).add_(0.5).mul_(2.0**-32)
     series = (((v * 0.25).add_(1 / 3).mul_(v)).add_(0.5).mul_(v)).add_(1.0).mul_(v)
     return torch.where(v < SMALL, series, (1 - v).log_().neg_())

@@ -1,4 +1,4 @@
-"""The draw of `draw` in one pass over the logits, in Triton, for GPUs: log-sum-exp and the largest score together.
+"""The draw of `draw` in one pass over the logits, in Triton, for GPUs: log-sum-exp and the best block together.
 
 Each row is shared among a few programs, and a second kernel joins what they found. Where ranks have a slice of the
 vocabulary each, it joins what the programs of all ranks found.
@@ -15,6 +15,7 @@ from triton.language.extra.cuda import libdevice
 
 from truestep.head.logits import HeadSettings, scale_
 from truestep.sampler.engine.draw import (
+    BLOCK,
     MIX_FIRST,
     MIX_SECOND,
     POSITION_STEP,
@@ -31,7 +32,7 @@ _POSITION_STEP, _TOKEN_STEP = tl.constexpr(POSITION_STEP), tl.constexpr(TOKEN_ST
 _SMALL = tl.constexpr(SMALL)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NOBODY = tl.constexpr(2**31 - 1)
-_BLOCK = 512
+_BLOCKS = 128  # that a program reads at a time
 _PART, _MOST_PARTS = 16384, 64  # tokens of a program, where so many programs of a row are enough
 
 
@@ -50,89 +51,64 @@ def _key_of(key_pointer, position_pointer):
 
 
 @triton.jit
+def _log(x, FAST: tl.constexpr):
+    return libdevice.fast_logf(x) if FAST else tl.log(x)
+
+
+@triton.jit
 def _exponential(counter, FAST: tl.constexpr):
-    """Compute E of a token: see `draw.exponentials`."""
+    """Compute E of a token or of a block: see `draw.exponentials`."""
     bits = (_mix(counter) >> 32).to(tl.uint32)
     # In halves, since a GPU takes long to convert what may have 64 bits; the sum is rounded once, as all 32 bits are.
     high, low = (bits >> 16).to(tl.int32), (bits & 0xFFFF).to(tl.int32)
     v = (high.to(tl.float32) * 65536.0 + low.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
     series = (((v * 0.25 + 0.3333333333333333) * v + 0.5) * v + 1.0) * v
-    return tl.where(v < _SMALL, series, -libdevice.fast_logf(1 - v) if FAST else -tl.log(1 - v))
+    return tl.where(v < _SMALL, series, -_log(1 - v, FAST))
 
 
 @triton.jit
-def _p(z, base):
-    return tl.exp2((z - base) * _LOG2_E)
+def _finite(highest):
+    """Give what numbers may be related to, where they may all be -inf."""
+    return tl.where(highest == float("-inf"), 0.0, highest)
 
 
 @triton.jit
-def _relative(highest, z0, z1, z2, z3):
-    """Give each lane's largest logit now, what relates the one before to it, and what relates four logits to it."""
-    higher = tl.maximum(highest, tl.maximum(tl.maximum(z0, z1), tl.maximum(z2, z3)))
-    base = tl.where(higher == float("-inf"), 0.0, higher)  # a lane that has seen nothing yet
-    return higher, _p(highest, base), _p(z0, base), _p(z1, base), _p(z2, base), _p(z3, base)
-
-
-@triton.jit
-def _cut(p, z, token, floor, last):
-    return tl.where((z > floor) | ((z == floor) & (token <= last)), p, 0.0)
-
-
-@triton.jit
-def _better(best, best_e, best_token, p, e, token):
-    """Take tokens whose p / E is larger than that of the best ones before them."""
-    better = p * best_e > best * e
-    return tl.where(better, p, best), tl.where(better, e, best_e), tl.where(better, token, best_token)
-
-
-@triton.jit
-def _load_z(raw_row, token, end, factor, softcap, CAPPED: tl.constexpr):
-    """Load some logits of a row, capped and scaled; -inf beyond its end."""
-    z = tl.load(raw_row + token, mask=token < end, other=0.0).to(tl.float32)
+def _load(raw_line, token, end, softcap, CAPPED: tl.constexpr):
+    """Load some logits of a row, capped; -inf beyond its end."""
+    y = tl.load(raw_line + token, mask=token < end, other=float("-inf")).to(tl.float32)
     if CAPPED:
-        shrunk = tl.exp(-2 * tl.abs(z / softcap))
+        shrunk = tl.exp(-2 * tl.abs(y / softcap))
         tanh = (1 - shrunk) / (1 + shrunk)
-        z = tl.where(z < 0, -tanh, tanh) * softcap
-    return tl.where(token < end, z * factor, float("-inf"))
+        y = tl.where(token < end, tl.where(y < 0, -tanh, tanh) * softcap, float("-inf"))
+    return y
 
 
 @triton.jit
-def _load_four(raw_line, token, end, factor, softcap, CAPPED: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the logits of a block of tokens, and of the three behind it."""
-    z0 = _load_z(raw_line, token, end, factor, softcap, CAPPED)
-    z1 = _load_z(raw_line, token + BLOCK, end, factor, softcap, CAPPED)
-    z2 = _load_z(raw_line, token + 2 * BLOCK, end, factor, softcap, CAPPED)
-    z3 = _load_z(raw_line, token + 3 * BLOCK, end, factor, softcap, CAPPED)
-    return z0, z1, z2, z3
+def _left(p, y, token, floor, last, CUT: tl.constexpr):
+    """Give 0 in the place of what is cut off."""
+    return tl.where((y > floor) | ((y == floor) & (token <= last)), p, 0.0) if CUT else p
 
 
 @triton.jit
-def _likeliest_of_four(best, best_e, best_token, z0, z1, z2, z3, token, BLOCK: tl.constexpr):
-    best, best_e, best_token = _better(best, best_e, best_token, z0, best_e, token)
-    best, best_e, best_token = _better(best, best_e, best_token, z1, best_e, token + BLOCK)
-    best, best_e, best_token = _better(best, best_e, best_token, z2, best_e, token + 2 * BLOCK)
-    return _better(best, best_e, best_token, z3, best_e, token + 3 * BLOCK)
+def _score(z, p, counter, greedy, FAST: tl.constexpr):
+    """Score blocks of p · exp(z), or tokens: its logarithm, less that of their exponential numbers."""
+    return tl.where(greedy, z, z + _log(p / _exponential(counter, FAST), FAST))
 
 
 @triton.jit
-def _drawn_of_four(
-    best, best_e, best_token, p0, p1, p2, p3, token, counter, far, FAST: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    e0, e1 = _exponential(counter, FAST), _exponential(counter + far, FAST)
-    best, best_e, best_token = _better(best, best_e, best_token, p0, e0, token)
-    best, best_e, best_token = _better(best, best_e, best_token, p1, e1, token + BLOCK)
-    e2, e3 = _exponential(counter + far * 2, FAST), _exponential(counter + far * 3, FAST)
-    best, best_e, best_token = _better(best, best_e, best_token, p2, e2, token + 2 * BLOCK)
-    return _better(best, best_e, best_token, p3, e3, token + 3 * BLOCK)
+def _add(highest, total, top, mass, powers):
+    """Add what is relative to the largest logit of some tokens to what is so of others."""
+    higher = tl.maximum(highest, top)
+    base = _finite(higher)
+    return higher, total * tl.exp2((highest - base) * powers) + mass * tl.exp2((top - base) * powers)
 
 
 @triton.jit
-def _choose(best_e, best_token, best_z, greedy):
-    """Choose among the lanes' tokens: the token, its score and its logit."""
-    score = tl.where(greedy, best_z, best_z - tl.log(best_e))
-    winner = tl.max(score, axis=0)
-    chosen = tl.min(tl.where(score == winner, best_token, _NOBODY), axis=0)  # of equal scores the lowest id
-    return chosen.to(tl.int64), winner, tl.max(tl.where(best_token == chosen, best_z, float("-inf")), axis=0)
+def _first_best(score, token, y, begin):
+    """Choose the token of the best score, of equal ones the first; give its logit, too."""
+    chosen = tl.min(tl.where(score == tl.max(score, axis=0), token, _NOBODY), axis=0)
+    chosen = tl.where(chosen == _NOBODY, begin, chosen)  # logits that are no numbers choose nobody
+    return chosen, tl.max(tl.where(token == chosen, y, float("-inf")), axis=0)
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -155,9 +131,10 @@ def _draw_kernel(
     CAPPED: tl.constexpr,
     CUT: tl.constexpr,  # the logits are capped and scaled already
     FAST: tl.constexpr,  # the GPU's own logarithm
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,  # tokens of a block
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    row, number, lane = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
+    row, number, lane = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCKS)
     row_key = _key_of(key_pointer + row * meta_row, position_pointer + row * meta_row)
     temperature = tl.load(temperature_pointer + row * temperature_row).to(tl.float32)
     greedy, raw_line = temperature == 0, raw_pointer + row * raw_row
@@ -165,36 +142,38 @@ def _draw_kernel(
         factor, floor, last = 1.0, tl.load(floor_pointer + row), tl.load(last_pointer + row)
     else:  # torch divides so, too
         factor, floor, last = tl.div_rn(1.0, tl.where(greedy, 1.0, temperature)) * scale, 0.0, 0
-    highest, total = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    # What is drawn has the largest p / E, with p relative to a lane's largest. Greedily it has the largest logit.
-    best, best_e, best_token = total + tl.where(greedy, float("-inf"), 0.0), total + 1.0, lane * 0 + _NOBODY
+    powers = factor * _LOG2_E  # exp(factor · y) is a power of 2
+    highest, total = tl.full((BLOCKS,), float("-inf"), tl.float32), tl.zeros((BLOCKS,), tl.float32)
     begin, end = number * part, tl.minimum((number + 1) * part, vocabulary)
-    far = tl.full((BLOCK,), BLOCK, tl.uint64) * _TOKEN_STEP  # of the numbers that E comes from, to the next block
-    counter = row_key + (first + begin + lane + 1).to(tl.uint64) * _TOKEN_STEP
-    for start in range(begin, end, 4 * BLOCK):
-        token = start + lane
-        z0, z1, z2, z3 = _load_four(raw_line, token, end, factor, softcap, CAPPED, BLOCK)
-        highest, shrunk, p0, p1, p2, p3 = _relative(highest, z0, z1, z2, z3)
-        total = total * shrunk + ((p0 + p1) + (p2 + p3))
-        if greedy:
-            best, best_e, best_token = _likeliest_of_four(best, best_e, best_token, z0, z1, z2, z3, token, BLOCK)
-        else:
-            if CUT:
-                p0, p1 = _cut(p0, z0, token, floor, last), _cut(p1, z1, token + BLOCK, floor, last)
-                p2, p3 = _cut(p2, z2, token + 2 * BLOCK, floor, last), _cut(p3, z3, token + 3 * BLOCK, floor, last)
-            best, best_e, best_token = _drawn_of_four(
-                best * shrunk, best_e, best_token, p0, p1, p2, p3, token, counter, far, FAST, BLOCK
-            )
-            counter += far * 4
+    best, best_block = highest, lane * 0 + begin // BLOCK
+    far = tl.full((BLOCKS,), BLOCKS, tl.uint64) * _TOKEN_STEP
+    counter = row_key - ((first + begin) // BLOCK + lane + 1).to(tl.uint64) * _TOKEN_STEP
+    for start in range(begin, end, BLOCKS * BLOCK):
+        block = start // BLOCK + lane
+        token = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        y = _load(raw_line, token, end, softcap, CAPPED)
+        top = tl.max(y, axis=1)
+        p = tl.exp2((y - _finite(top)[:, None]) * powers)
+        mass = tl.sum(p, axis=1)
+        highest, total = _add(highest, total, top, mass, powers)
+        if CUT:
+            mass = tl.sum(_left(p, y, token, floor, last, CUT), axis=1)
+        score = _score(top * factor, mass, counter, greedy, FAST)
+        best, best_block = tl.where(score > best, score, best), tl.where(score > best, block, best_block)
+        counter -= far
     place, top = row * parts + number, tl.max(highest, axis=0)
-    tl.store(highest_pointer + place, top)
-    total *= tl.where(highest == float("-inf"), 0.0, tl.exp(highest - top))
-    tl.store(total_pointer + place, tl.sum(total, axis=0))
-    best_z = _load_z(raw_line, best_token, end, factor, softcap, CAPPED)  # -inf: a lane that has nobody
-    chosen, score, z = _choose(best_e, best_token, best_z, greedy)
-    tl.store(token_pointer + place, first + chosen)
+    tl.store(highest_pointer + place, top * factor)
+    tl.store(total_pointer + place, tl.sum(total * tl.exp2((highest - _finite(top)) * powers), axis=0))
+    score = tl.max(best, axis=0)
     tl.store(score_pointer + place, score)
-    tl.store(z_pointer + place, z)
+    block = tl.min(tl.where(best == score, best_block, _NOBODY), axis=0)  # of equal ones that of the lowest ids
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    y = _load(raw_line, token, end, softcap, CAPPED)
+    p = _left(tl.full((BLOCK,), 1.0, tl.float32), y, token, floor, last, CUT)
+    counter = row_key + (first + token + 1).to(tl.uint64) * _TOKEN_STEP
+    chosen, y = _first_best(_score(y * factor, p, counter, greedy, FAST), token, y, begin)
+    tl.store(token_pointer + place, (first + chosen).to(tl.int64))
+    tl.store(z_pointer + place, y * factor)
 
 
 # Where its rows begin in what the host gets depends on their number.
@@ -238,9 +217,11 @@ def _join_kernel(
 
 
 def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings, part: Slice | None = None) -> Drawn:  # [R, V]
-    """Draw as `draw.draw` does; rows of nothing that is cut off need no other pass, and no other rank's logits."""
-    if part is not None and rows.truncation is not None:
+    """Draw as `draw.draw` does; rows of nothing that is cut off need no other pass, and no other rank's logits, unless
+    ranks share a block."""
+    if part is not None and (rows.truncation is not None or part.most % BLOCK):
         raw, part = part.whole(raw), None
+    assert settings.scale > 0
     count, vocabulary = raw.shape
     softcap, log_mass = settings.softcap, None
     floor = last = rows.temperature
@@ -250,7 +231,7 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings, part: Slice 
         softcap, floor, last, log_mass = None, kept.floor, kept.last, torch.where(rows.greedy, 0.0, kept.log_mass)
     # By the vocabulary alone: a tie within rounding may depend on the parts, and must not depend on the batch.
     most = vocabulary if part is None else part.most
-    each = max(_PART, -(-most // (_MOST_PARTS * _BLOCK)) * _BLOCK)
+    each = max(_PART, -(-most // (_MOST_PARTS * BLOCK)) * BLOCK)
     parts = -(-most // each)
     found = torch.empty(3, count, parts, dtype=torch.int64, device=raw.device)
     tokens, floats = _of(found)
@@ -276,7 +257,8 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings, part: Slice 
         CAPPED=softcap is not None,
         CUT=rows.truncation is not None,
         FAST=not triton.knobs.runtime.interpret,
-        BLOCK=_BLOCK,
+        BLOCK=BLOCK,
+        BLOCKS=_BLOCKS,
         num_warps=4,
     )
     if part is None:

@@ -226,7 +226,8 @@ class Session:
         if plan.rows:
             drawn.append(self._decode_rows(plan.rows))
         numbers = [start.job.number for start in plan.starts] + [row.job.number for row in plan.rows]
-        joined = drawn[0] if len(drawn) == 1 else torch.cat(drawn, dim=1) if drawn else torch.zeros(3, 0)
+        nothing = torch.zeros(3, 0, dtype=torch.int64)
+        joined = drawn[0] if len(drawn) == 1 else torch.cat(drawn, dim=1) if drawn else nothing
         return numbers, self._device.fetch(joined)
 
     def _compute_pieces(self, plan: Plan) -> None:
@@ -287,7 +288,8 @@ class Session:
             width = -(-longest // self._device.page_size)
             return self._decode(self._device.send(self._lines(rows, len(rows), width)), longest)
         lines = self._device.ready(self._lines(rows, size_for(len(rows)), self._graphs.width))
-        return self._graphs.run(lines, longest, self._truncates, self.cache.spare, self._decode)[:, : len(rows)]
+        step = self._truncates, self.cache.spare, self._device.refill, self._decode
+        return self._graphs.run(lines, longest, *step)[:, : len(rows)]
 
     def _lines(self, rows: Sequence[Row], size: int, width: int) -> np.ndarray:
         """Write down what the device has to know of each row, and rows that fill up the batch."""

@@ -35,6 +35,7 @@ MOST_GRAPHED = _PROMPT_SIZES[-1]
 
 Decode = Callable[[torch.Tensor, int], torch.Tensor]
 Send = Callable[[np.ndarray], torch.Tensor]
+Refill = Callable[[torch.Tensor, torch.Tensor], None]
 ComputePrompts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, PackedLayout], torch.Tensor]
 
 
@@ -131,7 +132,9 @@ class Graphs:
         """The slot of rows that only fill up a batch."""
         return len(self.last) - 1
 
-    def run(self, lines: torch.Tensor, longest: int, truncates: bool, spare: int, decode: Decode) -> torch.Tensor:
+    def run(
+        self, lines: torch.Tensor, longest: int, truncates: bool, spare: int, refill: Refill, decode: Decode
+    ) -> torch.Tensor:
         """Decode rows, whose lines lie on the host. The result lies in memory that the next step may write to."""
         length = length_for(longest)
         ours = self._lines[: len(lines)]
@@ -146,7 +149,7 @@ class Graphs:
         if key not in self._made:
             return decode(lines.to(self._place), length)
         graph, output = self._made[key]
-        ours.copy_(lines, non_blocking=True)
+        refill(ours, lines)
         graph.replay()
         return output
 

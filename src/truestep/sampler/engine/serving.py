@@ -40,7 +40,10 @@ def serve_with_kernels(
         from truestep.sampler.engine import draw_kernels
 
         device = replace(device, draw=draw_kernels.draw)
+    if _right("copies", lambda: check_copies(device.place)):  # no rank waits for another here
+        from truestep.sampler.engine import copy_kernels
 
+        device = replace(device, copy=copy_kernels.copy)
     if compiled is None:
         return replace(device, compiles=False)
 
@@ -96,6 +99,18 @@ def check_attention(
         if not worst <= (1e-4 if dtype == torch.float32 else 3e-2):
             return f"{layer}: off by {worst:.0e}"
     return None
+
+
+def check_copies(place: torch.device) -> str | None:
+    """Name what the kernel gets wrong; None where all is right."""
+    from truestep.sampler.engine.copy_kernels import copy
+
+    sent = torch.arange(-700, 700).view(2, 700).pin_memory()
+    there, back = torch.zeros_like(sent, device=place), torch.zeros_like(sent).pin_memory()
+    copy(there, sent)
+    copy(back, there)
+    torch.cuda.synchronize(place)
+    return None if torch.equal(back, sent) else "numbers are not what they were"
 
 
 def check_draw(place: torch.device, settings: HeadSettings, part: Slice | None = None) -> str | None:
