@@ -114,8 +114,7 @@ def _first_best(score, token, y, begin):
 @triton.jit(do_not_specialize=["parts"])
 def _draw_kernel(
     raw_pointer,  # [R, V]
-    key_pointer,  # [R] int64
-    position_pointer,  # [R] int64
+    key_pointer, position_pointer,  # [R] int64
     temperature_pointer,  # [R] float32 or float64; 0: the likeliest token
     floor_pointer,  # [R] with CUT: below it nothing is drawn
     last_pointer,  # [R] with CUT: int64
@@ -131,8 +130,7 @@ def _draw_kernel(
     CAPPED: tl.constexpr,
     CUT: tl.constexpr,  # the logits are capped and scaled already
     FAST: tl.constexpr,  # the GPU's own logarithm
-    BLOCK: tl.constexpr,  # tokens of a block
-    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,  # tokens of a block, and blocks that are read at a time
 ):  # fmt: skip
     row, number, lane = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCKS)
     row_key = _key_of(key_pointer + row * meta_row, position_pointer + row * meta_row)
@@ -154,10 +152,8 @@ def _draw_kernel(
         y = _load(raw_line, token, end, softcap, CAPPED)
         top = tl.max(y, axis=1)
         p = tl.exp2((y - _finite(top)[:, None]) * powers)
-        mass = tl.sum(p, axis=1)
-        highest, total = _add(highest, total, top, mass, powers)
-        if CUT:
-            mass = tl.sum(_left(p, y, token, floor, last, CUT), axis=1)
+        highest, total = _add(highest, total, top, tl.sum(p, axis=1), powers)
+        mass = tl.sum(_left(p, y, token, floor, last, CUT), axis=1)
         score = _score(top * factor, mass, counter, greedy, FAST)
         best, best_block = tl.where(score > best, score, best), tl.where(score > best, block, best_block)
         counter -= far
