@@ -101,7 +101,7 @@ def test_the_samplers_logprobs_are_trainings(kind: str, dtype: str, tiny_model: 
     assert {answer.stopped for answer in answers} == {True, False}
     # Few rows at a time, long prompts in pieces, late joins, and a cache so small that completions begin again.
     small = (
-        6 * 16 * sum(layer.numbers for layer in engine_of(policy, exact=True).layers) * policy.weights.dtype.itemsize
+        7 * 16 * sum(layer.numbers for layer in engine_of(policy, exact=True).layers) * policy.weights.dtype.itemsize
     )  # type: ignore[union-attr]
     crowded, counts = in_company(policy, asked, Limits(4, 60, piece_tokens=13, cache_bytes=small))
     assert counts.preemptions > 0
