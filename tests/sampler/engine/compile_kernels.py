@@ -152,7 +152,7 @@ def compile_turns(first: int, heads: int, size: int, norms: bool) -> None:
 def compile_copy() -> None:
     typed = dict.fromkeys(("target_pointer", "source_pointer"), "*i64")
     ptx = compile_kernel(copy_kernels._copy_kernel, {"BLOCK": copy_kernels._BLOCK}, typed, num_warps=4).asm["ptx"]
-    assert "ld.global.v2" in ptx and "st.global.v2" in ptx, "16 bytes a thread at a time"
+    assert "ld.global.v2" in ptx and "st.global.v2" in ptx, "16 bytes a thread at a time, of a size that allows it"
 
 
 def compile_front() -> None:

@@ -3,6 +3,7 @@ one behind another, and with the same training after that."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.utils import run_and_get_code
 
 from small_runs import file_config, merged, quiet_trainer, write_rollouts
 from truestep.config.schema import Config
@@ -94,18 +96,19 @@ def test_a_product_is_added_in_place(height: int, rows: int, inner: int) -> None
 
 
 @pytest.mark.parametrize("backend", ["graph", "inductor"])
-@pytest.mark.parametrize("read", ["nothing else", "the rows", "the product", "given rows"])
-def test_rows_that_a_product_adds_to_stay_what_they_are(backend: str, read: str) -> None:
-    """Something else may read them later. Given rows are nobody's to change, and products that something else reads are
-    not added to anything."""
+@pytest.mark.parametrize("what", ["", "rows read", "product read", "rows given", "half of it", "one row", "float64"])
+def test_rows_that_a_product_adds_to_stay_what_they_are(backend: str, what: str) -> None:
+    """Something else may read them later. Given rows are nobody's to change, and products that something else reads, or
+    sums of another kind, are made as they are written."""
     torch._dynamo.reset()
     counts = Joining()
 
     def work(x: torch.Tensor, y: torch.Tensor, wide: torch.Tensor, narrow: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        rows = x if read == "given rows" else x + y
+        rows = x if what == "rows given" else x + y
         product = torch.nn.functional.silu(rows * rows.mean(-1, keepdim=True)) @ wide.T @ narrow.T
-        rest = {"the rows": (rows * 2, rows), "the product": (product,)}.get(read, ())
-        return rows + product, *rest
+        onto = {"one row": rows[:, :1] + 1, "float64": x.double() + 1}.get(what, rows)
+        rest = {"rows read": (rows * 2, rows), "product read": (product,)}.get(what, ())
+        return torch.add(onto, product, alpha=0.5 if what == "half of it" else 1), *rest
 
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(*shape, generator=generator) for shape in ((1, 5, 8), (1, 5, 8), (16, 8), (8, 16))]
@@ -113,12 +116,17 @@ def test_rows_that_a_product_adds_to_stay_what_they_are(backend: str, read: str)
     with torch.no_grad():
         expected = work(*given)
         using = counts.backend if backend == "graph" else sampling_backend("inductor")
-        found = torch.compile(work, dynamic=True, backend=using)(*given)
+        found, code = run_and_get_code(torch.compile(work, dynamic=True, backend=using), *given)
     for mine, right in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, right)
+        torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-5)
     assert all(torch.equal(tensor, was) for tensor, was in zip(given, before, strict=True))
     if backend == "graph":
-        assert counts.added == (read in ("nothing else", "the rows"))
+        assert counts.added == (what in ("", "rows read"))
+    elif not what:
+        # The kernel of what is multiplied makes the rows, too, and nothing is copied behind the product.
+        calls = re.findall(r"^ +(cpp_fused\w*|.*add_product_\.default)\((.*)\)$", code[-1], re.MULTILINE)
+        assert [name.rpartition(".")[2] == "default" for name, _ in calls] == [False, True]
+        assert calls[1][1].partition(",")[0] in calls[0][1]
     torch._dynamo.reset()
 
 

@@ -15,10 +15,21 @@ import torch
 
 from selection import long_except
 from truestep.head.logits import HeadSettings
+from truestep.ranks.axes import largest_slice, slice_at
 from truestep.sampler.engine import serving
 from truestep.sampler.engine.attend import Rows, attend_rows
 from truestep.sampler.engine.cache import LayerShape, PagedCache
-from truestep.sampler.engine.draw import Drawn, DrawRows, Slice, Truncation, draw
+from truestep.sampler.engine.draw import (
+    MIX_FIRST,
+    MIX_SECOND,
+    POSITION_STEP,
+    TOKEN_STEP,
+    Drawn,
+    DrawRows,
+    Slice,
+    Truncation,
+    draw,
+)
 
 pytest.importorskip("triton")
 
@@ -99,22 +110,40 @@ def test_draws_are_those_of_plain_torch(
     assert serving.check_draw(torch.device(DEVICE), HeadSettings(softcap=softcap, scale=0.8)) is None
 
 
-@pytest.mark.parametrize(("vocabulary", "ranks"), [(5001, 2), (5023, 2), (61, 4)])
+def test_a_wrong_exchange_of_slices_is_noticed() -> None:
+    vocabulary = serving._VOCABULARY
+    for ranks in (2, 4, 8):
+        first, size = slice_at(vocabulary, ranks, ranks - 1)
+        assert 0 < size < largest_slice(vocabulary, ranks)
+
+        def gather(part: torch.Tensor, ranks: int = ranks) -> torch.Tensor:
+            return torch.full((ranks, *part.shape), 3, device=part.device)
+
+        part = Slice(
+            first, size, largest_slice(vocabulary, ranks), vocabulary, gather, lambda _: pytest.fail("not cut")
+        )
+        problem = serving.check_draw(torch.device(DEVICE), HeadSettings(), part)
+        assert problem is not None and "it draws" in problem
+
+
+@pytest.mark.parametrize(("vocabulary", "ranks"), [(5001, 2), (5023, 2), (61, 4), (57, 4)])
 def test_draws_from_slices_are_those_of_the_whole(vocabulary: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the last rank has less, where a rank's slice is several parts, and where two ranks share a block."""
     from truestep.sampler.engine import draw_kernels
 
     monkeypatch.setattr(draw_kernels, "_PART", 2048)
-    raw = (3 * torch.randn(5, vocabulary, generator=torch.Generator().manual_seed(2))).to(DEVICE)
+    count = 15 if vocabulary < 100 else 5
+    raw = (3 * torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(2))).to(DEVICE)
     raw[4] = -torch.inf
     raw[4, vocabulary - 1] = 1.0  # all that can be drawn is the last rank's
-    keys = torch.arange(5, device=DEVICE)
-    temperature = torch.tensor([1.0, 0.7, 0.0, 1.3, 1.0], device=DEVICE)
+    keys = torch.arange(count, device=DEVICE)
+    temperature = torch.tensor([1.0, 0.7, 0.0, 1.3, 1.0] * (count // 5), device=DEVICE)
     rows, most = DrawRows(keys, keys * 3, temperature), -(-vocabulary // ranks)
     kept: dict[int, torch.Tensor] = {}
 
     def from_slice(rank: int) -> Drawn:
         def gather(part: torch.Tensor) -> torch.Tensor:
+            assert most % 16 == 0, "ranks that share a block"
             kept[rank] = part
             return torch.stack([kept.get(other, part) for other in range(ranks)])
 
@@ -133,6 +162,44 @@ def test_draws_from_slices_are_those_of_the_whole(vocabulary: int, ranks: int, m
         found = from_slice(rank)
         assert torch.equal(found.tokens, expected.tokens)
         torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+    raw[3] = torch.nan
+    for rank in range(ranks):
+        found = from_slice(rank)
+        assert 0 <= found.tokens[3] < vocabulary
+        assert found.logprobs[3].isnan()
+
+
+def key_for(counter: int, bits: int) -> int:
+    """Find the key of a completion whose first draw has these bits for a block's or a token's counter."""
+    word = 2**64
+
+    def unshifted(x: int, by: int) -> int:
+        found = x
+        for _ in range(64 // by + 1):
+            found = x ^ (found >> by)
+        return found
+
+    def unmixed(x: int) -> int:
+        x = unshifted(x, 31) * pow(MIX_SECOND, -1, word) % word
+        return unshifted(unshifted(x, 27) * pow(MIX_FIRST, -1, word) % word, 30)
+
+    row = (unmixed(bits) - counter * TOKEN_STEP) % word
+    key = (unmixed(row) - POSITION_STEP) % word
+    return key - word if key >= word // 2 else key
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9}, {"top_k": 1}])
+@pytest.mark.parametrize("counter", [-4, 54], ids=["the block's number", "the token's number"])
+def test_a_number_that_is_rounded_to_one_draws_nothing_impossible(counter: int, cut: dict[str, float]) -> None:
+    from truestep.sampler.engine import draw_kernels
+
+    raw = torch.zeros(1, 100, device=DEVICE)
+    raw[0, 53] = 40.0
+    one, zero = torch.ones(1, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    truncation = Truncation(one * cut.get("top_p", 1.0), zero + int(cut.get("top_k", 0)), one * 0) if cut else None
+    rows = DrawRows(zero + key_for(counter, 2**64 - 5), zero, one, truncation)
+    for draws in (draw, draw_kernels.draw):
+        assert draws(raw.clone(), rows, HeadSettings()).tokens.tolist() == [53]
 
 
 def test_draws_are_from_the_distribution() -> None:

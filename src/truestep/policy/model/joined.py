@@ -55,8 +55,7 @@ def joined_product(a: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor
 @operator("add_product_(Tensor(a!) onto, Tensor a, Tensor weight) -> ()", lambda *_: None)
 def add_product_(onto: torch.Tensor, a: torch.Tensor, weight: torch.Tensor) -> None:  # [.., R, N], [R, K], [N, K]
     """Add a product to rows, in place: the sum is rounded once."""
-    rows = onto.view(len(a), -1)
-    torch.addmm(rows, a, weight.T, out=rows)
+    onto.view(len(a), len(weight)).addmm_(a, weight.T)
 
 
 @operator("side_by_side(Tensor[] parts) -> Tensor", lambda parts: torch.cat(parts, -1))

@@ -23,8 +23,8 @@ aten, OURS = torch.ops.aten, torch.ops.truestep
 
 
 class Join(CustomGraphPass):
-    """Puts the operator in the place of a graph's products of the same rows, and has products add what is added to them
-    alone."""
+    """Puts the operator in the place of a graph's products of the same rows, and has a product add to rows itself,
+    where nothing else reads it."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         groups: dict[Any, list[tuple[torch.fx.Node, torch.fx.Node]]] = {}
@@ -86,7 +86,7 @@ def _join(
 
 
 def _add_in_product(graph: torch.fx.Graph, product: torch.fx.Node, weight: torch.fx.Node) -> None:
-    """Have a product add rows, where its sum with them is all that it is for."""
+    """Have a product add to rows, where its sum with them is all that it is for."""
     chain = [product]
     while len(chain[-1].users) == 1 and next(iter(chain[-1].users)).target in _VIEWS:
         chain.extend(chain[-1].users)
@@ -113,7 +113,7 @@ def _add_in_product(graph: torch.fx.Graph, product: torch.fx.Node, weight: torch
 
 
 def _what(node: torch.fx.Node) -> Any:
-    return node.meta["val"].shape, node.meta["val"].dtype
+    return node.meta["val"].shape, node.meta["val"].dtype, node.meta["val"].is_contiguous()
 
 
 class JoinBackward(Join):

@@ -1,5 +1,5 @@
-"""Copies between the host's memory and a GPU's by a kernel, in Triton. A GPU's own engine for copies takes as long for
-a few kilobytes, and as long again until the kernels before and behind it know of it."""
+"""Copies between the host's memory and a GPU's by a kernel, in Triton. For a few kilobytes a GPU's own engine for
+copies takes as long as a kernel, and as long again to wait for the kernel before it and be waited for by the next."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ class Device:
     copy: Callable[[torch.Tensor, torch.Tensor], None] = copy  # between the host's memory and the device's
     graphs: bool = False  # steps are CUDA graphs
     fused: bool = False  # so are those over prompts: one kernel attends within all of them
-    # Torch does not know that a kernel may still read or write memory of the host. It is not used for something else
-    # before the host has waited for later steps.
+    # Torch does not know that a kernel may still use memory of the host. So what the last copies read or wrote is kept:
+    # a step makes two, and the host has waited for a step before it begins the one `lag` + 1 later.
     kept: deque[torch.Tensor] = field(default_factory=lambda: deque(maxlen=16))
 
     def ready(self, values: np.ndarray) -> torch.Tensor:

@@ -6,7 +6,7 @@ sorted, and tokens that are cut off need only be left out. Each E comes from a c
 completion's key, the token's position in the completion and the block's or the token's id. So a draw depends on neither
 the batch nor what was drawn before, and on the device only where rounding decides a tie.
 
-Dimensions: R rows, V vocabulary, B blocks.
+Dimensions: R rows, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,6 +69,11 @@ class Slice:
     gather: Callable[[torch.Tensor], torch.Tensor]  # [...] -> [ranks, ...]
     whole: Callable[[torch.Tensor], torch.Tensor]  # [R, tokens of the slice] -> [R, V]
 
+    @property
+    def has_blocks(self) -> bool:
+        """No block of tokens lies in two slices: each rank draws from its own."""
+        return self.most % BLOCK == 0
+
 
 @dataclass(frozen=True)
 class Drawn:
@@ -129,7 +134,7 @@ def _choose(z: torch.Tensor, rows: DrawRows) -> torch.Tensor:  # [R, V] -> [R]
     block = (blocks.logsumexp(-1) - exponentials(row, -1 - numbers, z.dtype).log_()).argmax(-1)
     ids = block[:, None] * BLOCK + torch.arange(BLOCK, device=z.device)
     score = blocks[torch.arange(len(z), device=z.device), block] - exponentials(row, ids + 1, z.dtype).log_()
-    return ids.gather(-1, score.argmax(-1, keepdim=True)).squeeze(-1).clamp_(max=vocabulary - 1)
+    return ids.gather(-1, score.argmax(-1, keepdim=True)).squeeze(-1)
 
 
 def keep(z: torch.Tensor, logsumexp: torch.Tensor, truncation: Truncation) -> Kept:  # [R, V], [R]
@@ -155,7 +160,8 @@ def keep(z: torch.Tensor, logsumexp: torch.Tensor, truncation: Truncation) -> Ke
 def exponentials(row: torch.Tensor, counter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Give the exponential numbers of rows' counters: [R], [N] or [R, N] -> [R, N]."""
     bits = _shift(_mix(row[:, None] + counter * _signed(TOKEN_STEP)), 32)
-    v = bits.to(dtype).add_(0.5).mul_(2.0**-32)
+    # Rounded to 1 it would make an infinite number, and a token that is cut off could be drawn.
+    v = bits.to(dtype).add_(0.5).mul_(2.0**-32).clamp_(max=1 - torch.finfo(dtype).eps / 2)
     series = (((v * 0.25).add_(1 / 3).mul_(v)).add_(0.5).mul_(v)).add_(1.0).mul_(v)
     return torch.where(v < SMALL, series, (1 - v).log_().neg_())
 

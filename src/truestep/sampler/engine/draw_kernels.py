@@ -62,6 +62,7 @@ def _exponential(counter, FAST: tl.constexpr):
     # In halves, since a GPU takes long to convert what may have 64 bits; the sum is rounded once, as all 32 bits are.
     high, low = (bits >> 16).to(tl.int32), (bits & 0xFFFF).to(tl.int32)
     v = (high.to(tl.float32) * 65536.0 + low.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
+    v = tl.minimum(v, 0.9999999403953552)  # 1 - 2 ** -24
     series = (((v * 0.25 + 0.3333333333333333) * v + 0.5) * v + 1.0) * v
     return tl.where(v < _SMALL, series, -_log(1 - v, FAST))
 
@@ -215,9 +216,9 @@ def _join_kernel(
 def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings, part: Slice | None = None) -> Drawn:  # [R, V]
     """Draw as `draw.draw` does; rows of nothing that is cut off need no other pass, and no other rank's logits, unless
     ranks share a block."""
-    if part is not None and (rows.truncation is not None or part.most % BLOCK):
+    if part is not None and (rows.truncation is not None or not part.has_blocks):
         raw, part = part.whole(raw), None
-    assert settings.scale > 0
+    assert settings.scale > 0, "the kernel takes the largest logit for the largest before it is scaled"
     count, vocabulary = raw.shape
     softcap, log_mass = settings.softcap, None
     floor = last = rows.temperature

@@ -207,6 +207,8 @@ class Session:
 
     def close(self) -> None:
         """Give the memory back."""
+        for _, result in self._flying:  # which still write to the host's memory
+            result.wait()
         self._flying.clear()
         self.cache = self._hidden = None
         if self._device.place.type == "cuda":
@@ -336,8 +338,8 @@ class Session:
     def _choose(self, hidden: torch.Tensor, lines: torch.Tensor) -> torch.Tensor:  # [R, H], [R, ≥ PAGES] -> [3, R]
         """Draw each row's next token and leave it where the next step reads it; give tokens, log-probs, log-masses."""
         policy, head = self._policy, self._policy.head
-        # Of rows that are cut off every rank needs all logits.
-        own = None if self._truncates else self._slice
+        # Of rows that are cut off every rank needs all logits, and of others where two ranks share a block.
+        own = self._slice if self._slice is not None and self._slice.has_blocks and not self._truncates else None
         vocabulary = policy.vocabulary_size if own is None else own.most
         each = max(1, _LOGITS_BYTES // (vocabulary * (4 if head.fp32 else hidden.element_size())))
         drawn = []
