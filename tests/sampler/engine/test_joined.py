@@ -16,6 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import run_and_get_code
 
+from selection import in_tiers
 from small_runs import file_config, merged, quiet_trainer, write_rollouts
 from truestep.config.schema import Config
 from truestep.policy.loading.load import load_policy
@@ -95,9 +96,14 @@ def test_a_product_is_added_in_place(height: int, rows: int, inner: int) -> None
     torch.testing.assert_close(onto[0], torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("backend", ["graph", "inductor"])
-@pytest.mark.parametrize("what", ["", "rows read", "product read", "rows given", "half of it", "one row", "float64"])
-def test_rows_that_a_product_adds_to_stay_what_they_are(backend: str, what: str) -> None:
+WHAT = ["", "rows read", "product read", "rows given", "half of it", "one row", "float64"]
+COMPILED = [(what, "inductor") for what in WHAT]
+
+
+@pytest.mark.parametrize(
+    ("what", "backend"), [(what, "graph") for what in WHAT] + in_tiers(COMPILED, COMPILED[:1], COMPILED[1:3])
+)
+def test_rows_that_a_product_adds_to_stay_what_they_are(what: str, backend: str) -> None:
     """Something else may read them later. Given rows are nobody's to change, and products that something else reads, or
     sums of another kind, are made as they are written."""
     torch._dynamo.reset()
