@@ -69,10 +69,10 @@ class Slice:
     gather: Callable[[torch.Tensor], torch.Tensor]  # [...] -> [ranks, ...]
     whole: Callable[[torch.Tensor], torch.Tensor]  # [R, tokens of the slice] -> [R, V]
 
-    @property
-    def has_blocks(self) -> bool:
-        """No block of tokens lies in two slices: each rank draws from its own."""
-        return self.most % BLOCK == 0
+    def suffices(self, cut: bool) -> bool:
+        """Tell whether a rank can draw from its own logits: nothing is cut off, and no block of tokens lies in two
+        slices."""
+        return not cut and self.most % BLOCK == 0
 
 
 @dataclass(frozen=True)

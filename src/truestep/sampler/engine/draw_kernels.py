@@ -216,7 +216,7 @@ def _join_kernel(
 def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings, part: Slice | None = None) -> Drawn:  # [R, V]
     """Draw as `draw.draw` does; rows of nothing that is cut off need no other pass, and no other rank's logits, unless
     ranks share a block."""
-    if part is not None and (rows.truncation is not None or not part.has_blocks):
+    if part is not None and not part.suffices(rows.truncation is not None):
         raw, part = part.whole(raw), None
     assert settings.scale > 0, "the kernel takes the largest logit for the largest before it is scaled"
     count, vocabulary = raw.shape

@@ -228,8 +228,9 @@ class Session:
         if plan.rows:
             drawn.append(self._decode_rows(plan.rows))
         numbers = [start.job.number for start in plan.starts] + [row.job.number for row in plan.rows]
-        nothing = torch.zeros(3, 0, dtype=torch.int64)
-        joined = drawn[0] if len(drawn) == 1 else torch.cat(drawn, dim=1) if drawn else nothing
+        if not drawn:
+            drawn.append(torch.zeros(3, 0, dtype=torch.int64))
+        joined = drawn[0] if len(drawn) == 1 else torch.cat(drawn, dim=1)
         return numbers, self._device.fetch(joined)
 
     def _compute_pieces(self, plan: Plan) -> None:
@@ -290,8 +291,8 @@ class Session:
             width = -(-longest // self._device.page_size)
             return self._decode(self._device.send(self._lines(rows, len(rows), width)), longest)
         lines = self._device.ready(self._lines(rows, size_for(len(rows)), self._graphs.width))
-        step = self._truncates, self.cache.spare, self._device.refill, self._decode
-        return self._graphs.run(lines, longest, *step)[:, : len(rows)]
+        truncates, spare, refill = self._truncates, self.cache.spare, self._device.refill
+        return self._graphs.run(lines, longest, truncates, spare, refill, self._decode)[:, : len(rows)]
 
     def _lines(self, rows: Sequence[Row], size: int, width: int) -> np.ndarray:
         """Write down what the device has to know of each row, and rows that fill up the batch."""
@@ -338,8 +339,7 @@ class Session:
     def _choose(self, hidden: torch.Tensor, lines: torch.Tensor) -> torch.Tensor:  # [R, H], [R, ≥ PAGES] -> [3, R]
         """Draw each row's next token and leave it where the next step reads it; give tokens, log-probs, log-masses."""
         policy, head = self._policy, self._policy.head
-        # Of rows that are cut off every rank needs all logits, and of others where two ranks share a block.
-        own = self._slice if self._slice is not None and self._slice.has_blocks and not self._truncates else None
+        own = self._slice if self._slice is not None and self._slice.suffices(self._truncates) else None
         vocabulary = policy.vocabulary_size if own is None else own.most
         each = max(1, _LOGITS_BYTES // (vocabulary * (4 if head.fp32 else hidden.element_size())))
         drawn = []
