@@ -30,7 +30,7 @@ from truestep.plan.memory import (
 )
 from truestep.plan.shape import ModelShape, read_shape, shape_of
 
-# What was measured (benchmarks/RESULTS.md and its history): the model, options, ranks, and the peak of each stage in GiB.
+# What was measured (benchmarks/RESULTS.md, its history): the model, options, ranks, and the peak of each stage in GiB.
 RECOMPUTED = {"activation_checkpointing": True, "chunk": 2048}
 FITS = {"tokens": 16384, "compile": True, "activation_checkpointing": True}
 FLASH = {"tokens": 16384, "compile": True, "attention": "flash", "activation_checkpointing": "elementwise"}

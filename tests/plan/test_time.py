@@ -35,7 +35,7 @@ def gemma2() -> ModelShape:
         return shape_of(transformers.AutoModelForCausalLM.from_config(config))
 
 
-# Runs on H200s (benchmarks/RESULTS.md and its history): the model, options, ranks, documents, and the seconds of a step.
+# Runs on H200s (benchmarks/RESULTS.md, its history): the model, options, ranks, documents, and the seconds of a step.
 MEASURED: dict[str, tuple[Any, dict[str, Any], int, Work, float]] = {
     "0.60B": (SMALL, K16, 1, THOUSANDS, 1.23),
     "0.60B, compiled": (SMALL, FAST, 1, THOUSANDS, 0.67),
