@@ -43,7 +43,7 @@ from truestep.rollouts.rejects import write_rejected
 from truestep.run_directory import RunDirectory
 from truestep.run_notes import run_notes, what_runs
 from truestep.step.ahead import PlansAhead
-from truestep.step.optimizer import restore_optimizer
+from truestep.step.optimizer import StateError, restore_optimizer
 from truestep.step.queue import PlanQueue
 from truestep.step.runner import StepRunner
 from truestep.step.scoring import BeforeUpdates
@@ -239,6 +239,8 @@ def _restore(
         progress = read_progress(checkpoint, policy.weights.ranks.rank)
         queue.restore(progress.queue, list(progress.carried))
         restore_optimizer(optimizer, policy.weights, StoredTensors(checkpoint))
+    except StateError as error:
+        raise _damaged(checkpoint, error) from error
     except _ODD_CONTENT as error:
         raise _damaged(checkpoint, f"{type(error).__name__}: {error}") from error
     callbacks.restore(progress.callbacks, progress.step, queue.documents_seen)

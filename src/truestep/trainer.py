@@ -22,14 +22,15 @@ from truestep.metrics.sinks import ShowsRollouts, Sink
 from truestep.metrics.spent import StepTimes
 from truestep.metrics.types import Max
 from truestep.policy.policy import Policy
+from truestep.policy.weights.finite import UpdateCheck
 from truestep.progress import working
 from truestep.ranks.group import Ranks
 from truestep.ranks.watch import Watch
 from truestep.rollouts.source import Interrupted, Source
 from truestep.run_directory import RunDirectory
 from truestep.step.ahead import Planned, PlansAhead
-from truestep.step.blame import find_not_finite
-from truestep.step.clipping import clip_scale, gradient_norm
+from truestep.step.blame import find_cause
+from truestep.step.clipping import clip_scale, explain_useless, gradient_norm, usable
 from truestep.step.machine import gpu_metrics
 from truestep.step.optimizer import LearningRate, forget_prepared, optimizer_parts, prepare, update
 from truestep.step.runner import Accumulated, StepRunner
@@ -102,8 +103,12 @@ class Trainer:
     times: StepTimes = field(default_factory=StepTimes)
     ended: str = "not run yet"  # how the run ended, as a sentence
     finished: bool = False  # it was not stopped
+    update_check: UpdateCheck = field(init=False)
     _num_rejected: int = 0  # records, since the last step
     _long_lived: LongLived = field(default_factory=LongLived)
+
+    def __post_init__(self) -> None:
+        self.update_check = UpdateCheck(self.policy.weights)
 
     @property
     def step(self) -> int:
@@ -235,8 +240,9 @@ class Trainer:
         measured = {"data_wait_time": waited, **self.source.drain_measured()}
         accumulated = self._accumulate(plan, measured)
         norm = gradient_norm(self.policy.weights, meanwhile=partial(prepare, self.optimizer))
-        if not math.isfinite(norm):
-            raise self._not_finite(number, plan, accumulated, norm)
+        self._check_weights()
+        if not usable(norm, self.gradient_clip):
+            raise self._useless(number, plan, accumulated, norm)
         if self.hooks.on_gradient is not None:
             self.hooks.on_gradient(plan, accumulated, norm)
         rate = self.learning_rate.at(number) * self.callbacks.applied_factor
@@ -244,10 +250,13 @@ class Trainer:
             scale = clip_scale(norm, self.gradient_clip)
             self.saves.before_update()
             update(self.optimizer, self.policy.weights, rate, scale)
+            self.update_check.ask(rate)
         self.runner = self.runner.steered(accumulated.metrics)
         self.state.step = number
         self.state.documents_seen = plan.documents_seen_after
         self.watch.phase(f"ending step {number}")
+        if not self.source.plans_ahead:  # its documents may depend on the weights, or it sends them to others
+            self._check_weights()
         with self.times.measure("sync"):
             self.source.updated(self.state.documents_seen)
         self.directory.record_step(number, plan, self.put_aside)
@@ -293,16 +302,25 @@ class Trainer:
         self.before.computed(plan, accumulated.scores)
         return accumulated
 
-    def _not_finite(self, number: int, plan: StepPlan, accumulated: Accumulated, norm: float) -> TrainingError:
-        forget_prepared(self.optimizer)
+    def _useless(self, number: int, plan: StepPlan, accumulated: Accumulated, norm: float) -> TrainingError:
+        """Explain a gradient that no update may use."""
         self._finish_save()
-        self.watch.phase(f"looking for the documents that make the gradient of step {number} {norm}")
-        names = ", ".join(printable(name) for name in find_not_finite(self.runner, plan))
-        made_by = f"these documents alone make it so: {names}" if names else "no document alone makes it so"
-        return TrainingError(
-            f"step {number}: the gradient's norm is {norm} (loss {accumulated.line()['loss']}); {made_by}. Nothing was "
-            f"updated, and the last checkpoint is {self.checkpoints.latest() or 'not written yet'}"
-        )
+        self.watch.phase(f"looking for what makes the gradient of step {number} {norm}")
+        cause = find_cause(self.runner, plan, self.gradient_clip)
+        why = explain_useless(norm, self.gradient_clip)
+        return self._ending(number, f"{why} (loss {accumulated.line()['loss']}); {cause}. Nothing was updated")
+
+    def _check_weights(self) -> None:
+        """End the run if its last update ruined weights, before they are saved, published, evaluated or trained. Every
+        rank calls this."""
+        if (why := self.update_check.ruined()) is not None:
+            self._finish_save()
+            raise self._ending(self.step, f"{why}. Nothing was saved, published or evaluated since")
+
+    def _ending(self, number: int, why: str) -> TrainingError:
+        forget_prepared(self.optimizer)
+        latest = self.checkpoints.latest() or "not written yet"
+        return TrainingError(f"step {number}: {why}, and the last checkpoint is {latest}")
 
     def _evaluation_due(self) -> bool:
         every = self.evaluate_every
@@ -314,6 +332,7 @@ class Trainer:
     def _evaluate(self) -> None:
         if self.evaluator is None:
             return
+        self._check_weights()
         self.watch.phase(f"evaluating after step {self.step}")
         try:
             with self.times.measure("evaluation"):
@@ -328,6 +347,7 @@ class Trainer:
 
     def _save(self) -> None:
         """Begin to save; a save that is under way is waited for first."""
+        self._check_weights()
         if not self.hooks.saves:
             return
         self._finish_save()

@@ -41,6 +41,7 @@ from truestep.policy.model.training import no_noise
 from truestep.policy.policy import ModelFacts, Policy
 from truestep.policy.save import read_companions, saved_buffers
 from truestep.policy.tensor_parts import StoredTensors
+from truestep.policy.weights.finite import named_by_all, not_finite, some
 from truestep.policy.weights.protocol import Weights
 from truestep.policy.weights.sharded import ShardedWeights
 from truestep.policy.weights.unread import place_buffers, read_parameters, unread_files
@@ -98,6 +99,7 @@ def load_policy(
         recompute_activations(model, how)
     compute = getattr(torch, dtype)
     with progress.working("checking what it computes", "layers"), borrowed_weights(model, place):
+        _refuse(directory, not_finite(model.named_parameters()))
         probe, stages, choice = _probe(model, settings, place, compute, longest_document, ranks, pipeline, attending)
     if compiled:
         _compile(model, how)
@@ -110,7 +112,8 @@ def load_policy(
         model.requires_grad_(False)
     pieces, exchange = _cut(model, probe, stages, place, ranks)
     weights = _weights_of(model, compute, ranks, pieces, place, masters_on_host, reshard_after_forward, reduce_each)
-    _check_numbers(directory, weights)
+    # A probe sees the values of some layers only.
+    _refuse(directory, named_by_all(ranks, not_finite([*weights.frozen.items(), *weights.master.items()])))
     _finish_layers(model, weights, compiled, how)
     _finish_embedding(model, weights, rounds and alone)
     model.set_attn_implementation(choice.name)
@@ -236,11 +239,10 @@ def _weights_of(
         return WholeWeights(model, dtype, ranks, pieces, masters_on_host=masters_on_host)
 
 
-def _check_numbers(directory: Path, weights: Weights) -> None:
-    """Refuse values that are not finite in all that is here: a probe sees those of some layers only."""
-    for name, part in {**weights.frozen, **weights.master}.items():
-        if part.numel() and not torch.stack(part.detach().aminmax()).isfinite().all():
-            raise ModelError(f"model.path: {directory} has {name} with values that are not finite")
+def _refuse(directory: Path, odd: Sequence[str]) -> None:
+    """Refuse a model for the tensors that are not finite."""
+    if odd:
+        raise ModelError(f"model.path: {directory} has {some(odd)} with values that are not finite")
 
 
 def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipeline) -> tuple[Any, Any]:
