@@ -119,8 +119,8 @@ class Saves:
             staged.copy()
             if staged.not_finite:
                 raise SaveError(
-                    f"step {progress.step} is not saved: its checkpoint would have {some(staged.not_finite)} with values "
-                    f"that are not finite. The last checkpoint is {self._store.latest() or 'not written yet'}"
+                    f"step {progress.step} is not saved: its checkpoint would have {some(staged.not_finite)} with "
+                    f"values that are not finite. The last checkpoint is {self._store.latest() or 'not written yet'}"
                 )
             sync()
             return self._store.write_part(progress.step, ranks.rank, staged, random)

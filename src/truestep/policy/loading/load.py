@@ -86,8 +86,7 @@ def load_policy(
     recomputed layers keep lies on the host. `attending`: auto, flash or torch. `adapter`: it alone is trained."""
     directory, pipeline = Path(path), Pipeline(ranks.pipeline, stages_per_rank)
     model, tokenizer = _read(directory, trust_remote_code, ranks, pipeline)
-    if freeze:
-        freeze_weights(model, freeze)
+    freeze_weights(model, freeze)
     adapted = None if adapter is None else attach_adapter(model, adapter)
     place = _place(device)
     place_buffers(model, place)
@@ -112,7 +111,6 @@ def load_policy(
         model.requires_grad_(False)
     pieces, exchange = _cut(model, probe, stages, place, ranks)
     weights = _weights_of(model, compute, ranks, pieces, place, masters_on_host, reshard_after_forward, reduce_each)
-    # A probe sees the values of some layers only.
     _refuse(directory, named_by_all(ranks, not_finite([*weights.frozen.items(), *weights.master.items()])))
     _finish_layers(model, weights, compiled, how)
     _finish_embedding(model, weights, rounds and alone)
@@ -240,7 +238,7 @@ def _weights_of(
 
 
 def _refuse(directory: Path, odd: Sequence[str]) -> None:
-    """Refuse a model for the tensors that are not finite."""
+    """Refuse a model for the tensors that are not finite: those that a probe runs on, and then all."""
     if odd:
         raise ModelError(f"model.path: {directory} has {some(odd)} with values that are not finite")
 
