@@ -48,7 +48,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "all on the host": {"model": {"dtype": "bfloat16"}, "optimizer": {"offload": "all"}},
     "adapter": {"adapter": {"type": "lora", "rank": 2, "alpha": 4}},
 }
-RUINED = r"^step 3: its update left weights that are not finite, or close to it: .*learning rate 1e\+30: use a smaller"
+RUINED = r"^step 3: its update left weights that are not finite, or close to it: .*learning rate 1e\+30: lower optimizer"
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_a_state_that_is_not_finite_is_not_saved(config: Callable[..., Config], 
 def make_ruined(monkeypatch: pytest.MonkeyPatch, make: Callable[[], object]) -> None:
     """Do as versions did that looked at no number: their checkpoints are there."""
     with monkeypatch.context() as patch:
-        patch.setattr(UpdateCheck, "ruined", lambda self: None)
+        patch.setattr(UpdateCheck, "ruined", lambda self: [])
         patch.setattr(Staged, "not_finite", property(lambda self: [], lambda self, value: None), raising=False)
         make()
 
@@ -240,11 +240,10 @@ def test_the_check_sees_a_single_number(dtype: torch.dtype, value: float) -> Non
     model = torch.nn.Sequential(torch.nn.Linear(80, 60), torch.nn.Linear(60, 4))
     weights = WholeWeights(model, dtype)
     check = UpdateCheck(weights)
-    assert check.ruined() is None, "it was not asked"
+    assert not check.ruined(), "it was not asked"
     check.ask(0.5)
-    assert check.ruined() is None
+    assert not check.ruined()
     weights.master["1.weight"].detach()[2, 30] = value
     weights.publish()
     check.ask(0.5)
-    found = check.ruined()
-    assert found is None if value == 1e18 else "1.weight. The gradient" in (found or "")
+    assert check.ruined() == ([] if value == 1e18 else ["1.weight"])

@@ -22,7 +22,7 @@ from truestep.metrics.sinks import ShowsRollouts, Sink
 from truestep.metrics.spent import StepTimes
 from truestep.metrics.types import Max
 from truestep.policy.policy import Policy
-from truestep.policy.weights.finite import UpdateCheck
+from truestep.policy.weights.finite import UpdateCheck, some
 from truestep.progress import working
 from truestep.ranks.group import Ranks
 from truestep.ranks.watch import Watch
@@ -308,19 +308,25 @@ class Trainer:
         self.watch.phase(f"looking for what makes the gradient of step {number} {norm}")
         cause = find_cause(self.runner, plan, self.gradient_clip)
         why = explain_useless(norm, self.gradient_clip)
-        return self._ending(number, f"{why} (loss {accumulated.line()['loss']}); {cause}. Nothing was updated")
+        forget_prepared(self.optimizer)
+        return TrainingError(
+            f"step {number}: {why} (loss {accumulated.line()['loss']}); {cause}. Nothing was updated, and the last "
+            f"checkpoint is {self.checkpoints.latest() or 'not written yet'}"
+        )
 
     def _check_weights(self) -> None:
         """End the run if its last update ruined weights, before they are saved, published, evaluated or trained. Every
         rank calls this."""
-        if (why := self.update_check.ruined()) is not None:
-            self._finish_save()
-            raise self._ending(self.step, f"{why}. Nothing was saved, published or evaluated since")
-
-    def _ending(self, number: int, why: str) -> TrainingError:
+        if not (ruined := self.update_check.ruined()):
+            return
+        self._finish_save()
         forget_prepared(self.optimizer)
-        latest = self.checkpoints.latest() or "not written yet"
-        return TrainingError(f"step {number}: {why}, and the last checkpoint is {latest}")
+        raise TrainingError(
+            f"step {self.step}: its update left weights that are not finite, or close to it: {some(ruined)}. Its "
+            f"gradient was finite, and the learning rate {self.update_check.learning_rate:g}: lower "
+            "optimizer.learning_rate. Nothing was saved, published or evaluated since, and the last checkpoint is "
+            f"{self.checkpoints.latest() or 'not written yet'}"
+        )
 
     def _evaluation_due(self) -> bool:
         every = self.evaluate_every

@@ -63,7 +63,7 @@ class UpdateCheck:
 
     def __init__(self, weights: Weights):
         self._weights = weights
-        self._rate = 0.0
+        self.learning_rate = 0.0  # of the last update
         self._names: list[str] = []
         self._norms: list[torch.Tensor] = []
         self._answer: torch.Tensor | None = None  # the number of ruined tensors of all ranks, on the host
@@ -72,7 +72,7 @@ class UpdateCheck:
     @torch.no_grad()
     def ask(self, learning_rate: float) -> None:
         """Have the device look. Every rank calls this after its part of the update, at that learning rate."""
-        weights, ranks, self._rate = self._weights, self._weights.ranks, learning_rate
+        weights, ranks, self.learning_rate = self._weights, self._weights.ranks, learning_rate
         here = {name: part for name, part in weights.computed().items() if part.numel()}
         self._names, self._norms = list(here), list(torch._foreach_norm(list(here.values()))) if here else []
         count = torch.zeros((), dtype=torch.float32, device=weights.device)
@@ -86,23 +86,19 @@ class UpdateCheck:
             self._answer.copy_(count, non_blocking=True)
             self._there = torch.cuda.current_stream(count.device).record_event()
 
-    def ruined(self) -> str | None:
-        """Say which tensors the last update ruined, on any rank; None if it ruined none. Every rank calls this; only
-        the first call after `ask` waits for the device, if that is not there yet."""
+    def ruined(self) -> list[str]:
+        """Name the tensors that the last update ruined, on any rank. Every rank calls this; only the first call after
+        `ask` waits for the device, if that is not there yet."""
         answer, self._answer = self._answer, None
         if answer is None:
-            return None
+            return []
         if self._there is not None:
             self._there.synchronize()
         if not float(answer):
-            return None
+            return []
         norms = torch.stack(self._norms).tolist() if self._norms else []
         here = [name for name, norm in zip(self._names, norms, strict=True) if not math.isfinite(norm)]
-        names = some(named_by_all(self._weights.ranks, here))
-        return (
-            f"its update left weights that are not finite, or close to it: {names}. The gradient was finite, and the "
-            f"learning rate {self._rate:g}: use a smaller optimizer.learning_rate"
-        )
+        return named_by_all(self._weights.ranks, here)
 
 
 def largest(named: Mapping[str, torch.Tensor], ranks: Ranks) -> tuple[float, str]:
