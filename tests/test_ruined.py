@@ -48,7 +48,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "all on the host": {"model": {"dtype": "bfloat16"}, "optimizer": {"offload": "all"}},
     "adapter": {"adapter": {"type": "lora", "rank": 2, "alpha": 4}},
 }
-RUINED = r"^step 3: its update left weights that are not finite, or close to it: .*learning rate 1e\+30: lower optimizer"
+RUINED = r"^step 3: its update left weights that are not finite, or close to it: .*learning rate 1e\+30: lower"
 
 
 @pytest.fixture
