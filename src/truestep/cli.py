@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 
 from truestep import __version__
+from truestep.disks import is_refusal
 from truestep.errors import TruestepError
 from truestep.text import printable, shown
 
@@ -70,10 +71,10 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
         except TruestepError as error:
             _fail(str(error))
         except OSError as error:
-            if error.filename is None:
+            if error.filename is None and not is_refusal(error):
                 raise
-            # A file where a directory should be, no permission, a full disk.
-            _fail(f"{error.filename}: {error.strerror}")
+            # A file where a directory should be, no permission; a disk that refuses what another library writes.
+            _fail(f"{error.filename or 'a file cannot be written'}: {error.strerror}")
         except KeyboardInterrupt:
             click.echo("stopped; the same command starts again", err=True)
             sys.exit(130)
@@ -184,6 +185,7 @@ def plan(
     output: Path | None,
 ) -> None:
     """Print the memory that CONFIG needs, and the time of a step. No GPU is needed, and no weight is read."""
+    from truestep.files import write_text_whole
     from truestep.plan import cards
     from truestep.plan.report import make_plan_report
 
@@ -192,8 +194,7 @@ def plan(
         found = cards.calibrate(config.model.device)
         _print(cards.card_as_json(found))
         if output is not None:
-            output.mkdir(parents=True, exist_ok=True)
-            (output / "card.json").write_text(cards.card_as_json(found))
+            write_text_whole(output / "card.json", cards.card_as_json(found))
     size = ranks or int(os.environ.get("WORLD_SIZE", "1"))
     text, fits = make_plan_report(config, size, memory, output, found or cards.card_here(), length)
     _print(text)

@@ -11,6 +11,7 @@ import torch
 from truestep import progress
 from truestep.checkpoint.checksums import find_damage
 from truestep.checkpoint.store import CheckpointStore
+from truestep.disks import writing
 from truestep.errors import TruestepError
 from truestep.files import sync_directory, sync_tree
 from truestep.policy.adapter_files import base_of, is_adapter, write_adapter
@@ -55,7 +56,7 @@ def export(
     shutil.rmtree(partial, ignore_errors=True)  # of a process of the same number that was killed
     try:
         progress.phase("exporting")
-        with progress.working("writing", "bytes written"):
+        with progress.working("writing", "bytes written"), writing(partial):
             if adapter_alone and attached is not None:
                 weights = {name: _values(weight) for name, weight in whole.named_parameters() if is_adapters(name)}
                 write_adapter(partial, attached, _finite({n: w.to(kind) for n, w in weights.items()}), base)

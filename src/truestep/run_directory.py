@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from truestep.disks import writing
 from truestep.errors import TruestepError
 from truestep.files import (
     Line,
@@ -87,10 +88,11 @@ class RunDirectory:
         except OSError as error:
             with handle:
                 raise RunError(self._why_not_locked(handle, error)) from error
-        handle.truncate(0)
-        handle.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        handle.flush()
         self._lock = handle
+        with writing(self.path / ".lock"):
+            handle.truncate(0)
+            handle.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            handle.flush()
 
     def _why_not_locked(self, handle: TextIO, error: OSError) -> str:
         if error.errno not in _HELD:

@@ -13,6 +13,7 @@ from truestep.assemble.policy import join_ranks, make_policy
 from truestep.assemble.sources import own_part, read_documents
 from truestep.assemble.step import make_before_updates, make_rule, make_runner
 from truestep.config.schema import Config
+from truestep.disks import writing
 from truestep.errors import TruestepError
 from truestep.files import write_json, write_json_lines
 from truestep.losses.objective import Objective
@@ -86,7 +87,8 @@ def _documents(config: Config, policy: Policy, ranks: Ranks) -> tuple[Sequence[R
 
 
 def _clear(output: Path, rejected: Sequence[Rejected]) -> None:
-    output.mkdir(parents=True, exist_ok=True)
+    with writing(output):
+        output.mkdir(parents=True, exist_ok=True)
     for name in ("step.json", "scores.jsonl", "gradients.safetensors"):  # of an earlier step
         (output / name).unlink(missing_ok=True)
     write_rejected(output, rejected)
