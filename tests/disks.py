@@ -17,7 +17,7 @@ from truestep.cli import main
 from truestep.ranks.forks import fork_context
 
 _NEW_NAMESPACES = 0x10000000 | 0x00020000  # of users, and of mounts
-_REMOUNT, _READ_ONLY = 32, 1
+_REMOUNT, READ_ONLY = 32, 1  # flags of mount
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

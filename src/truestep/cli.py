@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from truestep import __version__
-from truestep.disks import is_refusal
+from truestep.disks import no_file, refusal
 from truestep.errors import TruestepError
 from truestep.text import printable, shown
 
@@ -70,14 +70,16 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
             command(*args, **kwargs)
         except TruestepError as error:
             _fail(str(error))
-        except OSError as error:
-            if error.filename is None and not is_refusal(error):
-                raise
-            # A file where a directory should be, no permission; a disk that refuses what another library writes.
-            _fail(f"{error.filename or 'a file cannot be written'}: {error.strerror}")
         except KeyboardInterrupt:
             click.echo("stopped; the same command starts again", err=True)
             sys.exit(130)
+        except Exception as error:
+            file, number = getattr(error, "filename", None), refusal(error)
+            if number is not None:  # what another library writes, in a place that nobody named
+                _fail(f"{file or 'a file or standard output'} cannot be written: {os.strerror(number)}")
+            if not isinstance(error, OSError) or file is None:
+                raise
+            _fail(f"{file}: {error.strerror}")  # a file where a directory should be, no permission
 
     return guarded
 
@@ -368,6 +370,8 @@ def _chat_template(model: Path | None) -> Any:
 def _vocabulary_size(model: Path) -> int:
     from truestep.files import LineError, exact_object
 
+    if (kind := no_file(model / "config.json")) is not None:
+        raise TruestepError(f"--model {model}: its config.json is {kind}, not a file")
     try:
         size = exact_object((model / "config.json").read_bytes()).get("vocab_size")
     except (OSError, LineError) as error:

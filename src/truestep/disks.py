@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,14 +27,13 @@ _REFUSALS = {
 class DiskError(TruestepError, OSError):
     """A disk's refusal, with the file that it is about."""
 
-    @staticmethod
-    def of(error: OSError, path: Path) -> "DiskError":
-        file = Path(os.fsdecode(error.filename)) if error.filename and path.is_dir() else path
-        made = DiskError(error.errno, os.strerror(error.errno or 0), os.fspath(file))
-        made.sentence = _sentence(error, file)
-        return made
-
     sentence: str = ""
+
+    @staticmethod
+    def of(number: int, path: Path) -> "DiskError":
+        made = DiskError(number, os.strerror(number), os.fspath(path))
+        made.sentence = _sentence(number, path)
+        return made
 
     def __str__(self) -> str:
         return self.sentence or super().__str__()
@@ -46,20 +46,24 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except DiskError:
         raise
-    except OSError as error:
-        if error.errno in _REFUSALS:
-            raise DiskError.of(error, Path(path)) from error
-        raise
+    except Exception as error:
+        number, place = refusal(error), Path(path)
+        if number is None:
+            raise
+        named = getattr(error, "filename", None)
+        raise DiskError.of(number, Path(os.fsdecode(named)) if named and place.is_dir() else place) from error
 
 
-def is_refusal(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno in _REFUSALS
+def refusal(error: Exception) -> int | None:
+    """Give the number of a disk's refusal; None for other errors. Libraries in Rust write it into their message."""
+    written = re.search(r"\(os error (\d+)\)$", str(error))
+    number = error.errno if isinstance(error, OSError) else int(written[1]) if written else None
+    return number if number in _REFUSALS else None
 
 
-def _sentence(error: OSError, path: Path) -> str:
-    reason = _REFUSALS[error.errno or 0]
+def _sentence(number: int, path: Path) -> str:
     return (
-        f"{printable(path)} cannot be written: {reason} ({os.strerror(error.errno or 0)}){_disk_of(path)}. Mend that "
+        f"{printable(path)} cannot be written: {_REFUSALS[number]} ({os.strerror(number)}){_disk_of(path)}. Mend that "
         "and start the same command again: what was complete before is as it was"
     )
 

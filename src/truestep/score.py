@@ -29,6 +29,8 @@ from truestep.step.plan import plan_exactly
 from truestep.step.runner import Accumulated
 from truestep.types import DocumentScore, Rejected, Rollout, StepPlan
 
+_GRADIENTS, _PARTIAL = "gradients.safetensors", ".gradients.safetensors.partial"
+
 
 @dataclass(frozen=True)
 class Score:
@@ -89,7 +91,7 @@ def _documents(config: Config, policy: Policy, ranks: Ranks) -> tuple[Sequence[R
 def _clear(output: Path, rejected: Sequence[Rejected]) -> None:
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)
-    for name in ("step.json", "scores.jsonl", "gradients.safetensors"):  # of an earlier step
+    for name in ("step.json", "scores.jsonl", _GRADIENTS, _PARTIAL):  # of an earlier step
         (output / name).unlink(missing_ok=True)
     write_rejected(output, rejected)
 
@@ -98,9 +100,8 @@ def _write(output: Path, result: Score, gradients: dict[str, torch.Tensor] | Non
     write_json_lines(output / "scores.jsonl", result.documents)
     if gradients is not None:
         tensors = {name: gradient.float().cpu().contiguous() for name, gradient in gradients.items()}
-        partial = output / ".gradients.safetensors.partial"
-        write_tensors(tensors, partial)
-        partial.replace(output / "gradients.safetensors")
+        write_tensors(tensors, output / _PARTIAL)
+        (output / _PARTIAL).replace(output / _GRADIENTS)
     # The step's file is last: where it stands, the others are whole.
     write_json(output / "step.json", result.step)
 

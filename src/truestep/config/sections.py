@@ -268,7 +268,7 @@ class ServerSampler(SamplerBase):
     machine see it under the same path."""
     weights_directory: str | None = None
     """The directory that new weights are written to for the servers to read: on a disk that they see under the same
-    path, and used by this run alone. null: weights, in the run's directory."""
+    path. Several runs may share it. null: weights, in the run's directory."""
     tolerance: Positive | None = None
     """How far, in nats, a server's log-probs of a probe may be from the trainer's after new weights. If they are
     further away, the run ends before anything is trained on. null: 0.001 with model.dtype: float32, else 0.1."""

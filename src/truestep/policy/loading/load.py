@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from truestep import progress
+from truestep.disks import no_file
 from truestep.errors import TruestepError
 from truestep.files import LineError, exact_object
 from truestep.head.logits import HeadSettings
@@ -254,6 +255,9 @@ def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipe
     stored = StoredTensors(directory) if StoredTensors.has_weights(directory) else None
     if stored is None and not list(directory.glob("*.safetensors")):
         raise ModelError(f"model.path: {directory} has no .safetensors file; other weight formats are not loaded")
+    for file in directory.iterdir():
+        if (kind := no_file(file)) is not None:
+            raise ModelError(f"model.path: {file} is {kind}, not a file")
     _check_config(directory)
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
