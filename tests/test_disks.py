@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from disks import READ_ONLY, can_mount, on_disk
@@ -35,6 +36,7 @@ from truestep.config.schema import Config
 from truestep.disks import DiskError, no_file, writing
 from truestep.errors import TruestepError
 from truestep.files import append_json_line, write_whole
+from truestep.policy.loading.load import load_policy
 
 PLENTY = 1 << 26
 FULL = "the disk is full (No space left on device); of the "
@@ -226,3 +228,22 @@ def test_a_pipe_that_the_process_was_given_is_read() -> None:
     os.close(reading)
     os.close(writing_end)
     assert no_file(Path(os.devnull)) is None and no_file(Path("nowhere")) is None
+
+
+@pytest.mark.parametrize("limit", [500, 20_000])
+def test_a_publication_names_what_has_no_room(limit: int, tmp_path: Path) -> None:
+    """Of weights that servers are to read: whether transformers writes the file or we do."""
+    pytest.importorskip("httpx")
+    from truestep.sampler.server.sync import WeightsDirectory
+
+    policy = load_policy(tokenised_model(tmp_path / "model", "llama"), device="cpu")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    directory = WeightsDirectory(tmp_path / "weights")
+    try:
+        with pytest.raises(DiskError, match=rf"^{tmp_path}/weights/.* cannot be written: .*ulimit -f"):
+            directory.write(policy, 0, torch.float32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert directory.write(policy, 0, torch.float32).is_dir(), "once there is room"
+    directory.let_go()
