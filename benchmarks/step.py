@@ -36,6 +36,7 @@ from truestep.losses.objective import Denominator, Objective
 from truestep.policy.loading.load import load_policy
 from truestep.policy.model.adapter import AdapterSettings, AdapterSource
 from truestep.policy.policy import Policy
+from truestep.policy.weights.finite import UpdateCheck
 from truestep.policy.weights.protocol import Weights
 from truestep.step.clipping import clip_scale, gradient_norm
 from truestep.step.optimizer import kernels_serve, make_adamw, make_adamw_8bit, make_muon, prepare, update
@@ -73,6 +74,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--gemma2", action="store_true", help="Gemma 2's layers: softcap, every second with a window")
     parser.add_argument("--profile", type=int, metavar="N", default=0, help="name the N kernels that take longest")
     parser.add_argument("--ns-dtype", choices=["float32", "bfloat16"], default="float32", help="of muon")
+    parser.add_argument("--update-check", action="store_true", help="also time steps whose weights are looked at after")
     parser.add_argument("--trl", action="store_true", help="measure TRL on the same documents (`make peers`)")
     parser.add_argument("--trl-seconds", type=float, default=220, help="no row of TRL begins after so long")
     parser.add_argument("--trl-only", nargs="+", metavar="WORDS", help="of TRL's rows, those that have one of these")
@@ -222,11 +224,44 @@ def main() -> None:
         f"peak memory      {peak / 2**30:8.1f} GiB, {peak / parameters:.2f} bytes a weight; of it weights, gradients, "
         f"optimizer and compute copy {lasting:.1f}"
     )
+    if given.update_check:
+        print_update_check(step, lambda: update(optimizer, policy.weights, 1e-6), policy.weights, given.steps)
     if given.trl:
         print_beside(theirs, tokens / median, compiled=given.compile)
     if given.profile:
         profile(step, given.profile)
         print_waits(step)
+
+
+def print_update_check(
+    step: Callable[[], None], update_weights: Callable[[], None], weights: Weights, count: int
+) -> None:
+    """Print what it costs to look at all weights after an update, as the trainer does: steps and updates with it and
+    without it, in turns."""
+    check = UpdateCheck(weights)
+
+    def checked(work: Callable[[], None]) -> None:
+        work()
+        check.ask(1e-6)
+
+    def step_and_look() -> None:
+        check.ruined()  # of the step before: the trainer reads it a step later too
+        checked(step)
+
+    wait = torch.cuda.current_stream().synchronize
+    steps = [(_time(step, wait), _time(step_and_look, wait)) for _ in range(count)]
+    updates = [(_time(update_weights), _time(lambda: checked(update_weights))) for _ in range(10)]
+    start = time.perf_counter()
+    check.ask(1e-6)
+    host = time.perf_counter() - start
+    read = sum(part.nbytes for part in weights.computed().values())
+    for what, pairs in (("step", steps), ("update", updates)):
+        without, with_it = (statistics.median(times) for times in zip(*pairs, strict=True))
+        print(
+            f"{what + ', checked':16} {with_it:8.4f} s   {without:.4f} s without: {with_it - without:+.4f} s, "
+            f"{(with_it - without) / without:+.2%}"
+        )
+    print(f"weights read     {read / 2**30:8.2f} GiB by the check; {host * 1e3:.2f} ms of the host's time")
 
 
 SHORT = 20  # microseconds: what the GPU waits between kernels that it was asked for early enough

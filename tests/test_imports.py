@@ -28,6 +28,7 @@ FLOORS = (
     ("metrics", "rollouts", "report", "callbacks", "terminal"),
     ("kept",),
     ("types", "config", "files", "randomness", "ranks"),
+    ("disks",),
     ("custom", "progress", "text", "exact", "transfer"),
     ("errors", "long_lived", "operators", "self_test", "window"),
     ("__init__",),

@@ -147,6 +147,65 @@ def test_a_model_that_changed_is_told_how_to_begin_with_it(config: Config) -> No
     assert "schedule.steps is now 9; before it was null" in said(limited)
 
 
+def other_options(config: Config, model: Path) -> Config:
+    return config.changed({"model.path": str(model), "loss.type": "reinforce", "optimizer.learning_rate": 0.5})
+
+
+def test_a_start_that_makes_no_step_changes_no_options(config: Config, tiny_model: Model, tmp_path: Path) -> None:
+    """Nor does the header name a model that does not run."""
+    said(config)
+    before = (tmp_path / "run/config.yaml").read_bytes()
+    text = said(other_options(config, tiny_model("qwen3")))
+    assert "optimizer.learning_rate is now 0.5; before it was 0.01" in text
+    newest = tmp_path / "run/checkpoints/step-00000004"
+    assert text.splitlines()[1].startswith(f"model: {newest} (LlamaForCausalLM), ")
+    assert (tmp_path / "run/config.yaml").read_bytes() == before
+    assert "before it was" not in said(config)
+
+
+def test_options_are_noted_with_the_first_step_they_make(config: Config, tiny_model: Model, tmp_path: Path) -> None:
+    two = config.changed({"schedule.steps": 2})
+    said(two)
+    other = other_options(config, tiny_model("qwen3")).changed({"schedule.steps": 3})
+    trainer = make_trainer(other, Console(file=io.StringIO()))
+    began = (tmp_path / "run/config.yaml").read_bytes()
+    assert yaml.safe_load(began)["optimizer"]["learning_rate"] == 0.01
+    trainer.run()
+    made = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    assert (made["optimizer"]["learning_rate"], made["loss"]["type"]) == (0.5, "reinforce")
+    assert made["model"]["path"] == config.model.path, "the weights came from the checkpoint"
+    text = said(config)
+    assert "optimizer.learning_rate is now 0.01; before it was 0.5" in text
+    assert "model.path is now" not in text
+    kept = tmp_path / "run/config-until-00000002.yaml"
+    assert kept.read_bytes() == began
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000004")
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000003")
+    said(config.changed({"schedule.steps": 2}))
+    assert not list((tmp_path / "run").glob("config-until-*")), "the steps that others made are gone"
+    assert (tmp_path / "run/config.yaml").read_bytes() == began
+
+
+def test_options_of_steps_that_are_rolled_back_go_with_them(config: Config, tmp_path: Path) -> None:
+    said(config.changed({"schedule.steps": 2}))
+    kept = (tmp_path / "run/config.yaml").read_bytes()
+    fast = config.changed({"optimizer.learning_rate": 0.5, "checkpoint.every": 0, "schedule.steps": 2})
+    trainer = make_trainer(fast.changed({"schedule.steps": 4}), Console(file=io.StringIO()))
+    honest = trainer.directory.record_step
+
+    def die(step: int, *arguments: object) -> None:
+        honest(step, *arguments)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    trainer.directory.record_step = die  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["optimizer"]["learning_rate"] == 0.5
+    text = said(config.changed({"schedule.steps": 2}))
+    assert "before it was" not in text
+    assert (tmp_path / "run/config.yaml").read_bytes() == kept
+
+
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_command_with_its_exit_code_and_a_checkpoint(
     kind: signal.Signals, config: Config, tmp_path: Path

@@ -187,12 +187,15 @@ def test_nan_ends_the_run_with_the_steps_number_and_updates_nothing(tiny_model: 
     _, master = next(iter(trainer.policy.weights.master.items()))
     seen: dict[str, torch.Tensor] = {}
 
-    def poison() -> None:
-        with torch.no_grad():
-            master.fill_(math.nan)
-        seen.update({name: weight.detach().clone() for name, weight in trainer.policy.weights.master.items()})
+    def poison(plan: StepPlan) -> StepPlan:
+        if trainer.step == 2:
+            trainer._finish_save()
+            with torch.no_grad():
+                master.fill_(math.nan)
+            seen.update({name: weight.detach().clone() for name, weight in trainer.policy.weights.master.items()})
+        return plan
 
-    trainer.sinks = [*trainer.sinks, DoAt(2, poison)]
+    trainer.hooks = Hooks(change_plan=poison)
     with pytest.raises(TrainingError, match=r"^step 3: the gradient's norm is nan") as caught:
         trainer.run()
     assert str(directory / "checkpoints/step-00000002") in str(caught.value)

@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 
 from truestep import __version__
+from truestep.disks import no_file, refusal
 from truestep.errors import TruestepError
 from truestep.text import printable, shown
 
@@ -69,14 +70,16 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
             command(*args, **kwargs)
         except TruestepError as error:
             _fail(str(error))
-        except OSError as error:
-            if error.filename is None:
-                raise
-            # A file where a directory should be, no permission, a full disk.
-            _fail(f"{error.filename}: {error.strerror}")
         except KeyboardInterrupt:
             click.echo("stopped; the same command starts again", err=True)
             sys.exit(130)
+        except Exception as error:
+            file, number = getattr(error, "filename", None), refusal(error)
+            if number is not None:  # what another library writes, in a place that nobody named
+                _fail(f"{file or 'a file or standard output'} cannot be written: {os.strerror(number)}")
+            if not isinstance(error, OSError) or file is None:
+                raise
+            _fail(f"{file}: {error.strerror}")  # a file where a directory should be, no permission
 
     return guarded
 
@@ -184,6 +187,7 @@ def plan(
     output: Path | None,
 ) -> None:
     """Print the memory that CONFIG needs, and the time of a step. No GPU is needed, and no weight is read."""
+    from truestep.files import write_text_whole
     from truestep.plan import cards
     from truestep.plan.report import make_plan_report
 
@@ -192,8 +196,7 @@ def plan(
         found = cards.calibrate(config.model.device)
         _print(cards.card_as_json(found))
         if output is not None:
-            output.mkdir(parents=True, exist_ok=True)
-            (output / "card.json").write_text(cards.card_as_json(found))
+            write_text_whole(output / "card.json", cards.card_as_json(found))
     size = ranks or int(os.environ.get("WORLD_SIZE", "1"))
     text, fits = make_plan_report(config, size, memory, output, found or cards.card_here(), length)
     _print(text)
@@ -367,6 +370,8 @@ def _chat_template(model: Path | None) -> Any:
 def _vocabulary_size(model: Path) -> int:
     from truestep.files import LineError, exact_object
 
+    if (kind := no_file(model / "config.json")) is not None:
+        raise TruestepError(f"--model {model}: its config.json is {kind}, not a file")
     try:
         size = exact_object((model / "config.json").read_bytes()).get("vocab_size")
     except (OSError, LineError) as error:

@@ -11,12 +11,14 @@ import torch
 from truestep import progress
 from truestep.checkpoint.checksums import find_damage
 from truestep.checkpoint.store import CheckpointStore
+from truestep.disks import writing
 from truestep.errors import TruestepError
 from truestep.files import sync_directory, sync_tree
 from truestep.policy.adapter_files import base_of, is_adapter, write_adapter
 from truestep.policy.loading.load import read_model
 from truestep.policy.model.adapter import Adapter, AdapterSource, is_adapters, merged
 from truestep.policy.save import model_files, read_companions, saved_buffers, write_weights
+from truestep.policy.weights.finite import not_finite, some
 from truestep.policy.weights.unread import Unread, place_buffers
 from truestep.run_directory import RunDirectory
 
@@ -49,17 +51,18 @@ def export(
         raise ExportError(f"the checkpoint {checkpoint} cannot be exported: {damage}")
     progress.phase("loading the checkpoint")
     whole, attached = read_model(base, trust_remote_code, adapter)
+    kind: torch.dtype = getattr(torch, dtype)
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process of the same number that was killed
     try:
         progress.phase("exporting")
-        with progress.working("writing", "bytes written"):
+        with progress.working("writing", "bytes written"), writing(partial):
             if adapter_alone and attached is not None:
                 weights = {name: _values(weight) for name, weight in whole.named_parameters() if is_adapters(name)}
-                write_adapter(partial, attached, {n: w.to(getattr(torch, dtype)) for n, w in weights.items()}, base)
+                write_adapter(partial, attached, _finite({n: w.to(kind) for n, w in weights.items()}), base)
             else:
                 partial.mkdir(parents=True)
-                _write(whole, attached, base, partial, getattr(torch, dtype))
+                _write(whole, attached, base, partial, kind)
             sync_tree(partial)
         os.replace(partial, output)
         sync_directory(output.parent)
@@ -78,10 +81,18 @@ def _write(model: Any, adapter: Adapter | None, source: Path, directory: Path, d
     def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
         tensors = {name: _values(weights[name]) for name in names}
         if adapter is not None:
-            return merged(tensors, adapter, dtype)
-        return {name: tensor.to(dtype) for name, tensor in tensors.items()}
+            return _finite(merged(tensors, adapter, dtype))
+        return _finite({name: tensor.to(dtype) for name, tensor in tensors.items()})
 
     write_weights(model, weights, read, saved_buffers(model), directory)
+
+
+def _finite(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Refuse tensors that are not finite, as they are to be written: float16 has nothing above 65,504."""
+    if odd := not_finite(tensors.items()):
+        dtype = str(tensors[odd[0]].dtype).removeprefix("torch.")
+        raise ExportError(f"nothing is exported: {some(odd)} would have values that are not finite, in {dtype}")
+    return tensors
 
 
 def _values(weight: torch.Tensor) -> torch.Tensor:

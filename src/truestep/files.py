@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from truestep import progress
+from truestep.disks import writing
 from truestep.text import printable
 
 log = logging.getLogger(__name__)
@@ -23,17 +24,18 @@ LONGEST_LINE = 1 << 28  # bytes; a step of a million documents with long names t
 
 def sync_directory(directory: Path) -> None:
     """Make a rename in this directory survive a power cut."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with writing(directory):
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def sync_files(files: Iterable[Path]) -> None:
     """Put files on the disk, those of them that are there."""
     for path in files:
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        with contextlib.suppress(FileNotFoundError), writing(path), path.open("rb") as file:
             os.fsync(file.fileno())
 
 
@@ -42,23 +44,25 @@ def sync_tree(directory: Path) -> None:
     for folder, _, names in os.walk(directory):
         for name in names:
             path = Path(folder) / name
-            with progress.waiting_for(f"the disk to write {path}"), path.open("rb") as file:
+            with progress.waiting_for(f"the disk to write {path}"), writing(path), path.open("rb") as file:
                 os.fsync(file.fileno())
             progress.made("files on the disk")
         sync_directory(Path(folder))
 
 
 def write_whole(path: Path, content: bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with partial.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        finally:
+            with contextlib.suppress(OSError):  # it must not hide why there is one
+                partial.unlink(missing_ok=True)
     sync_directory(path.parent)
     return path
 
@@ -100,9 +104,10 @@ def write_json_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
 
 
 def append_json_line(path: Path, value: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json_line(value))
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json_line(value))
 
 
 class LineError(ValueError):
@@ -293,7 +298,7 @@ def read_exact_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def cut_file(path: Path, size: int) -> None:
     """Cut a file off behind its first `size` bytes, and put that on the disk."""
-    with path.open("r+b") as file:
+    with writing(path), path.open("r+b") as file:
         if file.seek(0, os.SEEK_END) != size:
             file.truncate(size)
             os.fsync(file.fileno())

@@ -17,13 +17,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from truestep.disks import writing
 from truestep.errors import TruestepError
-from truestep.files import Line, append_json_line, cut_file, lines_from_the_end, sync_files, write_json
+from truestep.files import (
+    Line,
+    append_json_line,
+    cut_file,
+    lines_from_the_end,
+    sync_files,
+    write_json,
+    write_text_whole,
+    write_whole,
+)
 from truestep.kept import files as kept_files
 from truestep.rollouts.rejects import write_rejected
 from truestep.text import printable
 from truestep.types import PutAside, Rejected, StepPlan
 
+_REPLACED = "config-until-"  # what the names of files begin with whose options made the steps up to one
 _END = 1 << 20  # bytes of a file's beginning and of its end
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # what flock says where another process has the lock
 
@@ -48,6 +59,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self._first_weights = path / "first_weights.json"
         self._lock: TextIO | None = None
+        self._coming: str | None = None  # what config.yaml will have once this start has made a step
 
     def check(self) -> None:
         """Refuse a directory that cannot be made or written to, and leave none behind."""
@@ -76,10 +88,11 @@ class RunDirectory:
         except OSError as error:
             with handle:
                 raise RunError(self._why_not_locked(handle, error)) from error
-        handle.truncate(0)
-        handle.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        handle.flush()
         self._lock = handle
+        with writing(self.path / ".lock"):
+            handle.truncate(0)
+            handle.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            handle.flush()
 
     def _why_not_locked(self, handle: TextIO, error: OSError) -> str:
         if error.errno not in _HELD:
@@ -147,7 +160,35 @@ class RunDirectory:
         path = Path(model).resolve()
         write_json(self._first_weights, {"path": str(path), "files": _describe_weights(path)})
 
+    def options_of(self, step: int) -> Path:
+        """Give the file of the options that made a step: config.yaml, or what was kept of it when others came."""
+        return min((file for file in self._replaced() if _until(file) >= step), key=_until, default=self.config)
+
+    def _replaced(self) -> list[Path]:
+        return [file for file in self.path.glob(f"{_REPLACED}*.yaml") if file.stem.removeprefix(_REPLACED).isdecimal()]
+
+    def begin_under(self, options: str, step: int) -> None:
+        """Take the options of this start, which goes on after a step, as YAML. config.yaml is put back to those that
+        made this step. It has this start's from its first step on, or at once where there is no step."""
+        before = self.options_of(step)
+        there = before.read_text(encoding="utf-8") if step and before.is_file() else options
+        if not self.config.is_file() or self.config.read_text(encoding="utf-8") != there:
+            write_text_whole(self.config, there)
+        for file in self._replaced():
+            if not step or _until(file) >= step:
+                file.unlink()
+        self._coming = options if there != options else None
+
+    def _note_options(self, step: int) -> None:
+        """Have config.yaml say what made a step, and keep what made those before it."""
+        if self._coming is not None:
+            kept = self.path / f"{_REPLACED}{step - 1:08d}.yaml"
+            write_whole(kept, self.config.read_bytes())
+            write_text_whole(self.config, self._coming)
+            self._coming = None
+
     def record_step(self, step: int, plan: StepPlan, put_aside: Sequence[PutAside] = ()) -> None:
+        self._note_options(step)
         line: dict[str, Any] = {
             "step": step,
             "documents": [document.id for document in plan.documents],
@@ -193,6 +234,10 @@ class RunDirectory:
     def ledger_bytes(self) -> int:
         """Give the size of ledger.jsonl, which `roll_back` needs."""
         return self.ledger.stat().st_size if self.ledger.is_file() else 0
+
+
+def _until(file: Path) -> int:
+    return int(file.stem.removeprefix(_REPLACED))
 
 
 def _named(put_aside: Sequence[PutAside]) -> dict[str, Any]:

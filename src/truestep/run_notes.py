@@ -37,10 +37,12 @@ def run_notes(
     rejected: Sequence[Rejected],
     latest: Path | None,
     step: int,
+    before: Config | None,
 ) -> list[str]:
+    """Say where the run goes on, what changed since `before`, the options of the steps so far, and what is odd."""
     notes = []
     if latest is not None:
-        notes += [f"going on after step {step} of {latest}", *_changes_since(directory, config)]
+        notes += [f"going on after step {step} of {latest}", *_changes_since(before, config)]
     elif done := count_lines(directory.ledger):
         notes.append(f"{directory.path} has no checkpoint: starting again, its {done} steps are removed")
     if policy.device.type == "cuda":
@@ -64,12 +66,19 @@ def run_notes(
     return notes
 
 
-def _changes_since(directory: RunDirectory, config: Config) -> list[str]:
-    """Name the options that differ from those the run was started with. That is allowed, but should not surprise."""
+def options_before(directory: RunDirectory, step: int) -> Config | None:
+    """Read the options that made a step; None where another version wrote them, or nobody."""
     try:
-        before = _flat(redacted_options(load_config(directory.config).model_dump()))
-    except ConfigError:  # written by another version, or gone
+        return load_config(directory.options_of(step))
+    except ConfigError:
+        return None
+
+
+def _changes_since(made_by: Config | None, config: Config) -> list[str]:
+    """Name the options that differ from those that made the run's steps. That is allowed, but should not surprise."""
+    if made_by is None:
         return []
+    before = _flat(redacted_options(made_by.model_dump()))
     now = _flat(redacted_options(config.model_dump()))  # a secret that changed is no one's business
     notes = [
         f"{name} is now {_plain(now.get(name))}; before it was {_plain(before.get(name))}"

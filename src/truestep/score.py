@@ -13,6 +13,7 @@ from truestep.assemble.policy import join_ranks, make_policy
 from truestep.assemble.sources import own_part, read_documents
 from truestep.assemble.step import make_before_updates, make_rule, make_runner
 from truestep.config.schema import Config
+from truestep.disks import writing
 from truestep.errors import TruestepError
 from truestep.files import write_json, write_json_lines
 from truestep.losses.objective import Objective
@@ -27,6 +28,8 @@ from truestep.step.clipping import gradient_norm
 from truestep.step.plan import plan_exactly
 from truestep.step.runner import Accumulated
 from truestep.types import DocumentScore, Rejected, Rollout, StepPlan
+
+_GRADIENTS, _PARTIAL = "gradients.safetensors", ".gradients.safetensors.partial"
 
 
 @dataclass(frozen=True)
@@ -86,8 +89,9 @@ def _documents(config: Config, policy: Policy, ranks: Ranks) -> tuple[Sequence[R
 
 
 def _clear(output: Path, rejected: Sequence[Rejected]) -> None:
-    output.mkdir(parents=True, exist_ok=True)
-    for name in ("step.json", "scores.jsonl", "gradients.safetensors"):  # of an earlier step
+    with writing(output):
+        output.mkdir(parents=True, exist_ok=True)
+    for name in ("step.json", "scores.jsonl", _GRADIENTS, _PARTIAL):  # of an earlier step
         (output / name).unlink(missing_ok=True)
     write_rejected(output, rejected)
 
@@ -96,9 +100,8 @@ def _write(output: Path, result: Score, gradients: dict[str, torch.Tensor] | Non
     write_json_lines(output / "scores.jsonl", result.documents)
     if gradients is not None:
         tensors = {name: gradient.float().cpu().contiguous() for name, gradient in gradients.items()}
-        partial = output / ".gradients.safetensors.partial"
-        write_tensors(tensors, partial)
-        partial.replace(output / "gradients.safetensors")
+        write_tensors(tensors, output / _PARTIAL)
+        (output / _PARTIAL).replace(output / _GRADIENTS)
     # The step's file is last: where it stands, the others are whole.
     write_json(output / "step.json", result.step)
 

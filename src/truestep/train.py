@@ -28,7 +28,6 @@ from truestep.checkpoint.saves import SaveRule, Saves
 from truestep.checkpoint.store import CheckpointStore, Progress, read_progress
 from truestep.config.load import dump_config
 from truestep.config.schema import Config
-from truestep.files import write_whole
 from truestep.metrics.sinks import Sink
 from truestep.plan.beside import planned_beside
 from truestep.plan.exhausted import exhaustion_explained
@@ -40,10 +39,11 @@ from truestep.randomness import seed_random
 from truestep.ranks.group import ALONE, Ranks
 from truestep.ranks.watch import Watch
 from truestep.rollouts.rejects import write_rejected
+from truestep.rollouts.source import Source
 from truestep.run_directory import RunDirectory
-from truestep.run_notes import run_notes, what_runs
+from truestep.run_notes import options_before, run_notes, what_runs
 from truestep.step.ahead import PlansAhead
-from truestep.step.optimizer import restore_optimizer
+from truestep.step.optimizer import StateError, restore_optimizer
 from truestep.step.queue import PlanQueue
 from truestep.step.runner import StepRunner
 from truestep.step.scoring import BeforeUpdates
@@ -66,18 +66,19 @@ def train(
     """Train to the end, and return the trainer that did it. Callbacks are called, and sinks written, by the first rank
     alone."""
     ranks = join_ranks(config)
-    config, switched_on = settle_on(config, ranks)
+    running, switched_on = settle_on(_as_it_runs(config, ranks.share(lambda: _latest(config))), ranks)
+    config = _with_model(running, config.model.path)
     watch = Watch(ranks, config.schedule.stall_timeout)
     display = Display(console) if config.logging.console and ranks.first else Display(Console(quiet=True))
     for name, value in switched_on.items():
         display.say(f"auto: {name} is {str(value).lower()} here, so that it fits or is faster")
-    with watch.watching(), exhaustion_explained(config, ranks.size, lambda: watch.doing), display:
+    with watch.watching(), exhaustion_explained(running, ranks.size, lambda: watch.doing), display:
         trainer = make_trainer(config, console, title, ranks, watch, callbacks, display)
         display.asked_to_stop = lambda: trainer.stopped_by
         if ranks.first:
             trainer.sinks = [*trainer.sinks, *sinks]
         if config.logging.console and ranks.first and trainer.policy.device.type == "cuda":
-            beside = planned_beside(config, ranks.size, display.say)
+            beside = planned_beside(running, ranks.size, display.say)
             trainer.sinks = [*trainer.sinks, *([beside] if beside else [])]
         try:
             trainer.run()
@@ -117,11 +118,8 @@ def make_trainer(
     rejected = source.drain_rejected()
     sinks: list[Sink] = []
     if ranks.first:
-        notes = damaged + run_notes(directory, config, policy, source, rejected, latest, progress.step)
         sinks = make_sinks(config, directory, display, title, progress.step)
-        directory.lock()
-        notes += _lay_out(directory, config, rejected, progress)
-        _say_notes(display, config, [*what_runs(config, policy, directory, source, ranks.size), *notes])
+        _say_notes(display, config, _begin(directory, config, policy, source, latest, rejected, progress, damaged))
     if latest is not None:  # a kill may have come after its completion, and before the source was told
         source.checkpointed(latest, progress.step, queue.documents_seen)
     return Trainer(
@@ -239,6 +237,8 @@ def _restore(
         progress = read_progress(checkpoint, policy.weights.ranks.rank)
         queue.restore(progress.queue, list(progress.carried))
         restore_optimizer(optimizer, policy.weights, StoredTensors(checkpoint))
+    except StateError as error:
+        raise _damaged(checkpoint, error) from error
     except _ODD_CONTENT as error:
         raise _damaged(checkpoint, f"{type(error).__name__}: {error}") from error
     callbacks.restore(progress.callbacks, progress.step, queue.documents_seen)
@@ -256,21 +256,43 @@ def _damaged(checkpoint: Path, problem: object) -> TrainingError:
     )
 
 
-def _lay_out(
+def _begin(
     directory: RunDirectory,
     config: Config,
+    policy: Policy,
+    source: Source,
+    latest: Path | None,
     rejected: Sequence[Rejected],
     progress: Progress,
+    damaged: Sequence[str],
 ) -> list[str]:
     """Roll the run's files back to where the checkpoint left them. Nothing is written before everything else could be
-    built.
-
-    What is found damaged in them is given, a sentence each.
-    """
-    faults = directory.roll_back(progress.step, progress.rejected_bytes, progress.ledger_bytes)
+    built. Give what there is to say, a sentence each: what runs, what changed, and what is damaged in the files."""
+    before = None if latest is None else options_before(directory, progress.step)
+    notes = what_runs(_as_it_runs(config, latest), policy, directory, source, policy.weights.ranks.size)
+    notes += [*damaged, *run_notes(directory, config, policy, source, rejected, latest, progress.step, before)]
+    directory.lock()
+    notes += directory.roll_back(progress.step, progress.rejected_bytes, progress.ledger_bytes)
     if config.data.path is not None:
         write_rejected(directory.path, rejected)  # of the whole data, read anew at every start
     if progress.step == 0 and (config.adapter is not None or starts_from_first_weights(config)):
         directory.note_first_weights(config.model.path)
-    write_whole(directory.config, dump_config(config, without_secrets=True).encode())
-    return faults
+    if before is not None and config.adapter is None:  # whose model.path is read at a run's beginning only
+        config = _with_model(config, before.model.path)
+    directory.begin_under(dump_config(config, without_secrets=True), progress.step)
+    return notes
+
+
+def _latest(config: Config) -> Path | None:
+    directory = config.checkpoint.directory
+    return None if directory is None else CheckpointStore(RunDirectory(Path(directory)).checkpoints, 1).latest()
+
+
+def _as_it_runs(config: Config, checkpoint: Path | None) -> Config:
+    """Name the model that runs, as a plan of memory needs it: a run that goes on has that of its checkpoint."""
+    whole = checkpoint is not None and config.adapter is None
+    return _with_model(config, str(checkpoint)) if whole else config
+
+
+def _with_model(config: Config, path: str) -> Config:
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})

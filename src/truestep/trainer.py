@@ -22,14 +22,15 @@ from truestep.metrics.sinks import ShowsRollouts, Sink
 from truestep.metrics.spent import StepTimes
 from truestep.metrics.types import Max
 from truestep.policy.policy import Policy
+from truestep.policy.weights.finite import UpdateCheck, some
 from truestep.progress import working
 from truestep.ranks.group import Ranks
 from truestep.ranks.watch import Watch
 from truestep.rollouts.source import Interrupted, Source
 from truestep.run_directory import RunDirectory
 from truestep.step.ahead import Planned, PlansAhead
-from truestep.step.blame import find_not_finite
-from truestep.step.clipping import clip_scale, gradient_norm
+from truestep.step.blame import find_cause
+from truestep.step.clipping import clip_scale, explain_useless, gradient_norm, usable
 from truestep.step.machine import gpu_metrics
 from truestep.step.optimizer import LearningRate, forget_prepared, optimizer_parts, prepare, update
 from truestep.step.runner import Accumulated, StepRunner
@@ -102,8 +103,12 @@ class Trainer:
     times: StepTimes = field(default_factory=StepTimes)
     ended: str = "not run yet"  # how the run ended, as a sentence
     finished: bool = False  # it was not stopped
+    update_check: UpdateCheck = field(init=False)
     _num_rejected: int = 0  # records, since the last step
     _long_lived: LongLived = field(default_factory=LongLived)
+
+    def __post_init__(self) -> None:
+        self.update_check = UpdateCheck(self.policy.weights)
 
     @property
     def step(self) -> int:
@@ -235,8 +240,9 @@ class Trainer:
         measured = {"data_wait_time": waited, **self.source.drain_measured()}
         accumulated = self._accumulate(plan, measured)
         norm = gradient_norm(self.policy.weights, meanwhile=partial(prepare, self.optimizer))
-        if not math.isfinite(norm):
-            raise self._not_finite(number, plan, accumulated, norm)
+        self._check_weights()
+        if not usable(norm, self.gradient_clip):
+            raise self._useless(number, plan, accumulated, norm)
         if self.hooks.on_gradient is not None:
             self.hooks.on_gradient(plan, accumulated, norm)
         rate = self.learning_rate.at(number) * self.callbacks.applied_factor
@@ -244,10 +250,13 @@ class Trainer:
             scale = clip_scale(norm, self.gradient_clip)
             self.saves.before_update()
             update(self.optimizer, self.policy.weights, rate, scale)
+            self.update_check.ask(rate)
         self.runner = self.runner.steered(accumulated.metrics)
         self.state.step = number
         self.state.documents_seen = plan.documents_seen_after
         self.watch.phase(f"ending step {number}")
+        if not self.source.plans_ahead:  # its documents may depend on the weights, or it sends them to others
+            self._check_weights()
         with self.times.measure("sync"):
             self.source.updated(self.state.documents_seen)
         self.directory.record_step(number, plan, self.put_aside)
@@ -293,15 +302,30 @@ class Trainer:
         self.before.computed(plan, accumulated.scores)
         return accumulated
 
-    def _not_finite(self, number: int, plan: StepPlan, accumulated: Accumulated, norm: float) -> TrainingError:
-        forget_prepared(self.optimizer)
+    def _useless(self, number: int, plan: StepPlan, accumulated: Accumulated, norm: float) -> TrainingError:
+        """Explain a gradient that no update may use."""
         self._finish_save()
-        self.watch.phase(f"looking for the documents that make the gradient of step {number} {norm}")
-        names = ", ".join(printable(name) for name in find_not_finite(self.runner, plan))
-        made_by = f"these documents alone make it so: {names}" if names else "no document alone makes it so"
+        self.watch.phase(f"looking for what makes the gradient of step {number} {norm}")
+        cause = find_cause(self.runner, plan, self.gradient_clip)
+        why = explain_useless(norm, self.gradient_clip)
+        forget_prepared(self.optimizer)
         return TrainingError(
-            f"step {number}: the gradient's norm is {norm} (loss {accumulated.line()['loss']}); {made_by}. Nothing was "
-            f"updated, and the last checkpoint is {self.checkpoints.latest() or 'not written yet'}"
+            f"step {number}: {why} (loss {accumulated.line()['loss']}); {cause}. Nothing was updated, and the last "
+            f"checkpoint is {self.checkpoints.latest() or 'not written yet'}"
+        )
+
+    def _check_weights(self) -> None:
+        """End the run if its last update ruined weights, before they are saved, published, evaluated or trained. Every
+        rank calls this."""
+        if not (ruined := self.update_check.ruined()):
+            return
+        self._finish_save()
+        forget_prepared(self.optimizer)
+        raise TrainingError(
+            f"step {self.step}: its update left weights that are not finite, or close to it: {some(ruined)}. Its "
+            f"gradient was finite, and the learning rate {self.update_check.learning_rate:g}: lower "
+            "optimizer.learning_rate. Nothing was saved, published or evaluated since, and the last checkpoint is "
+            f"{self.checkpoints.latest() or 'not written yet'}"
         )
 
     def _evaluation_due(self) -> bool:
@@ -314,6 +338,7 @@ class Trainer:
     def _evaluate(self) -> None:
         if self.evaluator is None:
             return
+        self._check_weights()
         self.watch.phase(f"evaluating after step {self.step}")
         try:
             with self.times.measure("evaluation"):
@@ -328,6 +353,7 @@ class Trainer:
 
     def _save(self) -> None:
         """Begin to save; a save that is under way is waited for first."""
+        self._check_weights()
         if not self.hooks.saves:
             return
         self._finish_save()

@@ -31,13 +31,14 @@ Models = Callable[[str], Path]
 
 def test_the_newest_weights_and_those_before_stay(tiny_model: Models, tmp_path: Path) -> None:
     policy, shared = load_policy(tiny_model("llama")), tmp_path / "shared"
-    (shared / ".truestep-weights-1.partial").mkdir(parents=True)
     directory = WeightsDirectory(shared)
-    written = []
+    written: list[Path] = []
+    leftover = shared / f".{directory.write(policy, 2, torch.float32).name}.partial"
+    next(shared.glob("truestep-*")).rename(leftover)  # as a kill leaves it
     for version in (8, 16, 4):  # the last after a start that went back
         written.append(directory.write(policy, version, torch.float32))
         os.utime(written[-1], ns=(len(written), len(written)))
-    assert set(shared.iterdir()) == set(written[1:])
+    assert {path for path in shared.iterdir() if not path.name.startswith(".truestep-run-")} == set(written[1:])
     assert len({path.name for path in written}) == 3 and written[2].is_absolute()
     directory.clear()
     assert not shared.exists()
@@ -49,6 +50,40 @@ def test_what_others_put_beside_weights_stays(tiny_model: Models, tmp_path: Path
     (tmp_path / "shared" / "notes.txt").write_text("mine")
     directory.clear()
     assert [path.name for path in (tmp_path / "shared").iterdir()] == ["notes.txt"]
+
+
+def test_runs_that_share_a_directory_leave_one_another_s_weights(tiny_model: Models, tmp_path: Path) -> None:
+    policy, shared = load_policy(tiny_model("llama")), tmp_path / "shared"
+    first, second = (WeightsDirectory(shared, run=tmp_path / run) for run in ("a", "b"))
+    kept = [first.write(policy, version, torch.float32) for version in (8, 16)]
+    for version in (8, 16, 24, 32):
+        others = second.write(policy, version, torch.float32)
+    assert all((path / "config.json").is_file() for path in kept), "a server may ask for either"
+    second.clear()
+    assert all((path / "config.json").is_file() for path in kept) and not others.exists()
+    first.clear()
+    assert not shared.exists()
+
+
+def test_what_a_run_that_is_gone_has_left_is_removed_and_another_machine_s_is_not(
+    tiny_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, shared = load_policy(tiny_model("llama")), tmp_path / "shared"
+    gone, living = (WeightsDirectory(shared, run=tmp_path / run) for run in ("gone", "living"))
+    with monkeypatch.context() as patch:
+        patch.setattr("socket.gethostname", lambda: "elsewhere")
+        elsewhere = WeightsDirectory(shared, run=tmp_path / "gone")
+    left, theirs = gone.write(policy, 8, torch.float32), elsewhere.write(policy, 8, torch.float32)
+    (shared / f".{left.name}.partial").mkdir()
+    for directory in (gone, elsewhere):
+        directory.let_go()  # as the end of its process does
+    own = living.write(policy, 0, torch.float32)
+    assert set(shared.glob("*truestep-weights*")) == {own, theirs}
+    again = WeightsDirectory(shared, run=tmp_path / "living")  # in another process that is the same run, by its names
+    assert again.write(policy, 0, torch.float32).is_dir() and own.is_dir()
+    again.clear()
+    assert own.is_dir()
+    living.let_go()
 
 
 def test_a_tied_head_has_a_file_of_its_own(tiny_model: Models, tmp_path: Path) -> None:

@@ -291,7 +291,8 @@ def _api_key(variable: str | None) -> str | None:
 def _make_publisher(config: Config, sampler: ServerSampler) -> Publisher:
     assert config.checkpoint.directory is not None
     path = Path(sampler.weights_directory or Path(config.checkpoint.directory) / "weights")
-    directory = WeightsDirectory(path, adapter_alone=sampler.adapter == "served")
+    run = Path(config.checkpoint.directory)
+    directory = WeightsDirectory(path, run=run, adapter_alone=sampler.adapter == "served")
     return Publisher(directory, getattr(torch, config.model.dtype), memory_alone=sampler.memory_alone)
 
 

@@ -12,10 +12,16 @@ from pathlib import Path
 from truestep.checkpoint.background import Task
 from truestep.checkpoint.staging import Staged, Staging
 from truestep.checkpoint.store import CheckpointStore, ModelFiles, Progress, Written, policy_parts
+from truestep.errors import TruestepError
 from truestep.policy.policy import Policy
 from truestep.policy.tensor_parts import TensorPart
+from truestep.policy.weights.finite import some
 from truestep.randomness import encode_random
 from truestep.ranks.group import Ranks
+
+
+class SaveError(TruestepError):
+    """The reason why a checkpoint is not written."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,11 @@ class Saves:
 
         def write() -> Written:
             staged.copy()
+            if staged.not_finite:
+                raise SaveError(
+                    f"step {progress.step} is not saved: its checkpoint would have {some(staged.not_finite)} with "
+                    f"values that are not finite. The last checkpoint is {self._store.latest() or 'not written yet'}"
+                )
             sync()
             return self._store.write_part(progress.step, ranks.rank, staged, random)
 

@@ -3,7 +3,8 @@ file that is made of them, header included, so that a disk can take it from ther
 
 The thread that writes a checkpoint copies them, beside the computation of the next step. A GPU goes on with one
 stream's copies to the host for as long as it has been asked for more of them, and a step waits for small copies of its
-own: so the thread asks for a piece, and for the next one when that is there.
+own: so the thread asks for a piece, and for the next one when that is there. It looks for numbers that are not finite
+where the parts come from.
 """
 
 import threading
@@ -17,7 +18,8 @@ from truestep import progress
 from truestep.checkpoint.background import Task
 from truestep.errors import TruestepError
 from truestep.policy.tensor_files import Layout, lay_out
-from truestep.policy.tensor_parts import TensorPart
+from truestep.policy.tensor_parts import BUFFER, TensorPart
+from truestep.policy.weights.finite import Extremes
 from truestep.policy.weights.host import mapped, zeros_on_host
 
 _PIECE = 2**24  # bytes that are asked for at a time: a third of a millisecond of a GPU's
@@ -41,6 +43,8 @@ class Staged:
         self._ready: Any = None if device is None else torch.cuda.current_stream(device).record_event()
         self._copied = threading.Event()
         self._given_up = False
+        self._extremes = Extremes()
+        self.not_finite: list[str] = []  # the keys of weights and states that were found so on the way
 
     @torch.no_grad()
     def copy(self) -> None:
@@ -56,6 +60,7 @@ class Staged:
     def _copy_here(self) -> None:
         for source, target in self._pieces():
             target.copy_(source)
+        self.not_finite = self._extremes.not_finite()
 
     def _copy_on_gpu(self) -> None:
         stream, asked = self._stream, 0
@@ -68,6 +73,7 @@ class Staged:
                     stream.synchronize()
                     asked = 0
             stream.synchronize()
+            self.not_finite = self._extremes.not_finite()
 
     def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for source, part in zip(self._sources, self.parts, strict=True):
@@ -79,6 +85,8 @@ class Staged:
             for piece in pieces:
                 if self._given_up:
                     raise CopyError("the run ended before its checkpoint was copied")
+                if not part.key.startswith(BUFFER):  # which a model may fill with infinities
+                    self._extremes.add(part.key, piece[0])
                 yield piece
             progress.made("bytes staged", source.nbytes)
 

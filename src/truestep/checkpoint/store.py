@@ -23,6 +23,7 @@ import torch
 
 from truestep.checkpoint.checksums import MANIFEST, RunningChecksums, write_checksums
 from truestep.checkpoint.staging import Staged
+from truestep.disks import writing
 from truestep.files import exact_object, read_exact_lines, sync_directory, sync_tree, write_json_lines
 from truestep.policy.adapter_files import write_adapter
 from truestep.policy.model.adapter import Adapter, is_adapters
@@ -135,10 +136,11 @@ class CheckpointStore:
 
     def prepare(self, step: int) -> None:
         """Make the directory, and remove what a kill left half-written or half-removed."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        for leftover in self._directory.glob(".*.partial"):
-            shutil.rmtree(leftover)
-        (self.partial(step) / FOLDER).mkdir(parents=True)
+        with writing(self.partial(step)):
+            self._directory.mkdir(parents=True, exist_ok=True)
+            for leftover in self._directory.glob(".*.partial"):
+                shutil.rmtree(leftover)
+            (self.partial(step) / FOLDER).mkdir(parents=True)
 
     def write_part(self, step: int, rank: int, staged: Staged, random: dict[str, Any]) -> Written:
         """Write what a rank has of a checkpoint."""
@@ -146,20 +148,22 @@ class CheckpointStore:
         file, checksums = folder / part_name(rank), RunningChecksums()
         with working("writing a checkpoint", "bytes written", sum(part.values.nbytes for part in staged.parts)):
             write_image(staged.image, file, watch=checksums.add)
-        (folder / _random_name(rank)).write_text(json.dumps(random), encoding="utf-8")
+        with writing(folder / _random_name(rank)):
+            (folder / _random_name(rank)).write_text(json.dumps(random), encoding="utf-8")
         return Written({f"{FOLDER}/{file.name}": checksums.entry()}, describe_parts(file, staged.parts))
 
     def write_rest(self, progress: Progress, model: "ModelFiles", parts: Sequence[Written]) -> Path:
         """Write what belongs to a checkpoint besides the parts of ranks, the manifest last; then it is complete."""
         partial, final = self.partial(progress.step), self.final(progress.step)
-        write_index(partial / FOLDER, [part.tensors for part in parts])
-        model.write(partial)
-        _write_progress(partial / FOLDER, progress)
-        write_checksums(partial, {name: entry for part in parts for name, entry in part.files.items()})
-        sync_tree(partial)
-        if final.exists():
-            shutil.rmtree(final)  # not complete: a copy that was cut short
-        os.replace(partial, final)
+        with writing(partial):
+            write_index(partial / FOLDER, [part.tensors for part in parts])
+            model.write(partial)
+            _write_progress(partial / FOLDER, progress)
+            write_checksums(partial, {name: entry for part in parts for name, entry in part.files.items()})
+            sync_tree(partial)
+            if final.exists():
+                shutil.rmtree(final)  # not complete: a copy that was cut short
+            os.replace(partial, final)
         sync_directory(self._directory)
         self._remove_old()
         return final

@@ -16,6 +16,7 @@ from truestep.config import describe, foreign, presets, yaml_tree
 from truestep.config.schema import Config
 from truestep.config.yaml_tree import ConfigError, Name, TreeReader, dotted
 from truestep.custom import CustomError, import_path
+from truestep.disks import no_file
 from truestep.text import HIDDEN, hidden_options, redacted_options
 
 COMMAND_LINE = "command line"
@@ -128,6 +129,8 @@ class _Source:
 
 
 def _read_file(path: Path) -> _Source:
+    if (kind := no_file(path)) is not None:
+        raise ConfigError(f"{path}: cannot be read: it is {kind}, not a file")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8

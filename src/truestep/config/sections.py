@@ -268,7 +268,7 @@ class ServerSampler(SamplerBase):
     machine see it under the same path."""
     weights_directory: str | None = None
     """The directory that new weights are written to for the servers to read: on a disk that they see under the same
-    path, and used by this run alone. null: weights, in the run's directory."""
+    path. Several runs may share it. null: weights, in the run's directory."""
     tolerance: Positive | None = None
     """How far, in nats, a server's log-probs of a probe may be from the trainer's after new weights. If they are
     further away, the run ends before anything is trained on. null: 0.001 with model.dtype: float32, else 0.1."""
@@ -384,7 +384,7 @@ class ParallelConfig(Section):
 
 
 class OptimizerBase(Section):
-    learning_rate: NotNegative = 1e-6
+    learning_rate: Annotated[float, Field(ge=0, le=1e30)] = 1e-6
     """The highest learning rate, reached after warm-up."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """The learning rate after warm-up. cosine and linear fall from the highest to minimum_learning_rate, which they
@@ -404,7 +404,7 @@ class BuiltInOptimizer(OptimizerBase):
     """The decay of the squared gradient's running mean."""
     epsilon: Positive = 1e-8
     """This is added to the denominator of the update."""
-    weight_decay: NotNegative = 0.0
+    weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """The weight decay of matrices. Nothing else is decayed."""
     offload: Literal["none", "states", "all"] = "none"
     """What lies in host memory between updates. states: the optimizer's state. all: the float32 weights too, of which

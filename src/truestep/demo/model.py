@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from truestep.disks import writing
+
 END = "<end>"
 
 
@@ -19,7 +21,8 @@ def make_tokenizer(directory: Path, words: Sequence[str]) -> int:
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END, unk_token="<unknown>")
-    wrapped.save_pretrained(directory)
+    with writing(directory):
+        wrapped.save_pretrained(directory)
     return len(vocabulary)
 
 
@@ -43,5 +46,6 @@ def make_model(directory: Path, words: Sequence[str], seed: int) -> Path:
         pad_token_id=None,
     )
     torch.manual_seed(seed)
-    Qwen3ForCausalLM(config).save_pretrained(directory)
+    with writing(directory):
+        Qwen3ForCausalLM(config).save_pretrained(directory)
     return directory

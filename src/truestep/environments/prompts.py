@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from truestep.disks import no_file
 from truestep.errors import TruestepError
 from truestep.files import LineError, exact_object
 from truestep.text import printable
@@ -89,6 +90,8 @@ def find_prompts(path: str | Path, option: str | None = None) -> Path:
     source = Path(path)
     if not source.exists():
         raise PromptError(f"{option}: {source} does not exist" if option else f"{source} does not exist")
+    if (kind := no_file(source)) is not None:
+        raise PromptError(f"{f'{option}: ' if option else ''}{source} is {kind}, not a file")
     return source
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from truestep.disks import writing
 from truestep.files import LineError, exact_object
 from truestep.policy.errors import ModelError
 from truestep.policy.model.adapter import Adapter, Values, is_adapters
@@ -42,7 +43,8 @@ def is_adapter(directory: Path) -> bool:
 
 def write_adapter(directory: Path, adapter: Adapter, tensors: dict[str, torch.Tensor], base: Path) -> None:
     """Write the files of a directory that peft loads; `tensors` by the names of the weights."""
-    directory.mkdir(parents=True, exist_ok=True)
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
     named = {_PREFIX + name: tensor.contiguous() for name, tensor in tensors.items() if is_adapters(name)}
     write_tensors(named, directory / TENSORS, {"format": "pt"})
     settings = {
@@ -58,7 +60,8 @@ def write_adapter(directory: Path, adapter: Adapter, tensors: dict[str, torch.Te
         "init_lora_weights": True,
         "target_modules": list(adapter.modules),
     }
-    (directory / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    with writing(directory / CONFIG):
+        (directory / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def read_adapter(directory: Path) -> tuple[Adapter, Values]:

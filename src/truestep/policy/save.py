@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from truestep.disks import writing
 from truestep.policy.adapter_files import write_adapter
 from truestep.policy.cuts.layers import layers_of
 from truestep.policy.model.adapter import Adapter, is_adapters, merged, owner_of
@@ -91,12 +92,18 @@ def give_group(
     """Give one group under the names that files have, which transformers knows."""
     if head := _tied_head(policy, tensors):
         take(head)
-    with tempfile.TemporaryDirectory() as scratch, transformers_write_tensors(lambda named, *_, **__: take(named)):
+    handed = transformers_write_tensors(lambda named, *_, **__: take(named))
+    with writing(tempfile.gettempdir()), tempfile.TemporaryDirectory() as scratch, handed:
         policy.model.save_pretrained(scratch, state_dict=dict(tensors), max_shard_size=2**60)
 
 
 def _write_group(policy: Policy, directory: Path, tensors: Mapping[str, torch.Tensor], number: int) -> None:
     """Write one group's files, and note where each tensor is."""
+    with writing(directory):
+        _write_files_of_group(policy, directory, tensors, number)
+
+
+def _write_files_of_group(policy: Policy, directory: Path, tensors: Mapping[str, torch.Tensor], number: int) -> None:
     if number == 0:
         directory.mkdir(parents=True)
     if head := _tied_head(policy, tensors):
@@ -110,12 +117,13 @@ def _write_group(policy: Policy, directory: Path, tensors: Mapping[str, torch.Te
 
 def _complete(policy: Policy, directory: Path, dtype: torch.dtype) -> None:
     """Write the index of all files, and what belongs to a model besides its weights."""
-    _write_index(directory)
-    for file in (directory / _SCRATCH).iterdir():
-        if not file.name.endswith(".index.json"):
-            file.rename(directory / file.name)
-    shutil.rmtree(directory / _SCRATCH)
-    _write_companions(policy.companions, directory, dtype)
+    with writing(directory):
+        _write_index(directory)
+        for file in (directory / _SCRATCH).iterdir():
+            if not file.name.endswith(".index.json"):
+                file.rename(directory / file.name)
+        shutil.rmtree(directory / _SCRATCH)
+        _write_companions(policy.companions, directory, dtype)
 
 
 def _write_index(directory: Path) -> None:
@@ -169,7 +177,7 @@ def write_weights(
 
 def model_files(model: Any, companions: Mapping[str, bytes], dtype: torch.dtype = torch.float32) -> dict[str, bytes]:
     """Give the files of a Hugging Face directory but those of its weights, by name."""
-    with tempfile.TemporaryDirectory() as folder:
+    with writing(tempfile.gettempdir()), tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "model"
         name, smallest = min(model.named_parameters(), key=lambda item: item[1].numel())
         with transformers_write_tensors(lambda *_, **__: None):

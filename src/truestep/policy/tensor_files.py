@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 
 from truestep import progress
+from truestep.disks import writing
 
 _PIECE = 2**24  # bytes that are written at a time
 # Bytes after which what was written goes to the disk: one sync of a whole model would be one wait without a sign of
@@ -90,7 +91,8 @@ def write_tensors(
 ) -> None:
     """Write a safetensors file, and put it on the disk."""
     layout = lay_out(tensors, metadata)
-    with progress.waiting_for(f"the disk to write {file}"), open(file, "wb", buffering=0) as stream:
+    waiting = progress.waiting_for(f"the disk to write {file}")
+    with waiting, writing(file), open(file, "wb", buffering=0) as stream:
         written = _Written(stream.fileno())
         written.add(layout.header)
         for name in layout.starts:
@@ -107,7 +109,8 @@ def write_image(
     """
     content = _bytes_of(image)
     whole_pages = len(content) // _PAGE * _PAGE if image.data_ptr() % _PAGE == 0 else 0
-    with progress.waiting_for(f"the disk to write {file}"), open(file, "wb", buffering=0) as stream:
+    waiting = progress.waiting_for(f"the disk to write {file}")
+    with waiting, writing(file), open(file, "wb", buffering=0) as stream:
         written = _Written(stream.fileno(), watch)
         written.add_straight(content[:whole_pages])
         written.add(content[whole_pages:])

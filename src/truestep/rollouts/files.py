@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from truestep import progress
+from truestep.disks import no_file
 from truestep.errors import TruestepError
 from truestep.rollouts.advantages import assign_advantages
 from truestep.rollouts.record import FIELDS, BadRecord, Checks, parse_record, readable_text
@@ -59,6 +60,8 @@ def _matches(pattern: str) -> list[Path]:
     for file in files:
         if file.is_dir():
             raise DataError(f"{file} is a directory: name its files, as in '{file}/*.jsonl'")
+        if (kind := no_file(file)) is not None:
+            raise DataError(f"{file} is {kind}, not a file")
         if file.suffix.lower() not in SUFFIXES:
             raise DataError(f"{file} has an unknown suffix: expected {' or '.join(SUFFIXES)}")
     return files

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
+from truestep.disks import writing
 from truestep.files import write_whole
 from truestep.types import Rejected
 
@@ -27,7 +28,7 @@ def write_rejected(directory: str | Path, rejected: Iterable[Rejected], append: 
     if not append:
         return write_whole(path, lines)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
+    with writing(path), path.open("ab+") as file:
         _remove_torn_line(file)
         file.write(lines)
     return path

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from truestep.policy.weights.finite import LARGEST
 from truestep.policy.weights.protocol import Weights
 from truestep.ranks.axes import WEIGHT_PARTS
 
@@ -14,6 +15,7 @@ _RUN = 64
 # Below it, and above what float32 can hold the square of, squares of float32 numbers are not to be trusted.
 _SMALLEST = 1e-9
 _LARGEST = 1e18
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _SLICE = 2**22  # numbers that are copied to float64 at a time
 
 
@@ -66,3 +68,21 @@ def _exact_squares(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def clip_scale(norm: float, threshold: float | None) -> float:
     """Compute what gradients of that norm are multiplied by."""
     return threshold / norm if threshold is not None and norm > threshold else 1.0
+
+
+def usable(norm: float, threshold: float | None) -> bool:
+    """Tell whether an optimizer can use a gradient of that norm, once it is clipped: the squares of its numbers, which
+    second moments are made of, and the factor that clips it, are numbers of float32."""
+    scale = clip_scale(norm, threshold)
+    return norm * scale <= LARGEST and scale >= _SMALLEST_SCALE
+
+
+def explain_useless(norm: float, threshold: float | None) -> str:
+    """Say why no optimizer can use a gradient of that norm."""
+    if not math.isfinite(norm):
+        return f"the gradient's norm is {norm}"
+    clip = "null" if threshold is None else f"{threshold:g}"
+    return (
+        f"the gradient's norm is {norm:.3g}, too large with optimizer.gradient_clip: {clip}, since second moments have "
+        f"its square, and float32 none above the square of {LARGEST:g}"
+    )

@@ -10,6 +10,7 @@ import torch
 from truestep.custom import check_options, load_custom
 from truestep.errors import TruestepError
 from truestep.policy.tensor_parts import NUMBER, STATE, TensorPart, Tensors, own_box, written_here
+from truestep.policy.weights.finite import named_by_all, not_finite, some
 from truestep.policy.weights.protocol import Weights
 from truestep.ranks import marks
 from truestep.step.optimizers import adamw
@@ -25,6 +26,10 @@ Groups = dict[str, dict[str, torch.nn.Parameter]]
 
 class OptimizerError(TruestepError):
     """The reason why a user's optimizer cannot be used."""
+
+
+class StateError(TruestepError):
+    """The reason why no run can go on from a state."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +244,9 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, weights: Weights, tensor
             optimizer.restore(master, state)
         else:
             optimizer.state[master] = state
+    states = [(f"{name}.{kind}", value) for name in restored for kind, value in restored[name].items()]
+    if odd := named_by_all(weights.ranks, not_finite(pair for pair in states if isinstance(pair[1], torch.Tensor))):
+        raise StateError(f"the optimizer's state has {some(odd)} with values that are not finite")
 
 
 def _check_kinds(wanted: Mapping[str, tuple[torch.dtype, torch.Size]], state: Mapping[str, Any], name: str) -> None:

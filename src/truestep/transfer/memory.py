@@ -61,7 +61,10 @@ class SharedMemory:
         self.abandon()
         slot = next((slot for slot in self._slots if slot is not self._current and slot.lock()), None)
         if slot is None:
-            slot = _Slot(self.path / f"slot-{len(self._slots)}")
+            try:
+                slot = _Slot(self.path / f"slot-{len(self._slots)}")
+            except OSError as error:
+                raise MemoryFullError(f"{self.path} has no room for another file: {error.strerror}") from error
             self._slots.append(slot)
         self._writing = _Writing(slot, name, self._threads)
         try:
@@ -85,8 +88,12 @@ class SharedMemory:
         index = self.path / f"{writing.name}{INDEX}"
         entry = {"slot": writing.slot.path.name, "tensors": writing.tensors}
         partial = index.with_suffix(".partial")
-        partial.write_text(json.dumps(entry), encoding="utf-8")
-        writing.slot.unlock()
+        try:
+            partial.write_text(json.dumps(entry), encoding="utf-8")
+        except OSError as error:
+            raise MemoryFullError(f"{self.path} has no room for the index of weights: {error.strerror}") from error
+        finally:
+            writing.slot.unlock()
         os.replace(partial, index)
         self._current, writing.slot.index = writing.slot, index
         return index

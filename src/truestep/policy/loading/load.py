@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from truestep import progress
+from truestep.disks import no_file
 from truestep.errors import TruestepError
 from truestep.files import LineError, exact_object
 from truestep.head.logits import HeadSettings
@@ -41,6 +42,7 @@ from truestep.policy.model.training import no_noise
 from truestep.policy.policy import ModelFacts, Policy
 from truestep.policy.save import read_companions, saved_buffers
 from truestep.policy.tensor_parts import StoredTensors
+from truestep.policy.weights.finite import named_by_all, not_finite, some
 from truestep.policy.weights.protocol import Weights
 from truestep.policy.weights.sharded import ShardedWeights
 from truestep.policy.weights.unread import place_buffers, read_parameters, unread_files
@@ -85,8 +87,7 @@ def load_policy(
     recomputed layers keep lies on the host. `attending`: auto, flash or torch. `adapter`: it alone is trained."""
     directory, pipeline = Path(path), Pipeline(ranks.pipeline, stages_per_rank)
     model, tokenizer = _read(directory, trust_remote_code, ranks, pipeline)
-    if freeze:
-        freeze_weights(model, freeze)
+    freeze_weights(model, freeze)
     adapted = None if adapter is None else attach_adapter(model, adapter)
     place = _place(device)
     place_buffers(model, place)
@@ -98,6 +99,7 @@ def load_policy(
         recompute_activations(model, how)
     compute = getattr(torch, dtype)
     with progress.working("checking what it computes", "layers"), borrowed_weights(model, place):
+        _refuse(directory, not_finite(model.named_parameters()))
         probe, stages, choice = _probe(model, settings, place, compute, longest_document, ranks, pipeline, attending)
     if compiled:
         _compile(model, how)
@@ -110,7 +112,7 @@ def load_policy(
         model.requires_grad_(False)
     pieces, exchange = _cut(model, probe, stages, place, ranks)
     weights = _weights_of(model, compute, ranks, pieces, place, masters_on_host, reshard_after_forward, reduce_each)
-    _check_numbers(directory, weights)
+    _refuse(directory, named_by_all(ranks, not_finite([*weights.frozen.items(), *weights.master.items()])))
     _finish_layers(model, weights, compiled, how)
     _finish_embedding(model, weights, rounds and alone)
     model.set_attn_implementation(choice.name)
@@ -236,11 +238,10 @@ def _weights_of(
         return WholeWeights(model, dtype, ranks, pieces, masters_on_host=masters_on_host)
 
 
-def _check_numbers(directory: Path, weights: Weights) -> None:
-    """Refuse values that are not finite in all that is here: a probe sees those of some layers only."""
-    for name, part in {**weights.frozen, **weights.master}.items():
-        if part.numel() and not torch.stack(part.detach().aminmax()).isfinite().all():
-            raise ModelError(f"model.path: {directory} has {name} with values that are not finite")
+def _refuse(directory: Path, odd: Sequence[str]) -> None:
+    """Refuse a model for the tensors that are not finite: those that a probe runs on, and then all."""
+    if odd:
+        raise ModelError(f"model.path: {directory} has {some(odd)} with values that are not finite")
 
 
 def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipeline) -> tuple[Any, Any]:
@@ -254,6 +255,9 @@ def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipe
     stored = StoredTensors(directory) if StoredTensors.has_weights(directory) else None
     if stored is None and not list(directory.glob("*.safetensors")):
         raise ModelError(f"model.path: {directory} has no .safetensors file; other weight formats are not loaded")
+    for file in directory.iterdir():
+        if (kind := no_file(file)) is not None:
+            raise ModelError(f"model.path: {file} is {kind}, not a file")
     _check_config(directory)
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:

@@ -19,8 +19,9 @@ from truestep.policy.cuts.stages import Stages, stages_of
 from truestep.policy.errors import ModelError
 from truestep.policy.model.context import Context
 from truestep.policy.policy import packed_hidden, plain_attention, stage_hidden
+from truestep.policy.weights.finite import largest
 from truestep.ranks.exchange import gather_same
-from truestep.ranks.group import Ranks
+from truestep.ranks.group import ALONE, Ranks
 from truestep.ranks.pipeline import Pipeline
 from truestep.rollouts.packing import pack_tokens
 from truestep.types import PackedTokens
@@ -64,6 +65,12 @@ def probe_float32(model: Any, head: HeadSettings, device: torch.device, longest:
     documents = make_documents(model, longest)
     name = type(model).__name__
     alone = _alone(model, documents, device)
+    if not alone.isfinite().all():
+        size, where = largest(dict(model.named_parameters()), ALONE)
+        raise ModelError(
+            f"{name}: its hidden states are not finite, also with transformers' own attention: its weights are ruined. "
+            f"The largest number among them is {size:.1e}, in {where}"
+        )
     _compare(f"{name}: packed documents give other values", _packed(model, documents, device), alone)
     with _explained(f"{name} cannot be compared with its own logits"), plain_attention(model):
         # Hidden states that are asked for by option leave hooks in the layers, at which compiled code breaks off.

@@ -21,5 +21,5 @@ def freeze_weights(model: Any, patterns: Sequence[str]) -> None:
             raise ModelError(f"model.freeze: {pattern!r} matches no weight of {type(model).__name__} (it has {some} …)")
     for name in matching(named, patterns):
         named[name].requires_grad_(False)
-    if not any(weight.requires_grad for weight in named.values()):
+    if patterns and not any(weight.requires_grad for weight in named.values()):
         raise ModelError("model.freeze: its patterns match every weight, so that nothing is left to train")

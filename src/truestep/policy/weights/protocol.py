@@ -86,6 +86,11 @@ class Weights(Protocol):
         has no such copy here."""
         return None
 
+    def computed(self) -> dict[str, torch.Tensor]:
+        """Give this rank's part of each trained weight: the copy that the model computes with, else the master."""
+        copies = {name: self.computed_rows(name, slice(None)) for name in self._masters}
+        return {name: self._masters[name].detach() if copy is None else copy for name, copy in copies.items()}
+
     def before_forward(self, coming: StagePass) -> None:
         """Make weights ready for a forward pass."""
         return

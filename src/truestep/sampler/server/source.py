@@ -290,5 +290,4 @@ class ServerSource:
             self._loop.close()
             self._rewards.close()
             self._close_memory()
-            if finished:
-                self._publisher.clear()
+            self._publisher.close(finished)
