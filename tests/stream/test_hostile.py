@@ -21,6 +21,7 @@ from stream.test_source import ids, made, make_source, numbered
 from stream.test_train import directory_config, put, tiny_records, trained
 from truestep.rollouts.source import SourceError
 from truestep.rollouts.stream import directory as directory_module
+from truestep.rollouts.stream import watched as watched_module
 from truestep.rollouts.stream.directory import DirectoryTransport
 from truestep.rollouts.stream.redis import RedisTransport
 from truestep.rollouts.stream.source import StreamSource
@@ -111,7 +112,7 @@ class _Growing:
 
 
 def test_a_line_without_an_end_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory_module, "_LONGEST_LINE", 1000)
+    monkeypatch.setattr(watched_module, "LONGEST_LINE", 1000)
     reader = DirectoryTransport(tmp_path)
     growing = _Growing(tmp_path / "a.jsonl")
     growing.write(good(1, 1))
@@ -148,21 +149,21 @@ def test_a_pipe_that_takes_the_name_of_a_file_is_not_waited_for(tmp_path: Path) 
     """Between the look at the directory and the opening."""
     os.mkfifo(tmp_path / "a.jsonl")
     with pytest.raises(OSError, match="no file any more"):
-        directory_module._open_file(tmp_path / "a.jsonl")
+        directory_module.open_file(tmp_path / "a.jsonl")
 
 
 def test_a_file_that_cannot_be_read_is_said_once_and_read_when_it_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     locked = True
-    opened = directory_module._open_file
+    opened = directory_module.open_file
 
     def guarded(path: Path) -> Any:
         if path.name == "a.jsonl" and locked:
             raise PermissionError(13, "Permission denied")
         return opened(path)
 
-    monkeypatch.setattr(directory_module, "_open_file", guarded)
+    monkeypatch.setattr(directory_module, "open_file", guarded)
     (tmp_path / "a.jsonl").write_bytes(good(1, 1))
     (tmp_path / "b.jsonl").write_bytes(good(2, 2))
     reader = DirectoryTransport(tmp_path)
@@ -184,15 +185,17 @@ def replaced(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("change", "reason", "read"),
     [
-        (cut, "the file was replaced after it had been read: each needs a name of its own"),
-        (replaced, "the file was replaced after it had been read: each needs a name of its own"),
-        (Path.unlink, "the file was removed before all of it was read"),
+        (cut, "the file was replaced before all of it was read", ["b.jsonl:1"]),
+        (replaced, "the file was replaced before all of it was read", ["a.jsonl:1", "b.jsonl:1"]),
+        (Path.unlink, "the file was removed before all of it was read", ["b.jsonl:1"]),
     ],
     ids=["cut", "replaced", "removed"],
 )
-def test_a_file_that_changes_while_it_is_read(change: Callable[[Path], Any], reason: str, tmp_path: Path) -> None:
+def test_a_file_that_changes_while_it_is_read(
+    change: Callable[[Path], Any], reason: str, read: list[str], tmp_path: Path
+) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(good(1, 5))
     reader = DirectoryTransport(tmp_path)
@@ -200,7 +203,8 @@ def test_a_file_that_changes_while_it_is_read(change: Callable[[Path], Any], rea
     change(path)
     (tmp_path / "b.jsonl").write_bytes(good(6, 6))
     messages = reader.fetch(9, 0)
-    assert [message.problem for message in messages] == [reason, None]
+    assert [message.problem for message in messages] == [reason, *[None] * len(read)]
+    assert [message.where for message in messages[1:]] == read
     assert reader.fetch(9, 0) == []
     place = DirectoryTransport(tmp_path).state()
     for message in messages:
