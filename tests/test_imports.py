@@ -29,7 +29,7 @@ FLOORS = (
     ("kept",),
     ("types", "config", "files", "randomness", "ranks"),
     ("custom", "progress", "text", "exact", "transfer"),
-    ("errors", "long_lived", "operators", "self_test", "window"),
+    ("bounded", "errors", "long_lived", "operators", "self_test", "window"),
     ("__init__",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

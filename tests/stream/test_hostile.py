@@ -21,7 +21,6 @@ from stream.test_source import ids, made, make_source, numbered
 from stream.test_train import directory_config, put, tiny_records, trained
 from truestep.rollouts.source import SourceError
 from truestep.rollouts.stream import directory as directory_module
-from truestep.rollouts.stream import watched as watched_module
 from truestep.rollouts.stream.directory import DirectoryTransport
 from truestep.rollouts.stream.redis import RedisTransport
 from truestep.rollouts.stream.source import StreamSource
@@ -112,7 +111,7 @@ class _Growing:
 
 
 def test_a_line_without_an_end_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched_module, "LONGEST_LINE", 1000)
+    monkeypatch.setattr("truestep.bounded.RECORD", 1000)
     reader = DirectoryTransport(tmp_path)
     growing = _Growing(tmp_path / "a.jsonl")
     growing.write(good(1, 1))
@@ -126,7 +125,7 @@ def test_a_line_without_an_end_is_not_held_in_memory(tmp_path: Path, monkeypatch
     assert [message.problem is None for message in messages] == [False, True]
     assert messages[0].payload == b""
     assert messages[0].problem is not None
-    assert messages[0].problem.startswith("the line has more than")
+    assert messages[0].problem == "the line is not read: it has more than 1,000 bytes"
     again = DirectoryTransport(tmp_path)
     again.restore(reader.state())
     assert again.fetch(9, 0) == []
@@ -383,7 +382,7 @@ def test_a_server_that_drips_is_not_waited_for_without_end(monkeypatch: pytest.M
 
 @needs_redis
 def test_hostile_entries(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("truestep.rollouts.stream.reading.LARGEST_MESSAGE", 2**20)
+    monkeypatch.setattr("truestep.bounded.RECORD", 2**20)
     client = redis_server.client
     redis_server.send("s", numbered(1, 2))
     client.xadd("s", {"other": "field"})
@@ -400,18 +399,18 @@ def test_hostile_entries(redis_server: RedisServer, monkeypatch: pytest.MonkeyPa
     assert ids(source.take(9, 0)) == ["1", "2", "3", "4"]
     said = reasons(source)
     assert len(said) == 7 + 50
-    assert said[2].startswith("the record has 1,048,577 bytes")
+    assert said[2] == "the record is not read: it has more than 1 MiB"
     source.close(True)
 
 
 @pytest.mark.long
 @needs_redis
-def test_entries_of_a_hundred_megabytes(redis_server: RedisServer) -> None:
+def test_entries_larger_than_any_record(redis_server: RedisServer) -> None:
     for _ in range(3):
-        redis_server.client.xadd("s", {b"record": b'{"metadata": "' + b"x" * 10**8 + b'"}'})
+        redis_server.client.xadd("s", {b"record": b'{"metadata": "' + b"x" * 14 * 10**7 + b'"}'})
     redis_server.send("s", numbered(1, 2))
     transport = RedisTransport(url=redis_server.url, stream="s", group="truestep", consumer="trainer")
     source = make_source(transport, stall_timeout=120)
     assert ids(source.take(2, 0)) == ["1", "2"]
-    assert reasons(source) == ["the record has 100,000,016 bytes: at most 64 MiB are read"] * 3
+    assert reasons(source) == ["the record is not read: it has more than 128 MiB"] * 3
     source.close(True)

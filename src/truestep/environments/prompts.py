@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from truestep.bounded import TooLargeError, check_json, read_lines, too_long
 from truestep.errors import TruestepError
 from truestep.files import LineError, exact_object
 from truestep.text import printable
@@ -120,11 +121,14 @@ def _tokenise(prompt: Any, tokenizer: Any, where: str) -> tuple[int, ...]:
 def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            for number, (line, _) in enumerate(read_lines(file), start=1):
+                if line is None:
+                    raise TooLargeError(too_long())
                 content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if content.strip():
+                    check_json(content)
                     yield number, exact_object(content)
-    except LineError as error:
+    except (LineError, TooLargeError) as error:
         where = f"{path}:{number}"
         raise PromptError(f"{where}: {error}; a prompt is an object with the field `prompt`: {_EXAMPLE}") from error
     except OSError as error:

@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from truestep import progress
+from truestep.bounded import TooLargeError, check_json, read_line, read_lines, too_long
 from truestep.errors import TruestepError
 from truestep.rollouts.advantages import assign_advantages
 from truestep.rollouts.record import FIELDS, BadRecord, Checks, parse_record, readable_text
@@ -132,8 +133,10 @@ def short_names(paths: Sequence[Path]) -> dict[Path, str]:
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if (content := line_content(line, first=number == 1)) is not None:
+        for number, (line, _) in enumerate(read_lines(file), start=1):
+            if line is None:
+                yield number, _long_line()
+            elif (content := line_content(line, first=number == 1)) is not None:
                 yield number, parse_json(content)
 
 
@@ -142,6 +145,16 @@ def line_content(line: bytes, first: bool) -> bytes | None:
     if first:
         line = line.removeprefix(b"\xef\xbb\xbf")  # a byte order mark, as some editors write
     return line if line.strip() else None
+
+
+def read_record(file: BinaryIO, first: bool) -> Any:
+    """Read the record of the line that begins where the file stands."""
+    line, _, _ = read_line(file)
+    return _long_line() if line is None else parse_json(line_content(line, first) or b"")
+
+
+def _long_line() -> BadRecord:
+    return BadRecord(f"the line is not read: {too_long()}")
 
 
 def parse_json(line: bytes) -> Any:
@@ -155,11 +168,14 @@ def parse_json(line: bytes) -> Any:
         return made
 
     try:
+        check_json(line)
         record = json.loads(line.rstrip(b"\r\n").decode(), object_pairs_hook=to_dict)
     except UnicodeDecodeError as error:
         return BadRecord(f"not valid UTF-8: byte {error.start + 1} of the line")
     except json.JSONDecodeError as error:
         return BadRecord(f"not valid JSON: {error.msg} (column {error.colno})")
+    except TooLargeError as error:
+        return BadRecord(f"the record is not read: {error}")
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or brackets without end
         return BadRecord(f"not readable JSON: {describe(str(error))}")
     if not repeated:

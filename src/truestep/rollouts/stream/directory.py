@@ -13,17 +13,17 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from truestep.bounded import too_long
 from truestep.files import append_json_line
 from truestep.rollouts.source import SourceError, other_source
 from truestep.rollouts.stream.transport import Message, TransportError
-from truestep.rollouts.stream.watched import LONGEST_LINE, Read, Seen, WatchedFile, open_file
+from truestep.rollouts.stream.watched import Read, Seen, WatchedFile, open_file
 from truestep.text import printable
 
 EVENTS, END, SUFFIX = "events.jsonl", "END", ".jsonl"
 _FIRST_LOOK, _LONGEST_LOOK = 0.01, 0.5  # seconds between looks into the directory
 _REPLACED = "the file was replaced before all of it was read"
 _REMOVED = "the file was removed before all of it was read"
-_TOO_LONG = f"the line has more than {LONGEST_LINE // 2**20} MiB"
 _MARK = b"\xef\xbb\xbf"  # of the byte order, as some editors write
 
 
@@ -135,7 +135,9 @@ class DirectoryTransport:
             for line, read in file.lines(opened, count, ends):
                 where, mark = f"{name}:{read.lines}", _mark(name, read)
                 if line is None:
-                    messages.append(Message(where, str(path), read.lines, b"", _TOO_LONG, mark))
+                    messages.append(
+                        Message(where, str(path), read.lines, b"", f"the line is not read: {too_long()}", mark)
+                    )
                 elif (content := line.removeprefix(_MARK) if read.lines == 1 else line).strip():
                     key = f"{where}:{_digest(content)}"
                     messages.append(Message(where, str(path), read.lines, content, None, mark, content=key))

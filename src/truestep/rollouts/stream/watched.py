@@ -13,9 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
-LONGEST_LINE = 64 * 2**20  # bytes; a longer one is no record, and is not held in memory
+from truestep import bounded
+
 _DIGEST = 16  # bytes
 _TAIL = 2**16  # bytes
 _PIECE = 2**20  # bytes
@@ -112,7 +113,8 @@ class WatchedFile:
         file.seek(self.read.size)
         found: list[tuple[bytes | None, Read]] = []
         while len(found) < count:
-            line, length, whole, hashed = _next_line(file, self._hash)
+            hashed = self._hash.copy()
+            line, length, whole = bounded.read_line(file, hashed.update)
             if not length:
                 break
             if not whole and not ends:
@@ -125,7 +127,7 @@ class WatchedFile:
         return found
 
 
-def _new_hash() -> Any:
+def _new_hash() -> blake2b:
     return blake2b(digest_size=_DIGEST)
 
 
@@ -137,17 +139,3 @@ def open_file(path: Path) -> BinaryIO:
         file.close()
         raise OSError(errno.EINVAL, "it is no file any more")
     return file
-
-
-def _next_line(file: BinaryIO, hashed: Any) -> tuple[bytes | None, int, bool, Any]:
-    """Read a line: its content (None where it is too long), its length, whether it has an end, and the hash of all up
-    to its end."""
-    line = file.readline(LONGEST_LINE + 1)
-    hashed = hashed.copy()
-    hashed.update(line)
-    length, piece = len(line), line
-    while length > LONGEST_LINE and piece and not piece.endswith(b"\n"):
-        piece = file.readline(_PIECE)
-        hashed.update(piece)
-        length += len(piece)
-    return None if length > LONGEST_LINE else line, length, piece.endswith(b"\n"), hashed
