@@ -22,7 +22,8 @@ import pyarrow.parquet as pq
 from truestep import progress
 from truestep.bounded import read_lines as read_bounded_lines
 from truestep.ranks.processes import usable_cores
-from truestep.rollouts.files import DataError, line_content, parse_json, read_parquet, readable
+from truestep.rollouts.files import DataError, line_content, parse_json, readable
+from truestep.rollouts.parquet import read_parquet
 from truestep.rollouts.record import Checks, Needs, parse_record
 from truestep.rollouts.table.layout import ABSENT_TEMPERATURE, PartWriter
 from truestep.rollouts.table.lines import read_lines

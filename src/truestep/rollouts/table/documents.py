@@ -18,11 +18,11 @@ from truestep.rollouts.files import (
     DataError,
     Documents,
     load_documents,
-    read_parquet,
     read_record,
     readable,
     short_names,
 )
+from truestep.rollouts.parquet import read_parquet
 from truestep.rollouts.record import Checks, parse_record
 from truestep.rollouts.table.cache import Table, default_directory, table_of
 from truestep.rollouts.table.convert import is_parquet
