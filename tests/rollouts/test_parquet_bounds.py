@@ -67,10 +67,10 @@ def test_a_row_that_is_larger_than_any_record(tmp_path: Path) -> None:
 
 
 def test_pages_that_hold_more_than_the_footer_says(tmp_path: Path) -> None:
-    """Decoding goes by the page. A count of 100,000 in its header is changed, and the footer stays as it is."""
-    path = written(tmp_path / "a.parquet", {"reward": np.zeros(10**5)}, compression="none", write_statistics=False)
+    """Decoding goes by the page. A count of 10,000 in its header is changed, and the footer stays as it is."""
+    path = written(tmp_path / "a.parquet", {"reward": np.zeros(10**4)}, compression="none", write_statistics=False)
     content = path.read_bytes()
-    count, larger = (bytes(_varint(2 * number)) for number in (10**5, 10**6))
+    count, larger = (bytes(_varint(2 * number)) for number in (10**4, 10**6))
     assert len(count) == len(larger)
     start = pq.ParquetFile(path).metadata.row_group(0).column(0).data_page_offset
     place = content.index(count, start)

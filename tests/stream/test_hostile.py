@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -401,6 +402,42 @@ def test_hostile_entries(redis_server: RedisServer, monkeypatch: pytest.MonkeyPa
     assert len(said) == 7 + 50
     assert said[2] == "the record is not read: it has more than 1 MiB"
     source.close(True)
+
+
+@needs_redis
+def test_replies_are_read_up_to_a_ceiling(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries that are too large together are read one by one, and one that is too large alone is named and passed."""
+    monkeypatch.setattr("truestep.rollouts.stream.redis._REPLY", 100_000)
+    client = redis_server.client
+    padded = [one | {"metadata": {"text": "x" * 40_000}} for one in numbered(1, 9)]
+    redis_server.send("s", padded[:5])
+    client.xadd("s", {"record": "x" * 200_000, "more": "y" * 200_000})
+    client.xadd("s", {"record": "x" * 200_000})
+    redis_server.send("s", padded[5:])
+    redis_server.end("s")
+    transport = RedisTransport(url=redis_server.url, stream="s", group="truestep", consumer="trainer")
+    source = make_source(transport, stall_timeout=60, ids=Path(tempfile.mkdtemp()))
+    assert ids(source.take(7, 0)) == [str(number) for number in range(1, 8)]
+    assert reasons(source) == ["the record is not read: it has more than 100,000 bytes"] * 2
+    assert ids(source.take(9, 7)) == ["8", "9"]
+    source.close(True)
+
+
+@needs_redis
+def test_a_restart_behind_entries_that_are_too_large(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("truestep.rollouts.stream.redis._REPLY", 100_000)
+    redis_server.send("s", numbered(1, 2))
+    for _ in range(3):
+        redis_server.client.xadd("s", {"record": "x" * 200_000})
+    redis_server.send("s", numbered(3, 4))
+    for again in range(2):
+        transport = RedisTransport(url=redis_server.url, stream="s", group="truestep", consumer="trainer")
+        source = make_source(transport, stall_timeout=60)
+        assert ids(source.take(4, 0)) == ["1", "2", "3", "4"], again
+        assert len(reasons(source)) == 3
+        source._reading.close()  # and nothing is acknowledged
 
 
 @pytest.mark.long
