@@ -30,7 +30,7 @@ FLOORS = (
     ("types", "config", "files", "randomness", "ranks"),
     ("disks",),
     ("custom", "progress", "text", "exact", "transfer"),
-    ("errors", "long_lived", "operators", "self_test", "window"),
+    ("bounded", "errors", "long_lived", "operators", "self_test", "window"),
     ("__init__",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from truestep import progress
+from truestep.bounded import read_line
 from truestep.disks import writing
 from truestep.text import printable
 
@@ -220,21 +221,12 @@ def scan_lines(
         if start:  # what cannot be sought, such as a pipe, can be read as a whole
             file.seek(start)
         for number in itertools.count(first):
-            content = file.readline(LONGEST_LINE + 1) if start < stop else b""
-            if not content:
+            content, length, whole = read_line(file, limit=LONGEST_LINE) if start < stop else (b"", 0, True)
+            if not length:
                 return
-            end = start + len(content)
-            more = content
-            while len(content) > LONGEST_LINE and not more.endswith(
-                b"\n"
-            ):  # read over the rest of what is no line of ours
-                more = file.readline(1 << 20)
-                end += len(more)
-                if not more:
-                    break
-            if end > start + len(content):
-                long = f"it is longer than {LONGEST_LINE:,} bytes"
-                yield Line(path, number, start, end, None, long, whole=more.endswith(b"\n"))
+            end = start + length
+            if content is None:
+                yield Line(path, number, start, end, None, f"it is longer than {LONGEST_LINE:,} bytes", whole)
             elif (line := _line_of(path, number, start, content, lenient)) is not None:
                 yield line
             start = end

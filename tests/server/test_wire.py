@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from truestep.sampler.server.errors import BadAnswerError, ForgottenError, ServerError, UnreachableError
+from truestep.sampler.server.over_http import HttpServer
 from truestep.sampler.server.protocol import CompletionRequest
 from truestep.sampler.server.vllm import Vllm
 
@@ -24,28 +25,39 @@ def reply(body: str, status: int = 200, missing: int = 0) -> bytes:
     return f"HTTP/1.1 {status} X\r\nContent-Length: {len(body) + missing}\r\n\r\n{body}".encode()
 
 
-def ask(call: Callable[[Vllm], Coroutine[Any, Any, Any]], *replies: bytes | None, timeout: float = 30.0) -> Any:
-    """`replies` to one request after another. None: never."""
+def ask(
+    call: Callable[[Any], Coroutine[Any, Any, Any]],
+    *replies: bytes | None,
+    timeout: float = 30.0,
+    kind: type[HttpServer] = Vllm,
+    heads: list[bytes] | None = None,
+) -> Any:
+    """`replies` to one request after another, whose heads are noted. None: never."""
 
     async def main() -> Any:
         left, stop = list(replies), asyncio.Event()
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            if heads is not None:
+                heads.append(head)
             sent = left.pop(0)
             if sent is None:
                 await stop.wait()
             else:
-                writer.write(sent)
+                with contextlib.suppress(ConnectionError):  # the client has read enough
+                    for start in range(0, len(sent), 2**16):
+                        writer.write(sent[start : start + 2**16])
+                        await writer.drain()
             writer.close()
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        vllm = Vllm(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/", "m", "key", timeout)
+        asked = kind(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/", "m", "key", timeout)
         try:
-            return await call(vllm)
+            return await call(asked)
         finally:
             stop.set()
-            await vllm.close()
+            await asked.close()
             server.close()
 
     return asyncio.run(main())

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -111,7 +112,7 @@ class _Growing:
 
 
 def test_a_line_without_an_end_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory_module, "_LONGEST_LINE", 1000)
+    monkeypatch.setattr("truestep.bounded.RECORD", 1000)
     reader = DirectoryTransport(tmp_path)
     growing = _Growing(tmp_path / "a.jsonl")
     growing.write(good(1, 1))
@@ -125,7 +126,7 @@ def test_a_line_without_an_end_is_not_held_in_memory(tmp_path: Path, monkeypatch
     assert [message.problem is None for message in messages] == [False, True]
     assert messages[0].payload == b""
     assert messages[0].problem is not None
-    assert messages[0].problem.startswith("the line has more than")
+    assert messages[0].problem == "the line is not read: it has more than 1,000 bytes"
     again = DirectoryTransport(tmp_path)
     again.restore(reader.state())
     assert again.fetch(9, 0) == []
@@ -148,21 +149,21 @@ def test_a_pipe_that_takes_the_name_of_a_file_is_not_waited_for(tmp_path: Path) 
     """Between the look at the directory and the opening."""
     os.mkfifo(tmp_path / "a.jsonl")
     with pytest.raises(OSError, match="no file any more"):
-        directory_module._open_file(tmp_path / "a.jsonl")
+        directory_module.open_file(tmp_path / "a.jsonl")
 
 
 def test_a_file_that_cannot_be_read_is_said_once_and_read_when_it_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     locked = True
-    opened = directory_module._open_file
+    opened = directory_module.open_file
 
     def guarded(path: Path) -> Any:
         if path.name == "a.jsonl" and locked:
             raise PermissionError(13, "Permission denied")
         return opened(path)
 
-    monkeypatch.setattr(directory_module, "_open_file", guarded)
+    monkeypatch.setattr(directory_module, "open_file", guarded)
     (tmp_path / "a.jsonl").write_bytes(good(1, 1))
     (tmp_path / "b.jsonl").write_bytes(good(2, 2))
     reader = DirectoryTransport(tmp_path)
@@ -184,15 +185,17 @@ def replaced(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("change", "reason", "read"),
     [
-        (cut, "the file was replaced after it had been read: each needs a name of its own"),
-        (replaced, "the file was replaced after it had been read: each needs a name of its own"),
-        (Path.unlink, "the file was removed before all of it was read"),
+        (cut, "the file was replaced before all of it was read", ["b.jsonl:1"]),
+        (replaced, "the file was replaced before all of it was read", ["a.jsonl:1", "b.jsonl:1"]),
+        (Path.unlink, "the file was removed before all of it was read", ["b.jsonl:1"]),
     ],
     ids=["cut", "replaced", "removed"],
 )
-def test_a_file_that_changes_while_it_is_read(change: Callable[[Path], Any], reason: str, tmp_path: Path) -> None:
+def test_a_file_that_changes_while_it_is_read(
+    change: Callable[[Path], Any], reason: str, read: list[str], tmp_path: Path
+) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(good(1, 5))
     reader = DirectoryTransport(tmp_path)
@@ -200,7 +203,8 @@ def test_a_file_that_changes_while_it_is_read(change: Callable[[Path], Any], rea
     change(path)
     (tmp_path / "b.jsonl").write_bytes(good(6, 6))
     messages = reader.fetch(9, 0)
-    assert [message.problem for message in messages] == [reason, None]
+    assert [message.problem for message in messages] == [reason, *[None] * len(read)]
+    assert [message.where for message in messages[1:]] == read
     assert reader.fetch(9, 0) == []
     place = DirectoryTransport(tmp_path).state()
     for message in messages:
@@ -379,7 +383,7 @@ def test_a_server_that_drips_is_not_waited_for_without_end(monkeypatch: pytest.M
 
 @needs_redis
 def test_hostile_entries(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("truestep.rollouts.stream.reading.LARGEST_MESSAGE", 2**20)
+    monkeypatch.setattr("truestep.bounded.RECORD", 2**20)
     client = redis_server.client
     redis_server.send("s", numbered(1, 2))
     client.xadd("s", {"other": "field"})
@@ -396,18 +400,54 @@ def test_hostile_entries(redis_server: RedisServer, monkeypatch: pytest.MonkeyPa
     assert ids(source.take(9, 0)) == ["1", "2", "3", "4"]
     said = reasons(source)
     assert len(said) == 7 + 50
-    assert said[2].startswith("the record has 1,048,577 bytes")
+    assert said[2] == "the record is not read: it has more than 1 MiB"
     source.close(True)
+
+
+@needs_redis
+def test_replies_are_read_up_to_a_ceiling(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries that are too large together are read one by one, and one that is too large alone is named and passed."""
+    monkeypatch.setattr("truestep.rollouts.stream.redis._REPLY", 100_000)
+    client = redis_server.client
+    padded = [one | {"metadata": {"text": "x" * 40_000}} for one in numbered(1, 9)]
+    redis_server.send("s", padded[:5])
+    client.xadd("s", {"record": "x" * 200_000, "more": "y" * 200_000})
+    client.xadd("s", {"record": "x" * 200_000})
+    redis_server.send("s", padded[5:])
+    redis_server.end("s")
+    transport = RedisTransport(url=redis_server.url, stream="s", group="truestep", consumer="trainer")
+    source = make_source(transport, stall_timeout=60, ids=Path(tempfile.mkdtemp()))
+    assert ids(source.take(7, 0)) == [str(number) for number in range(1, 8)]
+    assert reasons(source) == ["the record is not read: it has more than 100,000 bytes"] * 2
+    assert ids(source.take(9, 7)) == ["8", "9"]
+    source.close(True)
+
+
+@needs_redis
+def test_a_restart_behind_entries_that_are_too_large(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("truestep.rollouts.stream.redis._REPLY", 100_000)
+    redis_server.send("s", numbered(1, 2))
+    for _ in range(3):
+        redis_server.client.xadd("s", {"record": "x" * 200_000})
+    redis_server.send("s", numbered(3, 4))
+    for again in range(2):
+        transport = RedisTransport(url=redis_server.url, stream="s", group="truestep", consumer="trainer")
+        source = make_source(transport, stall_timeout=60)
+        assert ids(source.take(4, 0)) == ["1", "2", "3", "4"], again
+        assert len(reasons(source)) == 3
+        source._reading.close()  # and nothing is acknowledged
 
 
 @pytest.mark.long
 @needs_redis
-def test_entries_of_a_hundred_megabytes(redis_server: RedisServer) -> None:
+def test_entries_larger_than_any_record(redis_server: RedisServer) -> None:
     for _ in range(3):
-        redis_server.client.xadd("s", {b"record": b'{"metadata": "' + b"x" * 10**8 + b'"}'})
+        redis_server.client.xadd("s", {b"record": b'{"metadata": "' + b"x" * 14 * 10**7 + b'"}'})
     redis_server.send("s", numbered(1, 2))
     transport = RedisTransport(url=redis_server.url, stream="s", group="truestep", consumer="trainer")
     source = make_source(transport, stall_timeout=120)
     assert ids(source.take(2, 0)) == ["1", "2"]
-    assert reasons(source) == ["the record has 100,000,016 bytes: at most 64 MiB are read"] * 3
+    assert reasons(source) == ["the record is not read: it has more than 128 MiB"] * 3
     source.close(True)

@@ -18,7 +18,7 @@ import yaml
 from kill_driver import Driver
 from small_runs import read_lines
 from stream.redis_server import RedisServer, needs_redis
-from stream.senders import GROUP, Record, ToDirectory, ToStream, batches, check_run, closed
+from stream.senders import GROUP, Record, ToDirectory, ToStream, ToUsedNames, batches, check_run, closed
 from truestep.files import read_json_lines
 
 _AHEAD = 60  # documents that the sampler sends before it waits for the trainer
@@ -105,3 +105,18 @@ def test_kills_on_a_watched_directory(tiny_model: Callable[[str], Path], tmp_pat
     check_run(tmp_path / "run", sent)
     events = read_lines(tmp_path / "sent" / "events.jsonl")
     assert events[-1] == {"event": "training_finished", "documents_seen": len(closed(sent))}
+
+
+@pytest.mark.long
+def test_twenty_kills_where_names_are_used_again(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """A name is given to another file of the same size or a larger one, as soon as the run calls the first finished."""
+    (tmp_path / "sent").mkdir()
+    config = {
+        "model": {"path": str(tiny_model("qwen3_tied")), "dtype": "float32"},
+        "data": {"source": {"type": "files", "directory": str(tmp_path / "sent")}, "group_size": GROUP},
+    }
+    sender = ToUsedNames(tmp_path / "sent")
+    kills = _kills(random.Random(11), seconds=10, event=10)
+    sent = _train(config, tmp_path / "run.yaml", kills, sender)
+    check_run(tmp_path / "run", sent, ordered=False)
+    assert sender.used_again > 0

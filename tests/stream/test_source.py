@@ -114,7 +114,35 @@ def test_what_is_read_ahead_is_not_in_the_state(tmp_path: Path, put: Callable[..
     put(numbered(1, 50))
     source.peek(3)
     until(lambda: source._reading.ahead[0] == 47)
-    assert source.state()["transport"] == {"files": {"1.jsonl": [3, 3 * len(json.dumps(numbered(1, 1)[0]) + "\n")]}}
+    lines, size, _ = source.state()["transport"]["files"]["1.jsonl"]
+    assert (lines, size) == (3, 3 * len(json.dumps(numbered(1, 1)[0]) + "\n"))
+
+
+@pytest.mark.parametrize("how", ["renamed", "written over", "removed and made again", "over a restart"])
+def test_records_without_ids_in_a_file_whose_name_is_used_again(how: str, tmp_path: Path) -> None:
+    """What came before is not trained on again, and what is new is, though its place is that of another record."""
+    path, beside = tmp_path / "a.jsonl", tmp_path / ".beside"
+    lines = [json.dumps({name: value for name, value in one.items() if name != "id"}) for one in numbered(1, 5)]
+    path.write_text("\n".join(lines[:3]) + "\n")
+    source = make_source(DirectoryTransport(tmp_path), stall_timeout=20, ids=tmp_path)
+    assert ids(source.take(3, 0)) == ["a.jsonl:1", "a.jsonl:2", "a.jsonl:3"]
+    beside.write_text("\n".join([lines[0], lines[3], lines[2], lines[4]]) + "\n")
+    if how in ("renamed", "over a restart"):
+        beside.rename(path)
+    elif how == "written over":
+        path.write_bytes(beside.read_bytes())
+    else:
+        path.unlink()
+        beside.rename(path)
+    if how == "over a restart":
+        state = json.loads(json.dumps(source.state()))
+        source = make_source(DirectoryTransport(tmp_path), stall_timeout=20, ids=tmp_path)
+        source.restore(state)
+    assert ids(source.take(2, 3)) == ["a.jsonl:2#2", "a.jsonl:4"]
+    assert [(one.line, one.reason) for one in source.drain_rejected()] == [
+        (1, "id is 'a.jsonl:1': repeated, a document of this id came before"),
+        (3, "id is 'a.jsonl:3': repeated, a document of this id came before"),
+    ]
 
 
 def test_the_error_says_what_was_waited_for(tmp_path: Path, put: Callable[..., None], clock: Clock) -> None:

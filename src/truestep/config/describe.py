@@ -239,6 +239,9 @@ def locate(location: Sequence[str | int]) -> tuple[tuple[str, ...], str]:
     return tuple(name), variant
 
 
+_NEAR, _VERY_NEAR = 0.65, 0.85  # of a name in the same section, and in another
+
+
 def explain_unknown(name: Sequence[str], variant: str = "") -> str:
     """Suggest what to write for a name that no section has.
 
@@ -252,12 +255,12 @@ def explain_unknown(name: Sequence[str], variant: str = "") -> str:
         return f"in a file it is {split[leaf][2]} under {split[leaf][0]}"
     other_variants = {option.name for option in list_options() if option.variants and variant not in option.variants}
     siblings = [last for full, (parent, _, last) in split.items() if parent == section and full not in other_variants]
-    if near := get_close_matches(leaf, siblings, n=1):
+    if near := get_close_matches(leaf, siblings, n=1, cutoff=_NEAR):
         return f"did you mean {section}{'.' if section else ''}{near[0]}?"
     if same := [full for full, (_, _, last) in split.items() if last == leaf]:
         homes = [f"section {split[full][0]}" if split[full][0] else "no section" for full in same]
         return f"option '{leaf}' is in {join_words(homes, 'and')}: {', '.join(same)}"
-    if near := get_close_matches(leaf, [last for _, _, last in split.values()], n=1):
+    if near := get_close_matches(leaf, [last for _, _, last in split.values()], n=1, cutoff=_VERY_NEAR):
         return f"did you mean {join_words([full for full in split if split[full][2] == near[0]], 'or')}?"
     return f"{f'section {section}' if section else 'the file'} has {', '.join(siblings)}"
 

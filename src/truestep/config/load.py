@@ -154,18 +154,27 @@ def _apply_overrides(source: _Source, tokens: list[str]) -> None:
     seen: dict[Name, str] = {}
     while tokens:
         token = tokens.pop(0)
+        if (named := re.match(r"\+{0,2}([\w.]+)=", token)) is not None and not _is_option(named[1]):
+            token = f"--{token.lstrip('+')}"  # as Hydra's users write: it is answered with all that is wrong
         flag, equals, text = token.partition("=")
         name = tuple(flag.removeprefix("--").replace("-", "_").split("."))
         if not flag.startswith("--") or not all(re.fullmatch(r"\w+", part) for part in name):
-            raise ConfigError(
-                f"{COMMAND_LINE}: {describe.show(token)} is not an override: write --section.option value"
-            )
+            raise ConfigError(f"{COMMAND_LINE}: {describe.show(token)} is not an override: write {_as_override(token)}")
         _refuse_repeat(flag, name, seen)
         follows = not equals and tokens and not tokens[0].startswith("--")
         value, origins = _override_value(flag, name, text if equals else tokens.pop(0) if follows else None)
         _set(source, flag, name, value)
         yaml_tree.forget(source.origins, name)
         source.origins |= {name: COMMAND_LINE} | origins
+
+
+def _as_override(token: str) -> str:
+    name, equals, value = token.lstrip("+~").partition("=")
+    return f"--{name} {value}" if equals and _is_option(name) else "--section.option value"
+
+
+def _is_option(name: str) -> bool:
+    return name in describe.options() or name in describe.sections()
 
 
 def _refuse_repeat(flag: str, name: Name, seen: dict[Name, str]) -> None:
@@ -236,17 +245,31 @@ def _problems(detail: ErrorDetails, source: _Source) -> list[str]:
         inside = [option.name for option in required if option.section == dotted(name)]
         return [f"{where}: {missing} is required" for missing in inside or [dotted(name)]]
     if detail["type"] == "extra_forbidden":
-        return [f"{where}: {_unknown(name, variant, source)}"]
+        return _unknowns(name, variant, source)
     if detail["type"].startswith("union_tag") and isinstance(source.value(name), dict):
         name = (*name, "type")
     return [f"{source.where(name)}: {describe.explain_wrong(dotted(name), source.value(name))}"]
+
+
+def _unknowns(name: Name, variant: str, source: _Source) -> list[str]:
+    """Word an unknown option. Of an unknown section of another trainer each option that it has is worded."""
+    value = source.value(name)
+    inside = dict(foreign.leaves(value, name)) if isinstance(value, dict) else {}
+    known = [option for option in inside if foreign.explain(option) is not None]
+    if not known or foreign.is_section(name):
+        return [f"{source.where(name)}: {_unknown(name, variant, source)}"]
+    return [
+        f"{source.where(option)}: {dotted(option)} is unknown: "
+        + (foreign.explain(option, given, source.data) or f"section {dotted(name)} is none of truestep's")
+        for option, given in inside.items()
+    ]
 
 
 def _unknown(name: Name, variant: str, source: _Source) -> str:
     full, section = dotted(name), dotted(name[:-1])
     option = describe.options().get(full) or describe.sections().get(full)
     if option is None:
-        reason = foreign.explain(name, source.value(name)) or describe.explain_unknown(name, variant)
+        reason = foreign.explain(name, source.value(name), source.data) or describe.explain_unknown(name, variant)
         return f"{full} is unknown: {reason}"
     have = "has" if len(option.variants) == 1 else "have"
     chosen = source.origins.get((*name[:-1], "type"))

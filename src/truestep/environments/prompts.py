@@ -2,14 +2,17 @@
 
 import codecs
 import json
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from truestep.bounded import TooLargeError, check_json, read_lines, too_long
 from truestep.disks import no_file
 from truestep.errors import TruestepError
 from truestep.files import LineError, exact_object
+from truestep.rollouts.rendering import within_bounds
 from truestep.text import printable
 
 # A reward is called as reward(prompt, completion, **fields), perhaps as a method.
@@ -28,6 +31,7 @@ class Prompt:
     input_ids: tuple[int, ...]
 
 
+_DICTIONARY_BATCH, _BATCH = 2, 3  # kinds of Arrow's messages
 _EXAMPLE = '{"prompt": "2 + 2 =", "answer": "4"}'
 
 
@@ -109,7 +113,11 @@ def _tokenise(prompt: Any, tokenizer: Any, where: str) -> tuple[int, ...]:
                 "the prompt as text, or take a model that was trained on chats"
             )
         try:
-            chat = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
+            chat = within_bounds(
+                lambda: tokenizer.apply_chat_template(
+                    prompt, add_generation_prompt=True, tokenize=True, return_dict=True
+                )
+            )
             ids = chat["input_ids"]
         except Exception as error:  # a template is code that came with the model
             raise PromptError(f"{where}: the chat template refuses these messages: {printable(error)}") from error
@@ -123,11 +131,14 @@ def _tokenise(prompt: Any, tokenizer: Any, where: str) -> tuple[int, ...]:
 def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            for number, (line, _) in enumerate(read_lines(file), start=1):
+                if line is None:
+                    raise TooLargeError(too_long())
                 content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if content.strip():
+                    check_json(content)
                     yield number, exact_object(content)
-    except LineError as error:
+    except (LineError, TooLargeError) as error:
         where = f"{path}:{number}"
         raise PromptError(f"{where}: {error}; a prompt is an object with the field `prompt`: {_EXAMPLE}") from error
     except OSError as error:
@@ -141,6 +152,7 @@ def _read_dataset(path: Path) -> Iterator[tuple[int, Any]]:
     except ImportError as error:
         needed = "reading a dataset needs `pip install 'truestep[datasets]'`"
         raise PromptError(f"{path} is a directory: {needed}") from error
+    _refuse_compressed(path)
     try:
         loaded = datasets.load_from_disk(str(path))
     except Exception as error:  # of damaged files: KeyError, TypeError, Arrow's own, UnicodeDecodeError
@@ -151,3 +163,41 @@ def _read_dataset(path: Path) -> Iterator[tuple[int, Any]]:
         yield from enumerate(loaded, start=1)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise PromptError(f"{path} cannot be read: {printable(error)}") from error
+
+
+def _refuse_compressed(path: Path) -> None:
+    """Refuse Arrow files with compressed parts, which may stand for any number of bytes: `datasets` writes none."""
+    import pyarrow as pa
+
+    for file in sorted(path.rglob("*.arrow")):
+        try:
+            with pa.memory_map(str(file)) as source:
+                messages = pa.ipc.MessageReader.open_stream(source)
+                compressed = any(_is_compressed(message.metadata.to_pybytes()) for message in messages)
+        except (OSError, ValueError, pa.ArrowException, struct.error):
+            continue  # `datasets` says what is wrong with it
+        if compressed:
+            raise PromptError(f"{file} is compressed inside, and is not read: write it with `save_to_disk`")
+
+
+def _is_compressed(message: bytes) -> bool:
+    """Tell whether a message of Arrow's stream format is a batch that names a codec. Its head is a flatbuffer: `header`
+    is field 2 of a message, `data` field 1 of a dictionary's batch, `compression` field 3 of a batch."""
+    table = struct.unpack_from("<I", message)[0]
+    kind = _flat_field(message, table, 1)
+    batch = _flat_field(message, table, 2)
+    if kind is None or batch is None:
+        return False
+    place, number = batch + struct.unpack_from("<I", message, batch)[0], message[kind]
+    if number == _DICTIONARY_BATCH and (inner := _flat_field(message, place, 1)) is not None:
+        place, number = inner + struct.unpack_from("<I", message, inner)[0], _BATCH
+    return number == _BATCH and _flat_field(message, place, 3) is not None
+
+
+def _flat_field(content: bytes, table: int, number: int) -> int | None:
+    """Find a field of a flatbuffer's table: the place of its value, or None where it has none."""
+    fields = table - struct.unpack_from("<i", content, table)[0]
+    if 4 + 2 * number >= struct.unpack_from("<H", content, fields)[0]:
+        return None
+    offset = struct.unpack_from("<H", content, fields + 4 + 2 * number)[0]
+    return table + offset if offset else None

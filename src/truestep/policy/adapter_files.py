@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from truestep.bounded import TooLargeError, read_settings
 from truestep.disks import writing
 from truestep.files import LineError, exact_object
 from truestep.policy.errors import ModelError
@@ -88,8 +89,8 @@ def base_of(directory: Path) -> Path:
 
 def _settings(directory: Path) -> dict[str, Any]:
     try:
-        settings = exact_object((directory / CONFIG).read_bytes())
-    except (OSError, LineError) as error:
+        settings = exact_object(read_settings(directory / CONFIG))
+    except (OSError, LineError, TooLargeError) as error:
         raise _refusal(directory, f"has no {CONFIG} that can be used: {error}") from error
     kind, rank, alpha = (settings.get(name) for name in ("peft_type", "r", "lora_alpha"))
     if kind != "LORA":

@@ -17,7 +17,10 @@ import torch
 from safetensors import safe_open
 
 from truestep import progress
+from truestep.bounded import TooLargeError, load_json
 from truestep.disks import writing
+
+_LONGEST_HEADER = 100_000_000  # bytes, as safetensors' own reader has it
 
 _PIECE = 2**24  # bytes that are written at a time
 # Bytes after which what was written goes to the disk: one sync of a whole model would be one wait without a sign of
@@ -194,7 +197,9 @@ def _read_header(file: str | os.PathLike[str]) -> tuple[dict[str, Any], int]:
     """Read the header of a safetensors file, and where its tensors begin."""
     with open(file, "rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(size))
+        if size > min(_LONGEST_HEADER, os.fstat(stream.fileno()).st_size - 8):
+            raise TooLargeError(f"{file} has a header of {size:,} bytes: more than the file or {_LONGEST_HEADER:,}")
+        header = load_json(stream.read(size))
     header.pop("__metadata__", None)
     return header, 8 + size
 

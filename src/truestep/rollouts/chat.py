@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from truestep.rollouts.rendering import within_bounds
 from truestep.rollouts.values import BadRecord, describe, plain
 from truestep.text import printable
 
@@ -78,8 +79,10 @@ class _Render:
 
     def _apply(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
         try:
-            return self.tokenizer.apply_chat_template(
-                list(messages), tools=self._tools, tokenize=True, return_dict=True, **options
+            return within_bounds(
+                lambda: self.tokenizer.apply_chat_template(
+                    list(messages), tools=self._tools, tokenize=True, return_dict=True, **options
+                )
             )
         except Exception as error:  # a template is a program that comes with the model: it can raise anything
             raise BadRecord(f"messages: the chat template refuses them: {printable(error)}") from None

@@ -6,23 +6,23 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from truestep import progress
+from truestep.bounded import TooLargeError, check_json, read_line, read_lines, too_long
 from truestep.disks import no_file
 from truestep.errors import TruestepError
 from truestep.rollouts.advantages import assign_advantages
-from truestep.rollouts.record import FIELDS, BadRecord, Checks, parse_record, readable_text
+from truestep.rollouts.parquet import bad_row, read_parquet
+from truestep.rollouts.record import BadRecord, Checks, parse_record
 from truestep.rollouts.selection import choose_truncated
 from truestep.rollouts.values import describe
 from truestep.text import printable
 from truestep.types import PutAside, Rejected, Rollout
 
 SUFFIXES = (".jsonl", ".parquet")
-ROWS_AT_A_TIME = 128  # of a Parquet file, as Arrow arrays; one row at a time becomes Python's lists
 
 
 class DataError(TruestepError):
@@ -135,8 +135,10 @@ def short_names(paths: Sequence[Path]) -> dict[Path, str]:
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if (content := line_content(line, first=number == 1)) is not None:
+        for number, (line, _) in enumerate(read_lines(file), start=1):
+            if line is None:
+                yield number, _long_line()
+            elif (content := line_content(line, first=number == 1)) is not None:
                 yield number, parse_json(content)
 
 
@@ -145,6 +147,16 @@ def line_content(line: bytes, first: bool) -> bytes | None:
     if first:
         line = line.removeprefix(b"\xef\xbb\xbf")  # a byte order mark, as some editors write
     return line if line.strip() else None
+
+
+def read_record(file: BinaryIO, first: bool) -> Any:
+    """Read the record of the line that begins where the file stands."""
+    line, _, _ = read_line(file)
+    return _long_line() if line is None else parse_json(line_content(line, first) or b"")
+
+
+def _long_line() -> BadRecord:
+    return BadRecord(f"the line is not read: {too_long()}")
 
 
 def parse_json(line: bytes) -> Any:
@@ -158,56 +170,17 @@ def parse_json(line: bytes) -> Any:
         return made
 
     try:
+        check_json(line)
         record = json.loads(line.rstrip(b"\r\n").decode(), object_pairs_hook=to_dict)
     except UnicodeDecodeError as error:
         return BadRecord(f"not valid UTF-8: byte {error.start + 1} of the line")
     except json.JSONDecodeError as error:
         return BadRecord(f"not valid JSON: {error.msg} (column {error.colno})")
+    except TooLargeError as error:
+        return BadRecord(f"the record is not read: {error}")
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or brackets without end
         return BadRecord(f"not readable JSON: {describe(str(error))}")
     if not repeated:
         return record
     trusted = {key: value for key, value in record.items() if key not in repeated} if isinstance(record, dict) else {}
-    return _bad_row(f"the key {describe(repeated[0])} is given twice", trusted)
-
-
-def read_parquet(path: Path, groups: Sequence[int] | None = None) -> Iterator[tuple[int, Any]]:
-    """Read rows, numbered from 1; with `groups`, of these row groups alone and numbered within them."""
-    with pq.ParquetFile(path, pre_buffer=False) as file:
-        columns = [name for name in file.schema_arrow.names if name in FIELDS]
-        repeated = next((name for name in columns if columns.count(name) > 1), None)
-        if repeated is not None or not columns:
-            # Nothing is worth reading: each row is rejected, as each line of the same JSONL would be.
-            row: Any = BadRecord(f"the column {repeated!r} is given twice") if repeated is not None else {}
-            chosen = range(file.metadata.num_row_groups) if groups is None else groups
-            rows = sum(file.metadata.row_group(group).num_rows for group in chosen)
-            yield from ((number, row) for number in range(1, rows + 1))
-            return
-        number = 0
-        for batch in file.iter_batches(batch_size=ROWS_AT_A_TIME, columns=columns, row_groups=groups):
-            for index in range(batch.num_rows):
-                number += 1
-                yield number, _parse_row(batch, index)
-
-
-def _parse_row(batch: pa.RecordBatch, index: int) -> Any:
-    row: dict[str, Any] = {}
-    unreadable: str | None = None
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        try:
-            row[name] = _to_python(column[index])
-        except Exception as error:  # text that is no UTF-8, a date out of range, a map with a key twice
-            unreadable = f"{name} cannot be read: {describe(str(error))}"
-    return row if unreadable is None else _bad_row(unreadable, row)
-
-
-def _to_python(scalar: Any) -> Any:
-    elements: Any = getattr(scalar, "values", None)
-    kind: Any = elements.type if isinstance(elements, pa.Array) and not elements.null_count else pa.null()
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        return elements.to_numpy(zero_copy_only=False).tolist()  # as to_pylist, and many times faster
-    return scalar.as_py(maps_as_pydicts="strict")
-
-
-def _bad_row(reason: str, trusted: dict[str, Any]) -> BadRecord:
-    return BadRecord(reason, id=readable_text(trusted, "id"), group_id=readable_text(trusted, "group_id"))
+    return bad_row(f"the key {describe(repeated[0])} is given twice", trusted)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from truestep import progress
+from truestep.bounded import MIB, TooLargeError, read_settings, too_long
 from truestep.disks import no_file
 from truestep.errors import TruestepError
 from truestep.files import LineError, exact_object
@@ -57,6 +58,7 @@ log = logging.getLogger(__name__)
 
 _MOST_LAYERS = 10_000
 _LARGEST_SIZE = 2**40
+_LARGEST_FILE = 256 * MIB  # of a tokenizer; that of Gemma 3 has 32 MiB
 
 
 def load_policy(
@@ -294,14 +296,32 @@ def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipe
 def _check_config(directory: Path) -> None:
     """Refuse a config.json that is none, or that asks for more layers than can be: to make them takes hours."""
     try:
-        config = exact_object((directory / "config.json").read_bytes(), lenient=True)
-    except (OSError, LineError) as error:
+        config = exact_object(read_settings(directory / "config.json"), lenient=True)
+    except (OSError, LineError, TooLargeError) as error:
         raise ModelError(f"model.path: {directory}: config.json cannot be used: {error}") from error
+    for file in (*directory.glob("*.json"), *directory.glob("*.jinja"), *directory.glob("*.model")):
+        if file.stat().st_size > _LARGEST_FILE:
+            raise ModelError(f"model.path: {file} cannot be used: {too_long(_LARGEST_FILE)}")
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
     for name, value in (item for part in parts for item in part.items()):
         most = _MOST_LAYERS if name.endswith(("layers", "n_layer")) else _LARGEST_SIZE
         if isinstance(value, int) and abs(value) > most:
             raise ModelError(f"model.path: {directory}: config.json has {printable(name, 60)} beyond {most:,}")
+    _check_sizes(directory, parts)
+
+
+def _check_sizes(directory: Path, parts: Sequence[dict[str, Any]]) -> None:
+    """Refuse a config.json that asks for a matrix larger than all weights: it would be made before it is missed."""
+    stored = sum(file.stat().st_size for file in directory.rglob("*.safetensors"))
+    for part in parts:
+        width = part.get("hidden_size")
+        for name in ("vocab_size", "intermediate_size"):
+            height = part.get(name)
+            if isinstance(width, int) and isinstance(height, int) and height * width > stored:
+                raise ModelError(
+                    f"model.path: {directory}: config.json asks for weights of {name} {height:,} x hidden_size "
+                    f"{width:,}, and its .safetensors files have {stored:,} bytes"
+                )
 
 
 def _check_loading(directory: Path, model: Any, loading: dict[str, Any]) -> None:

@@ -1,8 +1,9 @@
 """The documents that came in messages: new, and used only when their group is complete."""
 
+import itertools
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from truestep.rollouts.advantages import as_rule, assign_advantages
@@ -83,15 +84,26 @@ class Intake:
             self._reject(message.where, message.file, message.line, outcome)
             if outcome.group_id is not None:
                 self._place(outcome.group_id, None)
-        elif self._ids.add(outcome.id):
+        elif (taken := self._with_new_id(message, outcome)) is not None:
             self.accepted += 1
-            self._place(outcome.group_id, _Member(outcome, message.file, message.line))
+            self._place(taken.group_id, _Member(taken, message.file, message.line))
         else:
             # It fills no place in its group: whoever sends a record twice, not knowing whether the first arrived, would
             # close the group before its last member came.
             reason = f"id is {describe(outcome.id)}: repeated, a document of this id came before"
             error = BadRecord(reason, id=outcome.id, group_id=outcome.group_id)
             self._reject(message.where, message.file, message.line, error)
+
+    def _with_new_id(self, message: Message, rollout: Rollout) -> Rollout | None:
+        """Give the document with an id that no other has; None where it came before. A record without an id is known by
+        its place and its content, since a file's name may be used again."""
+        if rollout.id != message.where or message.content is None:
+            return rollout if self._ids.add(rollout.id) else None
+        if not self._ids.add(message.content):
+            return None
+        numbered = (f"{message.where}#{number}" for number in itertools.count(2))
+        id = next(id for id in itertools.chain([message.where], numbered) if self._ids.add(id))
+        return replace(rollout, id=id)
 
     def expire(self, clock: float) -> None:
         """Give up the groups that have been open for too long. Their documents can never be used: the baseline of a

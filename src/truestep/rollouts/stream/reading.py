@@ -9,13 +9,13 @@ import time
 from collections import deque
 from dataclasses import dataclass, replace
 
+from truestep import bounded
 from truestep.rollouts.files import parse_json, readable
 from truestep.rollouts.record import BadRecord, Checks, parse_record
 from truestep.rollouts.stream.transport import Message, Transport, TransportError
 from truestep.types import Rollout
 
 MOST_MESSAGES, MOST_BYTES = 4096, 256 * 2**20  # read ahead and not yet taken
-LARGEST_MESSAGE = 64 * 2**20  # bytes; a larger one is no record, and parsing it would hold up the run
 _LOOK = 0.25  # seconds that one look for messages waits at most
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds between attempts to reach what cannot be reached
 _MOST_AT_ONCE, _FEW_BYTES = 64, 4 * 2**20  # of one look
@@ -39,9 +39,8 @@ def parse_message(message: Message, checks: Checks) -> Rollout | BadRecord | Non
         return None
     if message.problem is not None:
         return BadRecord(message.problem)
-    if len(message.payload) > LARGEST_MESSAGE:
-        size, most = f"{len(message.payload):,}", LARGEST_MESSAGE // 2**20
-        return BadRecord(f"the record has {size} bytes: at most {most} MiB are read")
+    if len(message.payload) > bounded.RECORD:
+        return BadRecord(f"the record is not read: {bounded.too_long()}")
     try:
         return parse_record(readable(parse_json(message.payload)), message.where, checks)
     except BadRecord as error:

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
+from truestep.bounded import RECORD, too_long
 from truestep.rollouts.source import SourceError, other_source
 from truestep.rollouts.stream.transport import Message, TransportError
 from truestep.text import keep_secret, printable
@@ -31,6 +32,14 @@ _RECORD, _EVENT, _END = b"record", b"event", b"end"
 _SERVER_SILENT = 10.0  # seconds without an answer, beyond those that it was asked to wait
 _PATIENCE = 20.0  # seconds for a whole answer, which may come a byte at a time and never be silent
 _PAGE = 500
+_REPLY = 2 * RECORD  # bytes of one reply
+# Names alone, of entries that may be of any size: the next one's, and those of given ones that are gone.
+_NEXT = "return redis.call('XRANGE', KEYS[1], ARGV[1], '+', 'COUNT', 1)[1][1]"
+_GONE = """local gone = {}
+for _, id in ipairs(ARGV) do
+  if #redis.call('XRANGE', KEYS[1], id, id) == 0 then gone[#gone + 1] = id end
+end
+return gone"""
 _LAST_WORDS = 5.0  # seconds that closing tries to send what could not be sent
 
 
@@ -50,6 +59,7 @@ class RedisTransport:
         self._deleted: list[str] = []  # pending, and deleted from the stream
         self._reported: set[str] = set()  # those of them that were rejected
         self._outbox: deque[dict[str, Any]] = deque()
+        self._one_by_one = 0  # so many more entries are read alone
         self._lock = threading.RLock()  # of all the above; nobody holds it while waiting for messages
         self._check()
 
@@ -68,18 +78,40 @@ class RedisTransport:
                 self._send()
                 if self._deleted:
                     return self._report_deleted()
-            wait = max(1, int(1000 * seconds))  # 0 would be for ever
-            entries = self._read(">", count, wait)
-            with self._lock:
-                return self._messages(entries)
+            return self._next(count, seconds)
         except SourceError:
             raise
         except Exception as error:  # a server that is not what it should be may answer anything
             self._joined = False
             raise TransportError(f"{self.name} cannot be read: {_said(error)}") from error
 
-    def _read(self, after: str, count: int, wait: int | None = None) -> list[tuple[str, dict[bytes, bytes]]]:
-        replies = self._client.xreadgroup(self._group, self._consumer, {self._stream: after}, count=count, block=wait)
+    def _next(self, count: int, seconds: float) -> list[Message]:
+        """Read the next entries, one by one where several are too large for one reply."""
+        try:
+            wait = max(1, int(1000 * seconds))  # 0 would be for ever
+            entries = self._read(1 if self._one_by_one else count, wait)
+        except _ReplyTooLargeError:
+            with self._lock:
+                self._joined = False
+                self._join()
+                if self._one_by_one:
+                    return [self._unread()]
+            self._one_by_one = count
+            return []
+        with self._lock:
+            self._one_by_one = max(0, self._one_by_one - 1)
+            return self._messages(entries)
+
+    def _unread(self) -> Message:
+        """Reject the next entry, of which only the name is asked for."""
+        identifier = self._client.eval(_NEXT, 1, self._stream, f"({self._position}").decode()
+        self._client.xgroup_setid(self._stream, self._group, identifier)
+        self._position = identifier
+        self._pending.append(identifier)
+        return self._message(identifier, b"", f"the record is not read: {too_long(_REPLY)}", mark=[identifier, False])
+
+    def _read(self, count: int, wait: int) -> list[tuple[str, dict[bytes, bytes]]]:
+        replies = self._client.xreadgroup(self._group, self._consumer, {self._stream: ">"}, count=count, block=wait)
         return [(identifier.decode(), fields) for _, entries in replies for identifier, fields in entries]
 
     def _messages(self, entries: list[tuple[str, dict[bytes, bytes]]]) -> list[Message]:
@@ -124,7 +156,8 @@ class RedisTransport:
         self._position = position
         pending = list(self._all_pending())
         self._pending = [identifier for identifier in pending if _order(identifier) <= _order(position)]
-        self._deleted = [item for item in self._find_deleted(position) if item not in self._reported]
+        beyond = [identifier for identifier in pending if _order(identifier) > _order(position)]
+        self._deleted = [item for item in self._find_deleted(beyond) if item not in self._reported]
         self._joined = True
 
     def _place_of_group(self) -> str:
@@ -156,11 +189,10 @@ class RedisTransport:
             yield from (entry["message_id"].decode() for entry in page)
             start = f"({page[-1]['message_id'].decode()}"
 
-    def _find_deleted(self, position: str) -> Iterator[str]:
-        """Find messages after `position` that were given to this run, never acknowledged, and then deleted."""
-        while entries := self._read(position, _PAGE):
-            yield from (identifier for identifier, fields in entries if not fields)
-            position = entries[-1][0]
+    def _find_deleted(self, pending: list[str]) -> Iterator[str]:
+        """Find messages that were given to this run, never acknowledged, and then deleted."""
+        for start in range(0, len(pending), _PAGE):
+            yield from map(bytes.decode, self._client.eval(_GONE, 1, self._stream, *pending[start : start + _PAGE]))
 
     def _report_deleted(self) -> list[Message]:
         deleted, self._deleted = self._deleted, []
@@ -290,7 +322,7 @@ def _connect(url: str) -> Any:
     password = os.environ.get("REDISCLI_AUTH")
     keep_secret(password)
     try:
-        return redis.Redis.from_url(
+        client = redis.Redis.from_url(
             url,
             password=password,  # where the URL, which every run writes down, has none
             retry=Retry(NoBackoff(), 0),  # a reply that was lost is not repaired by asking for the next
@@ -298,8 +330,55 @@ def _connect(url: str) -> Any:
             socket_connect_timeout=_SERVER_SILENT / 2,
             protocol=2,
         )
+        pool = client.connection_pool
+        pool.connection_class = _bounded(pool.connection_class)
+        return client
     except ValueError as error:
         raise SourceError(f"data.source.url: {printable(error)}") from error
+
+
+class _ReplyTooLargeError(Exception):
+    """A reply has more bytes than are read of one."""
+
+
+class _Counted:
+    """A socket that ends a reply which has too many bytes."""
+
+    def __init__(self, socket: Any):
+        self._socket, self.read = socket, 0
+
+    def recv(self, *arguments: Any) -> bytes:
+        content: bytes = self._socket.recv(*arguments)
+        self._count(len(content))
+        return content
+
+    def recv_into(self, *arguments: Any) -> int:
+        size: int = self._socket.recv_into(*arguments)
+        self._count(size)
+        return size
+
+    def _count(self, size: int) -> None:
+        self.read += size
+        if self.read > _REPLY:
+            raise _ReplyTooLargeError
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+
+def _bounded(kind: Any) -> Any:
+    """Make a kind of connection that reads no more than so many bytes of a reply."""
+
+    class Bounded(kind):
+        def _connect(self) -> _Counted:
+            return _Counted(super()._connect())
+
+        def send_packed_command(self, *arguments: Any, **options: Any) -> None:
+            if isinstance(self._sock, _Counted):
+                self._sock.read = 0
+            super().send_packed_command(*arguments, **options)
+
+    return Bounded
 
 
 def _address(client: Any) -> str:

@@ -21,6 +21,7 @@ class Message:
     problem: str | None = None  # why there is no payload to read
     mark: Any = None  # what `Transport.advance` needs; None: the place stays what it was
     blank: bool = False  # no record: it only moves the place
+    content: str | None = None  # names what was sent where `where` may be used again: the same record has the same
 
 
 class Transport(Protocol):

@@ -20,8 +20,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from truestep import progress
+from truestep.bounded import read_lines as read_bounded_lines
 from truestep.ranks.processes import usable_cores
-from truestep.rollouts.files import DataError, line_content, parse_json, read_parquet, readable
+from truestep.rollouts.files import DataError, line_content, parse_json, readable
+from truestep.rollouts.parquet import read_parquet
 from truestep.rollouts.record import Checks, Needs, parse_record
 from truestep.rollouts.table.layout import ABSENT_TEMPERATURE, PartWriter
 from truestep.rollouts.table.lines import read_lines
@@ -97,13 +99,14 @@ def _judged(record: Any) -> Rollout | None:
         return None
 
 
-def lines_between(job: Job) -> Iterator[tuple[int, int, bytes]]:
+def lines_between(job: Job) -> Iterator[tuple[int, int, bytes | None]]:
+    """Read the lines of a part: number, first byte, content (None where it is too long to be a record)."""
     with open(job.file, "rb", buffering=BLOCK_BYTES) as file:
         file.seek(job.start)
         offset = job.start
-        for number, line in enumerate(file, start=1):
+        for number, (line, length) in enumerate(read_bounded_lines(file), start=1):
             yield number, offset, line
-            offset += len(line)
+            offset += length
             if offset >= job.end:
                 return
 
@@ -113,13 +116,15 @@ def _add_lines(job: Job, writer: PartWriter) -> int:
     number, size = 0, 0
     block: list[tuple[int, int, bytes]] = []  # line from 1 within the part, its first byte, its content
     for number, offset, line in lines_between(job):
-        content = line_content(line, first=offset == 0)
+        content = None if line is None else line_content(line, first=offset == 0)
         if content is not None:
             block.append((number, offset, content))
             size += len(content)
-        if size >= BLOCK_BYTES:
+        if size >= BLOCK_BYTES or line is None:
             _add_block(block, writer)
             block, size = [], 0
+        if line is None:
+            writer.add(number, offset, None)
     _add_block(block, writer)
     return number
 

@@ -17,13 +17,12 @@ from truestep.rollouts.advantages import as_rule, assign_advantages
 from truestep.rollouts.files import (
     DataError,
     Documents,
-    line_content,
     load_documents,
-    parse_json,
-    read_parquet,
+    read_record,
     readable,
     short_names,
 )
+from truestep.rollouts.parquet import read_parquet
 from truestep.rollouts.record import Checks, parse_record
 from truestep.rollouts.table.cache import Table, default_directory, table_of
 from truestep.rollouts.table.convert import is_parquet
@@ -154,8 +153,7 @@ def _records(table: Table, rows: np.ndarray) -> Iterator[Any]:
         with table.file.open("rb") as file:
             for row in rows.tolist():
                 file.seek(offsets[row])
-                content = line_content(file.readline(), first=offsets[row] == 0)
-                yield parse_json(content or b"")
+                yield read_record(file, first=offsets[row] == 0)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{table.file} cannot be read: {error}") from error
 

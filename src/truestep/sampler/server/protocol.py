@@ -10,7 +10,8 @@ from typing import Protocol
 
 import torch
 
-from truestep.sampler.server.errors import ServerError
+from truestep.sampler.server.errors import BadAnswerError, ServerError
+from truestep.text import printable
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,19 @@ class CompletionRequest:
     max_new_tokens: int
     stop_ids: frozenset[int]
     vocabulary_size: int
+
+    @property
+    def tokens(self) -> int:
+        """Count the tokens that an answer holds at most; some servers repeat the prompt beside each completion."""
+        return self.n * (len(self.prompt) + self.max_new_tokens)
+
+    def check_size(self, index: object, tokens: int) -> None:
+        """Refuse a completion that was not asked for, or that has more tokens: a stream has no end of its own."""
+        if index not in range(self.n) or tokens > self.max_new_tokens:
+            raise BadAnswerError(
+                f"the stream has {tokens} tokens of completion {printable(index, 20)}: asked for {self.n} completions "
+                f"of at most {self.max_new_tokens} tokens"
+            )
 
 
 @dataclass(frozen=True)

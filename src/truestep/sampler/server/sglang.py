@@ -36,7 +36,7 @@ class Sglang(HttpServer):
     hints: ClassVar[Mapping[int, str]] = {**HttpServer.hints, 404: "; is it SGLang 0.5.6 or later?"}
 
     async def complete(self, request: CompletionRequest) -> list[Choice]:
-        answer = await self._post("/generate", self._body(request))
+        answer = await self._post("/generate", self._body(request), tokens=request.tokens)
         return read_answers(answer if isinstance(answer, list) else [answer], request)
 
     async def stream(self, request: CompletionRequest, on_tokens: Callable[[int, int], None]) -> list[Choice]:
@@ -48,10 +48,11 @@ class Sglang(HttpServer):
             scored, count = meta.get("output_token_logprobs") or [], int(meta["completion_tokens"])
             # An event has all tokens so far or, with --incremental-streaming-output, those that are new.
             scored = scored if len(scored) == count else before + scored
+            request.check_size(index, len(scored))
             on_tokens(index, len(scored) - len(before))
             answers[index] = {"meta_info": meta | {"output_token_logprobs": scored}}
 
-        await self._events("/generate", self._body(request) | {"stream": True}, read_event)
+        await self._events("/generate", self._body(request) | {"stream": True}, read_event, request.tokens)
         indices = sorted(answers)
         if indices != list(range(request.n)):
             raise BadAnswerError(f"asked for {request.n} completions, got those of index {indices}")
@@ -81,7 +82,7 @@ class Sglang(HttpServer):
             "top_logprobs_num": count,
         }
         salt = {"extra_key": secrets.token_hex(8)} if past_the_cache else {}
-        answer = await self._post("/generate", body | salt)
+        answer = await self._post("/generate", body | salt, tokens=len(prompt) + count)
         try:
             (likeliest,) = answer["meta_info"]["output_top_logprobs"]
             return {int(entry[1]): float(entry[0]) for entry in likeliest}

@@ -59,7 +59,7 @@ class Vllm(HttpServer):
     _adapter: str | None = None  # the name of the adapter that was loaded last: each has a name of its own
 
     async def complete(self, request: CompletionRequest) -> list[Choice]:
-        return read_choices(await self._post("/v1/completions", self._body(request)), request)
+        return read_choices(await self._post("/v1/completions", self._body(request), tokens=request.tokens), request)
 
     async def stream(self, request: CompletionRequest, on_tokens: Callable[[int, int], None]) -> list[Choice]:
         choices: dict[int, dict[str, Any]] = {}
@@ -73,9 +73,10 @@ class Vllm(HttpServer):
                 choice["logprobs"]["token_logprobs"] += (piece.get("logprobs") or {}).get("token_logprobs") or []
                 for name in ("finish_reason", "prompt_token_ids"):
                     choice[name] = piece.get(name) or choice.get(name)
+                request.check_size(index, len(choice["token_ids"]))
                 on_tokens(index, len(tokens))
 
-        await self._events("/v1/completions", self._body(request) | {"stream": True}, read_event)
+        await self._events("/v1/completions", self._body(request) | {"stream": True}, read_event, request.tokens)
         return read_choices({"choices": list(choices.values())}, request)
 
     def _body(self, request: CompletionRequest) -> dict[str, Any]:
@@ -105,7 +106,7 @@ class Vllm(HttpServer):
             "return_tokens_as_token_ids": True,
         }
         salt = {"cache_salt": secrets.token_hex(8)} if past_the_cache else {}
-        answer = await self._post("/v1/completions", body | salt)
+        answer = await self._post("/v1/completions", body | salt, tokens=len(prompt) + count)
         try:
             (logprobs,) = answer["choices"][0]["logprobs"]["top_logprobs"]
             return {int(name.removeprefix("token_id:")): float(value) for name, value in logprobs.items()}

@@ -1,0 +1,60 @@
+"""Rollouts in Parquet files: a row is a record."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from truestep import bounded
+from truestep.rollouts.pages import batches, checked_groups
+from truestep.rollouts.record import FIELDS, readable_text
+from truestep.rollouts.values import BadRecord, describe
+
+
+def read_parquet(path: Path, groups: Sequence[int] | None = None) -> Iterator[tuple[int, Any]]:
+    """Read rows, numbered from 1; with `groups`, of these row groups alone and numbered within them."""
+    with pq.ParquetFile(path, pre_buffer=False) as file:
+        columns = [name for name in file.schema_arrow.names if name in FIELDS]
+        repeated = next((name for name in columns if columns.count(name) > 1), None)
+        if repeated is not None or not columns:
+            # Nothing is worth reading: each row is rejected, as each line of the same JSONL would be.
+            row: Any = BadRecord(f"the column {repeated!r} is given twice") if repeated is not None else {}
+            chosen = range(file.metadata.num_row_groups) if groups is None else groups
+            rows = sum(group.rows for group in checked_groups(path, file.metadata, (), chosen))
+            yield from ((number, row) for number in range(1, rows + 1))
+            return
+        chosen = range(file.metadata.num_row_groups) if groups is None else groups
+        number = 0
+        for group in checked_groups(path, file.metadata, columns, chosen):
+            for batch in batches(file, columns, group):
+                small = batch.nbytes <= bounded.RECORD
+                for index in range(batch.num_rows):
+                    number += 1
+                    fits = small or batch.slice(index, 1).nbytes <= bounded.RECORD
+                    long = BadRecord(f"the record is not read: {bounded.too_long()}")
+                    yield number, _parse_row(batch, index) if fits else long
+
+
+def _parse_row(batch: pa.RecordBatch, index: int) -> Any:
+    row: dict[str, Any] = {}
+    unreadable: str | None = None
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            row[name] = _to_python(column[index])
+        except Exception as error:  # text that is no UTF-8, a date out of range, a map with a key twice
+            unreadable = f"{name} cannot be read: {describe(str(error))}"
+    return row if unreadable is None else bad_row(unreadable, row)
+
+
+def _to_python(scalar: Any) -> Any:
+    elements: Any = getattr(scalar, "values", None)
+    kind: Any = elements.type if isinstance(elements, pa.Array) and not elements.null_count else pa.null()
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return elements.to_numpy(zero_copy_only=False).tolist()  # as to_pylist, and many times faster
+    return scalar.as_py(maps_as_pydicts="strict")
+
+
+def bad_row(reason: str, trusted: dict[str, Any]) -> BadRecord:
+    return BadRecord(reason, id=readable_text(trusted, "id"), group_id=readable_text(trusted, "group_id"))

@@ -1,0 +1,177 @@
+"""Answers that take more than they may: each is refused by name, with little memory, and honest large ones are read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tracemalloc
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.test_wire import ASKED, ask, reply
+from truestep.sampler.server import over_http
+from truestep.sampler.server.errors import BadAnswerError, ServerError, UnreachableError
+from truestep.sampler.server.protocol import CompletionRequest
+from truestep.sampler.server.sglang import Sglang
+from truestep.sampler.server.vllm import Vllm
+
+MIB = 2**20
+Call = Callable[[Any], Coroutine[Any, Any, Any]]
+CALLS: dict[str, Call] = {
+    "complete": lambda server: server.complete(ASKED),
+    "stream": lambda server: server.stream(ASKED, lambda index, tokens: None),
+    "next_token": lambda server: server.next_token((5, 6), 0.7, 8),
+    "describe": lambda server: server.describe(),
+    "tokenize": lambda server: server.tokenize("text"),
+    "pause": lambda server: server.pause("keep"),
+    "load": lambda server: server.load(Path("weights")),
+    "resume": lambda server: server.resume(),
+    "unload": lambda server: server._tell("/v1/unload_lora_adapter", {}, 30.0),
+}
+BOMB = gzip.compress(b'"' + b" " * 50 * MIB + b'"')
+ENDLESS = b"data: " + b"[" * 60 * MIB
+KINDS = (Vllm, Sglang)
+
+
+def peak_of(call: Callable[[], Any]) -> int:
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def with_headers(body: bytes, *headers: str, status: int = 200) -> bytes:
+    head = "".join(f"{header}\r\n" for header in (*headers, f"Content-Length: {len(body)}"))
+    return f"HTTP/1.1 {status} X\r\n{head}\r\n".encode() + body
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("status", [302, 304, 308])
+def test_a_redirect_is_a_failure_of_every_call(status: int, name: str, kind: type[Any]) -> None:
+    moved = with_headers(b"{}", "Location: http://127.0.0.1:1/elsewhere", status=status)
+    with pytest.raises(ServerError, match=f"answered {status} and points to http://127.0.0.1:1/elsewhere"):
+        ask(CALLS[name], *[moved] * 4, kind=kind)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("encoding", ["gzip", "zstd", "gzip, gzip"])
+def test_a_compressed_answer_is_not_read(encoding: str, name: str) -> None:
+    """50 KiB that would be 50 MiB; some 1.4 MiB took 4.6 GiB."""
+    bomb = with_headers(BOMB, f"Content-Encoding: {encoding}")
+
+    def refused() -> None:
+        with pytest.raises(BadAnswerError, match=r"the answer is compressed \((gzip|deflate|br|zstd).*it is not read"):
+            ask(CALLS[name], *[bomb] * 4)
+
+    assert peak_of(refused) < 20 * MIB
+
+
+def test_no_compressed_answer_is_asked_for() -> None:
+    heads: list[bytes] = []
+    with pytest.raises(BadAnswerError):
+        ask(CALLS["complete"], reply("{}"), heads=heads)
+    assert b"accept-encoding: identity\r\n" in heads[0].lower()
+    assert heads[0].lower().count(b"accept-encoding") == 1
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_answer_that_is_longer_than_it_may_be(name: str) -> None:
+    """Also one that never ends, since its length is not said."""
+    endless = b"HTTP/1.1 200 X\r\n\r\n" + ENDLESS
+
+    def refused() -> None:
+        with pytest.raises(BadAnswerError, match="is not read: it has more than 4 MiB, more than it may hold"):
+            ask(CALLS[name], *[endless] * 4)
+
+    assert peak_of(refused) < 25 * MIB
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_error_is_read_no_further_than_it_is_shown(name: str) -> None:
+    endless = b"HTTP/1.1 500 X\r\n\r\n" + b"no " * 20 * MIB
+
+    def refused() -> None:
+        with pytest.raises((UnreachableError, ServerError), match="answered 500: no no"):
+            ask(CALLS[name], *[endless] * 8)
+
+    assert peak_of(refused) < 20 * MIB
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("[" * 100_000 + "]" * 100_000, "answered what is not JSON"),
+        ('{"choices": ' + "9" * 100_000 + "}", "answered what is not JSON"),
+        ("[" + "[]," * (MIB + 1) + "[]]", "it has 1,048,579 lists and objects"),
+        ("[" + '"",' * (2 * MIB) + '""]', "it has more than 4 MiB"),
+    ],
+    ids=["deep", "digits", "lists", "texts"],
+)
+def test_json_that_is_more_than_its_bytes(body: str, said: str) -> None:
+    with pytest.raises(BadAnswerError, match=said):
+        ask(CALLS["complete"], reply(body))
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"index": 0, "token_ids": [7] * 4},
+        {"index": 5, "token_ids": [7]},
+        {"index": "0", "token_ids": [7]},
+    ],
+    ids=["more tokens", "another completion", "no number"],
+)
+def test_a_stream_of_more_than_was_asked_for(event: dict[str, Any]) -> None:
+    line = f"data: {json.dumps({'choices': [event]})}\n\n"
+    with pytest.raises(BadAnswerError, match="asked for 1 completions of at most 3 tokens"):
+        ask(CALLS["stream"], reply(line * 10_000))
+
+
+def test_a_stream_of_sglang_of_more_than_was_asked_for() -> None:
+    meta = {"completion_tokens": 4, "output_token_logprobs": [[-1.0, 7]] * 4}
+    with pytest.raises(BadAnswerError, match="asked for 1 completions of at most 3 tokens"):
+        ask(CALLS["stream"], reply(f"data: {json.dumps({'meta_info': meta})}\n\n"), kind=Sglang)
+
+
+def vllm_choice(index: int, tokens: int) -> dict[str, Any]:
+    """As vLLM writes one with `return_token_ids` and `logprobs: 0`: the text stands in it four times."""
+    text = "\\u00e9\U0001f600 "
+    logprobs = {
+        "text_offset": list(range(100_000, 100_000 + tokens)),
+        "token_logprobs": [-0.12345678901234567] * tokens,
+        "tokens": [text] * tokens,
+        "top_logprobs": [{text: -0.12345678901234567}] * tokens,
+    }
+    return {
+        "index": index,
+        "text": text * tokens,
+        "logprobs": logprobs,
+        "finish_reason": "length",
+        "token_ids": [150_000] * tokens,
+        "prompt_token_ids": [150_000] * 1000,
+    }
+
+
+@pytest.mark.parametrize(("n", "tokens"), [(2, 4096), pytest.param(64, 8192, marks=pytest.mark.long)])
+def test_an_honest_large_answer_is_read(n: int, tokens: int) -> None:
+    request = CompletionRequest((150_000,) * 1000, n, 1.0, tokens, frozenset({0}), 200_000)
+    body = json.dumps({"choices": [vllm_choice(index, tokens) for index in range(n)]})
+    choices = ask(lambda server: server.complete(request), reply(body))
+    assert [len(choice.logprobs) for choice in choices] == [tokens] * n
+    assert len(body) < over_http._size(request.tokens) / 2
+
+
+def test_an_honest_large_stream_is_read() -> None:
+    tokens = 20_000
+    request = CompletionRequest((5, 6), 1, 1.0, tokens, frozenset({0}), 200_000)
+    choice = vllm_choice(0, 1) | {"finish_reason": None, "prompt_token_ids": None}
+    lines = f"data: {json.dumps({'choices': [choice]})}\r\n\r\n" * (tokens - 1)
+    lines += f"data: {json.dumps({'choices': [choice | {'finish_reason': 'length'}]})}\n\ndata: [DONE]\n\n"
+    (read,) = ask(lambda server: server.stream(request, lambda index, tokens: None), reply(lines))
+    assert read.token_ids == [150_000] * tokens
