@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from truestep.assemble.evaluation import make_evaluator
 from truestep.assemble.policy import join_ranks, make_policy
 from truestep.assemble.rewards import Raters
-from truestep.assemble.sinks import make_keeper, make_sinks
+from truestep.assemble.sinks import make_keeper, make_sinks, make_watching
 from truestep.assemble.sources import check_inputs, make_source
 from truestep.assemble.step import (
     check_custom_code,
@@ -39,6 +39,7 @@ from truestep.policy.tensor_parts import StoredTensors
 from truestep.randomness import seed_random
 from truestep.ranks.group import ALONE, Ranks
 from truestep.ranks.watch import Watch
+from truestep.report.verdicts.watching import Watching
 from truestep.rollouts.rejects import write_rejected
 from truestep.run_directory import RunDirectory
 from truestep.run_notes import run_notes, what_runs
@@ -75,7 +76,7 @@ def train(
         trainer = make_trainer(config, console, title, ranks, watch, callbacks, display)
         display.asked_to_stop = lambda: trainer.stopped_by
         if ranks.first:
-            trainer.sinks = [*trainer.sinks, *sinks]
+            trainer.sinks = [*trainer.sinks, make_watching(config, trainer.directory, display), *sinks]
         if config.logging.console and ranks.first and trainer.policy.device.type == "cuda":
             beside = planned_beside(config, ranks.size, display.say)
             trainer.sinks = [*trainer.sinks, *([beside] if beside else [])]
@@ -84,7 +85,8 @@ def train(
         finally:
             for sink in trainer.sinks:
                 sink.close()
-    display.say(f"{trainer.ended}; the run is in {shown(trainer.directory.path)}")
+    shows = [sink.sentence for sink in trainer.sinks if isinstance(sink, Watching) and sink.sentence]
+    display.say(". ".join([f"{trainer.ended}; the run is in {shown(trainer.directory.path)}", *shows]))
     return trainer
 
 

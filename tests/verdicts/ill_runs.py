@@ -21,7 +21,11 @@ RUNS: dict[str, dict[str, Any]] = {
         "evaluation.reward": "truestep.environments.sorting:reward",
     },
     "constant reward": {"sampler.reward": "planted_rewards:constant", "schedule.steps": 8},
-    "too easy": {"sampler.reward": "planted_rewards:easy", "schedule.steps": 20},
+    "too easy": {
+        "sampler.reward": "planted_rewards:easy",
+        "schedule.steps": 20,
+        "optimizer.learning_rate": 1e-5,
+    },
     "too hard": {"sampler.reward": "planted_rewards:hard", "schedule.steps": 8},
     "entropy": {"loss.entropy_bonus": 0.5},
     "rate": {"optimizer.learning_rate": 0.1, "optimizer.schedule": "constant"},

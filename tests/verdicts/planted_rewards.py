@@ -31,8 +31,9 @@ def constant(prompt: object, completion: str, **_: object) -> float:
 
 
 def easy(prompt: str, completion: str, **_: object) -> float:
-    """Pays for any order of the prompt's digits, which the policy knows already."""
-    return float(sorted(completion.split()) == sorted(prompt.split()[1:-1]))
+    """Pays for four words, most of which the prompt has: the policy can do that already."""
+    words = completion.split()
+    return float(len(words) == 4 and sum(word in prompt.split() for word in words) >= 3)
 
 
 def hard(prompt: object, completion: str, *, answer: str, **_: object) -> float:

@@ -15,7 +15,7 @@ _CLIPPED = 0.3
 _SLOW, _SLOW_SECONDS = 0.5, 1.0  # of a step's time, and at least so long
 _REPEATS = 0.5
 _SILENT = 0.1  # of the first entropy
-_EMPTY = 0.5
+_EMPTY, _NEARLY_ALL = 0.5, 0.8  # of the groups
 # States in which groups have no difference, so that nothing else needs to say it.
 _WITHOUT_DIFFERENCE = ("collapse", "constant reward", "too hard", "too easy", "lost", "rate", "entropy", "length")
 # States in which the reward rises: who knows what is paid need not explore.
@@ -50,10 +50,26 @@ def _rejected(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
     yield Verdict(
         "rejected",
         "note" if share < _FEW else "warning",
-        "Completions without a reward are not trained on",
-        f"{total:,} ({format_percent(share)}) {'was' if total == 1 else 'were'} rejected, {often}: {printable(reason, 200)}.",
-        f"All are in {evidence.rejected_in}, with tracebacks.",
+        "Rejected completions are not trained on",
+        f"{total:,} ({format_percent(share)}) {'was' if total == 1 else 'were'} rejected, {often}: "
+        f"{printable(reason, 200)}.",
+        f"{evidence.rejected_in} has each with its reason.",
     )
+
+
+def _best_is_past(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
+    for one in evidence.held_out if state.level != "bad" else ():
+        best, step = one.best
+        # The best of many evaluations is above the others by chance.
+        if one.margin is not None and best - one.last > 1.5 * one.margin and best > one.first:
+            yield Verdict(
+                "best is past",
+                "warning",
+                f"The held-out {one.name} reward fell from its best",
+                f"it was {best:.3f} after step {format_number(step)}, and is {one.last:.3f} after the last evaluation.",
+                f"The checkpoint of step {format_number(step)} may be the better model.",
+            )
+            return
 
 
 def _slow(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
@@ -94,7 +110,10 @@ def _far(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
 
 def _cut_off(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
     cut = evidence.recent_mean("truncated_fraction")
-    if cut is None or cut < CUT_OFF or state.kind in ("length", "collapse", "rate", "entropy"):
+    if cut is None or state.kind in ("length", "collapse", "rate", "entropy", "lost"):
+        return
+    # Where completions have grown, the verdict on their length says so.
+    if min(cut, float(evidence.values("truncated_fraction")[: evidence.window].mean())) < CUT_OFF:
         return
     yield Verdict(
         "cut off",
@@ -124,7 +143,7 @@ def _empty_groups(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
         return
     yield Verdict(
         "groups without a difference",
-        "warning",
+        "warning" if share > _NEARLY_ALL else "note",  # of hard prompts half are usual
         "Most groups teach nothing",
         f"in {evidence.since()} {format_percent(share)} of the groups have no advantage.",
         "The prompts are too easy or too hard: take others, or let data.zero_advantage: replace draw them.",
@@ -137,9 +156,9 @@ def _repeats(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
     facts = []
     distinct, entropy = evidence.trend("distinct_completions"), evidence.trend("entropy")
     if distinct is not None and distinct.last < _REPEATS * distinct.first:
-        facts.append(f"the share of different completions in a group fell {distinct.text}")
-    if entropy is not None and 0 < entropy.first and entropy.last < _SILENT * entropy.first:
-        facts.append(f"the entropy fell {entropy.text} nats")
+        facts.append(f"the share of different completions in a group fell {distinct.change}")
+    if entropy is not None and entropy.first > 0 and entropy.last < _SILENT * entropy.first:
+        facts.append(f"the entropy fell {entropy.change} nats")
     if facts:
         yield Verdict(
             "no exploration",
@@ -158,5 +177,6 @@ _JUDGES: tuple[Callable[[Evidence, Verdict], Iterator[Verdict]], ...] = (
     _no_gradient,
     _empty_groups,
     _repeats,
+    _best_is_past,
     _slow,
 )

@@ -17,6 +17,7 @@ Column = Callable[[str], tuple[np.ndarray, np.ndarray]]
 FEWEST_STEPS = 3  # that show a state
 FEWEST_DOCUMENTS = 64  # that show a state: three small steps without a reward are no sign yet
 _LONGEST_WINDOW = 20  # steps that "the last steps" are
+_FIRST_STEPS = 5  # that "the first steps" are at most
 _FEWEST_FOR_TREND = 6
 _CERTAIN = 3.0  # standard errors of a difference that noise does not explain
 _SMALLEST_CHANGE = 0.02  # of the range of the rewards: a smaller change is not spoken of
@@ -35,7 +36,11 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        return " ".join(filter(None, (f"{self.title}: {self.evidence}", self.advice)))
+        return " ".join(filter(None, (self.sentence, self.advice)))
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.title}. {self.evidence[:1].upper()}{self.evidence[1:]}"
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,15 @@ class Trend:
     last: float
     rose: bool  # by more than noise explains
     fell: bool
+    spans: tuple[int, int]  # the numbers of steps that these are means of
 
     @property
     def text(self) -> str:
+        first, last = (f"{span} steps" if span > 1 else "step" for span in self.spans)
+        return f"from {short(self.first)} (mean of the first {first}) to {short(self.last)} (of the last {last})"
+
+    @property
+    def change(self) -> str:
         return f"from {short(self.first)} to {short(self.last)}"
 
 
@@ -61,6 +72,7 @@ class HeldOut:
     last: float
     prompts: float | None
     margin: float | None  # what chance explains; None where it is not known how far the rewards spread
+    best: tuple[float, float]  # the largest of all evaluations, and its step
 
     @property
     def rose(self) -> bool:
@@ -85,6 +97,7 @@ class Evidence:
     rejected: Mapping[str, int] = field(default_factory=dict)  # completions, by the reason
     rejected_in: str = "rejected.jsonl"
     pass_reward: float | None = None  # the reward from which on an answer passes, where the run declares one
+    updates: int = 1  # on each batch: so many steps have the same documents, and are one observation
     quote: Callable[[], str | None] = lambda: None  # the most common completion among those that were kept lately
 
     @cached_property
@@ -97,11 +110,15 @@ class Evidence:
     @cached_property
     def window(self) -> int:
         """The number of steps that "the last steps" are; 0 while there are too few to say anything."""
-        sizes = self.values("num_documents")
+        sizes = self.observations("num_documents")
         count = len(sizes)
         steps = min(_LONGEST_WINDOW, max(FEWEST_STEPS, count // 5))
         steps = max(steps, math.ceil(FEWEST_DOCUMENTS / max(1.0, float(sizes.mean())))) if count else steps
-        return steps if steps <= count else 0
+        return steps * self.updates if steps * self.updates <= len(self.steps) else 0
+
+    def observations(self, name: str) -> np.ndarray:
+        """Give the values of steps that have documents of their own."""
+        return self.values(name)[:: self.updates]
 
     def recent(self, name: str) -> np.ndarray:
         """Give a metric of the last steps; nothing where one of them lacks it."""
@@ -126,17 +143,20 @@ class Evidence:
         return (float(ends.min()), float(ends.max())) if len(ends) else (0.0, 0.0)
 
     def trend(self, name: str) -> Trend | None:
-        values = self.values(name)
+        values = self.observations(name)
         if len(values) < _FEWEST_FOR_TREND:
             return None
-        part = max(1, min(self.window or FEWEST_STEPS, len(values) // 3))
-        first, last = float(values[:part].mean()), float(values[-part:].mean())
+        early = min(_FIRST_STEPS, len(values) // 3)
+        late = min(self.window // self.updates or FEWEST_STEPS, len(values) // 3)
+        first, last = float(values[:early].mean()), float(values[-late:].mean())
         # The scatter from step to step: half the mean square of differences of neighbours.
         scatter = math.sqrt(float(np.square(np.diff(values)).mean()) / 2)
-        margin = _CERTAIN * scatter * math.sqrt(2 / part)
+        margin = _CERTAIN * scatter * math.sqrt(1 / early + 1 / late)
         if name == "reward":
             margin = max(margin, _SMALLEST_CHANGE * (self.range[1] - self.range[0]))
-        return Trend(first, last, last - first > margin, first - last > margin)
+        return Trend(
+            first, last, last - first > margin, first - last > margin, (early * self.updates, late * self.updates)
+        )
 
     @cached_property
     def reward(self) -> Trend | None:
@@ -152,23 +172,25 @@ class Evidence:
         """How the held-out rewards changed; nothing before there are two evaluations."""
         found = []
         for name in ("greedy", "sampled"):
-            rewards = self.evaluated(f"{name}_reward")[1]
+            steps, rewards = self.evaluated(f"{name}_reward")
             if len(rewards) < 2:
                 continue
             prompts, spreads = (self.evaluated(key)[1] for key in ("num_prompts", f"{name}_reward_std"))
             count = float(prompts[-1]) if len(prompts) else None
-            if len(spreads) != len(rewards) and 0 <= min(self.range) and max(self.range) <= 1:
+            if len(spreads) != len(rewards) and min(self.range) >= 0 and max(self.range) <= 1:
                 spreads = np.sqrt(np.clip(rewards * (1 - rewards), 0, None))  # no rewards of 0 to 1 spread further
             margin = None
             if count and len(spreads) == len(rewards):
                 margin = _HELD_OUT_MARGIN * math.sqrt((spreads[0] ** 2 + spreads[-1] ** 2) / count)
-            found.append(HeldOut(name, float(rewards[0]), float(rewards[-1]), count, margin))
+            place = int(rewards.argmax())
+            best = float(rewards[place]), float(steps[place])
+            found.append(HeldOut(name, float(rewards[0]), float(rewards[-1]), count, margin, best))
         return found
 
     @property
     def early(self) -> bool:
         """True while there are too few steps to tell a trend from noise."""
-        return len(self.steps) < _FEWEST_FOR_TREND
+        return len(self.steps) < _FEWEST_FOR_TREND * self.updates
 
     @property
     def held_out_rose(self) -> HeldOut | None:

@@ -2,7 +2,7 @@
 another."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -20,6 +20,7 @@ _LENGTH_GROWTH = 1.5
 CUT_OFF = 0.5  # of the completions
 _EMPTY = 0.9  # of the groups
 _RISE = 0.02  # of a held-out loss
+_ROUNDING = 1e-9
 _NEAR = 0.1  # of the range of the rewards
 # Parts whose fall is a loss, whatever they add to the reward; and parts that are well at 0.
 _SUCCESS = re.compile(r"correct|accura|right|solved|success|pass|exact", re.IGNORECASE)
@@ -63,16 +64,20 @@ def _collapsed(evidence: Evidence) -> Verdict | None:
     which = "" if quote is None else f" ({quote})"
     facts = [f"{format_percent(float(same.mean()))} of the completions of {evidence.since()} are the same{which}"]
     if evidence.reward is not None:
-        facts.append(f"the reward went {evidence.reward.text}")
+        facts.append(f"the reward went {evidence.reward.change}")
     facts += [f"its part `{part}` is 0 in every document" for part in zero_parts(evidence)]
     return Verdict(
         "collapse",
         "bad",
         "The policy collapsed: it answers different prompts with one completion",
-        f"{', '.join(facts)}.",
-        "Unless all prompts have this answer, the reward pays for it whatever is asked: mend the reward, and start from "
-        "a checkpoint before the collapse.",
+        f"{_listed(facts)}.",
+        "Unless all prompts have this answer, the reward pays for it whatever is asked: mend the reward, and start "
+        "from a checkpoint before the collapse.",
     )
+
+
+def _listed(facts: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(facts[:-1]), facts[-1])))
 
 
 def _passes(evidence: Evidence) -> bool:
@@ -85,18 +90,18 @@ def _hacked(evidence: Evidence) -> Verdict | None:
     reward = evidence.reward
     if reward is None or not reward.rose:
         return None
-    facts = [f"{fallen.text}, more than chance explains" for fallen in evidence.held_out if fallen.fell]
+    facts = [f"{fallen.text} (more than chance explains)" for fallen in evidence.held_out if fallen.fell]
     for part in evidence.parts:
         trend = evidence.trend(f"rewards/{part}")
         if trend is not None and trend.fell and 0 <= trend.last <= _LOST * trend.first and _wanted(evidence, part):
-            facts.append(f"the part `{part}` of the reward fell {trend.text}")
+            facts.append(f"the part `{part}` of the reward fell {trend.change}")
     if not facts:
         return None
     return Verdict(
         "hacked",
         "bad",
-        "The reward rises and what it stands for falls",
-        f"the training reward rose {reward.text}, while {' and '.join(facts)}.",
+        "The reward rises while what it should measure falls",
+        f"the training reward rose {reward.text}, while {_listed(facts)}.",
         "The policy found another way to be paid. Read its best-paid rollouts in `truestep report`, mend the reward, "
         "and start from a checkpoint before the fall.",
     )
@@ -136,18 +141,18 @@ def _random(evidence: Evidence) -> Verdict | None:
     grew = entropy.last - entropy.first > _SMALLEST_GROWTH and entropy.last > _ENTROPY_GROWTH * entropy.first
     if not grew or (evidence.reward is not None and evidence.reward.rose):
         return None
-    bonus = "entropy_bonus" in evidence.names
+    option = "loss.entropy_bonus" if "entropy_bonus" in evidence.names else "optimizer.learning_rate"
     return Verdict(
         "entropy",
         "bad",
         "The policy becomes random",
-        f"the entropy rose {entropy.text} nats a token{_and_reward(evidence)}.",
-        f"Lower {'loss.entropy_bonus' if bonus else 'optimizer.learning_rate'}, and start from a checkpoint before the rise.",
+        f"the entropy rose {entropy.change} nats a token{_and_reward(evidence)}.",
+        f"Lower {option}, and start from a checkpoint before the rise.",
     )
 
 
 def _and_reward(evidence: Evidence) -> str:
-    return "" if evidence.reward is None else f", and the reward went {evidence.reward.text}"
+    return "" if evidence.reward is None else f", while the reward went {evidence.reward.change}"
 
 
 def _longer(evidence: Evidence) -> Verdict | None:
@@ -160,8 +165,8 @@ def _longer(evidence: Evidence) -> Verdict | None:
         "length",
         "bad",
         "Completions grow until they are cut off",
-        f"their length rose {length.text} tokens, and {format_percent(cut)} of those of {evidence.since()} were cut off"
-        f"{_and_reward(evidence)}.",
+        f"their length rose {length.change} tokens{_and_reward(evidence)}, and {format_percent(cut)} of those of "
+        f"{evidence.since()} were cut off.",
         "If the reward pays for length, mend it or give data.overlong_penalty; if long answers are right, raise "
         "sampler.max_new_tokens.",
     )
@@ -175,8 +180,8 @@ def _one_reward(evidence: Evidence) -> Verdict | None:
     value, (smallest, largest) = float(high.max()), evidence.range
     sizes = evidence.values("num_documents")
     if smallest == largest:
-        every = f"all {format_number(float(sizes.sum()))} completions so far have the reward {short(value)}, so no group "
-        every += "has a difference, and the gradient is 0."
+        every = f"all {format_number(float(sizes.sum()))} completions so far have the reward {short(value)}, so no "
+        every += "group has a difference, and no advantage is other than 0."
         return _never_varied(evidence, value, every)
     if value == largest:
         return _highest(evidence)
@@ -184,8 +189,8 @@ def _one_reward(evidence: Evidence) -> Verdict | None:
         "lost",
         "bad",
         "The policy lost what it could",
-        f"in {evidence.since()} every completion has the reward {short(value)}, though up to {short(largest)} was earned "
-        "before; nothing is learnt from these steps.",
+        f"in {evidence.since()} every completion has the reward {short(value)}, though up to {short(largest)} was "
+        "earned before; nothing is learnt from these steps.",
         "Start from a checkpoint before the loss, with a lower optimizer.learning_rate.",
     )
 
@@ -209,8 +214,8 @@ def _never_varied(evidence: Evidence, value: float, every: str) -> Verdict:
         "bad",
         "Nothing is learnt: the reward is constant",
         every,
-        "Call the reward on a right and on a wrong answer by hand: it must tell them apart. If it does, the prompts are "
-        "so easy or so hard that all answers to them are alike.",
+        "Call the reward on a right and on a wrong answer by hand: it must tell them apart. If it does, the prompts "
+        "are so easy or so hard that all answers to them are alike.",
     )
 
 
@@ -220,13 +225,13 @@ def _fallen(evidence: Evidence) -> Verdict | None:
         return _worse(f"{fallen.text}, more than chance explains over {format_number(fallen.prompts)} prompts.")
     if evidence.reward is not None and evidence.reward.fell:
         return _worse(f"the training reward fell {evidence.reward.text}.")
-    steps, rewards = evidence.metric("reward")
+    rewards, steps = evidence.observations("reward"), evidence.metric("reward")[0]
     if (fall := find_fall(rewards)) is None:
         return None
     window, best, place, last = fall
     return _worse(
-        f"the training reward was {short(best)} over the {window} steps up to step {format_number(float(steps[place]))}, "
-        f"and is {short(last)} at the end."
+        f"the training reward was {short(best)} over the {window * evidence.updates} steps up to step "
+        f"{format_number(float(steps[place * evidence.updates]))}, and is {short(last)} at the end."
     )
 
 
@@ -252,7 +257,7 @@ def find_fall(rewards: np.ndarray) -> tuple[int, float, int, float] | None:
     last = rewards[-window:]
     with np.errstate(over="ignore"):  # rewards of any size: those whose square is none have a spread that hides all
         spread = float(np.sqrt((rewards[best : best + window].var(ddof=1) + last.var(ddof=1)) / window))
-    drop = float(means[best] - means[-1])
+    drop = float(means[best] - means[-1]) - _ROUNDING * abs(float(means[best]))
     # The best of many windows is above the others by chance, by two or three times the spread.
     if best + window > len(rewards) - window or drop <= 4 * spread or drop <= _NEAR * float(np.ptp(means)):
         return None
@@ -285,7 +290,8 @@ def _rare(evidence: Evidence) -> Verdict | None:
     smallest, largest = evidence.range
     if empty is None or mean is None or empty < _EMPTY or mean > smallest + _NEAR * (largest - smallest):
         return None
-    if evidence.reward is not None and evidence.reward.rose:
+    trend = evidence.reward
+    if trend is None or trend.rose or trend.fell:
         return None
     return Verdict(
         "too hard",
@@ -351,8 +357,10 @@ def _supervised(evidence: Evidence) -> Verdict | None:
 
 def _unknown(evidence: Evidence) -> Verdict:
     count = len(evidence.steps)
-    if len(evidence.values("reward")) or count < 2:
-        return Verdict("early", "note", "Too early to say what is learnt", f"there are {count} steps.")
+    if len(evidence.values("reward")) or evidence.early:
+        return Verdict(
+            "early", "note", "Too early for a verdict", f"{count} {'step was' if count == 1 else 'steps were'} made."
+        )
     return Verdict(
         "unknown", "note", "Whether anything is learnt cannot be said", "the run logs neither rewards nor evaluations."
     )
