@@ -32,6 +32,7 @@ from truestep.files import write_whole
 from truestep.metrics.sinks import Sink
 from truestep.plan.beside import planned_beside
 from truestep.plan.exhausted import exhaustion_explained
+from truestep.plan.room import too_small
 from truestep.plan.search import settle_on
 from truestep.policy.errors import ModelError
 from truestep.policy.policy import Policy
@@ -72,6 +73,9 @@ def train(
     display = Display(console) if config.logging.console and ranks.first else Display(Console(quiet=True))
     for name, value in switched_on.items():
         display.say(f"auto: {name} is {str(value).lower()} here, so that it fits or is faster")
+    warning = too_small(config, ranks.size) if config.logging.console and ranks.first else None
+    if warning is not None:
+        display.say(f"warning: {warning}")
     with watch.watching(), exhaustion_explained(config, ranks.size, lambda: watch.doing), display:
         trainer = make_trainer(config, console, title, ranks, watch, callbacks, display)
         display.asked_to_stop = lambda: trainer.stopped_by

@@ -7,7 +7,7 @@ This file is read by the processes that call rewards, so it imports nothing that
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import CoroutineType, MappingProxyType, TracebackType
 from typing import Any
 
@@ -63,8 +63,9 @@ _OF_OTHERS = (
 _OURS = "write it as reward(prompt, completion, *, answer, **_) -> float, for one completion and the prompt's fields"
 
 
-def check_signature(name: str, reward: Reward, fields: Iterable[str] | None = None) -> None:
-    """Refuse a reward that cannot be called with a prompt, a completion and a prompt's fields, if they are known."""
+def check_signature(name: str, reward: Reward, fields: Sequence[tuple[str, Sequence[str]]] | None = None) -> None:
+    """Refuse a reward that cannot be called with a prompt, a completion and a prompt's fields, if they are known: each
+    set of names with the place of a prompt that has it."""
     try:
         signature = inspect.signature(reward)
     except (TypeError, ValueError):  # of some that are written in C
@@ -72,14 +73,17 @@ def check_signature(name: str, reward: Reward, fields: Iterable[str] | None = No
     for names, how in _OF_OTHERS:
         if all(known in signature.parameters for known in names):
             raise RewardError(f"reward {name!r}: {how}; {_OURS}")
+    where, given = "", list[str]()
     try:
-        if fields is None:
+        if not fields:
             signature.bind_partial("", "")
-        else:
-            signature.bind("", "", **dict.fromkeys(fields))
+        for place, names in fields or ():
+            where, given = place, list(names)
+            signature.bind("", "", **dict.fromkeys(names))
     except TypeError as error:
-        given = "" if fields is None else f" (the first prompt's fields: {printable(', '.join(fields) or 'none', 60)})"
-        raise RewardError(f"reward {name!r}: {printable(error, 100)}{given}; {_OURS}") from None
+        names_of = f" (the fields of {printable(where, 200)}: {printable(', '.join(given) or 'none', 60)})"
+        known = names_of if where else ""
+        raise RewardError(f"reward {name!r}: {printable(error, 100)}{known}; {_OURS}") from None
 
 
 def call(reward: Reward, prompt: Any, completion: str, fields: Mapping[str, Any]) -> Rating:
