@@ -372,8 +372,8 @@ def test_groups_that_teach_nothing_are_noted(tmp_path: Path) -> None:
     early = {"zero_advantage_groups": 0.1, "distinct_completions": 1.0, "group_reward_spread": 0.5}
     found = {}
     for name, ending in (("poor", late), ("good", early)):
-        metrics = [line | {"reward": 0.5} | (ending if line["step"] > 6 else early) for line in make_metrics(16)]
-        run = make_run(tmp_path / name, metrics=metrics)
+        metrics = [line | {"reward": 0.5} | (ending if line["step"] > 6 else early) for line in make_metrics(16, 64)]
+        run = make_run(tmp_path / name, 16, 64, metrics)
         (run / "evaluation.jsonl").unlink()
         page = page_of(run)
         assert name == "good" or {"Groups", "Spread of rewards"} <= set(page.charts)

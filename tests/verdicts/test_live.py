@@ -32,7 +32,7 @@ from truestep.train import train
 
 def small(tmp_path: Path, reward: str, steps: int) -> Config:
     prompts = write_lines(tmp_path / "prompts.jsonl", sort_prompts(16))
-    changes = {"schedule": {"docs_per_step": 32, "steps": steps}, "sampler": {"reward": reward, "max_new_tokens": 3}}
+    changes = {"schedule": {"docs_per_step": 64, "steps": steps}, "sampler": {"reward": reward, "max_new_tokens": 3}}
     return sampled_config(word_model(tmp_path / "model"), prompts, tmp_path / "run", **changes)
 
 
@@ -42,10 +42,10 @@ def test_a_constant_reward_is_said_once_in_the_run_at_its_end_and_in_its_report(
     title = "Nothing is learnt: the reward is constant"
     (place,) = [number for number, line in enumerate(lines) if line.startswith("warning:") and title in line]
     assert lines[place].startswith(
-        f"warning: after step 3: {title}. All 96 completions so far have the reward 1, so no"
+        f"warning: after step 3: {title}. All 192 completions so far have the reward 1, so no"
     )
     assert [line.split()[1] for line in lines[:place] if line.startswith("step ")] == ["1/4", "2/4", "3/4"]
-    ending = f"all 4 steps are done; the run is in {tmp_path / 'run'}. {title}. All 128 completions so far"
+    ending = f"all 4 steps are done; the run is in {tmp_path / 'run'}. {title}. All 256 completions so far"
     assert lines[-1].startswith(ending)
     kept = read_lines(tmp_path / "run" / "warnings.jsonl")
     (written,) = [line for line in kept if line["kind"] == "constant reward"]
@@ -56,12 +56,12 @@ def test_a_constant_reward_is_said_once_in_the_run_at_its_end_and_in_its_report(
     # It goes on, and does not say it again.
     longer = config.model_copy(update={"schedule": config.schedule.model_copy(update={"steps": 5})})
     again = said(longer)
-    assert "warning: after step" not in again and "All 160 completions so far" in again
+    assert "warning: after step" not in again and "All 320 completions so far" in again
     assert read_lines(tmp_path / "run" / "warnings.jsonl") == kept
 
 
 def test_rejected_completions_are_said_with_reason_and_file(tmp_path: Path) -> None:
-    text = said(small(tmp_path, "plain_rewards:in_parts", 2))
+    text = said(small(tmp_path, "plain_rewards:failing_for_some", 2))
     (line,) = [line for line in text.splitlines() if line.startswith("warning: after")]
     assert re.match(
         r"warning: after step 1: Rejected completions are not trained on\. \d+ \(\d\d\.\d %\) were rejected", line

@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import pytest
 
 from truestep.report.verdicts import Evidence, Verdict, judge
@@ -106,7 +105,7 @@ def test_a_task_with_one_answer_is_no_collapse_where_answers_are_declared_to_pas
 
 
 def line_of(step: int, **more: float) -> dict[str, float]:
-    return {"step": step, "num_documents": 64, "reward": 0.5, "min_reward": 0.0, "max_reward": 1.0} | more
+    return {"step": step, "num_documents": 128, "reward": 0.5, "min_reward": 0.0, "max_reward": 1.0} | more
 
 
 def lines_of(count: int, **metrics: Callable[[int], float]) -> list[dict[str, float]]:
@@ -231,7 +230,7 @@ def test_rejected_completions_are_counted_by_reason() -> None:
     told.watching.rejected(["the reward raised KeyError: 'answer'"] * 30 + ["the reward took longer than 60 s"] * 2)
     told.watching.step(line_of(1))
     (said,) = told.said
-    assert "32 (33.3 %) were rejected" in said and "KeyError: 'answer'" in said and "run/rejected.jsonl" in said
+    assert "32 (20.0 %) were rejected" in said and "KeyError: 'answer'" in said and "run/rejected.jsonl" in said
     told.watching.step(line_of(2))
     assert len(told.said) == 1
     few = Told()
@@ -272,10 +271,26 @@ def test_anything_may_be_missing_or_of_any_size() -> None:
             Lines(lines),
             Lines([{"step": 0, "greedy_reward": generator.choice(values)} for _ in range(3)]),
         )
-        with np.errstate(all="ignore"):
-            verdicts = judge(Evidence(table.column, evaluated.column, table.names))
+        verdicts = judge(Evidence(table.column, evaluated.column, table.names))
         assert_none_contradict(verdicts)
         assert all(verdict.text for verdict in verdicts)
+
+
+def test_a_fault_of_the_judgement_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(evidence: Evidence) -> list[Verdict]:
+        raise ZeroDivisionError("a fault")
+
+    monkeypatch.setattr("truestep.report.verdicts.watching.judge", fails)
+    told = played_without_a_look(lines_of(5))
+    (line,) = told.said
+    assert "the run cannot be judged: ZeroDivisionError: a fault" in line and told.watching.sentence == ""
+
+
+def played_without_a_look(steps: Iterable[Mapping[str, float]]) -> Told:
+    told = Told()
+    for line in steps:
+        told.watching.step(line)
+    return told
 
 
 def test_the_most_common_completion_is_quoted_safely() -> None:

@@ -139,7 +139,7 @@ def _no_gradient(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
 
 def _empty_groups(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
     share = evidence.recent_mean("zero_advantage_groups")
-    if share is None or share <= _EMPTY or evidence.early or state.kind in (*_WITHOUT_DIFFERENCE, *_RISING):
+    if share is None or share <= _EMPTY or evidence.early or state.kind in (*_WITHOUT_DIFFERENCE, *_RISING, "worse"):
         return
     yield Verdict(
         "groups without a difference",

@@ -15,7 +15,7 @@ Level = Literal["bad", "warning", "note", "good"]
 Column = Callable[[str], tuple[np.ndarray, np.ndarray]]
 
 FEWEST_STEPS = 3  # that show a state
-FEWEST_DOCUMENTS = 64  # that show a state: three small steps without a reward are no sign yet
+FEWEST_DOCUMENTS = 128  # that show a state: three small steps without a reward are no sign yet
 _LONGEST_WINDOW = 20  # steps that "the last steps" are
 _FIRST_STEPS = 5  # that "the first steps" are at most
 _FEWEST_FOR_TREND = 6
@@ -102,7 +102,7 @@ class Evidence:
 
     @cached_property
     def steps(self) -> np.ndarray:
-        return self.metric("num_documents")[0]
+        return max((self.metric(name)[0] for name in ("num_documents", "loss", "reward")), key=len)
 
     def values(self, name: str) -> np.ndarray:
         return self.metric(name)[1]

@@ -9,6 +9,7 @@ import numpy as np
 from truestep.report.figures import format_percent
 from truestep.report.scale import format_number
 from truestep.report.verdicts.evidence import Evidence, HeldOut, Trend, Verdict, short
+from truestep.text import printable
 
 # Of the completions of different prompts, so many are one and the same.
 COLLAPSED = 0.9
@@ -19,6 +20,7 @@ _ENTROPY_GROWTH, _SMALLEST_GROWTH = 2.0, 0.5
 _LENGTH_GROWTH = 1.5
 CUT_OFF = 0.5  # of the completions
 _EMPTY = 0.9  # of the groups
+_USUAL = 0.7  # of the steps before
 _RISE = 0.02  # of a held-out loss
 _ROUNDING = 1e-9
 _NEAR = 0.1  # of the range of the rewards
@@ -65,7 +67,7 @@ def _collapsed(evidence: Evidence) -> Verdict | None:
     facts = [f"{format_percent(float(same.mean()))} of the completions of {evidence.since()} are the same{which}"]
     if evidence.reward is not None:
         facts.append(f"the reward went {evidence.reward.change}")
-    facts += [f"its part `{part}` is 0 in every document" for part in zero_parts(evidence)]
+    facts += [f"its part `{printable(part, 60)}` is 0 in every document" for part in zero_parts(evidence)]
     return Verdict(
         "collapse",
         "bad",
@@ -94,7 +96,7 @@ def _hacked(evidence: Evidence) -> Verdict | None:
     for part in evidence.parts:
         trend = evidence.trend(f"rewards/{part}")
         if trend is not None and trend.fell and 0 <= trend.last <= _LOST * trend.first and _wanted(evidence, part):
-            facts.append(f"the part `{part}` of the reward fell {trend.change}")
+            facts.append(f"the part `{printable(part, 60)}` of the reward fell {trend.change}")
     if not facts:
         return None
     return Verdict(
@@ -180,11 +182,16 @@ def _one_reward(evidence: Evidence) -> Verdict | None:
     value, (smallest, largest) = float(high.max()), evidence.range
     sizes = evidence.values("num_documents")
     if smallest == largest:
-        every = f"all {format_number(float(sizes.sum()))} completions so far have the reward {short(value)}, so no "
-        every += "group has a difference, and no advantage is other than 0."
+        every = (
+            f"all {format_number(float(sizes.sum()))} completions so far have the reward {short(value)}, so no group "
+            "has a difference, and no advantage is other than 0."
+        )
         return _never_varied(evidence, value, every)
     if value == largest:
         return _highest(evidence)
+    earlier = evidence.values("max_reward")[: -evidence.window]
+    if not len(earlier) or float((earlier > value).mean()) < _USUAL:  # that more was earned was an exception
+        return None
     return Verdict(
         "lost",
         "bad",
@@ -222,7 +229,11 @@ def _never_varied(evidence: Evidence, value: float, every: str) -> Verdict:
 def _fallen(evidence: Evidence) -> Verdict | None:
     fallen = evidence.held_out_fell
     if fallen is not None:
-        return _worse(f"{fallen.text}, more than chance explains over {format_number(fallen.prompts)} prompts.")
+        facts = f"{fallen.text}, more than chance explains over {format_number(fallen.prompts)} prompts."
+        advice = (
+            "Where the training reward rises meanwhile, it pays for something else: read its best-paid rollouts. Else "
+        )
+        return _worse(facts, f"{advice}lower optimizer.learning_rate, and start from a checkpoint before the fall.")
     if evidence.reward is not None and evidence.reward.fell:
         return _worse(f"the training reward fell {evidence.reward.text}.")
     rewards, steps = evidence.observations("reward"), evidence.metric("reward")[0]
@@ -235,14 +246,11 @@ def _fallen(evidence: Evidence) -> Verdict | None:
     )
 
 
-def _worse(facts: str) -> Verdict:
-    return Verdict(
-        "worse",
-        "bad",
-        "The policy got worse",
-        facts,
-        "Lower optimizer.learning_rate, and start from a checkpoint before the fall.",
-    )
+_LOWER = "Lower optimizer.learning_rate, and start from a checkpoint before the fall."
+
+
+def _worse(facts: str, advice: str = _LOWER) -> Verdict:
+    return Verdict("worse", "bad", "The policy got worse", facts, advice)
 
 
 def find_fall(rewards: np.ndarray) -> tuple[int, float, int, float] | None:

@@ -1,5 +1,6 @@
 """Judges a run while it goes on: a sink that says each warning once, and again only if it went away and came back."""
 
+import math
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -7,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from truestep.report.tables import Reasons, finite
+from truestep.report.tables import LARGEST_VALUE, Reasons, finite
 from truestep.report.verdicts import judge
 from truestep.report.verdicts.evidence import Evidence, Verdict
 from truestep.text import printable
 
-_GONE = 10  # judgements without a verdict after which it is said again
+_GONE = 10  # steps without a verdict after which it is said again
+_EACH, _EVERY = 20, 5  # so many steps are each judged, and then every fifth
 LONGEST_QUOTE = 60  # characters of a completion
 
 
@@ -27,9 +29,12 @@ class Lines:
 
     def add(self, line: Mapping[str, Any]) -> None:
         step = finite(line, "step")
-        for name in line if step is not None else ():
-            if (value := finite(line, name)) is not None:
-                self._steps[name].append(step or 0.0)
+        if step is None:
+            return
+        for name, value in line.items():
+            # Here and not by `finite`: a step has a hundred of them.
+            if type(value) in (float, int) and -LARGEST_VALUE < value < LARGEST_VALUE:
+                self._steps[name].append(step)
                 self._values[name].append(value)
 
     @property
@@ -70,12 +75,16 @@ class Watching:
         self._rejected_in, self._pass_reward, self._updates = rejected_in, pass_reward, updates
         self._steps, self._evaluations, self._rejected = Lines(steps), Lines(evaluations), Reasons()
         self._completions: list[object] = []
-        # Verdicts that were said, and for how many judgements each was absent.
-        self._standing = {str(warning.get("kind")): 0 for warning in warnings}
+        # Verdicts that were said, and the step of the last judgement that had each.
+        self._standing = {str(warning.get("kind")): math.inf for warning in warnings}
+        self._count = 0
+        self._fault: str | None = None  # of the judgement, which is said once
 
     def step(self, line: Mapping[str, Any]) -> None:
         self._steps.add(line)
-        self._tell(line["step"])
+        self._count += 1
+        if self._count <= _EACH or line["step"] % _EVERY == 0:
+            self._tell(line["step"])
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
         self._evaluations.add(line)
@@ -108,21 +117,31 @@ class Watching:
     @property
     def sentence(self) -> str:
         """The verdict on what was learnt, and what else is wrong; empty where nothing can be said."""
+        if self._fault is not None:
+            return ""
         learnt, *others = self.judged()
         said = [] if learnt.kind in ("early", "unknown") else [learnt.sentence]
         said += [f"{other.title}." for other in others if other.level in ("bad", "warning")]
         return " ".join(said)
 
     def _tell(self, step: int) -> None:
+        try:
+            self._tell_of(step)
+        except Exception as error:  # no run ends for what is said of it
+            if self._fault is None:
+                self._fault = printable(f"{type(error).__name__}: {error}")
+                self._say(f"warning: after step {step}: the run cannot be judged: {self._fault}; training goes on")
+
+    def _tell_of(self, step: int) -> None:
         found = {verdict.kind: verdict for verdict in self.judged() if verdict.level in ("bad", "warning")}
-        for kind in list(self._standing):
-            self._standing[kind] = 0 if kind in found else self._standing[kind] + 1
-            if self._standing[kind] >= _GONE:
+        for kind, last in list(self._standing.items()):
+            self._standing[kind] = step if kind in found else min(last, step)
+            if step - self._standing[kind] >= _GONE:
                 del self._standing[kind]
         for kind, verdict in found.items():
             if kind in self._standing:
                 continue
-            self._standing[kind] = 0
+            self._standing[kind] = step
             self._say(f"warning: after step {step}: {verdict.text}")
             said = {"kind": kind, "level": verdict.level, "title": verdict.title, "text": verdict.text}
             self._record({"step": step, **said})
