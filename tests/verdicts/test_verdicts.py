@@ -276,6 +276,11 @@ def test_anything_may_be_missing_or_of_any_size() -> None:
         assert all(verdict.text for verdict in verdicts)
 
 
+def test_slow_rewards_are_said_after_three_steps_of_any_size() -> None:
+    told = played_without_a_look(lines_of(3, num_documents=lambda step: 8, **MADE_UP["rewards are waited for"][1]))
+    assert told.kinds == ["slow rewards"] and "80.0 % of a step's time, 8.0 s" in told.said[0]
+
+
 def test_a_fault_of_the_judgement_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(evidence: Evidence) -> list[Verdict]:
         raise ZeroDivisionError("a fault")

@@ -5,7 +5,7 @@ from statistics import median
 
 from truestep.report.figures import format_percent
 from truestep.report.scale import format_number
-from truestep.report.verdicts.evidence import Evidence, Verdict, short
+from truestep.report.verdicts.evidence import FEWEST_STEPS, Evidence, Verdict, short
 from truestep.report.verdicts.state import CUT_OFF, zero_parts
 from truestep.text import printable
 
@@ -73,8 +73,8 @@ def _best_is_past(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
 
 
 def _slow(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
-    rating, steps = evidence.recent("time/rating"), evidence.recent("step_time")
-    if not len(rating) or len(rating) != len(steps):
+    rating, steps = (evidence.values(name)[-FEWEST_STEPS:] for name in ("time/rating", "step_time"))
+    if len(rating) < FEWEST_STEPS or len(rating) != len(steps):
         return
     share, seconds = median((rating / steps).tolist()), median(rating.tolist())
     if share > _SLOW and seconds > _SLOW_SECONDS:
@@ -82,8 +82,8 @@ def _slow(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
             "slow rewards",
             "warning",
             "The run waits for its rewards",
-            f"in {evidence.since()} {format_percent(share)} of a step's time, {seconds:.1f} s, is waiting for rewards "
-            "after the last completion has ended.",
+            f"in the last {FEWEST_STEPS} steps {format_percent(share)} of a step's time, {seconds:.1f} s, is waiting for "
+            "rewards after the last completion has ended.",
             "Make the reward faster, or give it more processes (sampler.reward_workers).",
         )
 
