@@ -73,17 +73,16 @@ def check_signature(name: str, reward: Reward, fields: Sequence[tuple[str, Seque
     for names, how in _OF_OTHERS:
         if all(known in signature.parameters for known in names):
             raise RewardError(f"reward {name!r}: {how}; {_OURS}")
-    where, given = "", list[str]()
-    try:
-        if not fields:
-            signature.bind_partial("", "")
-        for place, names in fields or ():
-            where, given = place, list(names)
-            signature.bind("", "", **dict.fromkeys(names))
-    except TypeError as error:
-        names_of = f" (the fields of {printable(where, 200)}: {printable(', '.join(given) or 'none', 60)})"
-        known = names_of if where else ""
-        raise RewardError(f"reward {name!r}: {printable(error, 100)}{known}; {_OURS}") from None
+    for place, given in fields or [("", None)]:
+        try:
+            if given is None:
+                signature.bind_partial("", "")
+            else:
+                signature.bind("", "", **dict.fromkeys(given))
+        except TypeError as error:
+            known = ", ".join(given or ()) or "none"
+            where = "" if given is None else f" (the fields of {printable(place, 200)}: {printable(known, 60)})"
+            raise RewardError(f"reward {name!r}: {printable(error, 100)}{where}; {_OURS}") from None
 
 
 def call(reward: Reward, prompt: Any, completion: str, fields: Mapping[str, Any]) -> Rating:

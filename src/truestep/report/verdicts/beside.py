@@ -82,8 +82,8 @@ def _slow(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
             "slow rewards",
             "warning",
             "The run waits for its rewards",
-            f"in the last {FEWEST_STEPS} steps {format_percent(share)} of a step's time, {seconds:.1f} s, is waiting for "
-            "rewards after the last completion has ended.",
+            f"in the last {FEWEST_STEPS} steps {format_percent(share)} of a step's time, {seconds:.1f} s, is waiting "
+            "for rewards after the last completion has ended.",
             "Make the reward faster, or give it more processes (sampler.reward_workers).",
         )
 
