@@ -60,6 +60,13 @@ def played(
     return told
 
 
+def played_without_a_look(steps: Iterable[Mapping[str, float]]) -> Told:
+    told = Told()
+    for line in steps:
+        told.watching.step(line)
+    return told
+
+
 def assert_none_contradict(verdicts: list[Verdict]) -> None:
     kinds = [verdict.kind for verdict in verdicts]
     assert len(set(kinds)) == len(kinds)
@@ -201,7 +208,8 @@ def test_noise_alone_is_neither_success_nor_failure() -> None:
     """Two hundred runs that do not change: of few more than chance has it is anything said."""
     told = 0
     for seed in range(200):
-        verdicts = played(lines_of(30, reward=noisy(lambda step: 0.4, 0.05, seed))).watching.judged()
+        steps = lines_of(30, reward=noisy(lambda step: 0.4, 0.05, seed))
+        verdicts = played_without_a_look(steps).watching.judged()
         told += verdicts[0].kind != "unchanged"
     assert told <= 6
 
@@ -289,13 +297,6 @@ def test_a_fault_of_the_judgement_ends_no_run(monkeypatch: pytest.MonkeyPatch) -
     told = played_without_a_look(lines_of(5))
     (line,) = told.said
     assert "the run cannot be judged: ZeroDivisionError: a fault" in line and told.watching.sentence == ""
-
-
-def played_without_a_look(steps: Iterable[Mapping[str, float]]) -> Told:
-    told = Told()
-    for line in steps:
-        told.watching.step(line)
-    return told
 
 
 def test_the_most_common_completion_is_quoted_safely() -> None:

@@ -73,7 +73,8 @@ def check_signature(name: str, reward: Reward, fields: Sequence[tuple[str, Seque
     for names, how in _OF_OTHERS:
         if all(known in signature.parameters for known in names):
             raise RewardError(f"reward {name!r}: {how}; {_OURS}")
-    for place, given in fields or [("", None)]:
+    sets: Sequence[tuple[str, Sequence[str] | None]] = fields or [("", None)]
+    for place, given in sets:
         try:
             if given is None:
                 signature.bind_partial("", "")

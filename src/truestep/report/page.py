@@ -169,14 +169,10 @@ def _shows(runs: Sequence[Run]) -> str:
         items = "".join(_verdict_html(verdict, run) for verdict in found.verdicts)
         said = "".join(f"<li>{escape(text)}</li>\n" for text in _said_and_gone(found, run))
         facts = "".join(_item(note.level, f"<p>{escape(note.text)}</p>") for note in found.notes)
+        earlier = f'<details class="said"><summary>Said earlier</summary><ul>\n{said}</ul></details>\n' if said else ""
         html += (
             f'<div class="notes card{" well" if found.well else ""}">\n{name}<ul class="verdicts">\n{items}</ul>\n'
-            + (
-                f'<details class="said"><summary>Said before, no longer so</summary><ul>\n{said}</ul></details>\n'
-                if said
-                else ""
-            )
-            + f'<ul class="facts-of-files">\n{facts}</ul>\n</div>\n'
+            f'{earlier}<ul class="facts-of-files">\n{facts}</ul>\n</div>\n'
         )
     return html + "</div>\n"
 

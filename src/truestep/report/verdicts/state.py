@@ -92,7 +92,8 @@ def _hacked(evidence: Evidence) -> Verdict | None:
     reward = evidence.reward
     if reward is None or not reward.rose:
         return None
-    facts = [f"{fallen.text} (more than chance explains)" for fallen in evidence.held_out if fallen.fell]
+    fallen = evidence.held_out_fell
+    facts = [] if fallen is None else [f"{fallen.text} (more than chance explains)"]
     for part in evidence.parts:
         trend = evidence.trend(f"rewards/{part}")
         if trend is not None and trend.fell and 0 <= trend.last <= _LOST * trend.first and _wanted(evidence, part):
