@@ -27,6 +27,11 @@ def failing_reward(prompt: object, completion: str, **_: object) -> float:
     raise KeyError("this reward never works")
 
 
+def failing_for_some(prompt: object, completion: str, **_: object) -> float:
+    """Fails for about one completion in five, whatever words they are of."""
+    return {remainder: remainder / 5 for remainder in range(1, 5)}[sum(map(ord, completion)) % 5]
+
+
 def letter_reward(prompt: object, completion: str, **_: object) -> float:
     """Differs between most completions, whatever words they are of."""
     return sum(map(ord, completion)) % 97 / 10

@@ -1,4 +1,4 @@
-"""Ceilings on lines, JSON, models and prompts that others wrote. Those of servers, streams and Parquet have own files."""
+"""Ceilings on lines, JSON, models and prompts that others wrote. Servers, streams and Parquet have files of their own."""
 
 from __future__ import annotations
 

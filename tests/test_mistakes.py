@@ -77,6 +77,12 @@ def reward(name: str) -> str:
     return typed(model() + SAMPLED + f"sampler: {{prompts: p.jsonl, reward: '{name}'}}\n")
 
 
+def one_prompt_lacks_a_field() -> str:
+    lines = [{"prompt": "1 + 1", "answer": "2"}] * 31 + [{"prompt": "1 + 2"}]
+    write_lines(Path("some.jsonl"), lines)
+    return typed(model() + SAMPLED + "sampler: {prompts: some.jsonl, reward: 'rewards:score'}\n")
+
+
 def rated(name: str) -> str:
     with pytest.raises(RewardError) as caught:
         call(load_reward(f"rewards:{name}"), "p", "c", {"answer": "1"})
@@ -140,6 +146,7 @@ MADE: dict[str, Callable[[], str]] = {
     "a reward with verl's signature": lambda: reward("rewards:verl"),
     "a reward that does not take the prompt's fields": lambda: reward("rewards:bare"),
     "a reward that needs a field the prompts lack": lambda: reward("rewards:needy"),
+    "a prompt that lacks a field of the others": one_prompt_lacks_a_field,
     "a reward that returns verl's dict": lambda: rated("verls_dict"),
     "a reward with a part that is text": lambda: rated("parts"),
     "a reward that returns text": lambda: rated("text"),

@@ -54,6 +54,7 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.evaluations = path / "evaluation.jsonl"
         self.rejected = path / "rejected.jsonl"
+        self.warnings = path / "warnings.jsonl"
         self.config = path / "config.yaml"
         self.rollouts = path / kept_files.FOLDER
         self.checkpoints = path / "checkpoints"
@@ -119,7 +120,7 @@ class RunDirectory:
         if not self.writes:
             return []
         faults = []
-        for file in (self.ledger, self.metrics, self.evaluations):
+        for file in (self.ledger, self.metrics, self.evaluations, self.warnings):
             if file.is_file():
                 # A run that starts over evaluates its first weights anew.
                 kept_bytes = ledger_bytes if file == self.ledger else None
@@ -213,10 +214,13 @@ class RunDirectory:
     def sync(self) -> None:
         """Put the lines of all steps on the disk, before a checkpoint of them counts."""
         if self.writes:
-            sync_files((self.ledger, self.metrics, self.evaluations, self.rejected))
+            sync_files((self.ledger, self.metrics, self.evaluations, self.rejected, self.warnings))
 
     def record_evaluation(self, line: dict[str, Any]) -> None:
         self._append(self.evaluations, line)
+
+    def record_warning(self, line: dict[str, Any]) -> None:
+        self._append(self.warnings, line)
 
     def last_evaluated(self) -> int | None:
         return next(

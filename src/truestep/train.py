@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from truestep.assemble.evaluation import make_evaluator
 from truestep.assemble.policy import join_ranks, make_policy
 from truestep.assemble.rewards import Raters
-from truestep.assemble.sinks import make_keeper, make_sinks
+from truestep.assemble.sinks import make_keeper, make_sinks, make_watching
 from truestep.assemble.sources import check_inputs, make_source
 from truestep.assemble.step import (
     check_custom_code,
@@ -31,6 +31,7 @@ from truestep.config.schema import Config
 from truestep.metrics.sinks import Sink
 from truestep.plan.beside import planned_beside
 from truestep.plan.exhausted import exhaustion_explained
+from truestep.plan.room import too_small
 from truestep.plan.search import settle_on
 from truestep.policy.errors import ModelError
 from truestep.policy.policy import Policy
@@ -38,6 +39,7 @@ from truestep.policy.tensor_parts import StoredTensors
 from truestep.randomness import seed_random
 from truestep.ranks.group import ALONE, Ranks
 from truestep.ranks.watch import Watch
+from truestep.report.verdicts.watching import Watching
 from truestep.rollouts.rejects import write_rejected
 from truestep.rollouts.source import Source
 from truestep.run_directory import RunDirectory
@@ -72,11 +74,14 @@ def train(
     display = Display(console) if config.logging.console and ranks.first else Display(Console(quiet=True))
     for name, value in switched_on.items():
         display.say(f"auto: {name} is {str(value).lower()} here, so that it fits or is faster")
+    warning = too_small(running, ranks.size) if config.logging.console and ranks.first else None
+    if warning is not None:
+        display.say(f"warning: {warning}")
     with watch.watching(), exhaustion_explained(running, ranks.size, lambda: watch.doing), display:
         trainer = make_trainer(config, console, title, ranks, watch, callbacks, display)
         display.asked_to_stop = lambda: trainer.stopped_by
         if ranks.first:
-            trainer.sinks = [*trainer.sinks, *sinks]
+            trainer.sinks = [*trainer.sinks, make_watching(config, trainer.directory, display), *sinks]
         if config.logging.console and ranks.first and trainer.policy.device.type == "cuda":
             beside = planned_beside(running, ranks.size, display.say)
             trainer.sinks = [*trainer.sinks, *([beside] if beside else [])]
@@ -85,7 +90,8 @@ def train(
         finally:
             for sink in trainer.sinks:
                 sink.close()
-    display.say(f"{trainer.ended}; the run is in {shown(trainer.directory.path)}")
+    shows = [sink.sentence for sink in trainer.sinks if isinstance(sink, Watching) and sink.sentence]
+    display.say(". ".join([f"{trainer.ended}; the run is in {shown(trainer.directory.path)}", *shows]))
     return trainer
 
 

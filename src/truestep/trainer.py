@@ -18,7 +18,7 @@ from truestep.checkpoint.store import CheckpointStore, Progress
 from truestep.errors import TruestepError
 from truestep.kept.keeper import Keeper
 from truestep.long_lived import LongLived
-from truestep.metrics.sinks import ShowsRollouts, Sink
+from truestep.metrics.sinks import HearsOfRejected, ShowsRollouts, Sink
 from truestep.metrics.spent import StepTimes
 from truestep.metrics.types import Max
 from truestep.policy.policy import Policy
@@ -212,6 +212,9 @@ class Trainer:
         self._num_rejected += len(rejected)
         if self.keeper is not None:
             self.keeper.rejected(rejected)
+        for sink in self.sinks:
+            if isinstance(sink, HearsOfRejected):
+                sink.rejected(record.reason for record in rejected)
 
     def _asked_to_stop(self) -> bool:
         """Agree with all ranks, so that they end after the same step, whichever of them was asked."""

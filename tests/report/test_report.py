@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 
 from truestep.report import parts, text_plot, write_plot, write_report
-from truestep.report.health import Note, _fall, health
+from truestep.report.health import health
 from truestep.report.runs import read_run, run_names
 from truestep.report.scale import format_duration, format_number, linear_scale, wants_logarithm
 from truestep.report.series import Point, Series, bucket_means, downsample
+from truestep.report.verdicts.evidence import Verdict
+from truestep.report.verdicts.state import find_fall
 
 VOID = {"meta", "br", "path", "rect"}
 
@@ -75,6 +77,15 @@ class Page(HTMLParser):
             if len(stack) > 1 and stack[-1][0] == "p" and stack[-2][0] == "li":
                 found[text] = stack[-2][1]["class"]
         return found
+
+    @property
+    def verdicts(self) -> dict[str, str]:
+        """The level of each verdict by its title."""
+        return {
+            text: stack[-3][1]["class"]
+            for stack, text in self.texts
+            if stack and stack[-1] == ("p", {"class": "title"}) and stack[-3][0] == "li"
+        }
 
     @property
     def payload(self) -> dict:
@@ -157,6 +168,8 @@ def make_evaluations(steps: int, documents: int = 8) -> list[dict]:
             "num_prompts": 200,
             "greedy_reward": reward,
             "sampled_reward": reward - 0.05,
+            "greedy_reward_std": 0.45,
+            "sampled_reward_std": 0.45,
             "seconds": 2.0,
             "examples": [{"prompt": "2 + 2?", "completion": completion, "reward": reward}],
         }
@@ -214,6 +227,8 @@ def test_page_of_a_healthy_run(tmp_path: Path) -> None:
         "Rejected records": "0",
     }
     assert set(page.notes.values()) == {"good"}
+    assert page.verdicts == {"The policy learned": "good"}
+    assert ("div", {"class": "notes card well"}) in page.elements
     assert any(note.startswith("The ratio at step 1 is 1.00000: sampler and trainer agree") for note in page.notes)
     assert page.charts["Training reward"][0]["points"][-1] == [20, 160, 0.7]
     assert [series["name"] for series in page.charts["Held-out reward"]] == ["greedy", "sampled"]
@@ -352,20 +367,18 @@ def test_not_a_number_is_a_gap_and_a_note(tmp_path: Path) -> None:
     assert "2 values not finite: gaps in the line." in page.inside("p", "gaps")
 
 
-def test_groups_that_teach_nothing_or_repeat_themselves_are_noted(tmp_path: Path) -> None:
-    late = {"zero_advantage_groups": 0.75, "distinct_completions": 0.25, "group_reward_spread": 0.1}
+def test_groups_that_teach_nothing_are_noted(tmp_path: Path) -> None:
+    late = {"zero_advantage_groups": 0.85, "distinct_completions": 0.75, "group_reward_spread": 0.1}
     early = {"zero_advantage_groups": 0.1, "distinct_completions": 1.0, "group_reward_spread": 0.5}
-    notes = {}
+    found = {}
     for name, ending in (("poor", late), ("good", early)):
-        metrics = [line | (ending if line["step"] > 6 else early) for line in make_metrics(8)]
-        page = page_of(make_run(tmp_path / name, metrics=metrics))
+        metrics = [line | {"reward": 0.5} | (ending if line["step"] > 6 else early) for line in make_metrics(16, 64)]
+        run = make_run(tmp_path / name, 16, 64, metrics)
+        (run / "evaluation.jsonl").unlink()
+        page = page_of(run)
         assert name == "good" or {"Groups", "Spread of rewards"} <= set(page.charts)
-        notes[name] = [text for text in page.notes if text.startswith("In the last steps ")]
-    assert [text.split(":")[0] for text in notes["poor"]] == [
-        "In the last steps 75.0 % of the groups have no advantage and teach nothing",
-        "In the last steps 25.0 % of a group's completions are distinct",
-    ]
-    assert notes["good"] == []
+        found[name] = {title for title, level in page.verdicts.items() if level == "warning"}
+    assert found == {"poor": {"Most groups teach nothing"}, "good": set()}
 
 
 def test_every_value_not_a_number(tmp_path: Path) -> None:
@@ -449,7 +462,7 @@ def test_one_point_is_kept(tmp_path: Path) -> None:
     page = page_of(run)
     assert page.charts["Loss"][0]["points"] == [[1, 8, 0.1]]
     assert page.tiles["Held-out reward, greedy"] == "0.250"
-    assert any("There is one evaluation" in note for note in page.notes)
+    assert page.verdicts == {"Too early for a verdict": "note"}
 
 
 def test_two_runs_are_compared_over_documents(tmp_path: Path) -> None:
@@ -489,7 +502,7 @@ def test_ratio_off_at_the_first_step(tmp_path: Path) -> None:
 def test_mean_ratio_that_hides_a_spread(tmp_path: Path) -> None:
     # Half of the tokens at a ratio of 0.5, half at 1.5: the mean is 1, the root mean square deviation one half.
     metrics = make_metrics(5, ratio_new_old_sum=500.0, ratio_new_old_squared_sum=625.0)
-    notes = health(read_run(make_run(tmp_path / "spread", metrics=metrics)))
+    notes = health(read_run(make_run(tmp_path / "spread", metrics=metrics))).notes
     assert any(note.level == "warning" and "strays from 1 by 0.50 RMS" in note.text for note in notes)
     assert not any("sampler and trainer agree" in note.text for note in notes)
 
@@ -699,67 +712,72 @@ def test_what_the_configuration_asks_for_is_no_fault(tmp_path: Path) -> None:
     assert "Not every step trained on 3 documents: 2 at" in text
 
 
-def notes_of(
+def judged(
     tmp_path: Path, name: str, rewards: Iterable[float], entropies: Iterable[float] | None = None
-) -> list[Note]:
+) -> dict[str, Verdict]:
     metrics = make_metrics(len(rewards := list(rewards)))
     for line, reward, entropy in zip(metrics, rewards, entropies or [0.5] * len(rewards), strict=True):
         line |= {"reward": reward, "entropy": entropy, "min_reward": 0.0, "max_reward": 1.0}
-    return health(read_run(make_run(tmp_path / name, metrics=metrics)))
+    run = make_run(tmp_path / name, metrics=metrics)
+    (run / "evaluation.jsonl").unlink()
+    return {verdict.kind: verdict for verdict in health(read_run(run)).verdicts}
 
 
 def test_entropy_is_judged_beside_the_reward(tmp_path: Path) -> None:
     falling = [1.0 / step**2 for step in range(1, 41)]
-    ends = {"solved": 0.97, "better": 0.6, "stuck": 0.2}
     found = {}
-    for name, end in ends.items():
+    for end in (0.97, 0.6, 0.2):
         rewards = [0.2 + (end - 0.2) * min(1.0, step / 30) for step in range(40)]
-        (found[name],) = [
-            note for note in notes_of(tmp_path, name, rewards, falling) if note.text.startswith("The entropy fell")
-        ]
-    assert {name: note.level for name, note in found.items()} == {
-        "solved": "good",
-        "better": "note",
-        "stuck": "warning",
-    }
-    assert found["solved"].text.endswith("of at most 1: the task is all but solved, which is no collapse.")
-    assert "from 0.239 to 0.970" in found["solved"].text
-    assert "all but stopped exploring" in found["stuck"].text
+        found[end] = judged(tmp_path, str(end), rewards, falling)
+    assert [list(verdicts) for verdicts in found.values()] == [
+        ["learned"],
+        ["learned"],
+        ["unchanged", "no exploration"],
+    ]
+    assert found[0.97]["learned"].level == "good" and "from 0.251" in found[0.97]["learned"].evidence
+    assert found[0.2]["no exploration"].level == "warning"
     # A reward that rises first and is lost again is no success.
     lost = [0.2 + 0.6 * min(1.0, step / 10) - 0.5 * max(0.0, (step - 20) / 20) for step in range(40)]
-    (note,) = [note for note in notes_of(tmp_path, "lost", lost, falling) if note.text.startswith("The entropy fell")]
-    assert note.level == "warning"
+    assert list(judged(tmp_path, "lost", lost, falling)) == ["worse", "no exploration"]
 
 
 def test_a_fall_of_the_training_reward_is_mentioned(tmp_path: Path) -> None:
     generator = random.Random(0)
     rising = [0.1 + 0.008 * step + generator.gauss(0, 0.05) for step in range(100)]
     falling = [*rising[:60], *(0.3 + generator.gauss(0, 0.05) for _ in range(40))]
-    told = [note for note in notes_of(tmp_path, "falling", falling) if "training reward fell" in note.text]
-    assert [note.level for note in told] == ["warning"]
-    assert "its mean over 10 steps was 0.5" in told[0].text and "and is 0.3" in told[0].text
-    assert not [note for note in notes_of(tmp_path, "rising", rising) if "reward fell" in note.text]
+    told = judged(tmp_path, "falling", falling)["worse"]
+    assert told.level == "bad"
+    assert "the training reward was 0.5" in told.evidence and "over the 10 steps up to step 5" in told.evidence
+    assert "and is 0.3" in told.evidence
+    assert list(judged(tmp_path, "rising", rising)) == ["learned"]
     # Noise alone is no fall: none of a hundred runs of it is told to have one.
     for seed in range(100):
         noise = np.random.default_rng(seed).normal(0.5, 0.1, 200)
-        assert _fall(noise) is None
+        assert find_fall(noise) is None
 
 
 def test_a_fall_of_the_held_out_rewards_is_mentioned(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
+    # The training reward stays as it is, so that the held-out rewards alone are judged.
+    write_lines(run / "metrics.jsonl", make_metrics(20, reward=0.5, min_reward=0.0, max_reward=1.0))
 
-    def told(greedy: list[float], sampled: list[float]) -> list[Note]:
+    def told(greedy: list[float], sampled: list[float], spread: float | None = 0.5) -> dict[str, Verdict]:
         lines = [
             {"step": step, "num_prompts": 200, "greedy_reward": one, "sampled_reward": two}
+            | ({} if spread is None else {"greedy_reward_std": spread, "sampled_reward_std": spread})
             for step, (one, two) in enumerate(zip(greedy, sampled, strict=True))
         ]
         write_lines(run / "evaluation.jsonl", lines)
-        return [note for note in health(read_run(run)) if note.text.startswith("The held-out")]
+        return {verdict.kind: verdict for verdict in health(read_run(run)).verdicts}
 
-    (note,) = told([0.2, 0.5, 0.6], [0.2, 0.4, 0.5])
-    assert note.level == "good" and "greedy" in note.text
-    good, bad = told([0.2, 0.5, 0.6], [0.5, 0.4, 0.2])[::-1]
-    assert good.level == "good" and bad.level == "bad" and "sampled reward went from 0.500 to 0.200" in bad.text
-    warning, good = told([0.2, 0.9, 0.5], [0.2, 0.2, 0.2])
-    assert warning.text == "The held-out greedy reward was best at step 1, with 0.900, and fell to 0.500."
-    assert (warning.level, good.level) == ("warning", "good")
+    found = told([0.2, 0.5, 0.6], [0.2, 0.4, 0.5])
+    assert list(found) == ["learned"] and found["learned"].level == "good" and "greedy" in found["learned"].evidence
+    found = told([0.2, 0.5, 0.6], [0.5, 0.4, 0.2])
+    assert list(found) == ["worse"] and "sampled reward went from 0.500 to 0.200" in found["worse"].evidence
+    found = told([0.2, 0.9, 0.5], [0.2, 0.2, 0.2])
+    assert list(found) == ["learned", "best is past"] and found["best is past"].level == "warning"
+    assert "it was 0.900 after step 1, and is 0.500" in found["best is past"].evidence
+    # A wide spread explains the same change; where none is logged, that of rewards from 0 to 1 is at most this wide.
+    assert list(told([0.2, 0.5, 0.6], [0.2, 0.4, 0.5], spread=3.0)) == ["unchanged"]
+    assert list(told([0.2, 0.5, 0.6], [0.2, 0.4, 0.5], spread=None)) == ["learned"]
+    assert list(told([0.2, 0.2, 0.25], [0.2, 0.2, 0.2], spread=None)) == ["unchanged"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ def test_a_line_is_the_mean_reward_of_greedy_and_of_sampled_answers(policy: Poli
     assert len(given) == 5 + 15
     assert line["greedy_reward"] == pytest.approx(sum(given[:5]) / 5)
     assert line["sampled_reward"] == pytest.approx(sum(given[5:]) / 15)
+    assert line["sampled_reward_std"] == pytest.approx(statistics.stdev(given[5:]))
+    assert line["greedy_reward_std"] == pytest.approx(statistics.stdev(given[:5]))
     assert (line["step"], line["documents_seen"], line["num_prompts"]) == (4, 32, 5)
     assert json.loads(json.dumps(line)) == line
 

@@ -19,7 +19,7 @@ from truestep.types import Rollout
 from truestep.verify.oracle.metrics import answer_metrics, group_metrics
 from truestep.verify.oracle.records import read_document
 
-NAMES = {"zero_advantage_groups", "distinct_completions", "group_reward_spread"}
+NAMES = {"zero_advantage_groups", "distinct_completions", "group_reward_spread", "most_common_completion"}
 MEMBERS = st.tuples(
     st.sampled_from([None, "a", "b", "c"]),  # its group
     st.lists(st.integers(1, 2), min_size=1, max_size=2),  # its completion
@@ -29,7 +29,8 @@ MEMBERS = st.tuples(
 
 
 def record(number: int, group: str | None, completion: list[int], advantage: float | None, reward: float | None) -> Any:
-    whole = {"id": f"d{number}", "input_ids": [5, *completion], "loss_mask": [0] + [1] * len(completion)}
+    prompt = 6 if group == "c" else 5
+    whole = {"id": f"d{number}", "input_ids": [prompt, *completion], "loss_mask": [0] + [1] * len(completion)}
     optional = {"group_id": group, "advantage": advantage, "reward": reward}
     return whole | {name: value for name, value in optional.items() if value is not None}
 
@@ -69,6 +70,14 @@ def test_what_it_says_of_two_groups() -> None:
         "distinct_completions": (0.25 + 1.0) / 2,
         "group_reward_spread": pytest.approx(0.5**0.5 / 2),
     }
+
+
+def test_one_completion_of_all_prompts_is_told_from_one_prompt_s() -> None:
+    groups = [record(number, "ab"[number // 4], [1] if number < 6 else [2], 0.0, 1.0) for number in range(8)]
+    assert "most_common_completion" not in values(measure_groups([rollout(one) for one in groups]))
+    for one in groups[4:]:
+        one["input_ids"][0] = 6  # another prompt
+    assert values(measure_groups([rollout(one) for one in groups]))["most_common_completion"] == 6 / 8
 
 
 def test_what_it_says_of_answers() -> None:

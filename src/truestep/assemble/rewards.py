@@ -3,15 +3,14 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from truestep.config.schema import Config
 from truestep.environments.process import WorkerOptions
-from truestep.environments.prompts import first_fields
+from truestep.environments.prompts import fields_of
 from truestep.environments.rater import Rater, check_reward
 from truestep.environments.rewards import RewardError
 from truestep.ranks.group import Ranks
-from truestep.ranks.processes import usable_cores
+from truestep.ranks.processes import machine_memory, usable_cores
 
 _GIBIBYTE = 2**30
 
@@ -91,14 +90,17 @@ def check_rewards(config: Config, ranks: Ranks) -> None:
         (config.sampler, sampler_rewards(config, ranks)),
         (config.evaluation, evaluation_rewards(config, ranks)),
     )
-    prompts = {found: section.prompts for section, found in reversed([*sections]) if section is not None and found}
-    for (options, _), file in prompts.items():
+    prompts: dict[tuple[WorkerOptions, int], list[str]] = {}
+    for section, found in sections:
+        if section is not None and found is not None:
+            prompts.setdefault(found, []).extend([section.prompts] if section.prompts else [])
+    for (options, _), files in prompts.items():
         for name in options.environment:
             if name not in os.environ:
                 raise RewardError(f"{options.section}.reward_environment: the environment has no variable {name}")
 
-        def check(options: WorkerOptions = options, file: str | None = file) -> None:
-            check_reward(options, None if file is None else first_fields(file))
+        def check(options: WorkerOptions = options, files: Sequence[str] = files) -> None:
+            check_reward(options, [fields for file in files for fields in fields_of(file)])
 
         ranks.share(check)
 
@@ -106,12 +108,3 @@ def check_rewards(config: Config, ranks: Ranks) -> None:
 def ranks_of_machine(ranks: Ranks) -> int:
     """Count the ranks that share this machine, as the launcher says."""
     return min(ranks.size, int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size)))
-
-
-def machine_memory() -> int:
-    """Give the memory of the machine, or of the container that this process is in, in bytes."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
-    except (OSError, ValueError):  # there is no container, or it has no limit
-        return total

@@ -4,10 +4,12 @@ from collections.abc import Callable, Sequence
 
 from truestep.config.schema import Config
 from truestep.custom import load_custom
+from truestep.files import read_json_lines
 from truestep.kept.keeper import Keeper
 from truestep.metrics.sinks import JsonLines, Sink, TensorBoardSink, WandbSink
 from truestep.metrics.trackers import MlflowSink, TrackioSink
 from truestep.policy.policy import Policy
+from truestep.report.verdicts.watching import Watching
 from truestep.run_directory import RunDirectory
 from truestep.terminal.display import Display
 from truestep.terminal.run import ConsoleSink
@@ -36,6 +38,20 @@ def make_sinks(config: Config, directory: RunDirectory, display: Display, title:
     if logging.console:
         sinks.append(ConsoleSink(display, steps=config.schedule.steps, done=done, title=title))
     return sinks
+
+
+def make_watching(config: Config, directory: RunDirectory, display: Display) -> Watching:
+    """Make what judges the run while it goes on, with the lines that earlier starts left."""
+    return Watching(
+        display.say if config.logging.console else _nowhere,
+        directory.record_warning,
+        rejected_in=str(directory.rejected),
+        pass_reward=config.evaluation.pass_reward if config.evaluation else None,
+        updates=config.schedule.updates_per_batch,
+        steps=read_json_lines(directory.metrics),
+        evaluations=read_json_lines(directory.evaluations),
+        warnings=read_json_lines(directory.warnings),
+    )
 
 
 def make_keeper(config: Config, directory: RunDirectory, policy: Policy, say: Callable[[str], None]) -> Keeper | None:

@@ -119,12 +119,12 @@ class Worker:
             kept.close()
             works.close()
 
-    def start(self, fields: Sequence[str] | None = None) -> None:
+    def start(self, fields: Sequence[tuple[str, Sequence[str]]] | None = None) -> None:
         """Wait until the reward is imported; a RewardError says why it cannot be."""
         nonce = secrets.token_hex(16)
         deadline = time.monotonic() + _START_SECONDS
         start: dict[str, Any] = {"reward": self._options.reward, "memory": self._options.memory, "nonce": nonce}
-        start["fields"] = None if fields is None else list(fields)
+        start["fields"] = fields
         try:
             self._control.send(frames.encode(start), deadline)
             self._answer(nonce, deadline)

@@ -1,10 +1,12 @@
 """Prompts from a JSONL file or a Hugging Face dataset on disk, tokenised once."""
 
 import codecs
+import contextlib
 import json
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from truestep.text import printable
 
 # A reward is called as reward(prompt, completion, **fields), perhaps as a method.
 _TAKEN = ("completion", "self")
+_MOST_FIELD_SETS = 1000  # that are compared with a reward's parameters
 
 
 class PromptError(TruestepError):
@@ -66,15 +69,30 @@ def load_prompts(path: str | Path, tokenizer: Any, vocabulary_size: int | None =
     return prompts
 
 
-def first_fields(path: str | Path) -> list[str] | None:
-    """Name the fields that the first prompt hands to its reward; None where it cannot be read, which `load_prompts`
-    explains."""
+def fields_of(path: str | Path) -> list[tuple[str, list[str]]]:
+    """Name the fields that prompts hand to their reward, each set of them once with the first prompt that has it.
+    Nothing stands here of what cannot be read: `load_prompts` explains that."""
+    found: dict[frozenset[str], tuple[str, list[str]]] = {}
+    source = Path(path)
     try:
-        source = find_prompts(path)
-        record = next(_read_dataset(source) if source.is_dir() else _read_jsonl(source))[1]
-    except (PromptError, StopIteration):
-        return None
-    return [name for name in record if name not in ("prompt", "id", *_TAKEN)] if isinstance(record, dict) else None
+        # The rows of a dataset all have its columns.
+        records = islice(_read_dataset(source), 1) if source.is_dir() else _rough_records(source)
+        for number, record in records:
+            if frozenset(record) not in found and len(found) < _MOST_FIELD_SETS:
+                names = [name for name in record if name not in ("prompt", "id", *_TAKEN)]
+                found[frozenset(record)] = f"{source}:{number}", names
+    except (PromptError, OSError):
+        return []
+    return list(found.values())
+
+
+def _rough_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            with contextlib.suppress(ValueError, RecursionError):
+                record = json.loads(line.removeprefix(codecs.BOM_UTF8))
+                if isinstance(record, dict):
+                    yield number, record
 
 
 def _check_fields(fields: dict[str, Any], where: str) -> None:

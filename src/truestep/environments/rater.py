@@ -266,9 +266,9 @@ def explain_failing(error: RewardError) -> str:
     return f"warning: the first completion of this run has no reward: {error}{trace}"
 
 
-def check_reward(options: WorkerOptions, fields: Sequence[str] | None = None) -> None:
-    """Import the reward in a process of its own, as the run will, and hold its signature against the names of a
-    prompt's fields; a RewardError says what is wrong."""
+def check_reward(options: WorkerOptions, fields: Sequence[tuple[str, Sequence[str]]] | None = None) -> None:
+    """Import the reward in a process of its own, as the run will, and hold its signature against the names of the
+    prompts' fields; a RewardError says what is wrong."""
     worker = Worker(options)
     try:
         worker.start(fields)

@@ -7,7 +7,7 @@ This file is read by the processes that call rewards, so it imports nothing that
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import CoroutineType, MappingProxyType, TracebackType
 from typing import Any
 
@@ -63,8 +63,9 @@ _OF_OTHERS = (
 _OURS = "write it as reward(prompt, completion, *, answer, **_) -> float, for one completion and the prompt's fields"
 
 
-def check_signature(name: str, reward: Reward, fields: Iterable[str] | None = None) -> None:
-    """Refuse a reward that cannot be called with a prompt, a completion and a prompt's fields, if they are known."""
+def check_signature(name: str, reward: Reward, fields: Sequence[tuple[str, Sequence[str]]] | None = None) -> None:
+    """Refuse a reward that cannot be called with a prompt, a completion and a prompt's fields, if they are known: each
+    set of names with the place of a prompt that has it."""
     try:
         signature = inspect.signature(reward)
     except (TypeError, ValueError):  # of some that are written in C
@@ -72,14 +73,17 @@ def check_signature(name: str, reward: Reward, fields: Iterable[str] | None = No
     for names, how in _OF_OTHERS:
         if all(known in signature.parameters for known in names):
             raise RewardError(f"reward {name!r}: {how}; {_OURS}")
-    try:
-        if fields is None:
-            signature.bind_partial("", "")
-        else:
-            signature.bind("", "", **dict.fromkeys(fields))
-    except TypeError as error:
-        given = "" if fields is None else f" (the first prompt's fields: {printable(', '.join(fields) or 'none', 60)})"
-        raise RewardError(f"reward {name!r}: {printable(error, 100)}{given}; {_OURS}") from None
+    sets: Sequence[tuple[str, Sequence[str] | None]] = fields or [("", None)]
+    for place, given in sets:
+        try:
+            if given is None:
+                signature.bind_partial("", "")
+            else:
+                signature.bind("", "", **dict.fromkeys(given))
+        except TypeError as error:
+            known = ", ".join(given or ()) or "none"
+            where = "" if given is None else f" (the fields of {printable(place, 200)}: {printable(known, 60)})"
+            raise RewardError(f"reward {name!r}: {printable(error, 100)}{where}; {_OURS}") from None
 
 
 def call(reward: Reward, prompt: Any, completion: str, fields: Mapping[str, Any]) -> Rating:

@@ -3,7 +3,7 @@
 import re
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -40,6 +40,13 @@ class ShowsRollouts(Protocol):
     def rollouts(self, line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
         """Show rollouts of the step whose line is given."""
         ...
+
+
+@runtime_checkable
+class HearsOfRejected(Protocol):
+    """A sink that hears why documents are rejected, as they are."""
+
+    def rejected(self, reasons: Iterable[str]) -> None: ...
 
 
 class Samples:

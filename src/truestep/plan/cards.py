@@ -11,6 +11,7 @@ import torch
 
 from truestep.errors import TruestepError
 from truestep.policy.weights.host import zeros_on_host
+from truestep.ranks.processes import machine_memory
 
 _GIB = 2**30
 
@@ -93,7 +94,7 @@ def calibrate(device: str = "auto") -> Card:
     copy = 2 * source.nbytes / _seconds(lambda: there.copy_(source), place)
     bus = source.nbytes / _seconds(_both_ways(source, there), place) if on_gpu else copy / 2
     like = card_here() or CARDS["H100"]
-    memory = torch.cuda.mem_get_info()[1] / _GIB if on_gpu else _host_memory() / _GIB
+    memory = torch.cuda.mem_get_info()[1] / _GIB if on_gpu else machine_memory() / _GIB
     name = torch.cuda.get_device_name() if on_gpu else "CPU"
     return Card(name, products, memory, copy, bus, like.link, like.network, like.attention, like.flash)
 
@@ -130,9 +131,3 @@ def _seconds(work: Callable[[], Any], place: torch.device, least: float = 0.5) -
         wait()
         runs += 5
     return spent / runs
-
-
-def _host_memory() -> float:
-    import os
-
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -23,6 +23,7 @@ from truestep.plan.memory import (
     plan_memory,
     staged_bytes,
 )
+from truestep.plan.room import too_small
 from truestep.plan.search import ROOM, Found, fastest, settle
 from truestep.plan.shape import ModelShape, read_shape
 from truestep.plan.time import StepTime, Work, plan_time
@@ -87,6 +88,8 @@ class Plan:
         lines += ["", *self._time_lines()]
         if self.memory is not None:
             lines += ["", *self._verdict()]
+        elif (warning := too_small(self.config, self.ranks)) is not None:
+            lines += ["", f"Here {warning}.", "--memory GIB plans for another machine."]
         return lines
 
     def _time_lines(self) -> list[str]:

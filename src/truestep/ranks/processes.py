@@ -170,6 +170,15 @@ def _bytes(process: int) -> int:
     return counted.get("rchar", 0) + counted.get("wchar", 0) + counted.get("read_bytes", 0)
 
 
+def machine_memory() -> int:
+    """Give the memory of the machine, or of the container that this process is in, in bytes."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
+    except (OSError, ValueError):  # there is no container, or it has no limit
+        return total
+
+
 def usable_cores() -> int:
     """Count the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):

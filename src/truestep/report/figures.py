@@ -104,7 +104,7 @@ def tiles(run: Run) -> list[Figure]:
             format_number(statistics.median(norms) if norms else None, 3),
             f"largest: {format_number(max(norms), 3)}" if norms else "",
         ),
-        Figure("Rejected records", format_number(rejected), "reasons under Health" if rejected else ""),
+        Figure("Rejected records", format_number(rejected), "reasons below" if rejected else ""),
     ]
 
 

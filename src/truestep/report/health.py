@@ -1,27 +1,22 @@
-"""Reasons to trust a run or not, computed from its files and said in plain words."""
+"""What a run shows: the verdicts on it, and facts of its files, in plain words."""
 
 import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
-from truestep.report.figures import (
-    first_ratio,
-    format_deviation,
-    format_percent,
-    format_ratio,
-    format_reward,
-    held_out_rewards,
-)
-from truestep.report.runs import Run, is_finite
+from truestep.kept.files import FOLDER, list_files
+from truestep.report.figures import first_ratio, format_deviation, format_ratio
+from truestep.report.rollouts import read_rows
+from truestep.report.runs import Run, finite_column, is_finite
 from truestep.report.scale import format_number
+from truestep.report.verdicts import Evidence, Level, Verdict, judge
+from truestep.report.verdicts.watching import most_common
 from truestep.text import printable
 
-Level = Literal["bad", "warning", "good", "note"]
 LEVELS: tuple[Level, ...] = ("bad", "warning", "good", "note")
 
 # Sampler and trainer hold the same weights at step 1: only rounding is left between them.
@@ -29,17 +24,6 @@ LARGEST_FIRST_DEVIATION = 1e-3
 # The same bound for single tokens, where the rounding of bfloat16 shows.
 LARGEST_FIRST_SPREAD = 0.1
 SPIKE_FACTOR = 10.0
-# Beyond this share of clipped tokens most of a batch no longer teaches anything.
-LARGEST_CLIPPED_FRACTION = 0.3
-COLLAPSED_ENTROPY = 0.1
-# From this share of the way between the smallest and the largest reward on, a task counts as solved.
-SOLVED = 0.9
-# A change of the reward by a smaller share of its range is not spoken of.
-SMALLEST_FALL = 0.1
-# Beyond this share of groups without an advantage, most of the sampling is for nothing.
-LARGEST_EMPTY_SHARE = 0.5
-# Below this share of distinct completions the members of a group repeat each other.
-LEAST_DISTINCT_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -48,26 +32,56 @@ class Note:
     text: str
 
 
-def health(run: Run) -> list[Note]:
-    """Collect the notes on a run, the most serious first."""
+@dataclass(frozen=True)
+class Health:
+    """What a run shows. `learns` is the first of its verdicts."""
+
+    verdicts: list[Verdict]
+    notes: list[Note]  # facts of its files, the most serious first
+
+    @property
+    def well(self) -> bool:
+        """True where something was learnt and nothing is wrong."""
+        levels = {*(verdict.level for verdict in self.verdicts), *(note.level for note in self.notes)}
+        return self.verdicts[0].level == "good" and not levels & {"bad", "warning"}
+
+
+def health(run: Run) -> Health:
+    """Judge a run by all that its files say."""
+    verdicts = judge(evidence_of(run))
     notes = [Note("warning", problem) for problem in run.problems]
     if len(run.metrics):
-        for check in (
-            _ratio,
-            _loss,
-            _other_values,
-            _gradients,
-            _batch_sizes,
-            _clipping,
-            _reward,
-            _entropy,
-            _groups,
-            _steps,
-        ):
+        for check in (_ratio, _loss, _other_values, _batch_sizes, _steps):
             notes += check(run)
-    for check in (_evaluation, _ledger, _rejected):
-        notes += check(run)
-    return sorted(notes, key=lambda note: LEVELS.index(note.level))
+        if verdicts[0].level != "bad":  # a policy that goes wrong has gradients of any size
+            notes += _gradients(run)
+    notes += _ledger(run)
+    if not any(verdict.kind == "rejected" for verdict in verdicts):
+        notes += _rejected(run)
+    return Health(verdicts, sorted(notes, key=lambda note: LEVELS.index(note.level)))
+
+
+def evidence_of(run: Run) -> Evidence:
+    passes, updates = run.option("evaluation", "pass_reward"), run.option("schedule", "updates_per_batch")
+    # Records of files that are rejected before the first step are another matter: nothing was sampled for them.
+    sampled = bool(run.by_step("num_rejected")[1].any())
+    return Evidence(
+        run.by_step,
+        lambda key: finite_column(run.evaluations, key),
+        run.metrics.names,
+        rejected=run.rejected.counts if sampled else {},
+        pass_reward=float(passes) if isinstance(passes, int | float) else None,
+        updates=updates if isinstance(updates, int) and updates > 0 else 1,
+        quote=lambda: _most_common_lately(run),
+    )
+
+
+def _most_common_lately(run: Run) -> str | None:
+    """Quote the most common completion of the last step that was kept."""
+    files = list_files(run.path / FOLDER)
+    rows = read_rows(files[-1], ("step", "completion", "rejected")) if files else None
+    last = max((row["step"] for row in rows or ()), default=0)
+    return most_common(row["completion"] for row in rows or () if row["step"] == last and row["rejected"] is None)
 
 
 def _listed(steps: Sequence[float] | np.ndarray, limit: int = 5) -> str:
@@ -130,8 +144,8 @@ def _gradients(run: Run) -> Iterator[Note]:
         return
     median = statistics.median(norms.tolist())
     if median == 0:
-        yield Note("warning", "The median gradient norm is 0: most steps teach nothing.")
-    elif len(spikes := steps[norms > SPIKE_FACTOR * median]):
+        return
+    if len(spikes := steps[norms > SPIKE_FACTOR * median]):
         text = f"The gradient norm exceeds 10 times its median ({format_number(median)}) at {_listed(spikes)}"
         yield Note("warning", f"{text}; the largest is {format_number(float(norms.max()))}.")
     else:
@@ -156,108 +170,6 @@ def _batch_sizes(run: Run) -> Iterator[Note]:
     yield Note("warning", text)
 
 
-def _clipping(run: Run) -> Iterator[Note]:
-    steps, fractions = run.by_step("clipped_ratio_fraction")
-    if len(high := steps[fractions > LARGEST_CLIPPED_FRACTION]):
-        largest, limit = format_percent(float(fractions.max())), format_percent(LARGEST_CLIPPED_FRACTION)
-        yield Note("warning", f"More than {limit} of the tokens are clipped at {_listed(high)} (largest: {largest}).")
-
-
-def _reward(run: Run) -> Iterator[Note]:
-    steps, rewards = run.by_step("reward")
-    if len(rewards) > 1 and rewards.min() == rewards.max():
-        text = (
-            f"The training reward is {format_number(float(rewards[0]))} at every step: there is nothing to learn from."
-        )
-        yield Note("warning", text)
-    elif (fall := _fall(rewards)) is not None:
-        text = f"The training reward fell: its mean over {fall.window} steps was {format_number(fall.best, 3)} "
-        text += (
-            f"up to step {format_number(float(steps[fall.place]))}, and is {format_number(fall.last, 3)} at the end."
-        )
-        yield Note("warning", text)
-
-
-@dataclass(frozen=True)
-class Fall:
-    """How far the reward is below its best: means over so many steps, and the place at which the best one ends."""
-
-    window: int
-    best: float
-    place: int
-    last: float
-
-
-def _fall(rewards: np.ndarray) -> Fall | None:
-    """Find a fall of the reward that noise does not explain."""
-    window = max(5, len(rewards) // 10)
-    if len(rewards) < 2 * window:
-        return None
-    sums = np.cumsum(np.append(0.0, rewards))
-    means = (sums[window:] - sums[:-window]) / window
-    best = int(means.argmax())
-    last = rewards[-window:]
-    with np.errstate(over="ignore"):  # rewards of any size: those whose square is none have a spread that hides all
-        spread = math.sqrt((rewards[best : best + window].var(ddof=1) + last.var(ddof=1)) / window)
-    drop = float(means[best] - means[-1])
-    # The best of many windows is above the others by chance, by two or three times the spread.
-    if best + window > len(rewards) - window or drop <= 4 * spread or drop <= SMALLEST_FALL * float(np.ptp(means)):
-        return None
-    return Fall(window, float(means[best]), best + window - 1, float(means[-1]))
-
-
-def _entropy(run: Run) -> Iterator[Note]:
-    """Judge a fall of the entropy by the reward beside it: who has solved a task need not explore it."""
-    _, values = run.by_step("entropy")
-    if len(values) < 2 or values[0] <= 0 or values[-1] >= COLLAPSED_ENTROPY * values[0]:
-        return
-    text = f"The entropy fell from {format_number(float(values[0]), 3)} to {format_number(float(values[-1]), 3)}"
-    _, rewards = run.by_step("reward")
-    if len(rewards) < 2:
-        yield Note("warning", f"{text}: the policy has all but stopped exploring.")
-        return
-    part = max(1, len(rewards) // 10)
-    first, last = float(rewards[:part].mean()), float(rewards[-part:].mean())
-    lowest, highest = (_extreme(run, name, rewards) for name in ("min_reward", "max_reward"))
-    went = f"the reward went from {format_number(first, 3)} to {format_number(last, 3)}"
-    if highest > lowest and last >= lowest + SOLVED * (highest - lowest):
-        ending = f"of at most {format_number(highest, 3)}: the task is all but solved, which is no collapse."
-        yield Note("good", f"{text} while {went}, {ending}")
-    elif last > first and _fall(rewards) is None and last - first >= SMALLEST_FALL * (highest - lowest):
-        yield Note("note", f"{text} while {went}: the policy is surer, and better. It has little left to explore with.")
-    else:
-        yield Note(
-            "warning", f"{text} while {went}: the policy has all but stopped exploring before the task was solved."
-        )
-
-
-def _extreme(run: Run, name: str, rewards: np.ndarray) -> float:
-    """Find the smallest or the largest reward of all documents, or of the steps' means where that is not logged."""
-    _, found = run.by_step(name)
-    found = np.append(found, rewards)
-    return float(found.min() if name.startswith("min") else found.max())
-
-
-def _groups(run: Run) -> Iterator[Note]:
-    """Judge the last quarter of the steps: groups that do not differ teach nothing."""
-    empty, distinct = run.values("zero_advantage_groups"), run.values("distinct_completions")
-    share = _late_mean(empty)
-    if share is not None and share > LARGEST_EMPTY_SHARE:
-        text = f"In the last steps {format_percent(share)} of the groups have no advantage and teach nothing: "
-        yield Note(
-            "warning", text + "the prompts are too easy or too hard (data.zero_advantage: replace samples others)."
-        )
-    share = _late_mean(distinct)
-    if share is not None and share < LEAST_DISTINCT_SHARE:
-        text = f"In the last steps {format_percent(share)} of a group's completions are distinct: "
-        yield Note("warning", text + "the policy repeats itself.")
-
-
-def _late_mean(values: Sequence[float]) -> float | None:
-    late = [value for value in values[-max(1, len(values) // 4) :] if is_finite(value)]
-    return statistics.fmean(late) if late else None
-
-
 def _steps(run: Run) -> Iterator[Note]:
     steps = run.metrics.steps
     missing = float(steps[-1] - steps[0]) + 1 - len(steps)
@@ -266,62 +178,6 @@ def _steps(run: Run) -> Iterator[Note]:
     places, seen = run.by_step("documents_seen")
     if len(back := places[1:][seen[1:] <= seen[:-1]]):
         yield Note("warning", f"documents_seen does not grow at {_listed(back)}.")
-
-
-def _evaluation(run: Run) -> Iterator[Note]:
-    """Judge the change of the greedy reward, or of the sampled one where there is no greedy one or that fell."""
-    judged = False
-    for key, name in (("greedy_reward", "greedy"), ("sampled_reward", "sampled")):
-        rewards = held_out_rewards(run, key)
-        if not rewards or (judged and rewards[-1] >= rewards[0] and _below_best(run, key) is None):
-            continue
-        if len(run.evaluations) < 2:
-            yield Note("note", "There is one evaluation: no change of the held-out reward can be shown.")
-            return
-        if not judged or rewards[-1] < rewards[0]:
-            yield _change(run, name, rewards[0], rewards[-1])
-        if rewards[-1] >= rewards[0] and (note := _below_best(run, key)) is not None:
-            yield note
-        judged = True
-
-
-def _change(run: Run, name: str, before: float, after: float) -> Note:
-    """Say how a held-out reward changed from the first to the last evaluation, and whether chance explains it."""
-    change = f"The held-out {name} reward went from {format_reward(before)} to {format_reward(after)}"
-    prompts = run.evaluations.value(len(run.evaluations) - 1, "num_prompts")
-    margin = _margin(before, after, prompts)
-    noise = f"what {format_number(prompts)} prompts of reward 0 or 1 vary by chance (about {margin or 0:.2f})"
-    if margin is None:
-        return Note("note", f"{change}.")
-    if abs(after - before) <= margin:
-        return Note("note", f"{change}: within {noise}.")
-    return Note("good" if after > before else "bad", f"{change}: more than {noise}.")
-
-
-def _below_best(run: Run, key: str) -> Note | None:
-    """Say that a held-out reward ended below its best, by more than chance explains."""
-    points = run.evaluation_points(key)
-    there = ~np.isnan(points.values)
-    steps, rewards = points.steps[there], points.values[there]
-    if len(rewards) < 3:
-        return None
-    best = int(rewards.argmax())
-    highest, last = float(rewards[best]), float(rewards[-1])
-    margin = _margin(highest, last, run.evaluations.value(len(run.evaluations) - 1, "num_prompts"))
-    # The best of many evaluations is above the others by chance.
-    if margin is None or highest - last <= 1.5 * margin:
-        return None
-    text = f"The held-out {key.partition('_')[0]} reward was best at step {format_number(float(steps[best]))}, "
-    return Note("warning", text + f"with {format_reward(highest)}, and fell to {format_reward(last)}.")
-
-
-def _margin(before: float, after: float, prompts: float | None) -> float | None:
-    """Compute the 95 % margin of the difference of two shares of `prompts`; None where the rewards are no shares."""
-    if not prompts or prompts < 1 or not (0 <= before <= 1 and 0 <= after <= 1):
-        return None
-    # Two successes and two failures more, so that a share of 0 or 1 has a margin too (Agresti and Coull).
-    shares = [(share * prompts + 2) / (prompts + 4) for share in (before, after)]
-    return 1.96 * sum(share * (1 - share) / (prompts + 4) for share in shares) ** 0.5
 
 
 def _ledger(run: Run) -> Iterator[Note]:

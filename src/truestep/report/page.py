@@ -9,13 +9,16 @@ from truestep.report.browser import rollouts_html
 from truestep.report.charts import Chart, charts_of
 from truestep.report.examples import examples_html
 from truestep.report.figures import facts, tiles
-from truestep.report.health import health
+from truestep.report.health import Health, health
 from truestep.report.numbers import numbers_html
 from truestep.report.parts import policy, script, style
 from truestep.report.payload import Payload, packed
 from truestep.report.plans import GROUPS, groups_for
 from truestep.report.runs import Run, read_runs
+from truestep.report.scale import format_number
 from truestep.report.style import COLOURS
+from truestep.report.verdicts import Verdict
+from truestep.text import printable
 
 MINUS = "\N{MINUS SIGN}"
 MARKS = {
@@ -60,7 +63,7 @@ def page_html(paths: Sequence[Path], title: str | None = None) -> str:
     sections = [
         _header(runs, title),
         _tiles(runs[0]) if len(runs) == 1 else _comparison(runs),
-        _health(runs),
+        _shows(runs),
         _bar(runs, groups, parts),
         *(_group_html(group, charts, drawn) for group, charts in groups.items()),
         _absent(groups) if any(groups.values()) else "",
@@ -157,17 +160,46 @@ def _comparison(runs: Sequence[Run]) -> str:
     return f'<div class="table card"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table></div>\n'
 
 
-def _health(runs: Sequence[Run]) -> str:
-    html = '<h2>Health</h2>\n<div class="healths">\n'
+def _shows(runs: Sequence[Run]) -> str:
+    """Write what the runs show: what each one learnt, what is wrong, and facts of its files."""
+    html = '<h2 id="what-this-run-shows">What this run shows</h2>\n<div class="healths">\n'
     for run in runs:
-        items = ""
-        for note in health(run):
-            mark, name = MARKS[note.level]
-            symbol = f'<span class="mark" role="img" aria-label="{name}">{mark}</span>'
-            items += f'<li class="{note.level}">{symbol}<p>{escape(note.text)}</p></li>\n'
+        found = health(run)
         name = f"<h3>{escape(run.name)}</h3>\n" if len(runs) > 1 else ""
-        html += f'<div class="notes card">\n{name}<ul>\n{items}</ul>\n</div>\n'
+        items = "".join(_verdict_html(verdict, run) for verdict in found.verdicts)
+        said = "".join(f"<li>{escape(text)}</li>\n" for text in _said_and_gone(found, run))
+        facts = "".join(_item(note.level, f"<p>{escape(note.text)}</p>") for note in found.notes)
+        earlier = f'<details class="said"><summary>Said earlier</summary><ul>\n{said}</ul></details>\n' if said else ""
+        html += (
+            f'<div class="notes card{" well" if found.well else ""}">\n{name}<ul class="verdicts">\n{items}</ul>\n'
+            f'{earlier}<ul class="facts-of-files">\n{facts}</ul>\n</div>\n'
+        )
     return html + "</div>\n"
+
+
+def _verdict_html(verdict: Verdict, run: Run) -> str:
+    sentence = f"{verdict.evidence[:1].upper()}{verdict.evidence[1:]}"
+    since = next((warning.get("step") for warning in run.warnings if warning.get("kind") == verdict.kind), None)
+    if isinstance(since, int):
+        sentence += f" The run said so after step {format_number(since)}."
+    advice = f'<p class="do">{escape(verdict.advice)}</p>' if verdict.advice else ""
+    return _item(
+        verdict.level, f'<div><p class="title">{escape(verdict.title)}</p><p>{escape(sentence)}</p>{advice}</div>'
+    )
+
+
+def _item(level: str, html: str) -> str:
+    mark, name = MARKS[level]
+    return f'<li class="{level}"><span class="mark" role="img" aria-label="{name}">{mark}</span>{html}</li>\n'
+
+
+def _said_and_gone(found: Health, run: Run) -> list[str]:
+    """List what the run said while it went on and what holds no more."""
+    standing = {verdict.kind for verdict in found.verdicts}
+    gone = [warning for warning in run.warnings if warning.get("kind") not in standing]
+    return [
+        f"After step {printable(warning.get('step'), 20)}: {printable(warning.get('text'), 1000)}" for warning in gone
+    ]
 
 
 def _bar(runs: Sequence[Run], groups: Mapping[str, Sequence[Chart]], parts: Mapping[str, str]) -> str:

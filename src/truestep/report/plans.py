@@ -55,7 +55,11 @@ GROUPS: dict[str, tuple[Plan, ...]] = {
         ),
         Plan(
             "Groups",
-            {"zero_advantage_groups": "nothing to learn", "distinct_completions": "distinct completions"},
+            {
+                "zero_advantage_groups": "nothing to learn",
+                "distinct_completions": "distinct completions",
+                "most_common_completion": "the most common completion",
+            },
             unit="share",
             from_zero=True,
         ),

@@ -67,7 +67,7 @@ def _add_numbers(sources: Sequence[tuple[int, Path]], browser: Browser) -> None:
     as often as it takes."""
     stride, columns = 1, browser.columns
     for place, (run, file) in enumerate(sources):
-        rows = _read(file, _NAMES)
+        rows = read_rows(file, _NAMES)
         if rows is None:
             browser.problems.append(f"{printable(file.name)} cannot be read.")
         for row, values in enumerate(rows or ()):
@@ -82,7 +82,7 @@ def _add_numbers(sources: Sequence[tuple[int, Path]], browser: Browser) -> None:
     del browser.problems[3:]
 
 
-def _read(file: Path, names: Sequence[str]) -> list[dict[str, Any]] | None:
+def read_rows(file: Path, names: Sequence[str]) -> list[dict[str, Any]] | None:
     """Read some columns of a file; None where it is damaged, or has other columns."""
     from pyarrow import parquet
 
@@ -111,7 +111,7 @@ def _add_texts(browser: Browser, files: Sequence[Path], room: int) -> None:
     compressed = raw = of_tokens = 0
     places = list(by_file)
     for place in (places[index] for index in spread(len(places))):
-        rows = _read(files[place], (*_TEXTS, *_TOKENS)) or []
+        rows = read_rows(files[place], (*_TEXTS, *_TOKENS)) or []
         listed = []
         for row, values in enumerate(rows):
             if row not in by_file[place]:

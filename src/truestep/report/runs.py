@@ -7,7 +7,7 @@ import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -21,6 +21,7 @@ from truestep.report.tables import Reasons, Repeats, Table, finite, first_of, nu
 from truestep.text import printable, redacted
 
 Record = dict[str, Any]
+MOST_WARNINGS = 1000  # that are read
 LONGEST_CONFIG = 200_000  # characters that are shown
 __all__ = ["Record", "Run", "finite", "is_finite", "number", "read_run", "read_runs", "run_names"]
 
@@ -54,6 +55,7 @@ class Run:
     examples: list[Record] = field(default_factory=list)
     ledger: Ledger = field(default_factory=lambda: Ledger(Path()))
     rejected: Reasons = field(default_factory=Reasons)
+    warnings: list[Record] = field(default_factory=list)  # that were said while the run went on
     config_text: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
@@ -108,9 +110,7 @@ class Run:
 
     def by_step(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Collect the finite values of a metric, with their steps."""
-        places, values = self.metrics.column(key)
-        there = np.isfinite(values)
-        return self.metrics.steps[places[there]], values[there]
+        return finite_column(self.metrics, key)
 
     def values(self, key: str) -> list[float]:
         values: list[float] = self.by_step(key)[1].tolist()
@@ -120,6 +120,13 @@ class Run:
         """Find the value on the last line that has the metric; a run that ends in NaN must not hide it."""
         _, values = self.metrics.column(key)
         return float(values[-1]) if len(values) else None
+
+
+def finite_column(table: Table, key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Collect the steps of a table's records that have a finite value, and the values."""
+    places, values = table.column(key)
+    there = np.isfinite(values)
+    return table.steps[places[there]], values[there]
 
 
 def is_finite(value: float | None) -> TypeGuard[float]:
@@ -157,6 +164,7 @@ def read_run(path: Path, name: str | None = None) -> Run:
     # A run that rejected nothing has no such file.
     for record in _read_lines(run, "rejected.jsonl", None):
         run.rejected.add(record.get("reason", "no reason given"))
+    run.warnings = list(islice(_read_lines(run, "warnings.jsonl", None), MOST_WARNINGS))
     run.documents_at = _documents_at(run, seen)
     if len(run.metrics) and not run.documents_at:
         run.problems.append("No file says how many documents were seen: the run is drawn over steps only.")

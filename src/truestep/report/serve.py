@@ -21,7 +21,7 @@ from truestep.kept.files import FOLDER
 from truestep.report.page import live_html, page_html
 from truestep.report.parts import policy
 
-FILES = ("metrics.jsonl", "evaluation.jsonl", "ledger.jsonl", "rejected.jsonl", "config.yaml")
+FILES = ("metrics.jsonl", "evaluation.jsonl", "ledger.jsonl", "rejected.jsonl", "warnings.jsonl", "config.yaml")
 # Making the page takes at most this share of the time, however long the run is.
 LARGEST_SHARE = 0.2
 LEAST_SECONDS = 1.0

@@ -75,6 +75,8 @@ class Evaluator:
             "num_prompts": len(self.prompts),
             "greedy_reward": _mean(greedy),
             "sampled_reward": _mean(sampled),
+            "greedy_reward_std": _spread(greedy),
+            "sampled_reward_std": _spread(sampled),
             **self._passes([answer["reward"] for answer in sampled]),
             **measured,
             "num_unrated": len(problems),
@@ -135,6 +137,15 @@ def _answered(prompt: Prompt, rated: Rated) -> dict[str, Any]:
     return {**answer, "reward": float(rated.rating)}
 
 
+def _rewards(answers: Sequence[dict[str, Any]]) -> list[float]:
+    return [answer["reward"] for answer in answers if answer["reward"] is not None]
+
+
 def _mean(answers: Sequence[dict[str, Any]]) -> float | None:
-    rated = [answer["reward"] for answer in answers if answer["reward"] is not None]
+    rated = _rewards(answers)
     return sum(rated) / len(rated) if rated else None
+
+
+def _spread(answers: Sequence[dict[str, Any]]) -> float | None:
+    rated = _rewards(answers)
+    return statistics.stdev(rated) if len(rated) > 1 else None

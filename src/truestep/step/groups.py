@@ -7,7 +7,7 @@ has all documents of the step here, so no layout shows in them.
 
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from truestep.metrics.types import Max, Mean, Metric, Min
@@ -18,7 +18,8 @@ ROUNDING = 1e-9  # of the largest reward: one that is above the mean by less is 
 
 
 def measure_groups(documents: Sequence[Rollout]) -> dict[str, Metric]:
-    """Measure the share of groups without an advantage, the share of distinct members, and the spread of rewards."""
+    """Measure the share of groups without an advantage, the share of distinct members, the share of the most common
+    completion, and the spread of rewards."""
     groups: dict[str, list[Rollout]] = defaultdict(list)
     for document in documents:
         if document.group_id is not None:
@@ -34,7 +35,18 @@ def measure_groups(documents: Sequence[Rollout]) -> dict[str, Metric]:
         "zero_advantage_groups": Mean(float(len(empty)), float(len(taught))),
         "distinct_completions": Mean(sum(distinct), float(len(distinct))),
         "group_reward_spread": Mean(sum(spreads), float(len(spreads))),
+        "most_common_completion": _most_common(together),
     }
+
+
+def _most_common(groups: Sequence[Sequence[Rollout]]) -> Mean:
+    """Measure which share of the documents have the completion that most of them have. Of one prompt it says nothing:
+    a good policy may answer it in one way."""
+    prompts = {members[0].input_ids[~members[0].loss_mask].tobytes() for members in groups}
+    if len(prompts) < 2:
+        return Mean(0.0, 0.0)
+    counts = Counter(member.input_ids[member.loss_mask].tobytes() for members in groups for member in members)
+    return Mean(float(max(counts.values())), float(counts.total()))
 
 
 def measure_answers(documents: Sequence[Rollout]) -> dict[str, Metric]:

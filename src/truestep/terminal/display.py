@@ -2,7 +2,7 @@
 
 One thread draws, and while it is there every message goes through it: a terminal that stands still holds nobody up. A
 terminal that cannot be written to any more is not written to any more; no run ends for it. Where the output is no
-terminal, messages are plain lines and nothing else is written.
+terminal, messages are plain lines, and what the run does is written only where there has been no line for long.
 """
 
 import contextlib
@@ -26,7 +26,11 @@ _EVERY = 0.2  # seconds between two looks
 _RATE_OVER = 4.0  # seconds over which a rate is measured
 # A terminal shows a Ctrl-C as ^C behind the last line. If that wrapped, the line's first row would not be found again.
 _SPARE = 5  # columns: two of these, and one since a terminal wraps a line that is as wide as it is
+_PLAIN_WIDTH = 160  # columns of what a file is told
 _PATIENCE = 2.0  # seconds that a terminal has at the end to take what is left
+
+_QUIET = 10.0  # seconds without a line after which a file is told what the run does
+_LONGEST_QUIET = 600.0
 
 Message = str | Text
 Lines = Callable[[int], list[Text]]  # from the columns there are
@@ -36,9 +40,34 @@ def _no_lines(width: int) -> list[Text]:
     return []
 
 
+class _Silence:
+    """Decides when a file that has had no line for long gets one: after ten seconds, then after twice as long each
+    time. Where the run's own lines are further apart than that, it waits for twice their distance first."""
+
+    def __init__(self, now: float):
+        self._last, self._wait, self._next = now, _QUIET, now + _QUIET
+        self._gaps: deque[float] = deque(maxlen=5)  # seconds between the run's last lines
+
+    def said(self, now: float) -> None:
+        """Note that the run itself wrote a line."""
+        self._gaps.append(now - self._last)
+        self._wait = max(_QUIET, min(_LONGEST_QUIET, 2 * max(self._gaps)))
+        self._last, self._next = now, now + self._wait
+
+    def due(self, now: float) -> bool:
+        """Ask whether a line is due. The one who asks then writes it."""
+        if now < self._next:
+            return False
+        self._wait = min(_LONGEST_QUIET, 2 * self._wait)
+        self._next = now + self._wait
+        return True
+
+
 class Display:
-    def __init__(self, console: Console):
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):
         self.console = console
+        self._clock = clock
+        self._silence = _Silence(clock())
         self.lines: Lines = _no_lines  # of the run, around what the process does: the first above it, the rest below
         self.asked_to_stop: Callable[[], int | None] = lambda: None  # by which signal
         self._live = console.is_terminal and not console.is_dumb_terminal and not console.quiet
@@ -62,6 +91,10 @@ class Display:
         if self.live:
             self._messages.append(message)
             return
+        self._silence.said(self._clock())
+        self._print(message)
+
+    def _print(self, message: Message) -> None:
         try:
             if isinstance(message, str):
                 self.console.print(message, highlight=False, markup=False, soft_wrap=True)
@@ -114,6 +147,8 @@ class Display:
             self._answer(number)
         if self._live:
             self._screen.draw(self._drain(), self._frame(self._width))
+        elif self._silence.due(self._clock()) and (doing := self._doing(_PLAIN_WIDTH)):
+            self._print(doing)
 
     def _answer(self, number: int) -> None:
         how = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
@@ -131,17 +166,20 @@ class Display:
         return messages
 
     def _frame(self, width: int) -> list[Text]:
+        lines = self.lines(width)
+        return [*lines[:1], Text(self._doing(width), style="cyan", no_wrap=True), *lines[1:]]
+
+    def _doing(self, width: int) -> str:
+        """Say what this process does, how far it is, and for how long it has been at it."""
         phase, since = progress.current_phase()
         works = progress.works()
-        seconds = time.monotonic() - max([since, *(work.since for work in works[-1:])])
+        seconds = self._clock() - max([since, *(work.since for work in works[-1:])])
         waits = [what for what in progress.waits() if not what.startswith("the disk")]
-        doing = doing_in_words(phase, works, waits, seconds, self._token_rate(), width)
-        lines = self.lines(width)
-        return [*lines[:1], Text(doing, style="cyan", no_wrap=True), *lines[1:]]
+        return doing_in_words(phase, works, waits, seconds, self._token_rate(), width)
 
     def _token_rate(self) -> float:
         """Measure the tokens a second that this process made lately."""
-        now, made = time.monotonic(), progress.amounts().get("tokens", 0.0)
+        now, made = self._clock(), progress.amounts().get("tokens", 0.0)
         self._tokens.append((now, made))
         while len(self._tokens) > 2 and now - self._tokens[1][0] > _RATE_OVER:
             self._tokens.popleft()

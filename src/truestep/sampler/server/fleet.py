@@ -148,7 +148,7 @@ class Fleet:
 
     def note_progress(self) -> None:
         self.last_progress = asyncio.get_running_loop().time()
-        progress.made("answers of servers")
+        progress.made("answers")
 
     async def _pick(self) -> Server:
         """Wait for an open server: the one that has least to do, and among equals the one that did least so far."""

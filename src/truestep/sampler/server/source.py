@@ -168,7 +168,10 @@ class ServerSource:
         groups_wanted = num_groups(count, self._sampling.group_size)
         if self._publishing is None and self._publishes:
             self._publish(documents_seen)
-        with progress.waiting_for("completions from the inference servers"):
+        with (
+            progress.waiting_for("completions from the inference servers"),
+            progress.working("sampling by the servers", "answers"),
+        ):
             groups = self._wait_for(self._loop.submit(self._ahead.collect(groups_wanted, documents_seen)))
         rollouts = [rollout for group in groups for rollout in self._with_advantages(group)]
         return choose_truncated(rollouts, self._truncated)[0]
@@ -212,7 +215,10 @@ class ServerSource:
             fleet, size = self._ahead.fleet, self._sampling.vocabulary_size
             return await Answering(fleet, options, size, rater, self._read, self._at_once).run(prompts, requests)
 
-        with progress.waiting_for("answers of the inference servers"):
+        with (
+            progress.waiting_for("answers of the inference servers"),
+            progress.working("sampling by the servers", "answers"),
+        ):
             return self._wait_for(self._loop.submit(work()))
 
     def updated(self, documents_seen: int) -> None:

@@ -91,6 +91,8 @@ def group_metrics(documents: list[Document]) -> dict[str, Metric]:
     names = {document.group_id for document in documents if document.group_id is not None}
     groups = [[document for document in documents if document.group_id == name] for name in sorted(names)]
     without, distinct, spreads = [], [], []
+    prompts: list[list[int]] = []
+    completions: list[list[int]] = []
     for members in groups:
         if len(members) < 2:
             continue
@@ -102,6 +104,8 @@ def group_metrics(documents: list[Document]) -> dict[str, Metric]:
             if member.input_ids not in different:
                 different.append(member.input_ids)
         distinct.append([len(different) / len(members)])
+        prompts.append(without_labels(members[0]))
+        completions += [[member.input_ids[place] for place in member.positions] for member in members]
         rewards = [member.reward for member in members if member.reward is not None]
         if len(rewards) > 1:
             mean = sum(rewards) / len(rewards)
@@ -110,7 +114,19 @@ def group_metrics(documents: list[Document]) -> dict[str, Metric]:
         **document_mean("zero_advantage_groups", without),
         **document_mean("distinct_completions", distinct),
         **document_mean("group_reward_spread", spreads),
+        **document_mean("most_common_completion", most_common(prompts, completions)),
     }
+
+
+def without_labels(document: Document) -> list[int]:
+    return [token for place, token in enumerate(document.input_ids) if place not in document.positions]
+
+
+def most_common(prompts: list[list[int]], completions: list[list[int]]) -> list[list[float]]:
+    """Compute the largest share of completions that are the same, where not all have one prompt."""
+    if all(prompt == prompts[0] for prompt in prompts):
+        return []
+    return [[max(completions.count(completion) for completion in completions) / len(completions)]]
 
 
 def answer_metrics(documents: list[Document]) -> dict[str, Metric]:

@@ -1,0 +1,42 @@
+"""The memory that there is here beside the memory that is planned, and what to do where that is less."""
+
+import os
+
+import torch
+
+from truestep.config.schema import Config
+from truestep.errors import TruestepError
+from truestep.plan.advice import layout_of, most_of, savings
+from truestep.plan.memory import GIB
+from truestep.plan.shape import read_shape
+from truestep.ranks.processes import machine_memory
+
+_SHOWN = 3
+
+
+def memory_here(config: Config, ranks: int) -> tuple[float, str]:
+    """Give the bytes that a rank may use here, and what they are of."""
+    if config.model.device != "cpu" and torch.cuda.is_available():
+        return float(torch.cuda.get_device_properties(0).total_memory), "this GPU"
+    beside = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    whose = "this machine" if beside == 1 else f"this machine for each of its {beside} ranks"
+    return machine_memory() / beside, whose
+
+
+def too_small(config: Config, ranks: int) -> str | None:
+    """Say that the planned memory is more than there is here, and which options need less; None where it fits, or where
+    the model cannot be planned."""
+    try:
+        shape, layout = read_shape(config), layout_of(config, ranks)
+        planned, (there, whose) = most_of(config, shape, layout), memory_here(config, ranks)
+        if planned <= there:
+            return None
+        helpful = savings(config, shape, layout)[:_SHOWN]
+    except TruestepError:
+        return None
+    less = ", ".join(f"{saving.option} ({saving.saved / GIB:.1f} GiB less)" for saving in helpful)
+    advice = f"These need less, each alone: {less}" if less else "Use more ranks, or a smaller model"
+    return (
+        f"a step is planned to need {planned / GIB:.1f} GiB{' a rank' if ranks > 1 else ''}, and {whose} has "
+        f"{there / GIB:.1f} GiB: it does not fit. {advice}"
+    )

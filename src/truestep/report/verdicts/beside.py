@@ -1,0 +1,182 @@
+"""Verdicts that may stand beside any state of a run, as far as that state does not already say them."""
+
+from collections.abc import Callable, Iterator
+from statistics import median
+
+from truestep.report.figures import format_percent
+from truestep.report.scale import format_number
+from truestep.report.verdicts.evidence import FEWEST_STEPS, Evidence, Verdict, short
+from truestep.report.verdicts.state import CUT_OFF, zero_parts
+from truestep.text import printable
+
+_FEW = 0.01  # of the completions
+_FAR = 0.1  # nats a token between the policy and the one that sampled
+_CLIPPED = 0.3
+_SLOW, _SLOW_SECONDS = 0.5, 1.0  # of a step's time, and at least so long
+_REPEATS = 0.5
+_SILENT = 0.1  # of the first entropy
+_EMPTY, _NEARLY_ALL = 0.5, 0.8  # of the groups
+# States in which groups have no difference, so that nothing else needs to say it.
+_WITHOUT_DIFFERENCE = ("collapse", "constant reward", "too hard", "too easy", "lost", "rate", "entropy", "length")
+# States in which the reward rises: who knows what is paid need not explore.
+_RISING = ("learned", "hacked")
+
+
+def beside(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
+    for judge in _JUDGES:
+        yield from judge(evidence, state)
+
+
+def _dead_parts(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
+    if state.kind in ("collapse", "too hard", "constant reward"):
+        return
+    for part in zero_parts(evidence):
+        yield Verdict(
+            f"dead part {part}",
+            "warning",
+            f"The part `{printable(part, 60)}` of the reward is dead",
+            f"it is 0 in every document of all {len(evidence.values('reward'))} steps, so nothing is learnt from it.",
+            "Call the reward on an answer that should earn it. If it pays nothing, mend it; else it is too hard yet.",
+        )
+
+
+def _rejected(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
+    total = sum(evidence.rejected.values())
+    if not total:
+        return
+    share = total / max(1.0, total + float(evidence.values("num_documents").sum()))
+    reason, count = max(evidence.rejected.items(), key=lambda item: item[1])
+    often = "all for this reason" if count == total else f"{count:,} of them for the most frequent reason"
+    yield Verdict(
+        "rejected",
+        "note" if share < _FEW else "warning",
+        "Rejected completions are not trained on",
+        f"{total:,} ({format_percent(share)}) {'was' if total == 1 else 'were'} rejected, {often}: "
+        f"{printable(reason, 200)}.",
+        f"{evidence.rejected_in} has each with its reason.",
+    )
+
+
+def _best_is_past(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
+    for one in evidence.held_out if state.level != "bad" else ():
+        best, step = one.best
+        # The best of many evaluations is above the others by chance.
+        if one.margin is not None and best - one.last > 1.5 * one.margin and best > one.first:
+            yield Verdict(
+                "best is past",
+                "warning",
+                f"The held-out {one.name} reward fell from its best",
+                f"it was {best:.3f} after step {format_number(step)}, and is {one.last:.3f} after the last evaluation.",
+                f"The checkpoint of step {format_number(step)} may be the better model.",
+            )
+            return
+
+
+def _slow(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
+    rating, steps = (evidence.values(name)[-FEWEST_STEPS:] for name in ("time/rating", "step_time"))
+    if len(rating) < FEWEST_STEPS or len(rating) != len(steps):
+        return
+    share, seconds = median((rating / steps).tolist()), median(rating.tolist())
+    if share > _SLOW and seconds > _SLOW_SECONDS:
+        yield Verdict(
+            "slow rewards",
+            "warning",
+            "The run waits for its rewards",
+            f"in the last {FEWEST_STEPS} steps {format_percent(share)} of a step's time, {seconds:.1f} s, is waiting "
+            "for rewards after the last completion has ended.",
+            "Make the reward faster, or give it more processes (sampler.reward_workers).",
+        )
+
+
+def _far(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
+    distance, clipped = (evidence.recent_mean(name) for name in ("kl_new_old", "clipped_ratio_fraction"))
+    facts = []
+    if distance is not None and distance > _FAR:
+        facts.append(f"their divergence (kl_new_old) is {short(distance)} nats a token")
+    if clipped is not None and clipped > _CLIPPED:
+        facts.append(f"the ratio of {format_percent(clipped)} of the tokens is outside the clip's bounds")
+    if not facts or state.kind == "rate":
+        return
+    staleness = evidence.recent_mean("staleness")
+    old = f" The documents are {format_number(staleness, 3)} documents old." if staleness else ""
+    yield Verdict(
+        "far from the sampler",
+        "warning",
+        "The policy is far from the one that sampled",
+        f"in {evidence.since()} {' and '.join(facts)}.{old}",
+        "Lower optimizer.learning_rate, schedule.updates_per_batch or the age of rollouts (sampler.max_staleness).",
+    )
+
+
+def _cut_off(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
+    cut = evidence.recent_mean("truncated_fraction")
+    if cut is None or state.kind in ("length", "collapse", "rate", "entropy", "lost"):
+        return
+    # Where completions have grown, the verdict on their length says so.
+    if min(cut, float(evidence.values("truncated_fraction")[: evidence.window].mean())) < CUT_OFF:
+        return
+    yield Verdict(
+        "cut off",
+        "warning",
+        "Most completions are cut off",
+        f"{format_percent(cut)} of those of {evidence.since()} reached the length limit before they ended.",
+        "Raise sampler.max_new_tokens, or give data.overlong_penalty.",
+    )
+
+
+def _no_gradient(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
+    norms = evidence.recent("grad_norm")
+    if not len(norms) or norms.any() or state.kind in _WITHOUT_DIFFERENCE:
+        return
+    yield Verdict(
+        "no gradient",
+        "warning",
+        "The steps change nothing",
+        f"the gradient of all {evidence.since()} is 0.",
+        "Look at the advantages (zero_advantage_fraction) and at the clipped and masked shares of the labels.",
+    )
+
+
+def _empty_groups(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
+    share = evidence.recent_mean("zero_advantage_groups")
+    if share is None or share <= _EMPTY or evidence.early or state.kind in (*_WITHOUT_DIFFERENCE, *_RISING, "worse"):
+        return
+    yield Verdict(
+        "groups without a difference",
+        "warning" if share > _NEARLY_ALL else "note",  # of hard prompts half are usual
+        "Most groups teach nothing",
+        f"in {evidence.since()} {format_percent(share)} of the groups have no advantage.",
+        "The prompts are too easy or too hard: take others, or let data.zero_advantage: replace draw them.",
+    )
+
+
+def _repeats(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
+    if state.kind in (*_WITHOUT_DIFFERENCE, *_RISING):
+        return
+    facts = []
+    distinct, entropy = evidence.trend("distinct_completions"), evidence.trend("entropy")
+    if distinct is not None and distinct.last < _REPEATS * distinct.first:
+        facts.append(f"the share of different completions in a group fell {distinct.change}")
+    if entropy is not None and entropy.first > 0 and entropy.last < _SILENT * entropy.first:
+        facts.append(f"the entropy fell {entropy.change} nats")
+    if facts:
+        yield Verdict(
+            "no exploration",
+            "warning",
+            "The policy has all but stopped exploring",
+            f"{' and '.join(facts)}, while what it earns did not rise.",
+            "Lower optimizer.learning_rate, or give loss.entropy_bonus or loss.entropy_target.",
+        )
+
+
+_JUDGES: tuple[Callable[[Evidence, Verdict], Iterator[Verdict]], ...] = (
+    _rejected,
+    _dead_parts,
+    _far,
+    _cut_off,
+    _no_gradient,
+    _empty_groups,
+    _repeats,
+    _best_is_past,
+    _slow,
+)

@@ -1,0 +1,205 @@
+"""What verdicts are made of: the numbers of a run's steps and evaluations, as far as there are any."""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from truestep.report.scale import format_number
+
+Level = Literal["bad", "warning", "note", "good"]
+# Metrics by name: the steps that have a finite value, and the values.
+Column = Callable[[str], tuple[np.ndarray, np.ndarray]]
+
+FEWEST_STEPS = 3  # that show a state
+FEWEST_DOCUMENTS = 128  # that show a state: three small steps without a reward are no sign yet
+_LONGEST_WINDOW = 20  # steps that "the last steps" are
+_FIRST_STEPS = 5  # that "the first steps" are at most
+_FEWEST_FOR_TREND = 6
+_CERTAIN = 3.0  # standard errors of a difference that noise does not explain
+_SMALLEST_CHANGE = 0.02  # of the range of the rewards: a smaller change is not spoken of
+_HELD_OUT_MARGIN = 1.96  # standard errors: 95 %
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A judgement of a run: what is so, by which numbers, and what to do."""
+
+    kind: str  # names it for programs; of one kind there is one at a time
+    level: Level
+    title: str
+    evidence: str
+    advice: str = ""
+
+    @property
+    def text(self) -> str:
+        return " ".join(filter(None, (self.sentence, self.advice)))
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.title}. {self.evidence[:1].upper()}{self.evidence[1:]}"
+
+
+@dataclass(frozen=True)
+class Trend:
+    """How a metric changed from the first steps to the last ones."""
+
+    first: float
+    last: float
+    rose: bool  # by more than noise explains
+    fell: bool
+    spans: tuple[int, int]  # the numbers of steps that these are means of
+
+    @property
+    def text(self) -> str:
+        first, last = (f"{span} steps" if span > 1 else "step" for span in self.spans)
+        return f"from {short(self.first)} (mean of the first {first}) to {short(self.last)} (of the last {last})"
+
+    @property
+    def change(self) -> str:
+        return f"from {short(self.first)} to {short(self.last)}"
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """How a held-out reward changed from the first evaluation to the last one."""
+
+    name: str  # greedy or sampled
+    first: float
+    last: float
+    prompts: float | None
+    margin: float | None  # what chance explains; None where it is not known how far the rewards spread
+    best: tuple[float, float]  # the largest of all evaluations, and its step
+
+    @property
+    def rose(self) -> bool:
+        return self.margin is not None and self.last - self.first > self.margin
+
+    @property
+    def fell(self) -> bool:
+        return self.margin is not None and self.first - self.last > self.margin
+
+    @property
+    def text(self) -> str:
+        return f"the held-out {self.name} reward went from {self.first:.3f} to {self.last:.3f}"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything that is known of a run. What a run does not log is absent here, and no verdict speaks of it."""
+
+    metric: Column
+    evaluated: Column
+    names: Collection[str]  # of metrics
+    rejected: Mapping[str, int] = field(default_factory=dict)  # completions, by the reason
+    rejected_in: str = "rejected.jsonl"
+    pass_reward: float | None = None  # the reward from which on an answer passes, where the run declares one
+    updates: int = 1  # on each batch: so many steps have the same documents, and are one observation
+    quote: Callable[[], str | None] = lambda: None  # the most common completion among those that were kept lately
+
+    @cached_property
+    def steps(self) -> np.ndarray:
+        return max((self.metric(name)[0] for name in ("num_documents", "loss", "reward")), key=len)
+
+    def values(self, name: str) -> np.ndarray:
+        return self.metric(name)[1]
+
+    @cached_property
+    def window(self) -> int:
+        """The number of steps that "the last steps" are; 0 while there are too few to say anything."""
+        sizes = self.observations("num_documents")
+        count = len(sizes)
+        steps = min(_LONGEST_WINDOW, max(FEWEST_STEPS, count // 5))
+        steps = max(steps, math.ceil(FEWEST_DOCUMENTS / max(1.0, float(sizes.mean())))) if count else steps
+        return steps * self.updates if steps * self.updates <= len(self.steps) else 0
+
+    def observations(self, name: str) -> np.ndarray:
+        """Give the values of steps that have documents of their own."""
+        return self.values(name)[:: self.updates]
+
+    def recent(self, name: str) -> np.ndarray:
+        """Give a metric of the last steps; nothing where one of them lacks it."""
+        found = self.values(name)[-self.window :] if self.window else np.empty(0)
+        return found if len(found) == self.window else np.empty(0)
+
+    def recent_mean(self, name: str) -> float | None:
+        found = self.recent(name)
+        return float(found.mean()) if len(found) else None
+
+    def since(self) -> str:
+        """Name the last steps."""
+        first, last = self.steps[-self.window], self.steps[-1]
+        return f"steps {format_number(float(first))} to {format_number(float(last))}"
+
+    @cached_property
+    def range(self) -> tuple[float, float]:
+        """The smallest and the largest reward that was seen of any document: not those that there can be."""
+        rewards = self.values("reward")
+        low, high = self.values("min_reward"), self.values("max_reward")
+        ends = np.concatenate([rewards, low, high])
+        return (float(ends.min()), float(ends.max())) if len(ends) else (0.0, 0.0)
+
+    def trend(self, name: str) -> Trend | None:
+        values = self.observations(name)
+        if len(values) < _FEWEST_FOR_TREND:
+            return None
+        early = min(_FIRST_STEPS, len(values) // 3)
+        late = min(self.window // self.updates or FEWEST_STEPS, len(values) // 3)
+        first, last = float(values[:early].mean()), float(values[-late:].mean())
+        # The scatter from step to step: half the mean square of differences of neighbours.
+        scatter = math.sqrt(float(np.square(np.diff(values)).mean()) / 2)
+        margin = _CERTAIN * scatter * math.sqrt(1 / early + 1 / late)
+        if name == "reward":
+            margin = max(margin, _SMALLEST_CHANGE * (self.range[1] - self.range[0]))
+        return Trend(
+            first, last, last - first > margin, first - last > margin, (early * self.updates, late * self.updates)
+        )
+
+    @cached_property
+    def reward(self) -> Trend | None:
+        return self.trend("reward")
+
+    @cached_property
+    def parts(self) -> list[str]:
+        """The names of the reward's parts."""
+        return [name.removeprefix("rewards/") for name in self.names if name.startswith("rewards/")]
+
+    @cached_property
+    def held_out(self) -> list[HeldOut]:
+        """How the held-out rewards changed; nothing before there are two evaluations."""
+        found = []
+        for name in ("greedy", "sampled"):
+            steps, rewards = self.evaluated(f"{name}_reward")
+            if len(rewards) < 2:
+                continue
+            prompts, spreads = (self.evaluated(key)[1] for key in ("num_prompts", f"{name}_reward_std"))
+            count = float(prompts[-1]) if len(prompts) else None
+            if len(spreads) != len(rewards) and min(self.range) >= 0 and max(self.range) <= 1:
+                spreads = np.sqrt(np.clip(rewards * (1 - rewards), 0, None))  # no rewards of 0 to 1 spread further
+            margin = None
+            if count and len(spreads) == len(rewards):
+                margin = _HELD_OUT_MARGIN * math.sqrt((spreads[0] ** 2 + spreads[-1] ** 2) / count)
+            place = int(rewards.argmax())
+            best = float(rewards[place]), float(steps[place])
+            found.append(HeldOut(name, float(rewards[0]), float(rewards[-1]), count, margin, best))
+        return found
+
+    @property
+    def early(self) -> bool:
+        """True while there are too few steps to tell a trend from noise."""
+        return len(self.steps) < _FEWEST_FOR_TREND * self.updates
+
+    @property
+    def held_out_rose(self) -> HeldOut | None:
+        return next((one for one in self.held_out if one.rose), None)
+
+    @property
+    def held_out_fell(self) -> HeldOut | None:
+        return next((one for one in self.held_out if one.fell), None)
+
+
+def short(value: float) -> str:
+    return format_number(value, 3)

@@ -1,0 +1,147 @@
+"""Judges a run while it goes on: a sink that says each warning once, and again only if it went away and came back."""
+
+import math
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from truestep.report.tables import LARGEST_VALUE, Reasons, finite
+from truestep.report.verdicts import judge
+from truestep.report.verdicts.evidence import Evidence, Verdict
+from truestep.text import printable
+
+_GONE = 10  # steps without a verdict after which it is said again
+_EACH, _EVERY = 20, 5  # so many steps are each judged, and then every fifth
+LONGEST_QUOTE = 60  # characters of a completion
+
+
+class Lines:
+    """The numbers of lines that have a step, as they come."""
+
+    def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
+        self._steps: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
+        self._values: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
+        for line in lines:
+            self.add(line)
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        step = finite(line, "step")
+        if step is None:
+            return
+        for name, value in line.items():
+            # Here and not by `finite`: a step has a hundred of them.
+            if type(value) in (float, int) and -LARGEST_VALUE < value < LARGEST_VALUE:
+                self._steps[name].append(step)
+                self._values[name].append(value)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._values)
+
+    def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        if name not in self._values:
+            return np.empty(0), np.empty(0)
+        return np.frombuffer(self._steps[name]).copy(), np.frombuffer(self._values[name]).copy()
+
+
+def most_common(completions: Iterable[object]) -> str | None:
+    """Quote the most common of some completions, cut short."""
+    counts = Counter(text for text in completions if isinstance(text, str))
+    if not counts:
+        return None
+    return f"`{printable(counts.most_common(1)[0][0], LONGEST_QUOTE)}`"
+
+
+class Watching:
+    """A sink that judges the run after each step and each evaluation."""
+
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        record: Callable[[dict[str, Any]], None],
+        *,
+        rejected_in: str,
+        pass_reward: float | None = None,
+        updates: int = 1,
+        steps: Iterable[Mapping[str, Any]] = (),
+        evaluations: Iterable[Mapping[str, Any]] = (),
+        warnings: Iterable[Mapping[str, Any]] = (),
+    ):
+        """Take whom to tell, what writes a warning down, and the lines that earlier starts of the run left."""
+        self._say, self._record = say, record
+        self._rejected_in, self._pass_reward, self._updates = rejected_in, pass_reward, updates
+        self._steps, self._evaluations, self._rejected = Lines(steps), Lines(evaluations), Reasons()
+        self._completions: list[object] = []
+        # Verdicts that were said, and the step of the last judgement that had each.
+        self._standing = {str(warning.get("kind")): math.inf for warning in warnings}
+        self._count = 0
+        self._fault: str | None = None  # of the judgement, which is said once
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        self._steps.add(line)
+        self._count += 1
+        if self._count <= _EACH or line["step"] % _EVERY == 0:
+            self._tell(line["step"])
+
+    def evaluation(self, line: Mapping[str, Any]) -> None:
+        self._evaluations.add(line)
+        self._tell(line["step"])
+
+    def rollouts(self, line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+        self._completions = [row.get("completion") for row in rows if not row.get("rejected")]
+
+    def rejected(self, reasons: Iterable[str]) -> None:
+        for reason in reasons:
+            self._rejected.add(reason)
+
+    def close(self) -> None: ...
+
+    def judged(self) -> list[Verdict]:
+        """Judge what there is by now."""
+        return judge(
+            Evidence(
+                self._steps.column,
+                self._evaluations.column,
+                self._steps.names,
+                rejected=self._rejected.counts,
+                rejected_in=self._rejected_in,
+                pass_reward=self._pass_reward,
+                updates=self._updates,
+                quote=lambda: most_common(self._completions),
+            )
+        )
+
+    @property
+    def sentence(self) -> str:
+        """The verdict on what was learnt, and what else is wrong; empty where nothing can be said."""
+        if self._fault is not None:
+            return ""
+        learnt, *others = self.judged()
+        said = [] if learnt.kind in ("early", "unknown") else [learnt.sentence]
+        said += [f"{other.title}." for other in others if other.level in ("bad", "warning")]
+        return " ".join(said)
+
+    def _tell(self, step: int) -> None:
+        try:
+            self._tell_of(step)
+        except Exception as error:  # no run ends for what is said of it
+            if self._fault is None:
+                self._fault = printable(f"{type(error).__name__}: {error}")
+                self._say(f"warning: after step {step}: the run cannot be judged: {self._fault}; training goes on")
+
+    def _tell_of(self, step: int) -> None:
+        found = {verdict.kind: verdict for verdict in self.judged() if verdict.level in ("bad", "warning")}
+        for kind, last in list(self._standing.items()):
+            self._standing[kind] = step if kind in found else min(last, step)
+            if step - self._standing[kind] >= _GONE:
+                del self._standing[kind]
+        for kind, verdict in found.items():
+            if kind in self._standing:
+                continue
+            self._standing[kind] = step
+            self._say(f"warning: after step {step}: {verdict.text}")
+            said = {"kind": kind, "level": verdict.level, "title": verdict.title, "text": verdict.text}
+            self._record({"step": step, **said})
