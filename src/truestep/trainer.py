@@ -29,6 +29,7 @@ from truestep.rollouts.source import Interrupted, Source
 from truestep.run_directory import RunDirectory
 from truestep.step.ahead import Planned, PlansAhead
 from truestep.step.blame import find_not_finite
+from truestep.step.check import SamplerCheck
 from truestep.step.clipping import clip_scale, gradient_norm
 from truestep.step.machine import gpu_metrics
 from truestep.step.optimizer import LearningRate, forget_prepared, optimizer_parts, prepare, update
@@ -98,6 +99,7 @@ class Trainer:
     callbacks: Callbacks = field(default_factory=lambda: Callbacks(Run(Path())))
     put_aside: list[PutAside] = field(default_factory=list)  # since the last step's line of the ledger
     before: BeforeUpdates = field(default_factory=BeforeUpdates)
+    check: SamplerCheck | None = None
     keeper: Keeper | None = None
     times: StepTimes = field(default_factory=StepTimes)
     ended: str = "not run yet"  # how the run ended, as a sentence
@@ -234,6 +236,8 @@ class Trainer:
         plan = self._complete(plan)
         measured = {"data_wait_time": waited, **self.source.drain_measured()}
         accumulated = self._accumulate(plan, measured)
+        if (fault := self._fault(plan, accumulated)) is not None:
+            raise self._unusable(number, fault)
         norm = gradient_norm(self.policy.weights, meanwhile=partial(prepare, self.optimizer))
         if not math.isfinite(norm):
             raise self._not_finite(number, plan, accumulated, norm)
@@ -293,16 +297,26 @@ class Trainer:
         self.before.computed(plan, accumulated.scores)
         return accumulated
 
+    def _fault(self, plan: StepPlan, accumulated: Accumulated) -> str | None:
+        """Say what is wrong with the sampler's log-probs or draws, if anything is."""
+        if self.check is None:
+            return None
+        with self.times.measure("check"):
+            return self.check.before_update(plan, accumulated)
+
+    def _unusable(self, number: int, fault: str) -> TrainingError:
+        self._finish_save()
+        return TrainingError(
+            f"step {number}: {fault}. Nothing was updated, and the last checkpoint is "
+            f"{self.checkpoints.latest() or 'not written yet'}"
+        )
+
     def _not_finite(self, number: int, plan: StepPlan, accumulated: Accumulated, norm: float) -> TrainingError:
         forget_prepared(self.optimizer)
-        self._finish_save()
         self.watch.phase(f"looking for the documents that make the gradient of step {number} {norm}")
         names = ", ".join(printable(name) for name in find_not_finite(self.runner, plan))
         made_by = f"these documents alone make it so: {names}" if names else "no document alone makes it so"
-        return TrainingError(
-            f"step {number}: the gradient's norm is {norm} (loss {accumulated.line()['loss']}); {made_by}. Nothing was "
-            f"updated, and the last checkpoint is {self.checkpoints.latest() or 'not written yet'}"
-        )
+        return self._unusable(number, f"the gradient's norm is {norm} (loss {accumulated.line()['loss']}); {made_by}")
 
     def _evaluation_due(self) -> bool:
         every = self.evaluate_every
