@@ -53,14 +53,14 @@ class Judge:
             by_server[server_of(document)].append(place)
         bound = -math.log(ALPHA / (4 * (len(documents) + len(by_server))))
         for server, places in by_server.items():
-            each = [self._evidence(table[place] - _selected(table[[place]])) for place in places]
-            worst = max(range(len(places)), key=lambda number: each[number][0])
-            total = self._remember(server, table[places])
-            step = self._evidence(table[places].sum(0) - _selected(table[places]))
-            found, problem = max(each[worst], step, self._evidence(total))
-            if found > bound:
-                order = sorted(range(len(places)), key=lambda number: -each[number][0])
-                return Fault(server, tuple(places[number] for number in order), problem)
+            rows = table[places]
+            each = [self._evidence(row - _selected(row[None])) for row in rows]
+            step, total = rows.sum(0) - _selected(rows), self._remember(server, rows)
+            for evidence, problem in (self._evidence(step), max(each, key=_first), self._evidence(total)):
+                if evidence > bound:
+                    order = sorted(range(len(places)), key=lambda number: -each[number][0])
+                    clear = sum(evidence > bound for evidence, _ in each) or len(order)
+                    return Fault(server, tuple(places[number] for number in order[:clear]), problem)
             if self.draws and self._draws_evidence(total) > bound:
                 return Fault(server, tuple(places), _too_sure(total), of_draws=True)
         return self._contradicting(documents, table) or self._repeated(documents, table, bound)
@@ -86,7 +86,7 @@ class Judge:
         if row[COLUMN["older"]]:
             older = f"{row[COLUMN['older']]:.0f} tokens of older weights are much likelier than it says"
             found.append((float(row[COLUMN["older_up"]]), older))
-        return max(found)
+        return max(found, key=_first)
 
     def _draws_evidence(self, row: np.ndarray) -> float:
         """Compute the evidence that tokens were drawn too likely, by Freedman's inequality.
@@ -144,6 +144,10 @@ class Judge:
         return None
 
 
+def _first(pair: tuple[float, str]) -> float:
+    return pair[0]
+
+
 def at_labels(document: Rollout, name: str) -> np.ndarray:
     values: np.ndarray = getattr(document, name)
     return values[document.loss_mask]
@@ -177,8 +181,8 @@ def _too_sure(row: np.ndarray) -> str:
     count = max(row[COLUMN["standing"]], 1.0)
     drawn, expected = row[COLUMN["surprise"]] - row[COLUMN["entropy"]], -row[COLUMN["entropy"]]
     return (
-        f"it draws likely tokens too often: {count:.0f} tokens have a mean log-prob of {drawn / count:.3f}, and draws of "
-        f"the policy have {expected / count:.3f}"
+        f"it draws likely tokens too often: {count:.0f} tokens have a mean log-prob of {drawn / count:.3f}, and draws "
+        f"of the policy have {expected / count:.3f}"
     )
 
 

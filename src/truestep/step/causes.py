@@ -25,8 +25,8 @@ def explain(
     who = f"{printable(fault.server)}: {fault.problem} (documents {named}{f' and {more} more' if more > 0 else ''})"
     if fault.of_draws:
         return (
-            f"{who}. The draws are not the policy's: does the server draw at another temperature, with top_p, top_k or "
-            "min_p, from a cache of answers, or with one seed for all requests or servers?"
+            f"{who}. Its draws are not the policy's: look for another temperature, top_p, top_k or min_p, a cache of "
+            "answers, or one seed for all requests or servers"
         )
     given = [_given(document) for document in documents]
     gaps = np.abs(np.concatenate(logprobs) - np.concatenate(given))
