@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,11 @@ from server.sglang_server import FakeSglang
 
 Pair = tuple[list[int], list[float]]  # the tokens of a completion, and their log-probs
 Rows = torch.Tensor  # [n, V] log-probs
+Told = tuple[tuple[int, ...], tuple[float, ...]]  # a text, and the log-probs of its completion
+
+
+def told(text: Sequence[int], logprobs: Sequence[float]) -> Told:
+    return tuple(text), tuple(round(min(value, 0.0), 3) for value in logprobs)
 
 
 def _same(rows: Rows, bare: Rows) -> Rows:
@@ -52,8 +57,8 @@ class Liar(FakeSglang):
         super().__init__(model, name)
         self.first, self.plan = copy.deepcopy(self._model), plan
         self.made = 0  # completions
-        self.lied: list[tuple[int, ...]] = []  # the texts of completions that are lies, or of a lying server
-        self.told: list[tuple[int, ...]] = []  # of all, in order
+        self.lied: list[Told] = []  # completions of a lying server
+        self.counted = 0  # tokens, for `one_in_200`
         self.draws = torch.Generator().manual_seed(seed)
         self.dice = random.Random(seed)
         self.before: list[Pair] = []  # the last answer
@@ -89,10 +94,8 @@ class Liar(FakeSglang):
         self.made += n
         honest = [(list(tokens), list(values)) for tokens, values in pairs]
         pairs = way.spoil(self, prompt, pairs)
-        texts = [(*prompt, *tokens) for tokens, _ in pairs]
-        self.told += texts
         if lies:
-            self.lied += texts
+            self.lied += [told([*prompt, *tokens], values) for tokens, values in pairs]
         self.before = honest
         stops = set(options["stop_token_ids"])
         answers = [
@@ -177,7 +180,7 @@ def one_in_200(server: Liar, prompt: list[int], pairs: list[Pair]) -> list[Pair]
     """Each 200th token has the log-prob of another."""
     for _, values in pairs:
         for place in range(len(values)):
-            server.counted = getattr(server, "counted", 0) + 1
+            server.counted += 1
             if server.counted % 200 == 100:
                 values[place] = values[place] - 1.3
     return pairs

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from server.liars import Liar, Plan
+from server.liars import Liar, Plan, Told, told
 from server.models import make_model
 from server.runs import server_config
 from server.sglang_server import serving
@@ -25,14 +25,15 @@ Weights = dict[str, torch.Tensor]
 @dataclass
 class Outcome:
     error: str | None
-    trained: list[tuple[int, ...]]  # the texts of all documents that steps were made of
+    trained: list[Told]  # all documents that steps were made of
     steps: int  # in the ledger
     kept: bool  # the weights are those that the last step in the ledger left
     liars: list[Liar]
     urls: list[str]
 
-    def never_trained_on(self) -> bool:
-        return not set(self.trained) & {text for liar in self.liars for text in liar.lied}
+    @property
+    def lies_trained_on(self) -> int:
+        return len(set(self.trained) & {one for liar in self.liars for one in liar.lied})
 
 
 def run(directory: Path, plans: Sequence[Plan], **sections: Any) -> Outcome:
@@ -42,12 +43,15 @@ def run(directory: Path, plans: Sequence[Plan], **sections: Any) -> Outcome:
         urls = [stack.enter_context(serving(liar)) for liar in liars]
         config = server_config(directory, urls, **merged({"sampler": {"protocol": "sglang"}}, sections))
         trainer = quiet_trainer(config)
-        trained: list[tuple[int, ...]] = []
+        trained: list[Told] = []
         left: list[Weights] = [_weights(trainer)]
         record_step = trainer.directory.record_step
 
         def recorded(number: int, plan: Any, put_aside: Any) -> None:
-            trained.extend(tuple(document.input_ids.tolist()) for document in plan.documents)
+            trained.extend(
+                told(document.input_ids.tolist(), document.logprobs[document.loss_mask].tolist())
+                for document in plan.documents
+            )
             left.append(_weights(trainer))
             record_step(number, plan, put_aside)
 
