@@ -94,7 +94,7 @@ class Liar(FakeSglang):
         self.made += n
         honest = [(list(tokens), list(values)) for tokens, values in pairs]
         pairs = way.spoil(self, prompt, pairs)
-        if lies:
+        if lies and way not in HONEST:
             self.lied += [told([*prompt, *tokens], values) for tokens, values in pairs]
         self.before = honest
         stops = set(options["stop_token_ids"])

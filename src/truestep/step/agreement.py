@@ -132,9 +132,9 @@ class Judge:
     def _contradicting(self, documents: Sequence[Rollout], table: np.ndarray) -> Fault | None:
         """Find log-probs of older tokens that cannot be those of any weights: where the completions of one prompt part,
         the probabilities of their next tokens add up to more than 1."""
-        groups: dict[tuple[str, str | None], list[int]] = defaultdict(list)
+        groups: dict[tuple[str, str], list[int]] = defaultdict(list)
         for place, document in enumerate(documents):
-            if table[place][COLUMN["older"]]:
+            if document.group_id is not None and table[place][COLUMN["older"]]:
                 groups[server_of(document), document.group_id].append(place)
         for (server, _), places in groups.items():
             total = _total_where_they_part([documents[place] for place in places])
