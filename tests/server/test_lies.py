@@ -239,3 +239,15 @@ def test_a_lie_is_one(way: Any, tmp_path: Path) -> None:
         gaps.append(float(np.abs(np.array(own) - np.array(given)).max()))
         texts.append(tuple(tokens))
     assert max(gaps) > 0.005 or len(set(texts)) <= len(texts) * 0.9
+
+
+# ---- the page
+
+
+def test_the_page_has_every_lie_and_what_became_of_it() -> None:
+    page = (Path(__file__).parents[2] / "docs/lies.md").read_text(encoding="utf-8").splitlines()
+    for way in LIES:
+        free = "found" if way.name in FREE else ""
+        assert f"| {way.name} | never trained on | found | {free} |" in page
+    for way in HONEST:
+        assert f"| {way.name} | never refused |" in page

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -222,6 +223,11 @@ def test_a_lie_in_bfloat16_is_found_within_so_many_tokens(name: str) -> None:
 
     found = tokens_until_found(make, 0.1)
     assert found is not None and found <= tokens, found
+
+
+def test_the_page_has_these_numbers() -> None:
+    page = (Path(__file__).parents[2] / "docs/lies.md").read_text(encoding="utf-8").splitlines()
+    assert all(f"| {name} | {tokens:,} |" in page for name, (_, tokens) in IN_HALF.items())
 
 
 def test_one_wrong_document_of_many_is_named() -> None:

@@ -21,6 +21,7 @@ _MOST_IN_ALL = 1.02  # that probabilities may add up to
 _ENTROPY_SLACK = 0.02  # of the entropy: draws of another arithmetic may be more likely by so much
 _TAIL = 12.0  # nats behind the uniform probability; what is less likely adds next to nothing to a variance
 _ENDLESS = 1e6
+_BETS = ("up", "down", "older_up")
 _HERE = "the sampler"
 
 
@@ -53,40 +54,42 @@ class Judge:
             by_server[server_of(document)].append(place)
         bound = -math.log(ALPHA / (4 * (len(documents) + len(by_server))))
         for server, places in by_server.items():
-            rows = table[places]
-            each = [self._evidence(row - _selected(row[None])) for row in rows]
-            step, total = rows.sum(0) - _selected(rows), self._remember(server, rows)
-            for evidence, problem in (self._evidence(step), max(each, key=_first), self._evidence(total)):
-                if evidence > bound:
-                    order = sorted(range(len(places)), key=lambda number: -each[number][0])
-                    clear = sum(evidence > bound for evidence, _ in each) or len(order)
-                    return Fault(server, tuple(places[number] for number in order[:clear]), problem)
+            rows = _less_the_choice(table[places])
+            step = rows.sum(0)
+            total = self._remember(server, step)
+            each = self._evidence(rows).max(1)
+            for row in (step, rows[each.argmax()], total):
+                evidence = self._evidence(row[None])[0]
+                if evidence.max() > bound:
+                    order = np.argsort(-each, kind="stable")[: int((each > bound).sum()) or len(each)]
+                    return Fault(server, tuple(places[number] for number in order), self._words(row, evidence))
             if self.draws and self._draws_evidence(total) > bound:
                 return Fault(server, tuple(places), _too_sure(total), of_draws=True)
         return self._contradicting(documents, table) or self._repeated(documents, table, bound)
 
-    def _remember(self, server: str, rows: np.ndarray) -> np.ndarray:
+    def _remember(self, server: str, step: np.ndarray) -> np.ndarray:
         """Add a step's sums to those of the server's earlier steps. A bet that was lost is not owed."""
         before = self._running.get(server, np.zeros(len(COLUMNS)))
-        for name in ("up", "down", "older_up"):
+        for name in _BETS:
             before[COLUMN[name]] = max(before[COLUMN[name]], 0.0)
-        self._running[server] = rows.sum(0) - _selected(rows) + _KEPT * before
+        self._running[server] = step + _KEPT * before
         return self._running[server].copy()
 
-    def _evidence(self, row: np.ndarray) -> tuple[float, str]:
-        """Compute the evidence against a document's or a server's log-probs, in nats, and its words."""
-        standing = row[COLUMN["standing"]]
-        found = [(0.0, "")]
-        for level, rate in LEVELS:
-            count = row[COLUMN[f"beyond_{level:g}"]]
-            words = f"{count:.0f} of {standing:.0f} tokens are off by more than {level * self.tolerance:g} nats"
-            found.append((_poisson(count, rate * standing), words))
-        tokens = f"over {standing:.0f} tokens, the policy's probabilities over the server's do not average to 1"
-        found += [(float(row[COLUMN[name]]), tokens) for name in ("up", "down") if standing]
-        if row[COLUMN["older"]]:
-            older = f"{row[COLUMN['older']]:.0f} tokens of older weights are much likelier than it says"
-            found.append((float(row[COLUMN["older_up"]]), older))
-        return max(found, key=_first)
+    def _evidence(self, rows: np.ndarray) -> np.ndarray:  # [R, COLUMNS] -> [R, tests], in nats
+        """Compute the evidence against the log-probs of documents, or of servers: of each level, then of each bet."""
+        standing = rows[:, COLUMN["standing"]]
+        levels = [_poisson(rows[:, COLUMN[f"beyond_{level:g}"]], rate * standing) for level, rate in LEVELS]
+        return np.stack([*levels, *(rows[:, COLUMN[name]] for name in _BETS)], axis=1)
+
+    def _words(self, row: np.ndarray, evidence: np.ndarray) -> str:
+        strongest, standing = int(evidence.argmax()), row[COLUMN["standing"]]
+        if strongest < len(LEVELS):
+            level = LEVELS[strongest][0]
+            count, size = row[COLUMN[f"beyond_{level:g}"]], level * self.tolerance
+            return f"{count:.0f} of {standing:.0f} tokens are off by more than {size:g} nats"
+        if _BETS[strongest - len(LEVELS)] == "older_up":
+            return f"{row[COLUMN['older']]:.0f} tokens of older weights are much likelier than it says"
+        return f"over {standing:.0f} tokens, the policy's probabilities over its own do not average to 1"
 
     def _draws_evidence(self, row: np.ndarray) -> float:
         """Compute the evidence that tokens were drawn too likely, by Freedman's inequality.
@@ -106,9 +109,8 @@ class Judge:
         That n of N draws agree on something of probability u or less has a probability of at most C(N, n) u^(n-1).
         """
         copies: dict[bytes, list[int]] = defaultdict(list)
-        for place, document in enumerate(documents):
-            if table[place][[COLUMN["standing"], COLUMN["older"]]].any():
-                copies[document.input_ids[document.loss_mask].tobytes()].append(place)
+        for place in np.flatnonzero(table[:, COLUMN["standing"]] + table[:, COLUMN["older"]]).tolist():
+            copies[at_labels(documents[place], "input_ids").tobytes()].append(place)
         drawn = sum(map(len, copies.values()))
         for places in copies.values():
             if len(places) < 2:
@@ -116,8 +118,7 @@ class Judge:
             likeliest = max(self._log_probability(documents[place], table[place]) for place in places)
             if -_log_choose(drawn, len(places)) - (len(places) - 1) * likeliest > bound:
                 servers = " and ".join(sorted({server_of(documents[place]) for place in places}))
-                odds = f"a probability of {math.exp(likeliest):.1g} by the policy"
-                problem = f"the same completion came {len(places)} times, which has {odds}"
+                problem = f"the same completion came {len(places)} times, and its log-prob is {likeliest:.3g}"
                 return Fault(servers, tuple(places), problem, of_draws=True)
         return None
 
@@ -133,8 +134,9 @@ class Judge:
         """Find log-probs of older tokens that cannot be those of any weights: where the completions of one prompt part,
         the probabilities of their next tokens add up to more than 1."""
         groups: dict[tuple[str, str], list[int]] = defaultdict(list)
-        for place, document in enumerate(documents):
-            if document.group_id is not None and table[place][COLUMN["older"]]:
+        for place in np.flatnonzero(table[:, COLUMN["older"]]).tolist():
+            document = documents[place]
+            if document.group_id is not None:
                 groups[server_of(document), document.group_id].append(place)
         for (server, _), places in groups.items():
             total = _total_where_they_part([documents[place] for place in places])
@@ -142,10 +144,6 @@ class Judge:
                 problem = f"the probabilities that it names for different tokens behind one text add up to {total:.3g}"
                 return Fault(server, tuple(places), problem)
         return None
-
-
-def _first(pair: tuple[float, str]) -> float:
-    return pair[0]
 
 
 def at_labels(document: Rollout, name: str) -> np.ndarray:
@@ -170,11 +168,11 @@ def _total_where_they_part(documents: Sequence[Rollout]) -> float:
     return max(sum(probabilities.values()) for probabilities in named.values())
 
 
-def _selected(rows: np.ndarray) -> np.ndarray:
-    """Give what is taken off the sums of rows, since their older documents may have been chosen."""
-    taken_off = np.zeros(len(COLUMNS))
-    taken_off[COLUMN["older_up"]] = _SELECTED * (rows[:, COLUMN["older"]] > 0).sum()
-    return taken_off
+def _less_the_choice(rows: np.ndarray) -> np.ndarray:
+    """Take off the bets of older documents what their choice may have added."""
+    less = rows.copy()
+    less[:, COLUMN["older_up"]] -= _SELECTED * (rows[:, COLUMN["older"]] > 0)
+    return less
 
 
 def _too_sure(row: np.ndarray) -> str:
@@ -186,11 +184,11 @@ def _too_sure(row: np.ndarray) -> str:
     )
 
 
-def _poisson(count: float, mean: float) -> float:
+def _poisson(count: np.ndarray, mean: np.ndarray) -> np.ndarray:
     """Bound minus the logarithm of the probability of so many events, of which `mean` are expected at most."""
-    if count <= mean:
-        return 0.0
-    return count * math.log(count / mean) - count + mean if mean else math.inf
+    with np.errstate(divide="ignore", invalid="ignore"):
+        bound = count * np.log(count / mean) - count + mean
+    return np.where(count > mean, bound, 0.0)
 
 
 def _log_choose(total: int, chosen: int) -> float:
