@@ -49,7 +49,7 @@ def test_a_lie_of_the_standing_weights_is_never_trained_on(name: str, tmp_path: 
     "name", in_tiers([way.name for way in LIES], ("halved",), ("in the reverse order", "0.02 too low"))
 )
 def test_a_server_that_begins_to_lie(name: str, tmp_path: Path) -> None:
-    outcome = run(tmp_path, [Plan(BY_NAME[name], after=16)])
+    outcome = run(tmp_path, [Plan(BY_NAME[name], after=16)], **SLOW)
     assert found(outcome) and outcome.steps == 1
 
 
