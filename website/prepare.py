@@ -33,6 +33,7 @@ NAVIGATION: dict[str, list[str]] = {
         "docs/rollouts.md",
         "docs/engine.md",
         "docs/sampling.md",
+        "docs/lies.md",
         "docs/sft.md",
         "docs/parity.md",
     ],

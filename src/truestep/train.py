@@ -1,6 +1,6 @@
 """Makes a trainer of a configuration, puts it where its last checkpoint left it, and starts its loop."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 from safetensors import SafetensorError
 
+from truestep.assemble.check import make_check
 from truestep.assemble.evaluation import make_evaluator
 from truestep.assemble.policy import join_ranks, make_policy
 from truestep.assemble.rewards import Raters
@@ -44,7 +45,10 @@ from truestep.rollouts.rejects import write_rejected
 from truestep.rollouts.source import Source
 from truestep.run_directory import RunDirectory
 from truestep.run_notes import options_before, run_notes, what_runs
+from truestep.sampler.evaluate import Evaluator
 from truestep.step.ahead import PlansAhead
+from truestep.step.check import SamplerCheck
+from truestep.step.held_out import HeldOutLoss
 from truestep.step.optimizer import StateError, restore_optimizer
 from truestep.step.queue import PlanQueue
 from truestep.step.runner import StepRunner
@@ -113,11 +117,9 @@ def make_trainer(
     runner = make_runner(config, policy)
     before = _before_updates(config, runner, directory, latest)
     watch.phase("reading the data")
-    raters = Raters(lambda note: _say_notes(display, config, [note]) if ranks.first else None)
-    source = make_source(config, policy, ranks, raters)
-    queue = make_queue(config, policy, source)
+    say = partial(_say_one, display, config, ranks)
+    source, queue, check, evaluator = _make_data(config, runner, ranks, say)
     optimizer = make_optimizer(config, policy.weights)
-    evaluator = make_evaluator(config, policy, raters, source)
     seed_random(config.seed)
     told = Callbacks(Run(directory.path), callbacks if ranks.first else ())
     progress = Progress(0, {}, (), 0) if latest is None else _restore(latest, queue, optimizer, policy, told)
@@ -136,6 +138,7 @@ def make_trainer(
         watch=watch,
         runner=runner.with_entropy_bonus(progress.entropy_bonus),
         before=before,
+        check=check,
         optimizer=optimizer,
         learning_rate=make_learning_rate(config),
         gradient_clip=config.optimizer.gradient_clip,
@@ -154,8 +157,22 @@ def make_trainer(
     )
 
 
+def _make_data(
+    config: Config, runner: StepRunner, ranks: Ranks, say: Callable[[str], None]
+) -> tuple[Source, PlanQueue, SamplerCheck | None, Evaluator | HeldOutLoss | None]:
+    policy, raters = runner.policy, Raters(say)
+    source = make_source(config, policy, ranks, raters)
+    check = make_check(config, runner, source, say)
+    return source, make_queue(config, policy, source), check, make_evaluator(config, policy, raters, source, check)
+
+
 def _state(progress: Progress, queue: PlanQueue, last_evaluated: int | None, latest: Path | None) -> RunState:
     return RunState(progress.step, queue.documents_seen, last_evaluated, progress.step if latest else None)
+
+
+def _say_one(display: Display, config: Config, ranks: Ranks, note: str) -> None:
+    if ranks.first:
+        _say_notes(display, config, [note])
 
 
 def _say_notes(display: Display, config: Config, notes: Sequence[str]) -> None:

@@ -30,6 +30,7 @@ from truestep.rollouts.source import Interrupted, Source
 from truestep.run_directory import RunDirectory
 from truestep.step.ahead import Planned, PlansAhead
 from truestep.step.blame import find_cause
+from truestep.step.check import SamplerCheck
 from truestep.step.clipping import clip_scale, explain_useless, gradient_norm, usable
 from truestep.step.machine import gpu_metrics
 from truestep.step.optimizer import LearningRate, forget_prepared, optimizer_parts, prepare, update
@@ -99,6 +100,7 @@ class Trainer:
     callbacks: Callbacks = field(default_factory=lambda: Callbacks(Run(Path())))
     put_aside: list[PutAside] = field(default_factory=list)  # since the last step's line of the ledger
     before: BeforeUpdates = field(default_factory=BeforeUpdates)
+    check: SamplerCheck | None = None
     keeper: Keeper | None = None
     times: StepTimes = field(default_factory=StepTimes)
     ended: str = "not run yet"  # how the run ended, as a sentence
@@ -242,6 +244,8 @@ class Trainer:
         plan = self._complete(plan)
         measured = {"data_wait_time": waited, **self.source.drain_measured()}
         accumulated = self._accumulate(plan, measured)
+        if (fault := self._fault(plan, accumulated)) is not None:
+            raise self._unusable(number, fault)
         norm = gradient_norm(self.policy.weights, meanwhile=partial(prepare, self.optimizer))
         self._check_weights()
         if not usable(norm, self.gradient_clip):
@@ -305,17 +309,27 @@ class Trainer:
         self.before.computed(plan, accumulated.scores)
         return accumulated
 
+    def _fault(self, plan: StepPlan, accumulated: Accumulated) -> str | None:
+        """Say what is wrong with the sampler's log-probs or draws, if anything is."""
+        if self.check is None:
+            return None
+        with self.times.measure("check"):
+            return self.check.before_update(plan, accumulated)
+
+    def _unusable(self, number: int, fault: str) -> TrainingError:
+        self._finish_save()
+        return TrainingError(
+            f"step {number}: {fault}. Nothing was updated, and the last checkpoint is "
+            f"{self.checkpoints.latest() or 'not written yet'}"
+        )
+
     def _useless(self, number: int, plan: StepPlan, accumulated: Accumulated, norm: float) -> TrainingError:
         """Explain a gradient that no update may use."""
-        self._finish_save()
         self.watch.phase(f"looking for what makes the gradient of step {number} {norm}")
         cause = find_cause(self.runner, plan, self.gradient_clip)
         why = explain_useless(norm, self.gradient_clip)
         forget_prepared(self.optimizer)
-        return TrainingError(
-            f"step {number}: {why} (loss {accumulated.line()['loss']}); {cause}. Nothing was updated, and the last "
-            f"checkpoint is {self.checkpoints.latest() or 'not written yet'}"
-        )
+        return self._unusable(number, f"{why} (loss {accumulated.line()['loss']}); {cause}")
 
     def _check_weights(self) -> None:
         """End the run if its last update ruined weights, before they are saved, published, evaluated or trained. Every

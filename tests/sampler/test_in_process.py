@@ -21,6 +21,7 @@ from small_runs import (
     WORDS,
     quiet_trainer,
     read_lines,
+    said,
     sampled_config,
     sort_prompts,
     tokenised_model,
@@ -36,6 +37,7 @@ from truestep.metrics.types import values
 from truestep.policy.loading.load import load_policy
 from truestep.policy.policy import Policy
 from truestep.rollouts.source import PeekableSource, SourceError
+from truestep.sampler import in_process
 from truestep.sampler.decode import DecodeOptions
 from truestep.sampler.engine.engine import engine_of
 from truestep.sampler.in_process import InProcessSource, stop_ids
@@ -425,3 +427,22 @@ def test_the_parts_of_rewards_and_the_tracebacks_of_failed_ones_are_in_the_runs_
         lines = record["traceback"].splitlines()
         assert lines[0] == "Traceback (most recent call last):" and lines[-1] == "KeyError: 1"
         assert "in in_parts" in lines[1] and any("in _half" in text for text in lines)
+
+
+def test_log_probs_that_are_not_the_policys_are_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's own: the run goes on, since no option says how far an engine may be from training."""
+    config = sampled_config(
+        word_model(tmp_path / "model"), write_lines(tmp_path / "prompts.jsonl", sort_prompts(8)), tmp_path / "run"
+    )
+    assert "not the policy's" not in said(config)
+    honest = in_process.to_rollout
+
+    def halved(*arguments: Any, **options: Any) -> Any:
+        rollout = honest(*arguments, **options)
+        return dataclasses.replace(rollout, logprobs=rollout.logprobs / 2)
+
+    monkeypatch.setattr(in_process, "to_rollout", halved)
+    console = " ".join(said(config.changed({"checkpoint.directory": str(tmp_path / "wrong")})).split())
+    assert console.count("Its log-probs are not the policy's") == 1, console
+    assert "warning: the sampler: " in console and "They are the policy's times 0.5" in console
+    assert len(read_lines(tmp_path / "wrong" / "metrics.jsonl")) == 3

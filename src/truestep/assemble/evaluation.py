@@ -16,10 +16,13 @@ from truestep.sampler.evaluate import AnsweredHere, Answers, Evaluator
 from truestep.sampler.in_process import stop_ids
 from truestep.sampler.server.shared import SharedServerSource
 from truestep.sampler.server.source import ServerSource
+from truestep.step.check import SamplerCheck
 from truestep.step.held_out import HeldOutLoss
 
 
-def make_evaluator(config: Config, policy: Policy, raters: Raters, source: Source) -> Evaluator | HeldOutLoss | None:
+def make_evaluator(
+    config: Config, policy: Policy, raters: Raters, source: Source, check: SamplerCheck | None
+) -> Evaluator | HeldOutLoss | None:
     evaluation, sampler = config.evaluation, config.sampler
     if evaluation is not None and evaluation.prompts is None:
         return _make_held_out_loss(config, policy)
@@ -52,6 +55,7 @@ def make_evaluator(config: Config, policy: Policy, raters: Raters, source: Sourc
         samples_per_prompt=evaluation.samples_per_prompt,
         seed=config.seed,
         pass_reward=evaluation.pass_reward,
+        compare=check.answers if check is not None and evaluation.servers else None,
     )
 
 
@@ -65,5 +69,6 @@ def _make_held_out_loss(config: Config, policy: Policy) -> HeldOutLoss:
         objective=Objective(make_objective(config).label_loss, Denominator("labels")),
         metrics_level="none",
         custom_metrics={},
+        compares=None,
     )
     return HeldOutLoss(runner, make_rule(config, policy), documents.rollouts, len(documents.rejected))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from truestep.assemble.rewards import Raters, check_rewards, sampler_rewards
-from truestep.assemble.step import needs_logprobs, takes_reference_of_records
+from truestep.assemble.step import needs_logprobs, takes_reference_of_records, tolerance_of
 from truestep.config.schema import Config
 from truestep.config.sections import (
     CustomSource,
@@ -53,8 +53,6 @@ from truestep.transfer.memory import SharedMemory
 from truestep.types import PutAside, Rejected, Rollout
 
 IDS_FILE = "stream_ids.bin"  # in the run's directory
-# A probe's mean over likely tokens. In float32 two engines differ by rounding alone; bfloat16 keeps three digits.
-_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 def check_inputs(config: Config, ranks: Ranks) -> None:
@@ -329,6 +327,7 @@ def _make_server_source(
             stop_ids=stop_ids(policy),
             vocabulary_size=policy.vocabulary_size,
             stop_at_rejected=data.on_bad_record == "stop",
+            check_share=sampler.check_share if sampler.max_staleness else 0.0,
         ),
         pace=Pace(
             docs_per_step=schedule.docs_per_step,
@@ -345,6 +344,6 @@ def _make_server_source(
         replace_limit=_replace_limit(config),
         pause=sampler.pause,
         rolling=sampler.updates == "rolling",
-        tolerance=sampler.tolerance or _TOLERANCE[config.model.dtype],
+        tolerance=tolerance_of(config),
         publishes=policy.weights.ranks.size == 1,
     )

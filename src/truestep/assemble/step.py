@@ -39,6 +39,8 @@ from truestep.step.queue import PlanQueue
 from truestep.step.runner import StepRunner
 from truestep.step.scoring import BeforeUpdates
 
+# The mean over likely tokens. In float32 two engines differ by rounding alone; bfloat16 keeps three digits.
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 FROM_RECORDS = "records"  # as loss.kl_reference.path: the records' own reference_logprobs
 
 
@@ -124,7 +126,7 @@ def make_before_updates(
             f"policy one of {runner.policy.vocabulary_size}: their log-probs cannot be compared"
         )
     # No part of the step's own passes, and never compared with what a sampler said.
-    reference = replace(runner, policy=policy, stopwatch=Stopwatch(policy.device), exact=False)
+    reference = replace(runner, policy=policy, stopwatch=Stopwatch(policy.device), exact=False, compares=None)
     at_use: Callable[[], AbstractContextManager[None]] = nullcontext
     if options.offload:
         at_use = HostCopies(policy.weights).on_device
@@ -142,7 +144,13 @@ def make_runner(config: Config, policy: Policy) -> StepRunner:
         skip_zero_advantage=config.data.zero_advantage == "skip",
         stopwatch=Stopwatch(policy.device),
         exact=getattr(config.sampler, "exact", False),
+        compares=None if config.sampler is None else tolerance_of(config),
     )
+
+
+def tolerance_of(config: Config) -> float:
+    """Give how far, in nats, the sampler's log-probs may be from the trainer's."""
+    return getattr(config.sampler, "tolerance", None) or _TOLERANCE[config.model.dtype]
 
 
 def check_custom_code(config: Config) -> None:

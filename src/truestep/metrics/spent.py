@@ -16,7 +16,7 @@ PREFIX = "time/"
 # The parts of `step_time`, in the order in which a step has them; what is left of it is the last.
 PARTS = (
     *("sampling", "rating", "waiting", "reference", "exact"),
-    *("forward", "head", "backward", "reduce", "optimizer", "sync"),
+    *("forward", "head", "backward", "reduce", "check", "optimizer", "sync"),
 )
 REST = "other"
 # These come between two steps, and stand in the line of the later one, beside its `step_time`.

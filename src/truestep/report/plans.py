@@ -131,8 +131,8 @@ GROUPS: dict[str, tuple[Plan, ...]] = {
 
 # The parts of a step's time, from the bottom of the chart to its top; then those between two steps.
 _TIMES = (
-    *("sampling", "rating", "waiting", "reference", "forward", "head", "backward", "reduce", "optimizer", "sync"),
-    *("other", "evaluation", "save"),
+    *("sampling", "rating", "waiting", "reference", "forward", "head", "backward", "reduce", "check", "optimizer"),
+    *("sync", "other", "evaluation", "save"),
 )
 # Runs of before have these instead; the first contains the others.
 _OLD_TIMES = {

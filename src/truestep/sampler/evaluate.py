@@ -14,7 +14,9 @@ from truestep.environments.rewards import RewardError
 from truestep.policy.policy import Policy
 from truestep.rollouts.source import never
 from truestep.sampler.decode import DecodeOptions, Request
+from truestep.sampler.groups import to_rollout
 from truestep.sampler.rated import Rated, decode_rated
+from truestep.types import Rollout
 
 _EVALUATION_DRAWS = 2  # a stream of randomness of its own: training draws the same with and without evaluation
 
@@ -61,6 +63,8 @@ class Evaluator:
     seed: int
     pass_reward: float | None = None  # from which on an answer passes
     examples: int = 8
+    # Compares sampled answers with the policy, whose documents seen it is given; an error where they are wrong.
+    compare: Callable[[Sequence[Rollout], int], None] | None = None
 
     def run(self, step: int, documents_seen: int, asked_to_stop: Callable[[], bool] = never) -> dict[str, Any]:
         """Evaluate the policy and give one line of evaluation.jsonl; `Interrupted` where the run was asked to stop."""
@@ -102,6 +106,8 @@ class Evaluator:
             for number, prompt in enumerate(prompts)
         ]
         done = self.answers(prompts, requests, options, self.rater, asked_to_stop, documents_seen)
+        if self.compare is not None and options.temperature > 0:
+            self.compare(_documents(prompts, done, options.temperature, documents_seen), documents_seen)
         completions = [rated.completion for rated in done]
         measured = {
             "response_length": statistics.fmean(len(completion.token_ids) for completion in completions),
@@ -127,6 +133,25 @@ def pass_at(k: int, counts: Sequence[tuple[int, int]]) -> float | None:
     answers, given how many answers each prompt has and how many of them pass."""
     chances = [1 - comb(answers - passed, k) / comb(answers, k) for answers, passed in counts if answers >= k]
     return statistics.fmean(chances) if chances else None
+
+
+def _documents(
+    prompts: Sequence[Prompt], answers: Sequence[Rated], temperature: float, documents_seen: int
+) -> list[Rollout]:
+    """Make documents of answers, as if they were to be trained on."""
+    return [
+        to_rollout(
+            f"{prompt.id} {number}",
+            prompt,
+            rated.completion.token_ids,
+            rated.completion.logprobs,
+            temperature=temperature,
+            versions=[documents_seen] * len(rated.completion.token_ids),
+            metadata={"server": rated.server},
+        )
+        for number, (prompt, rated) in enumerate(zip(prompts, answers, strict=True))
+        if rated.completion.token_ids
+    ]
 
 
 def _answered(prompt: Prompt, rated: Rated) -> dict[str, Any]:

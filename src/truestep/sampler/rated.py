@@ -41,6 +41,7 @@ class Rated:
     completion: Completion
     text: str
     rating: Rating | RewardError
+    server: str | None = None  # that made it; None: the policy itself
 
 
 def decode_rated(

@@ -13,6 +13,7 @@ import torch
 
 from truestep.head import chunked
 from truestep.head.chunked import HeadRows, SharedDocuments
+from truestep.losses.agreement import COLUMNS, compare
 from truestep.losses.measure import MEASURED, Measure, StepFacts, measure_labels
 from truestep.losses.objective import Objective
 from truestep.metrics.spent import Stopwatch
@@ -38,6 +39,7 @@ class Accumulated:
 
     metrics: dict[str, Metric]
     scores: tuple[DocumentScore, ...]  # of the documents whose scores are kept, in the plan's order
+    compared: np.ndarray | None = None  # [documents, COLUMNS] float64: the sampler's log-probs and the policy's
 
     def line(self) -> dict[str, Any]:
         """Read the metrics as they are logged: counts are whole numbers."""
@@ -51,6 +53,7 @@ class _RankSums:
 
     metrics: dict[str, Metric]
     scores: dict[int, tuple[np.ndarray, np.ndarray]]  # log-probs and entropies of labels, by place in the plan
+    compared: dict[int, np.ndarray]  # by place in the plan
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class StepRunner:
     skip_zero_advantage: bool = False  # no backward pass of micro-batches in which no label has an advantage
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     exact: bool = False  # log-probs are computed exactly, as the sampler's were
+    compares: float | None = None  # the sampler's log-probs with the policy's, in this unit (nats); None: not
 
     def steered(self, metrics: Mapping[str, Metric]) -> "StepRunner":
         """Give the runner of the step after one with these metrics: its entropy may move the weight of the bonus."""
@@ -98,21 +102,27 @@ class StepRunner:
         """Reduce the plan's metrics and this rank's `extra_metrics` over all ranks; with `backward`, compute its whole
         gradient. Each rank has a part of the weights, so all run every pass."""
         sums, runs = self._accumulate(plan, backward)
-        parts = self._ranks.gather((sums.metrics | on_host(extra_metrics or {}), sums.scores))
+        parts = self._ranks.gather((sums.metrics | on_host(extra_metrics or {}), sums.scores, sums.compared))
         for passes in runs:
             passes.settle()
         metrics = _counts(plan)
         if self.metrics_level in MEASURED:
             metrics |= measure_groups(plan.documents) | measure_answers(plan.documents)
-        for part, _ in parts:
+        for part, _, _ in parts:
             metrics = merge(metrics, part)
-        scores = {index: score for _, part in parts for index, score in part.items()}
-        return Accumulated(metrics, tuple(DocumentScore(plan.documents[i].id, *scores[i]) for i in sorted(scores)))
+        scores = {index: score for _, part, _ in parts for index, score in part.items()}
+        compared = None
+        if self.compares is not None:
+            compared = np.zeros((len(plan.documents), len(COLUMNS)))
+            for _, _, rows in parts:
+                compared[list(rows)] = list(rows.values()) or 0.0
+        kept = tuple(DocumentScore(plan.documents[i].id, *scores[i]) for i in sorted(scores))
+        return Accumulated(metrics, kept, compared)
 
     def _accumulate(self, plan: StepPlan, backward: bool) -> tuple[_RankSums, list[Passes]]:
         if plan.ranks != self._ranks.data:
             raise ValueError(f"a plan for {plan.ranks} ranks on {self._ranks.data}")
-        sums = _RankSums({}, {})
+        sums = _RankSums({}, {}, {})
         if backward:
             self.policy.weights.zero_gradients()
         micro_batches = plan.of_rank(self._ranks.data_rank)
@@ -184,6 +194,10 @@ class StepRunner:
             sums.metrics.update(merge(sums.metrics, measured))
         if self.keep_scores is not False:
             sums.scores.update(_scores(micro_batch, statistics, self.keep_scores))
+        if self.compares is not None:
+            logprobs = micro_batch.logprobs(statistics)
+            rows = compare(micro_batch.labels, logprobs, statistics.entropy, plan.documents_seen, self.compares)
+            sums.compared.update(zip(micro_batch.members, rows.cpu().numpy(), strict=True))
 
     def _head(
         self, micro_batch: MicroBatch, totals: StepTotals, rows: torch.Tensor, backward: bool

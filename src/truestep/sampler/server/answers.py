@@ -64,7 +64,8 @@ class Answering:
                 if not choice.aborted:
                     text = self._read(choice.token_ids)
                     completion = Completion(choice.token_ids, choice.logprobs, choice.stopped)
-                    return Rated(completion, text, await self._rate(prompt, text, request)), answer
+                    rating = await self._rate(prompt, text, request)
+                    return Rated(completion, text, rating, answer.server.url), answer
         return Rated(Completion([], [], stopped=False), "", RewardError(reason)), None
 
     def _request(self, request: Request) -> CompletionRequest:

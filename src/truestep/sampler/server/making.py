@@ -1,6 +1,7 @@
 """Make groups: ask for completions of a prompt, have them rated, and ask again for what cannot be used."""
 
 import asyncio
+import random
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from truestep.sampler.server.fleet import Answer, Fleet, Server
 from truestep.sampler.server.protocol import Choice, CompletionRequest
 from truestep.types import Rejected, Rollout
 
+_CHECKED_DRAWS = 4  # a stream of randomness of its own, behind that of the probes
 _RETRY_SECONDS = 0.05  # before the next server is asked; the one that failed is closed until it is back
 
 
@@ -27,6 +29,7 @@ class SamplingOptions:
     stop_ids: frozenset[int]
     vocabulary_size: int
     stop_at_rejected: bool
+    check_share: float = 0.0  # of completions that are compared with the policy when they arrive
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ class GroupMaker:
         self._rate, self._read = rate, read
         self.counts: Counter[str] = Counter()  # completions that were not used, by why
         self.rejected: deque[Rejected] = deque()
+        self.arrived: deque[Rollout] = deque()  # a share of the completions; the trainer's thread takes them
+        self._draw = random.Random(f"{options.seed} {_CHECKED_DRAWS}")
 
     def reject(self, group: Group, name: str, reason: str | RewardError, completion: str | None = None) -> None:
         """Note a completion that is not trained on."""
@@ -157,4 +162,6 @@ class GroupMaker:
             truncated=not choice.stopped,
             metadata={"stopped": choice.stopped, "server": answer.server.url},
         )
+        if self._draw.random() < self._options.check_share:
+            self.arrived.append(rollout)
         return Member(rollout, choice.versions, answer)

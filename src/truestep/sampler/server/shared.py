@@ -56,6 +56,9 @@ class SharedServerSource(SharedSource):
         asked = (prompts, requests, options, rater, asked_to_stop, documents_seen)
         return self._ranks.share(lambda: self._of_first_rank.answer(*asked))
 
+    def arrived(self) -> list[Rollout]:
+        return self._ranks.share(lambda: self._of_first_rank.arrived())
+
     def _publish(self, version: int) -> None:
         self._published = True
         self._ranks.share(lambda: self._of_first_rank.wait_until_sent())

@@ -274,6 +274,11 @@ class ServerSource:
         rejected = self._ahead.maker.rejected  # the loop's thread may add to it meanwhile
         return [rejected.popleft() for _ in range(len(rejected))]
 
+    def arrived(self) -> list[Rollout]:
+        """Hand over the completions to be compared with the policy, of those since the last call."""
+        arrived = self._ahead.maker.arrived
+        return [arrived.popleft() for _ in range(len(arrived))]
+
     def drain_measured(self) -> dict[str, float]:
         return {}
 

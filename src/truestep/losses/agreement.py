@@ -1,0 +1,63 @@
+"""The comparison of a sampler's log-probs with the policy's own: sums over the labels of each document.
+
+A token of the standing weights was drawn by the weights that the step's forward pass has: its ratio is known to be 1.
+The policy may have moved since an older token was drawn. `step/agreement.py` judges the sums.
+
+Dimensions: T labels, D documents, K columns.
+"""
+
+import math
+
+import torch
+from torch.nn.functional import softplus
+
+from truestep.types import PackedLabels
+
+# The largest share of honest tokens whose log-probs differ by more than so many times the tolerance.
+LEVELS = ((1.0, 0.25), (2.0, 0.05), (5.0, 2e-3), (16.0, 2e-4), (64.0, 0.0))
+_STANDING = ("up", "down", "surprise", "entropy")  # of tokens of the standing weights
+_OLDER = ("older", "older_up")
+COLUMNS = ("standing", *(f"beyond_{level:g}" for level, _ in LEVELS), *_STANDING, *_OLDER, "logprobs")
+COLUMN = {name: number for number, name in enumerate(COLUMNS)}
+
+# A log-prob may come rounded to bfloat16 (2^-8 of its value) or to three decimals.
+_RELATIVE_ROUNDING, _ROUNDING = 2.0**-8, 5e-4
+_SLACK = 0.05  # of the tolerance: how far the mean ratio may be from 1
+
+
+def allowed_rounding(logprobs: torch.Tensor) -> torch.Tensor:
+    return logprobs.abs() * _RELATIVE_ROUNDING + _ROUNDING
+
+
+def compare(
+    labels: PackedLabels,
+    logprobs: torch.Tensor,  # [T] of the policy
+    entropy: torch.Tensor,  # [T] of the policy
+    documents_seen: int,
+    tolerance: float,
+) -> torch.Tensor:  # [D, K] float64
+    """Sum each document's comparison.
+
+    `up` and `down` are logarithms of bets against the sampler, log(1/2 + r/2) and log(3/2 - min(r, 2)/2), where r is
+    the policy's probability of the token over the one that the sampler names. Tokens that were drawn from what the
+    sampler names have a mean r of 1, so the product of all bets exceeds 1/a with a probability of at most a.
+    """
+    known = (labels.has["logprobs"] & labels.has["model_version"])[labels.document]
+    standing = known & (labels.model_version == documents_seen)
+    older = known & ~standing
+    own, given = logprobs.double(), labels.old_logprobs.double()
+    gap = own - given
+    beyond = (gap.abs() - allowed_rounding(given)).clamp(min=0)
+    signed, slack = beyond.copysign(gap), _SLACK * tolerance
+    up = softplus(signed) - math.log(2) - slack
+    down = torch.log1p((1 - signed.clamp(max=math.log(2)).exp()) / 2) - slack
+    columns = {"standing": torch.ones_like(own)}
+    columns |= {f"beyond_{level:g}": (beyond > level * tolerance).double() for level, _ in LEVELS}
+    columns |= {"up": up, "down": down, "surprise": own + entropy.double(), "entropy": entropy.double()}
+    of_standing = torch.stack([columns[name] for name in COLUMNS[: len(columns)]])
+    of_older = torch.stack([torch.ones_like(own), up])
+    values = torch.cat(
+        [torch.where(standing, of_standing, 0), torch.where(older, of_older, 0), own[None]]
+    )  # [K, T]; where, since what is not finite is not to be multiplied by 0
+    sums = torch.zeros(len(labels.num_labels), len(COLUMNS), dtype=torch.float64, device=own.device)
+    return sums.index_add_(0, labels.document, values.T)
