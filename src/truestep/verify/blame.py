@@ -1,0 +1,151 @@
+"""Names what is wrong with an update: of the faults that it may be, the one that gives the very numbers found."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from truestep.verify.difference import BOUND, Difference, listed
+from truestep.verify.oracle.updates import (
+    RIGHT,
+    Change,
+    Interval,
+    Moment,
+    State,
+    UpdateOracle,
+    Variant,
+    beyond,
+    half_unit,
+    updated,
+)
+
+_FEW = 1e-3  # the share of a weight's numbers that an explanation may leave unexplained
+_FITS = 2.0  # the mean square of what a fit leaves, in squares of half a float32 unit: rounding alone leaves 1/3
+# How an update may treat the bias of its moments and its epsilon, and what that is called.
+_VARIANTS = {
+    ("bias correction", "is left out"): Variant(first_correction=False, second_correction=False),
+    ("bias correction", "of the first moment is left out"): Variant(first_correction=False),
+    ("bias correction", "of the second moment is left out"): Variant(second_correction=False),
+    ("bias correction", "is that of the next update"): Variant(later=1),
+    ("bias correction", "is that of the update before"): Variant(later=-1),
+    ("epsilon", "is within the root"): Variant(epsilon="in the root"),
+    ("epsilon", "is left out"): Variant(epsilon="left out"),
+}
+
+
+class Blame:
+    """The worst difference of each kind in one update, with the names of all weights that are beyond the bound."""
+
+    def __init__(self, number: int):
+        self._number = number
+        self._worst: dict[str, Difference] = {}
+        self._wrong: dict[str, list[str]] = {}
+
+    def found(self, kind: str, weight: str, text: str, value: float, bound: float = BOUND) -> None:
+        difference = Difference(self._number, kind, text, value, bound)
+        if difference.wrong and weight not in self._wrong.setdefault(kind, []):
+            self._wrong[kind].append(weight)
+        known = self._worst.get(kind)
+        if known is None or difference.excess > known.excess:
+            self._worst[kind] = difference
+
+    def differences(self) -> Iterator[Difference]:
+        for kind, worst in self._worst.items():
+            wrong = self._wrong.get(kind)
+            name = f"{worst.name} ({listed(wrong)})" if wrong else worst.name or "of the weights"
+            yield Difference(worst.step, kind, name, worst.value, worst.bound)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One weight and its update."""
+
+    oracle: UpdateOracle
+    name: str
+    weight: Tensor
+    found: Tensor  # the weight behind the update
+    gradient: Tensor  # that the optimizer took, clipped
+    before: State
+    after: State
+    number: int
+    rate: float
+
+    @property
+    def decay(self) -> float:
+        return self.oracle.decay(self.weight)
+
+    def moments(self, gradient: Tensor | None = None) -> dict[str, Moment]:
+        taken = self.gradient if gradient is None else gradient
+        return self.oracle.moments(self.name, self.weight, taken, self.before, self.after, self.number)
+
+    def change(self, variant: Variant = RIGHT) -> Change:
+        return self.oracle.change(
+            self.name, self.weight, self.gradient, self.before, self.after, self.number, self.rate, variant
+        )
+
+    def outside(self, right: Interval) -> Tensor:
+        """Give how far each number is outside of its bounds."""
+        return self.found - torch.minimum(torch.maximum(self.found, right.low), right.high)
+
+    def factor_of_the_gradient(self) -> float | None:
+        """Find what the gradient was multiplied with, if that alone explains all moments; None if nothing does."""
+        zero, whole = self.moments(torch.zeros_like(self.gradient)), self.moments()
+        kind = min(whole)  # the first moment: exp_avg or momentum_buffer
+        part = _middle(whole[kind]) - _middle(zero[kind])
+        if len(whole) < 2 or not float(part.square().sum()):
+            return None  # of one moment alone, the decay of the mean may as well be wrong
+        factor = float(((whole[kind].found - _middle(zero[kind])) * part).sum() / part.square().sum())
+        explained = self.moments(self.gradient * factor).values()
+        coarse = self.oracle.rule(self.name, self.weight) == "adamw_8bit"  # which tells the factor to a few percent
+        return factor if all(beyond(moment) < (0.05 if coarse else 1e-4) for moment in explained) else None
+
+    def moment_text(self, kind: str, moment: Moment, value: float) -> str:
+        right = _middle(moment)
+        factor = float((moment.found * right).sum() / right.square().sum().clamp(min=1e-300))
+        rounded = value < 0.01 and moment.found.equal(moment.found.bfloat16().double())
+        return f"{kind} is {factor:.4g} times what it should be{', rounded to bfloat16' if rounded else ''}"
+
+    def explained(self, right: Change) -> tuple[str, str]:
+        """Give the kind of fault, and say what it is."""
+        if self.found.equal(self.found.bfloat16().double()):
+            return "precision", "of the weights is that of bfloat16"
+        if self.found.equal(self.weight):
+            return "update", "leaves weights as they were"
+        if self.oracle.rule(self.name, self.weight) != "muon":
+            for named, variant in _VARIANTS.items():
+                if self.number + variant.later > 0 and self._is(self.change(variant)):
+                    return named
+        return self._fitted(right)
+
+    def _is(self, change: Change) -> bool:
+        outside = self.outside(updated(self.weight, self.rate, self.decay, change))
+        return float((outside != 0).double().mean()) <= _FEW
+
+    def _fitted(self, right: Change) -> tuple[str, str]:
+        """Explain what was added by its size along the step and along the weight, as least squares have them."""
+        unit = half_unit(torch.maximum(self.weight.abs(), self.found.abs())) + right.slack
+        left = (self.found - self.weight * (1 - self.rate * self.decay) + right.step).flatten() / unit.flatten()
+        along = {
+            "weight decay": -self.weight.flatten() / unit.flatten(),
+            "update": -right.step.flatten() / unit.flatten(),
+        }
+        best: tuple[float, dict[str, float]] = (math.inf, {})
+        for kinds in (("weight decay",), ("update",), ("weight decay", "update")):
+            matrix = torch.stack([along[kind] for kind in kinds], 1)
+            sizes = torch.linalg.lstsq(matrix, left[:, None]).solution
+            mean_square = float((left - (matrix @ sizes)[:, 0]).square().mean())
+            if mean_square < 0.5 * best[0]:  # two of them only where one does not do
+                best = mean_square, dict(zip(kinds, sizes.flatten().tolist(), strict=True))
+        mean_square, found = best
+        size = float(left.square().mean())
+        if not mean_square < max(_FITS, 1e-4 * size):
+            return "update", "is no multiple of what moments and rate give"
+        if "weight decay" in found and self.rate and ("update" not in found or abs(found["update"]) < 1e-3):
+            return "weight decay", f"is {self.decay + found['weight decay'] / self.rate:.3g}, not {self.decay:g}"
+        return "update", f"is {1 + found.get('update', 0.0):.4g} times what moments and rate give"
+
+
+def _middle(moment: Moment) -> Tensor:
+    return (moment.right.low + moment.right.high) / 2
