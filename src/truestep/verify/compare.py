@@ -66,8 +66,9 @@ class Comparer:
 
     def half_differences(
         self, output: Path, options: dict[str, Any], records: Sequence[Record]
-    ) -> Iterator[tuple[int, float] | Difference]:
-        """Compare the updates of a layout in half precision; of each step give the relative error of its gradient."""
+    ) -> Iterator[tuple[float, float] | Difference]:
+        """Compare the updates of a layout in half precision; of each step give the error of its gradient, and
+        its size."""
         steps = self._case.steps(self._case.prepare(records, options["data"]))
         yield from scheduled(options, output)
         yield from self._first_weights(output)
@@ -78,7 +79,7 @@ class Comparer:
             bonus = next_entropy_bonus(self._loss | {"entropy_bonus": bonus}, oracle.metrics.get("entropy", (None,))[0])
             gradients = load_file(output / str(number) / "gradients.safetensors")
             squares = sum(float((gradients[n].double() - g).square().sum()) for n, g in oracle.gradients.items())
-            yield number, math.sqrt(squares) / max(oracle.grad_norm, 1e-30)
+            yield math.sqrt(squares), oracle.grad_norm
             yield from updates.differences(output, number)
             seen += len(documents)
 

@@ -5,7 +5,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
@@ -127,7 +127,7 @@ class _Judge:
     case: Case
     comparer: Comparer
     plant: Callable[[], None] | None
-    half_precision_errors: dict[int, float] = field(default_factory=dict)  # of each step's gradient in one process
+    half_precision_error: float | None = None  # of the gradients of one process
 
     def judge(self, layouts: list[Layout]) -> Iterator[Verdict]:
         """Run layouts in the same processes; after one that fails, those behind it get processes of their own."""
@@ -186,15 +186,19 @@ class _Judge:
         if not layout.half:
             yield from self.comparer.differences(task.output, task.options, records)
             return
+        off, size = 0.0, 0.0
         for found in self.comparer.half_differences(task.output, task.options, records):
             if isinstance(found, Difference):
                 yield found
-                continue
-            # In half precision a layout's error against float64 may be 1.5 times the one process's, which came first.
-            step, error = found
-            ratio = error / max(self.half_precision_errors.setdefault(step, error), 1e-30)
-            name = f"gradient {error:.1e} off, over the one process's"
-            yield Difference(step, "half precision", name, ratio, HALF_PRECISION_FACTOR)
+            else:
+                off, size = off + found[0] ** 2, size + found[1] ** 2
+        # In half precision a layout's error against float64 may be 1.5 times the one process's, which came first.
+        error = math.sqrt(off / max(size, 1e-60))
+        if self.half_precision_error is None:
+            self.half_precision_error = error
+        ratio = error / max(self.half_precision_error, 1e-30)
+        name = f"gradient {error:.1e} off, over the one process's"
+        yield Difference(1, "half precision", name, ratio, HALF_PRECISION_FACTOR)
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ class Document:
     versions: list[int] | None
     reward: float | None
     reference_logprobs: list[float] | None = None
+    unpenalised: list[float] | None = None  # the advantages before a divergence is taken off them
     truncated: bool | None = None
     rewards: dict[str, float] = field(default_factory=dict)
     sampler_logprobs: list[float] | None = None  # where old_logprobs are the trainer's own

@@ -47,7 +47,6 @@ def oracle_step(
     loss_config = complete_loss_config(config["loss"])
     documents = read_documents(records, config.get("data", {}))
     choose_labels(documents, loss_config, config.get("seed", 0), documents_seen_before_step)
-    given = [document.advantages for document in documents]  # before a divergence is taken off them
     values = [label_values(model, document) for document in documents]
     if loss_config["old_logprobs"] == "recompute":
         for index, (document, labels) in enumerate(zip(documents, values, strict=True)):
@@ -75,7 +74,7 @@ def oracle_step(
     metrics = step_metrics(documents, values, terms, loss_config, documents_seen_before_step)
     metrics["grad_norm"] = (grad_norm, grad_norm)
     outputs = []
-    for document, labels, advantages in zip(documents, values, given, strict=True):
+    for document, labels in zip(documents, values, strict=True):
         ratios = metric_ratios(document, labels, loss_config["document_ratio"])
         outputs.append(
             {
@@ -83,7 +82,7 @@ def oracle_step(
                 "logprobs": [label.logprob.item() for label in labels],
                 "entropy": [label.entropy.item() for label in labels],
                 "ratio": [] if ratios is None else ratios,
-                "advantages": advantages,
+                "advantages": document.unpenalised or document.advantages,
             }
         )
     return OracleResult(loss, loss_scale, metrics, outputs, gradients, grad_norm)
@@ -95,6 +94,7 @@ def penalise_advantages(documents: list[Document], weight: float) -> None:
         triples = zip(
             document.advantages or [], document.old_logprobs or [], document.reference_logprobs or [], strict=True
         )
+        document.unpenalised = document.advantages
         document.advantages = [advantage - weight * (old - reference) for advantage, old, reference in triples]
 
 
