@@ -30,31 +30,33 @@ _VARIANTS = {
     ("bias correction", "of the second moment is left out"): Variant(second_correction=False),
     ("bias correction", "is that of the next update"): Variant(later=1),
     ("bias correction", "is that of the update before"): Variant(later=-1),
-    ("epsilon", "is within the root"): Variant(epsilon="in the root"),
-    ("epsilon", "is left out"): Variant(epsilon="left out"),
+    ("epsilon", "is within the root"): Variant(epsilon_inside=True),
+    ("epsilon", "is left out"): Variant(epsilon=0.0),
 }
 
 
 class Blame:
-    """The worst difference of each kind in one update, with the names of all weights that are beyond the bound."""
+    """The worst difference of each kind in one update. Its name lists all weights that are beyond the bound, and says
+    what is wrong with the largest of them, whose numbers tell most."""
 
     def __init__(self, number: int):
         self._number = number
         self._worst: dict[str, Difference] = {}
-        self._wrong: dict[str, list[str]] = {}
+        self._wrong: dict[str, dict[str, tuple[int, str]]] = {}
 
-    def found(self, kind: str, weight: str, text: str, value: float, bound: float = BOUND) -> None:
+    def found(self, kind: str, weight: str, text: str, value: float, bound: float = BOUND, numbers: int = 0) -> None:
         difference = Difference(self._number, kind, text, value, bound)
-        if difference.wrong and weight not in self._wrong.setdefault(kind, []):
-            self._wrong[kind].append(weight)
+        if difference.wrong:
+            self._wrong.setdefault(kind, {}).setdefault(weight, (numbers, text))
         known = self._worst.get(kind)
         if known is None or difference.excess > known.excess:
             self._worst[kind] = difference
 
     def differences(self) -> Iterator[Difference]:
         for kind, worst in self._worst.items():
-            wrong = self._wrong.get(kind)
-            name = f"{worst.name} ({listed(wrong)})" if wrong else worst.name or "of the weights"
+            name = worst.name
+            if wrong := self._wrong.get(kind):
+                name = f"{max(wrong.values(), key=lambda each: each[0])[1]} ({listed(list(wrong))})"
             yield Difference(worst.step, kind, name, worst.value, worst.bound)
 
 
@@ -98,8 +100,9 @@ class Judged:
             return None  # of one moment alone, the decay of the mean may as well be wrong
         factor = float(((whole[kind].found - _middle(zero[kind])) * part).sum() / part.square().sum())
         explained = self.moments(self.gradient * factor).values()
-        coarse = self.oracle.rule(self.name, self.weight) == "adamw_8bit"  # which tells the factor to a few percent
-        return factor if all(beyond(moment) < (0.05 if coarse else 1e-4) for moment in explained) else None
+        if self.oracle.rule(self.name, self.weight) == "adamw_8bit":  # whose levels are a few percent apart
+            return factor if abs(factor - 1) > 0.1 and all(beyond(moment) < 0.05 for moment in explained) else None
+        return factor if all(beyond(moment) < 1e-4 for moment in explained) else None
 
     def moment_text(self, kind: str, moment: Moment, value: float) -> str:
         right = _middle(moment)
@@ -111,17 +114,33 @@ class Judged:
         """Give the kind of fault, and say what it is."""
         if self.found.equal(self.found.bfloat16().double()):
             return "precision", "of the weights is that of bfloat16"
-        if self.found.equal(self.weight):
-            return "update", "leaves weights as they were"
+        wrong = self._wrong(right)
+        if self.found[wrong].equal(self.weight[wrong]):
+            return "update", f"leaves {int(wrong.sum()):,} of {wrong.numel():,} numbers as they were"
         if self.oracle.rule(self.name, self.weight) != "muon":
-            for named, variant in _VARIANTS.items():
-                if self.number + variant.later > 0 and self._is(self.change(variant)):
-                    return named
+            epsilon = self._epsilon(right)
+            variants = {**_VARIANTS, ("epsilon", f"is {epsilon:g}"): Variant(epsilon=epsilon)}
+            for named, variant in variants.items():
+                if self.number + variant.later > 0:
+                    left = self._wrong(self.change(variant))
+                    if float(left.double().mean()) <= min(_FEW, 0.1 * float(wrong.double().mean())):
+                        return named
         return self._fitted(right)
 
-    def _is(self, change: Change) -> bool:
+    def _wrong(self, change: Change) -> Tensor:
+        """Mark the numbers that a change does not give."""
         outside = self.outside(updated(self.weight, self.rate, self.decay, change))
-        return float((outside != 0).double().mean()) <= _FEW
+        return (outside != 0) | ~self.found.isfinite()
+
+    def _epsilon(self, right: Change) -> float:
+        """Find the epsilon that makes the steps that were made of the right ones, if another one did."""
+        exact = self.change(Variant(epsilon=0.0)).step
+        made = self.weight * (1 - self.rate * self.decay) - self.found
+        # step = rate * m / (root + epsilon), so epsilon / root = exact / made - 1; roots are those of the right step.
+        root = self.oracle.options["epsilon"] * right.step / (exact - right.step)
+        found = root * (exact / made - 1)
+        usual = found[(made * exact > 0) & (root > 0) & root.isfinite()]
+        return max(0.0, float(f"{float(usual.median()):.1g}")) if len(usual) else 0.0
 
     def _fitted(self, right: Change) -> tuple[str, str]:
         """Explain what was added by its size along the step and along the weight, as least squares have them."""

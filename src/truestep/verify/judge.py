@@ -66,16 +66,14 @@ def verify(
         most_ranks = min(most_ranks, torch.cuda.device_count())
     with tempfile.TemporaryDirectory(prefix="truestep-verify-") as scratch:
         progress.phase("making the case")
-        case = make_case(config, Path(scratch), documents, full)
+        judge = make_judge(config, Path(scratch), documents, full)
+        judge.plant = plant
+        case = judge.case
         interpreted_kernels = not on_gpu and find_spec("triton") is not None
         layouts = list(filter(only, layouts_for(case.budget, case.longest, most_ranks, interpreted_kernels)))
         if config.model.dtype == "bfloat16" and plant is None:
             layouts += in_half_precision(case.longest, most_ranks)
         layouts = [layout for layout in layouts if permits(case, layout)]
-        comparer = Comparer(case, oracle_loss(config))
-        if not full:
-            _clip_some_steps(case, comparer)
-        judge = _Judge(case, comparer, plant)
         verdicts: list[Verdict] = []
         with progress.working("judged", "layouts", len(layouts)):
             for batch in _batches(layouts, alone=full):
@@ -87,6 +85,14 @@ def verify(
                     progress.made("layouts")
     output.mkdir(parents=True, exist_ok=True)
     return sorted(verdicts, key=lambda verdict: layouts.index(verdict.layout))
+
+
+def make_judge(config: Config, scratch: Path, documents: int, full: bool) -> "Judge":
+    case = make_case(config, scratch, documents, full)
+    comparer = Comparer(case, oracle_loss(config))
+    if not full:
+        _clip_some_steps(case, comparer)
+    return Judge(case, comparer)
 
 
 def _clip_some_steps(case: Case, comparer: Comparer) -> None:
@@ -123,10 +129,12 @@ def _batches(layouts: Sequence[Layout], alone: bool) -> list[list[Layout]]:
 
 
 @dataclass
-class _Judge:
+class Judge:
+    """Runs layouts of a case and judges what they wrote; what each step of the reference costs is paid once."""
+
     case: Case
     comparer: Comparer
-    plant: Callable[[], None] | None
+    plant: Callable[[], None] | None = None
     half_precision_error: float | None = None  # of the gradients of one process
 
     def judge(self, layouts: list[Layout]) -> Iterator[Verdict]:
@@ -178,8 +186,7 @@ class _Judge:
     def _verdict(self, layout: Layout, task: Task, records: Sequence[Record]) -> Verdict:
         worst = worst_of_each_kind(self._differences(layout, task, records))
         seconds = float((task.output / DONE).read_text(encoding="utf-8"))
-        if self.plant is None:
-            shutil.rmtree(task.output)
+        shutil.rmtree(task.output)
         return Verdict(layout, worst, None, seconds)
 
     def _differences(self, layout: Layout, task: Task, records: Sequence[Record]) -> Iterator[Difference]:

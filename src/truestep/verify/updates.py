@@ -89,7 +89,7 @@ class Updates:
             )
             for name, weight in trained.items()
         ]
-        yield from _states(judged, number)
+        yield from _states(judged, number, scale)
         yield from _weights(judged, number)
 
     def _rates(self, number: int, rates: Mapping[str, float], gradients: Tensors) -> Iterator[Difference]:
@@ -110,19 +110,17 @@ class Updates:
 
 def _clipping(number: int, gradients: Tensors, taken: Tensors, scale: float, right: float) -> Iterator[Difference]:
     """Compare the gradients that the optimizer took with those of the step, clipped by their norm."""
-    wrong, values = [], []
+    blame = Blame(number)
     for name, gradient in gradients.items():
-        wanted, found = gradient.double() * right, taken[name].double() * scale
-        value = float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
-        values.append(value)
-        if not value <= BOUND:
-            factor = float((found * gradient.double()).sum() / gradient.double().square().sum().clamp(min=1e-300))
-            wrong.append((name, factor))
-    text = "of the gradient"
-    if wrong:
-        which = "every weight" if len(wrong) == len(gradients) else listed([name for name, _ in wrong])
-        text = f"of the gradient of {which}: it was multiplied by {wrong[0][1]:.4g}, not by {right:.4g}"
-    yield Difference(number, "clipping", text, max(values, default=0.0), BOUND)
+        exact, found = gradient.double(), taken[name].double() * scale
+        size = float(exact.norm())
+        factor = float((found * exact).sum()) / max(size**2, 1e-300)
+        other = float((found - factor * exact).norm()) / max(size, 1e-30)
+        blame.found("taken gradient", name, "of the optimizer is not the step's", other)
+        if size and other <= BOUND:
+            text = f"of the gradient: it was multiplied by {factor:.4g}, not by {right:.4g}"
+            blame.found("clipping", name, text, abs(factor / right - 1))
+    yield from blame.differences()
 
 
 class _States:
@@ -143,7 +141,7 @@ class _States:
         return {kind: self._stored.read_whole(key) for kind, key in self._keys.get(name, [])}
 
 
-def _states(judged: Sequence[Judged], number: int) -> Iterator[Difference]:
+def _states(judged: Sequence[Judged], number: int, scale: float) -> Iterator[Difference]:
     """Compare the moments that each weight has behind the update."""
     blame = Blame(number)
     for each in judged:
@@ -156,10 +154,16 @@ def _states(judged: Sequence[Judged], number: int) -> Iterator[Difference]:
         factor = each.factor_of_the_gradient() if any(value > ROUNDING for value, _ in values.values()) else None
         for kind, (value, moment) in values.items():
             if factor is not None:
-                text = f"of the gradient that the moments took: {factor:.4g} times the clipped one"
-                blame.found("clipping", each.name, text, value, ROUNDING)
+                scaled = abs(factor * scale - 1) < 0.01 and abs(scale - 1) > 0.02
+                kind = "clipping" if scaled else "taken gradient"
+                text = f"of the moments is {factor:.4g} times the clipped one"
+                if scaled:
+                    text = f"did not reach the moments, whose gradient is {factor:.4g} times the clipped one"
+                blame.found(kind, each.name, text, value, ROUNDING, each.weight.numel())
             else:
-                blame.found("moment", each.name, each.moment_text(kind, moment, value), value, ROUNDING)
+                blame.found(
+                    "moment", each.name, each.moment_text(kind, moment, value), value, ROUNDING, each.weight.numel()
+                )
     yield from blame.differences()
 
 
@@ -172,7 +176,7 @@ def _weights(judged: Sequence[Judged], number: int) -> Iterator[Difference]:
         outside = each.outside(updated(each.weight, each.rate, each.decay, change))
         value = float(outside.norm()) / max(size, 1e-300)
         kind, text = ("update", "") if value <= ROUNDING else each.explained(change)
-        blame.found(kind, each.name, text, value, ROUNDING)
+        blame.found(kind, each.name, text, value, ROUNDING, each.weight.numel())
     yield from blame.differences()
 
 

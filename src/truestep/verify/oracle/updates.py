@@ -50,7 +50,8 @@ class Variant(NamedTuple):
     first_correction: bool = True  # of the first moment's bias
     second_correction: bool = True
     later: int = 0  # the number of the update, less the right one
-    epsilon: str = "added to the root"
+    epsilon: float | None = None  # in place of the right one
+    epsilon_inside: bool = False  # of the root
 
 
 RIGHT = Variant()
@@ -121,10 +122,9 @@ class UpdateOracle:
             first, root, slack = self._new_moments(gradient, before)
             slack = slack + _ROUNDING * first.abs()
         options, number = self.options, number + variant.later
-        epsilon = 0.0 if variant.epsilon == "left out" else options["epsilon"]
+        epsilon = options["epsilon"] if variant.epsilon is None else variant.epsilon
         corrected = root / math.sqrt(1 - options["beta2"] ** number) if variant.second_correction else root
-        inside = variant.epsilon == "in the root"
-        divisor = (corrected.square() + epsilon).sqrt() if inside else corrected + epsilon
+        divisor = (corrected.square() + epsilon).sqrt() if variant.epsilon_inside else corrected + epsilon
         size = rate / (1 - options["beta1"] ** number) if variant.first_correction else rate
         divisor = divisor.clamp(min=1e-300)
         return Change(size * first / divisor, size * slack / divisor)
