@@ -78,6 +78,13 @@ class Judged:
     def decay(self) -> float:
         return self.oracle.decay(self.weight)
 
+    @property
+    def moments_stood_still(self) -> bool:
+        zeros = {kind: torch.zeros_like(value) for kind, value in self.after.items()}
+        kept = {**zeros, **self.before}
+        still = all(value.equal(kept[kind]) for kind, value in self.after.items() if value.ndim)
+        return still and bool(self.gradient.any()) and bool(self.after)
+
     def moments(self, gradient: Tensor | None = None) -> dict[str, Moment]:
         taken = self.gradient if gradient is None else gradient
         return self.oracle.moments(self.name, self.weight, taken, self.before, self.after, self.number)

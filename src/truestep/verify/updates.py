@@ -145,8 +145,9 @@ def _states(judged: Sequence[Judged], number: int, scale: float) -> Iterator[Dif
     """Compare the moments that each weight has behind the update."""
     blame = Blame(number)
     for each in judged:
-        if not each.after:
-            blame.found("moment", each.name, "is missing", math.inf)
+        if not each.after or each.moments_stood_still:
+            text = "is that of before the update" if each.after else "is missing"
+            blame.found("moment", each.name, text, math.inf)
             continue
         if STEP in each.after and int(each.after[STEP]) != number:
             blame.found("bias correction", each.name, f"by update {int(each.after[STEP])}, not {number}", math.inf)
