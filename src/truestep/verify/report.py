@@ -12,7 +12,7 @@ from truestep.verify.difference import BOUND
 from truestep.verify.judge import Verdict
 
 # The kinds of difference that have a size.
-_KINDS = ("loss", "metric", "gradient", "log-prob", "update")
+_KINDS = ("loss", "metric", "gradient", "log-prob", "moment", "update")
 _ROW, _LEFT, _WIDTH = 42, MARGIN + 8, WIDTH - 2 * MARGIN - 16
 _LOW, _HIGH = -9.0, 0.0  # the ends of the axis, as powers of ten
 
