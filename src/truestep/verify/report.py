@@ -8,11 +8,11 @@ from rich.table import Table
 from rich.text import Text
 
 from truestep.report.drawing import LEGEND_LINE, MARGIN, WIDTH, Drawing
-from truestep.verify.difference import BOUND
+from truestep.verify.difference import BOUND, Difference
 from truestep.verify.judge import Verdict
 
 # The kinds of difference that have a size.
-_KINDS = ("loss", "metric", "gradient", "log-prob", "moment", "update")
+_KINDS = ("loss", "metric", "gradient", "log-prob", "update")
 _ROW, _LEFT, _WIDTH = 42, MARGIN + 8, WIDTH - 2 * MARGIN - 16
 _LOW, _HIGH = -9.0, 0.0  # the ends of the axis, as powers of ten
 
@@ -29,8 +29,14 @@ def table(verdicts: Sequence[Verdict]) -> Table:
     return rows
 
 
+def _worst(verdict: Verdict, kind: str) -> Difference | None:
+    """Give the worst difference of a kind. That of an update is of the moments or of the weights."""
+    kinds = ("moment", kind) if kind == "update" else (kind,)
+    return max((verdict.worst[each] for each in kinds if each in verdict.worst), key=lambda d: d.excess, default=None)
+
+
 def _cell(verdict: Verdict, kind: str) -> Text:
-    worst = verdict.worst.get(kind)
+    worst = _worst(verdict, kind)
     text = "" if worst is None else f"{worst.value:.0e}"
     if kind == "gradient" and (half := verdict.worst.get("half precision")):
         worst, text = half, f"{half.value:.2f} x"  # the ratio of two errors, not a difference
@@ -89,7 +95,7 @@ def figure(verdicts: Sequence[Verdict]) -> str:
         drawing.text(MARGIN, y + 15, name, kind="strong" if verdict.passed else "wrong")
         drawing.line(_LEFT, y + 28, _LEFT + _WIDTH, y + 28)
         for number, kind in enumerate(_KINDS):
-            if (worst := verdict.worst.get(kind)) is not None:
+            if (worst := _worst(verdict, kind)) is not None:
                 drawing.dot(_place(worst.value), y + 28, number, f"{kind} {worst.name}: {worst.value:.2e}")
         if (half := verdict.worst.get("half precision")) is not None:
             text = f"gradient's error {half.value:.2f} x that of one process, at most {half.bound}"
