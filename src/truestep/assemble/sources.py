@@ -162,10 +162,19 @@ def data_paths(config: Config, rank: int) -> list[Path]:
 
 
 def read_documents(
-    config: Config, vocabulary_size: int, rank: int = 0, tokenizer: Callable[[], Any] | None = None
+    config: Config,
+    vocabulary_size: int,
+    rank: int = 0,
+    tokenizer: Callable[[], Any] | None = None,
+    *,
+    as_written: bool = False,
 ) -> Documents:
-    """Read the documents of data.path. Without `tokenizer`, that of the model is loaded where messages need one."""
+    """Read the documents of data.path. Without `tokenizer`, that of the model is loaded where messages need one.
+    `as_written`: they have the rewards and advantages of the files, and truncated ones are as any other."""
     checks = _checks(config, vocabulary_size, tokenizer or tokenizer_of(config))
+    if as_written:
+        needs = dataclasses.replace(checks.needs, advantages=False)
+        checks = dataclasses.replace(checks, needs=needs, truncated="keep")
     return open_documents(data_paths(config, rank), checks, _cache_directory(config))
 
 

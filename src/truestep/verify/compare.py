@@ -7,8 +7,8 @@ log-probs and entropies are absolute; counts are equal.
 import hashlib
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,24 +17,16 @@ import torch
 from safetensors.torch import load_file
 
 from truestep.metrics.spent import of_the_machine
-from truestep.step.optimizer import grouped, load_optimizer
 from truestep.verify.case import Case
+from truestep.verify.difference import BOUND, Difference
 from truestep.verify.oracle.losses import next_entropy_bonus
 from truestep.verify.oracle.records import Record
 from truestep.verify.oracle.step import OracleResult, oracle_logprobs, oracle_step
-from truestep.verify.oracle.updates import Bounds, UpdateOracle
 from truestep.verify.reference import Reference
+from truestep.verify.updates import Updates, scheduled
 
 # These depend on the layout by their nature; so does all that `of_the_machine` names.
 _NOT_COMPARED = ("num_micro_batches",)
-
-
-@dataclass(frozen=True)
-class Difference:
-    step: int
-    kind: str  # loss, metric, gradient, log-prob, update or documents
-    name: str
-    value: float
 
 
 class Comparer:
@@ -46,35 +38,86 @@ class Comparer:
         self._references: dict[str, OracleResult] = {}  # by a digest of weights and documents
         self._first: dict[tuple[int, str], float] = {}  # the first layout's unknown metrics, by step and name
 
-    def differences(self, output: Path, steps: Sequence[Sequence[Record]]) -> Iterator[Difference]:
-        """Compare every step that a layout wrote."""
-        updates = _Updates(self._case.options["optimizer"], self._ends)
+    def differences(self, output: Path, options: dict[str, Any], records: Sequence[Record]) -> Iterator[Difference]:
+        """Compare every step that a layout wrote, of these options and records."""
+        steps = self._case.steps(self._case.prepare(records, options["data"]))
+        yield from scheduled(options, output)
+        yield from self._first_weights(output)
+        updates = self._updates(options)
         seen, bonus = 0, self._loss.get("entropy_bonus", 0.0)
-        for number, records in enumerate(steps, start=1):
+        for number, documents in enumerate(steps, start=1):
             folder = output / str(number)
             if not (folder / "step.json").is_file():
                 yield Difference(number, "documents", "the step was not made", math.inf)
                 return
             written = json.loads((folder / "step.json").read_text(encoding="utf-8"))
-            weights, gradients = load_file(folder / "weights.safetensors"), load_file(folder / "gradients.safetensors")
-            wanted = [record["id"] for record in records]
+            wanted = [record["id"] for record in documents]
             if sorted(written["documents"]) != sorted(wanted) or written["documents_seen"] != seen:
                 yield Difference(number, "documents", _other_documents(written["documents"], wanted), math.inf)
-            update = (number - 1) % self._case.options["schedule"]["updates_per_batch"]
-            before = load_file(output / str(number - update) / "weights.safetensors") if update else None
-            oracle = self._reference(weights, records, seen, before, bonus)
+            oracle = self._oracle_of(output, number, documents, seen, bonus)
             bonus = next_entropy_bonus(self._loss | {"entropy_bonus": bonus}, oracle.metrics.get("entropy", (None,))[0])
-            after = load_file(output / str(number + 1) / "weights.safetensors")
             for kind, name, value in chain(
-                _of_step(written, gradients, oracle),
+                _of_step(written, load_file(folder / "gradients.safetensors"), oracle),
                 self._unknown(written["metrics"], oracle, number),
-                updates.differences(weights, gradients, after, written["learning_rate"]),
             ):
                 yield Difference(number, kind, name, value)
-            seen += len(records)
+            yield from updates.differences(output, number)
+            seen += len(documents)
 
-    def _ends(self) -> Collection[str]:
-        return Reference(self._case.model, None, self._case.options["model"]["trust_remote_code"]).ends
+    def half_differences(
+        self, output: Path, options: dict[str, Any], records: Sequence[Record]
+    ) -> Iterator[tuple[float, float] | Difference]:
+        """Compare the updates of a layout in half precision; of each step give the error of its gradient, and
+        its size."""
+        steps = self._case.steps(self._case.prepare(records, options["data"]))
+        yield from scheduled(options, output)
+        yield from self._first_weights(output)
+        updates = self._updates(options)
+        seen, bonus = 0, self._loss.get("entropy_bonus", 0.0)
+        for number, documents in enumerate(steps, start=1):
+            oracle = self._oracle_of(output, number, documents, seen, bonus)
+            bonus = next_entropy_bonus(self._loss | {"entropy_bonus": bonus}, oracle.metrics.get("entropy", (None,))[0])
+            gradients = load_file(output / str(number) / "gradients.safetensors")
+            squares = sum(float((gradients[n].double() - g).square().sum()) for n, g in oracle.gradients.items())
+            yield math.sqrt(squares), oracle.grad_norm
+            yield from updates.differences(output, number)
+            seen += len(documents)
+
+    def _updates(self, options: dict[str, Any]) -> Updates:
+        return Updates(options, self._began_with.ends, self._case.positions)
+
+    def _oracle_of(
+        self, output: Path, number: int, documents: Sequence[Record], seen: int, bonus: float
+    ) -> OracleResult:
+        """Compute a step of the weights that a layout had before it."""
+        update = (number - 1) % self._case.options["schedule"]["updates_per_batch"]
+        first = load_file(output / str(number - update) / "weights.safetensors") if update else None
+        return self._reference(load_file(output / str(number) / "weights.safetensors"), documents, seen, first, bonus)
+
+    def gradient_norms(self) -> list[float]:
+        """Compute the norms of the gradients of the steps' batches, by the weights that a run begins with."""
+        weights = {name: value.detach().float() for name, value in self._began_with.parameters.items()}
+        steps = self._case.steps(self._case.prepare(self._case.records, self._case.options["data"]))
+        updates = self._case.options["schedule"]["updates_per_batch"]
+        seen, bonus, norms = 0, self._loss.get("entropy_bonus", 0.0), []
+        for documents in steps[::updates]:
+            norms.append(self._reference(weights, documents, seen, None, bonus).grad_norm)
+            seen += updates * len(documents)
+        return norms
+
+    @cached_property
+    def _began_with(self) -> Reference:
+        trusted = self._case.options["model"]["trust_remote_code"]
+        return Reference(self._case.model, None, trusted, self._case.adapter)
+
+    def _first_weights(self, output: Path) -> Iterator[Difference]:
+        """Compare the weights that are trained with those of the model's files, which float32 holds exactly."""
+        found = load_file(output / "1" / "weights.safetensors")
+        trained = load_file(output / "1" / "gradients.safetensors").keys()
+        for name, weight in self._began_with.parameters.items():
+            if name in trained and name in found:
+                off = float((found[name].double() - weight.detach()).norm() / weight.detach().norm().clamp(min=1e-30))
+                yield Difference(1, "first weights", f"{name} are not those of the model's files", off, 0.0)
 
     def _unknown(self, metrics: dict[str, Any], oracle: OracleResult, step: int) -> Iterator[tuple[str, str, float]]:
         """Compare a user's own metrics, which have no reference, with those of the first layout, of one process."""
@@ -85,13 +128,6 @@ class Comparer:
         missing = {name for at, name in self._first if at == step} - set(metrics)
         for name in [*missing, *(() if self._custom_metrics else unknown)]:
             yield "metric", f"{name} ({'missing' if name in missing else 'the reference has none'})", math.inf
-
-    def total_gradient_error(self, output: Path, records: Sequence[Record]) -> float:
-        """Compute the relative error of the first step's whole gradient; the step is of these records."""
-        weights, gradients = (load_file(output / "1" / f"{name}.safetensors") for name in ("weights", "gradients"))
-        oracle = self._reference(weights, records, 0)
-        squares = sum(float((gradients[n].double() - g).square().sum()) for n, g in oracle.gradients.items())
-        return math.sqrt(squares) / max(oracle.grad_norm, 1e-30)
 
     def _reference(
         self,
@@ -115,9 +151,7 @@ class Comparer:
             trusted = self._case.options["model"]["trust_remote_code"]
             model = Reference(self._case.model, weights, trusted, self._case.adapter)
             model.freeze(self._case.options["model"]["freeze"] or ())
-            data = self._case.options["data"]
-            if data["advantages"] != "none":
-                data = data | {"advantages": "given"}
+            data = self._case.options["data"] | {"prepared": True}
             config = {"loss": loss, "data": data, "seed": self._case.options["seed"]}
             own = self._logprobs(self._case.model, before, records) if before is not None and recomputes else None
             theirs = None
@@ -159,6 +193,25 @@ def _unknown_metrics(metrics: dict[str, Any], oracle: OracleResult) -> list[str]
     ]
 
 
+def common_factor(found: torch.Tensor, right: torch.Tensor) -> float | None:
+    """Find the one number that what is right was multiplied with; None where there is none."""
+    factor = float((found * right).sum() / right.square().sum().clamp(min=1e-300))
+    return factor if float((found - factor * right).norm()) <= 1e-4 * float(right.norm()) else None
+
+
+def _advantages(written: Mapping[str, Sequence[float]], oracle: OracleResult) -> Iterator[tuple[str, str, float]]:
+    """Compare the advantages that a step's documents had with those that their rewards give them."""
+    pairs = [(document["id"], document["advantages"]) for document in oracle.documents if document["advantages"]]
+    scale = max((abs(value) for _, values in pairs for value in values), default=0.0) or 1.0
+    for name, values in pairs:
+        found = written.get(name)
+        if found is None or len(found) != len(values):
+            yield "advantage", f"of document {name} is missing", math.inf
+            continue
+        off = max(abs(a - b) for a, b in zip(found, values, strict=True))
+        yield "advantage", f"of document {name} is {found[0]:.4g}, not {values[0]:.4g}", off / scale
+
+
 def _of_step(
     written: dict[str, Any], gradients: Mapping[str, torch.Tensor], oracle: OracleResult
 ) -> Iterator[tuple[str, str, float]]:
@@ -171,12 +224,28 @@ def _of_step(
         yield "loss" if name == "loss" else "metric", name, error
     for name in set(oracle.metrics) - set(metrics) - {"policy_loss"}:
         yield "metric", f"{name} (missing)", math.inf
-    for name, gradient in oracle.gradients.items():
-        if name not in gradients:
-            yield "gradient", f"{name} (missing)", math.inf
-            continue
-        floor = max(float(gradient.norm()), 1e-6 * oracle.grad_norm, 1e-30)
-        yield "gradient", name, float((gradients[name].double() - gradient).norm()) / floor
+    yield from _advantages(written["advantages"], oracle)
+    missing = oracle.gradients.keys() - gradients.keys()
+    for name in missing:
+        yield "gradient", f"{name} (missing)", math.inf
+    found = {name: gradients[name].double() for name in oracle.gradients if name not in missing}
+    errors = {
+        name: float((found[name] - right).norm()) / max(float(right.norm()), 1e-6 * oracle.grad_norm, 1e-30)
+        for name, right in oracle.gradients.items()
+        if name in found
+    }
+    factor = None
+    if any(not error <= BOUND for error in errors.values()):
+        factor = common_factor(
+            torch.cat([value.flatten() for value in found.values()]),
+            torch.cat([oracle.gradients[name].flatten() for name in found]),
+        )
+    for name, error in errors.items():
+        yield (
+            "gradient",
+            name if factor is None else f"{name} (every weight's is {factor:.4g} times the right one)",
+            error,
+        )
     # The reference has no such weight: most likely a tie was lost.
     for name in set(gradients) - set(oracle.gradients):
         yield "gradient", f"{name} (the reference has none)", math.inf
@@ -189,54 +258,3 @@ def _of_step(
             else:
                 worst = max((abs(a - b) for a, b in zip(score[name], document[name], strict=True)), default=0.0)
             yield "log-prob", f"{name} of document {score['id']}", worst
-
-
-class _Updates:
-    """The optimizer's clipping and steps in float64, on whole tensors: by formula, or the user's own code."""
-
-    def __init__(self, options: dict[str, Any], ends: Callable[[], Collection[str]]):
-        self._options = options
-        self._parameters: dict[str, torch.nn.Parameter] = {}
-        self._optimizer: torch.optim.Optimizer | None = None
-        # Only Muon has a rule for matrices between the ends.
-        self._oracle = UpdateOracle(options, ends() if options["type"] == "muon" else ())
-
-    def differences(
-        self,
-        before: Mapping[str, torch.Tensor],
-        gradients: Mapping[str, torch.Tensor],
-        after: Mapping[str, torch.Tensor],
-        rate: float,
-    ) -> Iterator[tuple[str, str, float]]:
-        """Compare the weights that a layout went on with, given its own gradient."""
-        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
-        threshold = self._options["gradient_clip"]
-        factor = threshold / norm if threshold is not None and norm > threshold else 1.0
-        trained = {name: before[name].double() for name in gradients if name in before}
-        clipped = {name: gradients[name].double() * factor for name in trained}
-        step = self._custom if self._options["type"] == "custom" else self._oracle.step
-        expected = step(trained, clipped, rate)
-        for name, weight in before.items():
-            if name not in expected:  # frozen
-                yield "update", name, float((after[name] - weight).abs().max())
-                continue
-            low, high = expected[name]
-            found = after[name].double()
-            beyond = (found - torch.minimum(torch.maximum(found, low), high)).norm()
-            yield "update", name, float(beyond / low.norm().clamp(min=1e-30))
-
-    def _custom(
-        self, weights: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor], rate: float
-    ) -> dict[str, Bounds]:
-        if self._optimizer is None:
-            self._parameters = {name: torch.nn.Parameter(weight.clone()) for name, weight in weights.items()}
-            make = load_optimizer(self._options["function"], self._options["options"])
-            self._optimizer = make(grouped(self._parameters))
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(weights[name])
-                parameter.grad = gradients[name]
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
-        return {name: (parameter.detach(), parameter.detach()) for name, parameter in self._parameters.items()}

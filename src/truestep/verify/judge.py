@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import groupby
@@ -20,14 +20,13 @@ from truestep.ranks.axes import RankError
 from truestep.ranks.group import world_size
 from truestep.ranks.launch import run_ranks
 from truestep.verify.case import HALF, Case, VerifyError, in_parts, make_case, permits
-from truestep.verify.compare import Comparer, Difference
+from truestep.verify.compare import Comparer
 from truestep.verify.custom import CustomOracle
+from truestep.verify.difference import Difference, worst_of_each_kind
 from truestep.verify.layouts import Layout, in_half_precision, layouts_for
 from truestep.verify.oracle.records import Record
 from truestep.verify.worker import DONE, Task, run_layouts
 
-BOUND = 1e-5
-UPDATE_BOUND = 1e-6  # for weights, relative to themselves: float32 has seven digits
 HALF_PRECISION_FACTOR = 1.5
 
 
@@ -42,15 +41,11 @@ class Verdict:
 
     @property
     def wrong(self) -> list[Difference]:
-        return [difference for difference in self.worst.values() if not difference.value <= bound_of(difference.kind)]
+        return [difference for difference in self.worst.values() if difference.wrong]
 
     @property
     def passed(self) -> bool:
         return self.failure is None and not self.wrong
-
-
-def bound_of(kind: str) -> float:
-    return {"update": UPDATE_BOUND, "half precision": HALF_PRECISION_FACTOR}.get(kind, BOUND)
 
 
 def verify(
@@ -71,13 +66,14 @@ def verify(
         most_ranks = min(most_ranks, torch.cuda.device_count())
     with tempfile.TemporaryDirectory(prefix="truestep-verify-") as scratch:
         progress.phase("making the case")
-        case = make_case(config, Path(scratch), documents, full)
+        judge = make_judge(config, Path(scratch), documents, full)
+        judge.plant = plant
+        case = judge.case
         interpreted_kernels = not on_gpu and find_spec("triton") is not None
         layouts = list(filter(only, layouts_for(case.budget, case.longest, most_ranks, interpreted_kernels)))
         if config.model.dtype == "bfloat16" and plant is None:
             layouts += in_half_precision(case.longest, most_ranks)
         layouts = [layout for layout in layouts if permits(case, layout)]
-        judge = _Judge(case, Comparer(case, oracle_loss(config)), plant)
         verdicts: list[Verdict] = []
         with progress.working("judged", "layouts", len(layouts)):
             for batch in _batches(layouts, alone=full):
@@ -89,6 +85,24 @@ def verify(
                     progress.made("layouts")
     output.mkdir(parents=True, exist_ok=True)
     return sorted(verdicts, key=lambda verdict: layouts.index(verdict.layout))
+
+
+def make_judge(config: Config, scratch: Path, documents: int, full: bool) -> "Judge":
+    case = make_case(config, scratch, documents, full)
+    comparer = Comparer(case, oracle_loss(config))
+    if not full:
+        _clip_some_steps(case, comparer)
+    return Judge(case, comparer)
+
+
+def _clip_some_steps(case: Case, comparer: Comparer) -> None:
+    """Move the threshold of clipping to where a small model's gradients are: between two of them, or below all."""
+    optimizer = case.options["optimizer"]
+    norms = comparer.gradient_norms() if optimizer["gradient_clip"] is not None else []
+    if not any(norms):
+        return
+    least, most = min(norms), max(norms)
+    optimizer["gradient_clip"] = math.sqrt(least * most) if most > 1.05 * least > 0 else 0.9 * most
 
 
 def oracle_loss(config: Config) -> dict[str, Any]:
@@ -115,11 +129,13 @@ def _batches(layouts: Sequence[Layout], alone: bool) -> list[list[Layout]]:
 
 
 @dataclass
-class _Judge:
+class Judge:
+    """Runs layouts of a case and judges what they wrote; what each step of the reference costs is paid once."""
+
     case: Case
     comparer: Comparer
-    plant: Callable[[], None] | None
-    half_precision_error: float | None = None  # of the gradient of one process
+    plant: Callable[[], None] | None = None
+    half_precision_error: float | None = None  # of the gradients of one process
 
     def judge(self, layouts: list[Layout]) -> Iterator[Verdict]:
         """Run layouts in the same processes; after one that fails, those behind it get processes of their own."""
@@ -155,36 +171,41 @@ class _Judge:
             options["data"] = options["data"] | {"path": str(case.directory / HALF)}
         if layout.parts:
             records = in_parts(layout, case, folder)
-            options["data"] = options["data"] | {"path": str(folder / "part-{rank}.jsonl")}
-        return Task(options, folder, layout.reverse), records
+            options["data"] = options["data"] | {"path": str(folder / "part-{rank}.jsonl"), "group_size": None}
+        return Task(options, folder, case.positions, self._some_steps(), layout.reverse), records
+
+    def _some_steps(self) -> list[int]:
+        """Name the steps whose rates are compared: the first, those around the ends of warm-up and of the run, and
+        many between."""
+        last = self.case.options["schedule"]["steps"] or 100
+        warm = self.case.options["optimizer"]["warmup_steps"]
+        around = {*range(1, 51), *range(warm - 2, warm + 4), *range(last - 2, last + 1)}
+        around |= {round(last * part / 100) for part in range(101)}
+        return sorted(step for step in around if 1 <= step <= max(last, warm + 3))
 
     def _verdict(self, layout: Layout, task: Task, records: Sequence[Record]) -> Verdict:
         worst = worst_of_each_kind(self._differences(layout, task, records))
         seconds = float((task.output / DONE).read_text(encoding="utf-8"))
-        if self.plant is None:
-            shutil.rmtree(task.output)
+        shutil.rmtree(task.output)
         return Verdict(layout, worst, None, seconds)
 
     def _differences(self, layout: Layout, task: Task, records: Sequence[Record]) -> Iterator[Difference]:
         if not layout.half:
-            yield from self.comparer.differences(task.output, self.case.steps(records))
+            yield from self.comparer.differences(task.output, task.options, records)
             return
+        off, size = 0.0, 0.0
+        for found in self.comparer.half_differences(task.output, task.options, records):
+            if isinstance(found, Difference):
+                yield found
+            else:
+                off, size = off + found[0] ** 2, size + found[1] ** 2
         # In half precision a layout's error against float64 may be 1.5 times the one process's, which came first.
-        error = self.comparer.total_gradient_error(task.output, self.case.steps(records)[0])
+        error = math.sqrt(off / max(size, 1e-60))
         if self.half_precision_error is None:
             self.half_precision_error = error
         ratio = error / max(self.half_precision_error, 1e-30)
-        yield Difference(1, "half precision", f"gradient {error:.1e} off, over the one process's", ratio)
-
-
-def worst_of_each_kind(differences: Iterable[Difference]) -> dict[str, Difference]:
-    """Find the largest difference of each kind; NaN is larger than any number."""
-    worst: dict[str, Difference] = {}
-    for difference in differences:
-        known = worst.get(difference.kind)
-        if known is None or difference.value > known.value or math.isnan(difference.value):
-            worst[difference.kind] = difference
-    return worst
+        name = f"gradient {error:.1e} off, over the one process's"
+        yield Difference(1, "half precision", name, ratio, HALF_PRECISION_FACTOR)
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -145,34 +145,28 @@ def _modules(model: Any, targets: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def record_of(document: Rollout) -> Record:
-    """Write a document as one line of a rollout file; its advantages are made of rewards already."""
+    """Write a document as one line of a rollout file."""
     record: Record = {
         "id": document.id,
         "input_ids": document.input_ids.tolist(),
         "loss_mask": document.loss_mask.astype(int).tolist(),
         "temperature": document.temperature,
     }
-    fields = {
+    lists = {
         "logprobs": document.logprobs,
         "advantage": document.advantages,
         "model_version": document.model_version,
         "reference_logprobs": document.reference_logprobs,
     }
-    record |= {name: values.tolist() for name, values in fields.items() if values is not None}
-    facts = {"reward": document.reward, "truncated": document.truncated, "rewards": dict(document.rewards) or None}
-    record |= {name: value for name, value in facts.items() if value is not None}
-    return record if document.difference is None else with_difference(record, document.difference)
-
-
-def with_difference(record: Record, difference: float) -> Record:
-    """Give a record, in place of its advantage, the difference of which a step's scale makes one."""
-    own = {name: value for name, value in record.items() if name != "advantage"}
-    return {"reward": difference} | own | {"group_id": record["id"], "metadata": {"difference": difference}}
-
-
-def given_differences(group: Sequence[Rollout]) -> list[float]:
-    """Read the differences of records that `with_difference` wrote, as data.advantages."""
-    return [rollout.metadata["difference"] for rollout in group]
+    record |= {name: values.tolist() for name, values in lists.items() if values is not None}
+    facts = {
+        "reward": document.reward,
+        "group_id": document.group_id,
+        "truncated": document.truncated,
+        "rewards": dict(document.rewards) or None,
+        "metadata": dict(document.metadata) or None,
+    }
+    return record | {name: value for name, value in facts.items() if value is not None}
 
 
 def reduce_record(record: Record, most: int) -> Record:

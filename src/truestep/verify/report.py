@@ -8,7 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from truestep.report.drawing import LEGEND_LINE, MARGIN, WIDTH, Drawing
-from truestep.verify.judge import BOUND, UPDATE_BOUND, Verdict, bound_of
+from truestep.verify.difference import BOUND, Difference
+from truestep.verify.judge import Verdict
 
 # The kinds of difference that have a size.
 _KINDS = ("loss", "metric", "gradient", "log-prob", "update")
@@ -28,19 +29,25 @@ def table(verdicts: Sequence[Verdict]) -> Table:
     return rows
 
 
+def _worst(verdict: Verdict, kind: str) -> Difference | None:
+    """Give the worst difference of a kind. That of an update is of the moments or of the weights."""
+    kinds = ("moment", kind) if kind == "update" else (kind,)
+    return max((verdict.worst[each] for each in kinds if each in verdict.worst), key=lambda d: d.excess, default=None)
+
+
 def _cell(verdict: Verdict, kind: str) -> Text:
-    worst = verdict.worst.get(kind)
+    worst = _worst(verdict, kind)
     text = "" if worst is None else f"{worst.value:.0e}"
     if kind == "gradient" and (half := verdict.worst.get("half precision")):
         worst, text = half, f"{half.value:.2f} x"  # the ratio of two errors, not a difference
-    return Text(text, style="" if worst is None or worst.value <= bound_of(worst.kind) else "bold red")
+    return Text(text, style="" if worst is None or not worst.wrong else "bold red")
 
 
 def complaints(verdict: Verdict) -> list[str]:
     if verdict.failure is not None:
         return [f"did not run: {verdict.failure}"]
     return [
-        f"{wrong.kind} {wrong.name} at step {wrong.step}: {wrong.value:.1e}, at most {bound_of(wrong.kind):.0e}"
+        f"{wrong.kind} {wrong.name} at step {wrong.step}: {wrong.value:.1e}, at most {wrong.bound:.0e}"
         for wrong in verdict.wrong
     ]
 
@@ -48,7 +55,6 @@ def complaints(verdict: Verdict) -> list[str]:
 def as_json(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     return {
         "passed": all(verdict.passed for verdict in verdicts),
-        "bounds": {"relative": BOUND, "update": UPDATE_BOUND},
         "layouts": [
             {
                 "name": verdict.layout.name,
@@ -58,7 +64,7 @@ def as_json(verdicts: Sequence[Verdict]) -> dict[str, Any]:
                 "seconds": verdict.seconds,
                 "failure": verdict.failure,
                 "worst": {
-                    kind: {"name": worst.name, "step": worst.step, "value": worst.value}
+                    kind: {"name": worst.name, "step": worst.step, "value": worst.value, "bound": worst.bound}
                     for kind, worst in verdict.worst.items()
                 },
             }
@@ -89,10 +95,10 @@ def figure(verdicts: Sequence[Verdict]) -> str:
         drawing.text(MARGIN, y + 15, name, kind="strong" if verdict.passed else "wrong")
         drawing.line(_LEFT, y + 28, _LEFT + _WIDTH, y + 28)
         for number, kind in enumerate(_KINDS):
-            if (worst := verdict.worst.get(kind)) is not None:
+            if (worst := _worst(verdict, kind)) is not None:
                 drawing.dot(_place(worst.value), y + 28, number, f"{kind} {worst.name}: {worst.value:.2e}")
         if (half := verdict.worst.get("half precision")) is not None:
-            text = f"gradient's error {half.value:.2f} x that of one process, at most {bound_of(half.kind)}"
+            text = f"gradient's error {half.value:.2f} x that of one process, at most {half.bound}"
             drawing.text(MARGIN, y + 49, text, kind="" if verdict.passed else "wrong")
     return drawing.svg()
 

@@ -1,9 +1,13 @@
 """The work of one layout's ranks: the real training loop, with a witness that writes what each step is made of.
 
+schedule.json             the learning rates of some steps
 1/weights.safetensors     the weights before the step
+1/states                  what the optimizer keeps, behind its first update, as checkpoints have it
 1/gradients.safetensors   the step's gradients before clipping
-1/step.json               loss, metrics, the documents' ids, learning rate, scores
-2/weights.safetensors     … and so on; after the last step, the weights alone
+1/changed.safetensors     gradients that are no more the same when the optimizer takes them
+1/step.json               loss, metrics, the documents' ids and advantages, scores
+1/updates.json            for each update of the weights: rates, and what gradients are multiplied with
+2/weights.safetensors     … and so on; after the last step, weights and states alone
 """
 
 import dataclasses
@@ -20,8 +24,10 @@ from safetensors.torch import save_file
 
 from truestep.assemble.policy import join_ranks
 from truestep.config.schema import Config
+from truestep.policy.tensor_parts import FOLDER, describe_parts, part_name, write_index
 from truestep.ranks.group import Ranks
 from truestep.ranks.watch import Watch
+from truestep.step.optimizer import optimizer_parts
 from truestep.step.runner import Accumulated
 from truestep.train import make_trainer
 from truestep.trainer import Hooks, Trainer
@@ -34,6 +40,8 @@ DONE = "seconds"  # this file shows that a layout has been run, and holds how lo
 class Task:
     options: dict[str, Any]
     output: Path
+    positions: Sequence[int]  # of the steps that are made, in the user's schedule
+    schedule: Sequence[int]  # the steps whose rates are written
     reverse: bool = False
 
 
@@ -56,50 +64,92 @@ def _run(task: Task) -> Ranks:
     with watch.watching():
         trainer = make_trainer(config, Console(file=io.StringIO()), ranks=ranks, watch=watch)
         trainer.runner = dataclasses.replace(trainer.runner, keep_scores=True)
-        witness = _Witness(trainer, task.output)
-        trainer.hooks = Hooks(
-            saves=False,  # nobody resumes this run
-            change_plan=_reversed if task.reverse else None,
-            on_gradient=witness.write,
-        )
+        trainer.steps = None  # the run ends with its documents: its steps are some of the user's
+        witness = _Witness(trainer, task)
+        trainer.hooks = Hooks(saves=False, change_plan=witness.begin, on_gradient=witness.gradient)  # nobody resumes it
+        trainer.optimizer.register_step_pre_hook(lambda _, arguments, named: witness.update(named.get("scale", 1.0)))
         trainer.run()
-        witness.write_weights(trainer.step + 1)
+        witness.write_weights(witness.number + 1)
     return ranks
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Witness:
     trainer: Trainer
-    output: Path
+    task: Task
+    number: int = 0  # of the step in hand, among those that are made
+    _gradients: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    _updates: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # in this step
 
-    def write(self, plan: StepPlan, accumulated: Accumulated, norm: float) -> None:
-        step = self.trainer.step + 1
-        self.write_weights(step)
-        gradients = self.trainer.policy.weights.collect_gradients()
+    def begin(self, plan: StepPlan) -> StepPlan:
+        """Go to the next of the steps that are to be made."""
+        if self.number == 0 and self.trainer.ranks.first:
+            rates = {step: self.trainer.learning_rate.at(step) for step in self.task.schedule}
+            (self.task.output / "schedule.json").write_text(json.dumps(rates), encoding="utf-8")
+        self.number += 1
+        self.trainer.state.step = self.task.positions[self.number - 1] - 1
+        self._updates = []
+        self.write_weights(self.number)
+        return _reversed(plan) if self.task.reverse else plan
+
+    def gradient(self, plan: StepPlan, accumulated: Accumulated, norm: float) -> None:
+        self._gradients = self._collect_gradients()
         if not self.trainer.ranks.first:
             return
-        folder = self.output / str(step)
-        copies = {name: value.float().cpu().contiguous() for name, value in gradients.items()}
-        save_file(copies, folder / "gradients.safetensors")
+        save_file(self._gradients, self._folder / "gradients.safetensors")
         line = {
             "metrics": accumulated.line() | {"grad_norm": norm},
             "documents": [document.id for document in plan.documents],
             "documents_seen": plan.documents_seen,
-            "learning_rate": self.trainer.learning_rate.at(step),
+            "advantages": {
+                document.id: document.advantages[document.loss_mask].tolist()
+                for document in plan.documents
+                if document.advantages is not None
+            },
             "scores": [
                 {"id": score.id, "logprobs": score.logprobs.tolist(), "entropy": score.entropy.tolist()}
                 for score in accumulated.scores
             ],
         }
-        (folder / "step.json").write_text(json.dumps(line), encoding="utf-8")
+        (self._folder / "step.json").write_text(json.dumps(line), encoding="utf-8")
 
-    def write_weights(self, step: int) -> None:
+    def update(self, scale: float) -> None:
+        """Write what the optimizer is called with."""
+        weights, gradients = self.trainer.policy.weights, self._collect_gradients()
+        names = {id(master): name for name, master in weights.master.items()}
+        groups = self.trainer.optimizer.param_groups
+        rates = {names[id(weight)]: float(group["lr"]) for group in groups for weight in group["params"]}
+        told = self.trainer.ranks.gather((rates, scale) if rates else None)
+        if not self.trainer.ranks.first:
+            return
+        changed = {name: value for name, value in gradients.items() if not value.equal(self._gradients[name])}
+        save_file(changed, self._folder / "changed.safetensors")
+        known = [each for each in told if each is not None]
+        self._updates.append({"rates": {k: v for own, _ in known for k, v in own.items()}, "scale": known[0][1]})
+        (self._folder / "updates.json").write_text(json.dumps(self._updates), encoding="utf-8")
+
+    def write_weights(self, number: int) -> None:
+        ranks, folder = self.trainer.ranks, self.task.output / str(number)
         weights = self.trainer.policy.weights.collect()
-        if self.trainer.ranks.first:
-            folder = self.output / str(step)
-            folder.mkdir(parents=True, exist_ok=True)
+        if ranks.first:
+            (folder / "states" / FOLDER).mkdir(parents=True, exist_ok=True)
             copies = {name: value.detach().to("cpu", torch.float32, copy=True) for name, value in weights.items()}
             save_file(copies, folder / "weights.safetensors")
+        ranks.gather(None)  # the folder is there
+        file = folder / "states" / FOLDER / part_name(ranks.rank)
+        parts = list(optimizer_parts(self.trainer.optimizer, self.trainer.policy.weights))
+        save_file({part.key: part.values.detach().to("cpu", copy=True).contiguous() for part in parts}, file)
+        described = ranks.gather(describe_parts(file, parts))
+        if ranks.first:
+            write_index(folder / "states" / FOLDER, described)
+
+    @property
+    def _folder(self) -> Path:
+        return self.task.output / str(self.number)
+
+    def _collect_gradients(self) -> dict[str, torch.Tensor]:
+        gradients = self.trainer.policy.weights.collect_gradients()
+        return {name: value.float().cpu().contiguous() for name, value in gradients.items()}
 
 
 def _reversed(plan: StepPlan) -> StepPlan:

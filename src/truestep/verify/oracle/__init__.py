@@ -1,4 +1,4 @@
-"""One optimizer step's loss, metrics and gradients in float64, as docs/contract.md, sections 3 to 9, define them.
+"""A step in float64, from its advantages to its update, as docs/contract.md, sections 3 to 9, define it.
 
 It shares nothing with the code that trains and has no packing, no chunks and no ranks: it loops over documents and
 over their labels. Every label has one loss term and one weight; the loss is the sum of weight * term. The gradient is

@@ -96,7 +96,7 @@ def group_metrics(documents: list[Document]) -> dict[str, Metric]:
     for members in groups:
         if len(members) < 2:
             continue
-        given = [member.advantages for member in members if member.advantages is not None]
+        given = [member.unpenalised or member.advantages or [] for member in members if member.advantages is not None]
         if given:
             without.append([float(all(value == 0 for values in given for value in values))])
         different: list[list[int]] = []

@@ -82,6 +82,7 @@ def oracle_step(
                 "logprobs": [label.logprob.item() for label in labels],
                 "entropy": [label.entropy.item() for label in labels],
                 "ratio": [] if ratios is None else ratios,
+                "advantages": document.unpenalised or document.advantages,
             }
         )
     return OracleResult(loss, loss_scale, metrics, outputs, gradients, grad_norm)
@@ -93,6 +94,7 @@ def penalise_advantages(documents: list[Document], weight: float) -> None:
         triples = zip(
             document.advantages or [], document.old_logprobs or [], document.reference_logprobs or [], strict=True
         )
+        document.unpenalised = document.advantages
         document.advantages = [advantage - weight * (old - reference) for advantage, old, reference in triples]
 
 

@@ -1,21 +1,27 @@
-"""Updates of whole weights in float64, as docs/optimizers.md defines them.
+"""Updates of whole weights in float64, as docs/optimizers.md defines them, and what float32 makes of them.
 
-A rule gives bounds between which a weight must lie. They are one number for AdamW and Muon. With moments in 8 bits they
-are two where float32 rounding decides which level a moment is stored as.
+An update is judged in two stages, each from what the run itself had before it: the moments from the gradient and the
+moments before, the weight from the moments. So a fault shows where it is made. Rounding is no unknown: a weight must be
+the float32 number that its exact value rounds to. What is computed before that last rounding has the errors of float32
+arithmetic, and lies between two bounds.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-Bounds = tuple[Tensor, Tensor]  # the least and the greatest value that is right
-_ROUNDING = 1e-6  # of a moment, relative to the terms it is the sum of
+_ROUNDING = 1e-6  # of what a few operations in float32 compute, relative to the terms it is the sum of
+_LEAST = 2e-38  # what float32 takes for 0 where it has no numbers below its smallest normal one
+_GROWTH = 3.4445  # the most that a step of the iteration of Muon multiplies a difference with
+_UNIT = 2.0**-24  # half the distance between 1 and the next float32 number
 _DECADES, _PARTS, _BLOCK = 5, 16, 256
 _ROW, _COLUMN = 3_242_174_889, 2_447_445_414
 _SIGNED, _POSITIVE = (127, 2_654_435_769), (255, 1_640_531_527)  # levels, and the factor of the update's number
+
+State = Mapping[str, Tensor]  # of a weight, by kind
 
 
 class Interval(NamedTuple):
@@ -23,74 +29,185 @@ class Interval(NamedTuple):
     high: Tensor
 
 
+class Moment(NamedTuple):
+    """What a moment must be after an update, and what it is."""
+
+    right: Interval
+    found: Tensor
+    size: Tensor  # the sum of the absolute terms, which its error is relative to
+
+
+class Change(NamedTuple):
+    """What an update takes from a weight beside its decay, and how far float32 may be from it."""
+
+    step: Tensor
+    slack: Tensor
+
+
+class Variant(NamedTuple):
+    """The rules of an update, some of which may be broken on purpose: a fault is named by the variant that it is."""
+
+    first_correction: bool = True  # of the first moment's bias
+    second_correction: bool = True
+    later: int = 0  # the number of the update, less the right one
+    epsilon: float | None = None  # in place of the right one
+    epsilon_inside: bool = False  # of the root
+
+
+RIGHT = Variant()
+
+
 class UpdateOracle:
-    """The state of a built-in optimizer over the weights of a run."""
+    """The rules of a built-in optimizer."""
 
-    def __init__(self, options: dict[str, Any], ends: Collection[str]):
-        """`ends`: the names of the embedding and of the head."""
-        self._options, self._ends, self._number = options, ends, 0
-        self._moments: dict[str, tuple[Any, Any]] = {}
+    def __init__(self, options: dict[str, Any], ends: Collection[str] = ()):
+        """`ends`: the names of the embedding and of the head, which Muon has another rule for."""
+        self.options, self._ends = options, ends
 
-    def step(self, weights: dict[str, Tensor], gradients: dict[str, Tensor], rate: float) -> dict[str, Bounds]:
-        """Update all weights once, from where they are."""
-        self._number += 1
-        kind = self._options["type"]
-        expected = {}
-        for name, weight in weights.items():
-            if kind == "adamw_8bit" and weight.ndim >= 2:
-                expected[name] = self._adamw_8bit(name, weight, gradients[name], rate)
-                continue
-            muon = kind == "muon" and weight.ndim >= 2 and name not in self._ends
-            rule = self._muon if muon else self._adamw
-            value = rule(name, weight, gradients[name], rate)
-            expected[name] = value, value
-        return expected
+    def decay(self, weight: Tensor) -> float:
+        """Give the weight decay of a weight: vectors have none."""
+        return float(self.options["weight_decay"]) if weight.ndim >= 2 else 0.0
 
-    def _decayed(self, weight: Tensor, rate: float) -> Tensor:
-        return weight * (1 - rate * (self._options["weight_decay"] if weight.ndim >= 2 else 0.0))
+    def rule(self, name: str, weight: Tensor) -> str:
+        kind = str(self.options["type"])
+        if kind == "adamw" or weight.ndim < 2 or (kind == "muon" and name in self._ends):
+            return "adamw"
+        return kind
 
-    def _adamw_change(self, first: Tensor, second: Tensor, rate: float) -> Tensor:
-        options, number = self._options, self._number
-        corrected = (second / (1 - options["beta2"] ** number)).sqrt() + options["epsilon"]
-        return rate * (first / (1 - options["beta1"] ** number)) / corrected
+    def moments(
+        self, name: str, weight: Tensor, gradient: Tensor, before: State, after: State, number: int
+    ) -> dict[str, Moment]:
+        """Hold the moments behind update `number` against those before it and the gradient."""
+        rule = self.rule(name, weight)
+        if rule == "muon":
+            return {"momentum_buffer": _mean(gradient, before, after, "momentum_buffer", self.options["momentum"])}
+        beta1, beta2 = self.options["beta1"], self.options["beta2"]
+        if rule == "adamw":
+            return {
+                "exp_avg": _mean(gradient, before, after, "exp_avg", beta1),
+                "exp_avg_sq": _mean(gradient.square(), before, after, "exp_avg_sq", beta2),
+            }
+        first, root, slack = self._new_moments(gradient, before)
+        turns = [_turns(weight.shape, number, factor) for _, factor in (_SIGNED, _POSITIVE)]
+        around = Interval(first - slack, first + slack)
+        around_root = Interval(root * (1 - _ROUNDING), root * (1 + _ROUNDING))
+        return {
+            "exp_avg": Moment(
+                stored(around, turns[0], _SIGNED[0], keeps_small=False), read_state(after, "exp_avg"), slack / _ROUNDING
+            ),
+            "exp_avg_root": Moment(
+                stored(around_root, turns[1], _POSITIVE[0], keeps_small=True), read_state(after, "exp_avg_root"), root
+            ),
+        }
 
-    def _adamw(self, name: str, weight: Tensor, gradient: Tensor, rate: float) -> Tensor:
-        beta1, beta2 = self._options["beta1"], self._options["beta2"]
-        first, second = self._moments.get(name, (torch.zeros_like(gradient), torch.zeros_like(gradient)))
-        first, second = beta1 * first + (1 - beta1) * gradient, beta2 * second + (1 - beta2) * gradient.square()
-        self._moments[name] = (first, second)
-        return self._decayed(weight, rate) - self._adamw_change(first, second, rate)
+    def change(
+        self,
+        name: str,
+        weight: Tensor,
+        gradient: Tensor,
+        before: State,
+        after: State,
+        number: int,
+        rate: float,
+        variant: Variant = RIGHT,
+    ) -> Change:
+        """Compute what update `number` takes from a weight at this rate, given the run's own moments."""
+        rule = self.rule(name, weight)
+        if rule == "muon":
+            return self._orthogonal_change(weight, gradient, after, rate)
+        if rule == "adamw":
+            first, root = after["exp_avg"].double(), after["exp_avg_sq"].double().sqrt()
+            slack = _ROUNDING * first.abs()
+        else:  # it updates by the moments as they are before they are stored
+            first, root, slack = self._new_moments(gradient, before)
+            slack = slack + _ROUNDING * first.abs()
+        options, number = self.options, number + variant.later
+        epsilon = options["epsilon"] if variant.epsilon is None else variant.epsilon
+        corrected = root / math.sqrt(1 - options["beta2"] ** number) if variant.second_correction else root
+        divisor = (corrected.square() + epsilon).sqrt() if variant.epsilon_inside else corrected + epsilon
+        size = rate / (1 - options["beta1"] ** number) if variant.first_correction else rate
+        divisor = divisor.clamp(min=1e-300)
+        return Change(size * first / divisor, size * slack / divisor)
 
-    def _muon(self, name: str, weight: Tensor, gradient: Tensor, rate: float) -> Tensor:
-        options = self._options
+    def _new_moments(self, gradient: Tensor, before: State) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the moments of AdamW in 8 bits before they are stored: the first, the second's root, and how far
+        float32 may be from the first."""
+        beta1, beta2 = self.options["beta1"], self.options["beta2"]
+        old, old_root = (
+            read_state(before, kind) if before else torch.zeros_like(gradient) for kind in ("exp_avg", "exp_avg_root")
+        )
+        first = beta1 * old + (1 - beta1) * gradient
+        root = (beta2 * old_root.square() + (1 - beta2) * gradient.square()).sqrt()
+        return first, root, _ROUNDING * (beta1 * old.abs() + (1 - beta1) * gradient.abs())
+
+    def _orthogonal_change(self, weight: Tensor, gradient: Tensor, after: State, rate: float) -> Change:
+        options, average = self.options, after["momentum_buffer"].double()
         momentum = options["momentum"]
-        average, _ = self._moments.get(name, (torch.zeros_like(gradient), None))
-        average = momentum * average + (1 - momentum) * gradient
-        self._moments[name] = (average, None)
         direction = (1 - momentum) * gradient + momentum * average if options["nesterov"] else average
         matrices = direction.reshape(-1, *direction.shape[-2:])
         made = torch.stack([orthogonal(matrix, options["ns_steps"]) for matrix in matrices]).reshape(weight.shape)
         rows, columns = weight.shape[-2:]
         factor = max(1.0, rows / columns) ** 0.5 if options["adjust"] == "original" else 0.2 * max(rows, columns) ** 0.5
-        return self._decayed(weight, rate) - rate * factor * made
+        # The iteration begins with a matrix of norm 1; each of its steps rounds a few times, and passes errors on.
+        error = 4 * _UNIT * sum(_GROWTH**passed for passed in range(options["ns_steps"] + 1))
+        return Change(rate * factor * made, torch.full_like(made, rate * factor * error))
 
-    def _adamw_8bit(self, name: str, weight: Tensor, gradient: Tensor, rate: float) -> Bounds:
-        beta1, beta2 = self._options["beta1"], self._options["beta2"]
-        zero = Interval(torch.zeros_like(gradient), torch.zeros_like(gradient))
-        old, root = self._moments.get(name, (zero, zero))
-        slack = _ROUNDING * (beta1 * torch.maximum(old.low.abs(), old.high.abs()) + (1 - beta1) * gradient.abs())
-        first = Interval(*(beta1 * bound + (1 - beta1) * gradient for bound in old))
-        new_root = Interval(*((beta2 * bound.square() + (1 - beta2) * gradient.square()).sqrt() for bound in root))
-        changes = torch.stack([self._adamw_change(f, r.square(), rate) for f in first for r in new_root])
-        decayed = self._decayed(weight, rate)
-        turns = [_turns(weight.shape, self._number, factor) for _, factor in (_SIGNED, _POSITIVE)]
-        wider = Interval(first.low - slack, first.high + slack)
-        wider_root = Interval(new_root.low * (1 - _ROUNDING), new_root.high * (1 + _ROUNDING))
-        self._moments[name] = (
-            stored(wider, turns[0], _SIGNED[0], keeps_small=False),
-            stored(wider_root, turns[1], _POSITIVE[0], keeps_small=True),
-        )
-        return decayed - changes.amax(0), decayed - changes.amin(0)
+
+def _mean(value: Tensor, before: State, after: State, kind: str, beta: float) -> Moment:
+    old = before[kind].double() if before else torch.zeros_like(value)
+    right = beta * old + (1 - beta) * value
+    return Moment(Interval(right, right), after[kind].double(), beta * old.abs() + (1 - beta) * value.abs() + _LEAST)
+
+
+def beyond(moment: Moment) -> float:
+    """Measure how far a moment is from what it must be, relative to what it is the sum of."""
+    low, high = moment.right
+    outside = (moment.found - torch.minimum(torch.maximum(moment.found, low), high)).norm()
+    return float(outside / moment.size.norm().clamp(min=_LEAST))
+
+
+def half_unit(values: Tensor) -> Tensor:
+    """Give half the distance between float32 numbers of this size."""
+    return torch.ldexp(torch.ones_like(values), torch.frexp(values).exponent - 25)
+
+
+def updated(weight: Tensor, rate: float, decay: float, change: Change) -> Interval:
+    """Give the float32 numbers that a weight may be after an update.
+
+    Decay is rounded in several ways: with the step, or before it, by a factor that is rounded itself or as a
+    difference. At a small rate each is another number, and a compiler may join two of them.
+    """
+    exact = weight * (1 - rate * decay)
+    decayed = [exact]
+    if decay:
+        factor = float(torch.tensor(1 - rate * decay, dtype=torch.float32))
+        taken = (rate * decay * weight).float().double()
+        decayed += [weight * factor, _float32(weight * factor), _float32(exact), _float32(weight - taken)]
+    slack = change.slack + _UNIT * rate * decay * weight.abs()
+    low, high = torch.stack(decayed).amin(0) - change.step - slack, torch.stack(decayed).amax(0) - change.step + slack
+    return Interval(_float32(low), _float32(high))
+
+
+def _float32(values: Tensor) -> Tensor:
+    return values.float().double()
+
+
+def read_state(state: State, kind: str) -> Tensor:
+    """Read numbers that are stored in 8 bits: a level of each, and the scale of each block."""
+    codes = state[kind].double()
+    flat, scales = (value.double().reshape(-1, value.shape[-1]) for value in (codes, state[f"{kind}_largest"]))
+    result = torch.zeros_like(flat)
+    table = _levels(_POSITIVE[0] if kind == "exp_avg_root" else _SIGNED[0])
+    for number, block in enumerate(blocks_of(flat.shape[-1])):
+        here = slice(block.start, block.stop)
+        result[:, here] = scales[:, number : number + 1] * table[flat[:, here].abs().long()] * flat[:, here].sign()
+    return result.reshape(codes.shape)
+
+
+def _levels(count: int) -> Tensor:
+    return torch.tensor(
+        [0.0, *(10 ** (_DECADES * (place / (count - 1) - 1)) for place in range(count))], dtype=torch.float64
+    )
 
 
 def orthogonal(matrix: Tensor, steps: int) -> Tensor:
@@ -148,9 +265,7 @@ def _level(share: Tensor, turn: Tensor, count: int, keeps_small: bool) -> Tensor
     """Take the level below a share of the scale, or the one above it where its turn is less than the share's place
     between the two."""
     share = share.clamp(min=0.0)
-    table = torch.tensor(
-        [0.0, *(10 ** (_DECADES * (place / (count - 1) - 1)) for place in range(count))], dtype=torch.float64
-    )
+    table = _levels(count)
     below = (torch.searchsorted(table, share, right=True) - 1).clamp(0, count - 1)
     place = (share - table[below]) / (table[below + 1] - table[below])
     chosen = below + (turn < place)

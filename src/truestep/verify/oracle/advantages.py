@@ -1,0 +1,105 @@
+"""Advantages from the rewards of groups, and what a step leaves out: docs/contract.md, section 4."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+Record = dict[str, Any]
+
+_SCALES = {"group_normalized": "group", "batch_normalized": "step"}  # baselines that name a scale
+
+
+def prepare(records: Sequence[Record], data: dict[str, Any]) -> list[Record]:
+    """Give the records, in their order, as steps take them. `data` is that section of the YAML file, and where
+    `advantages` is a user's function also `function`: it gives a number for each of a group's records.
+
+    A record of a group with a reward has an `advantage` then, or where the step scales it a `difference`; a document
+    that was truncated has no label (`mask`) or is not there (`drop`).
+    """
+    kind = data.get("advantages", "none")
+    prepared = [dict(record) for record in records]
+    for group in _groups(prepared, data.get("group_size")) if kind != "none" else ():
+        _give_advantages(group, kind, data)
+    rule = data.get("truncated", "keep")
+    if rule == "drop":
+        return [record for record in prepared if not record.get("truncated")]
+    return [_without_labels(record) if rule == "mask" and record.get("truncated") else record for record in prepared]
+
+
+def _groups(records: Sequence[Record], group_size: int | None) -> list[list[Record]]:
+    """List the groups. One ends with its last member, and a later record of its name begins another. A member with an
+    advantage of its own takes a place, and is no part of the baseline."""
+    ended: list[list[Record]] = []
+    still_open: dict[str, list[Record]] = {}
+    for record in records:
+        if record.get("group_id") is None:
+            continue
+        group = still_open.setdefault(record["group_id"], [])
+        group.append(record)
+        if len(group) == group_size:
+            ended.append(still_open.pop(record["group_id"]))
+    return [
+        [record for record in group if record.get("advantage") is None and record.get("reward") is not None]
+        for group in [*ended, *still_open.values()]
+    ]
+
+
+def _give_advantages(group: list[Record], kind: str, data: dict[str, Any]) -> None:
+    """Put into each record what its reward gives it; the reward is less by the penalty from then on."""
+    for record in group:
+        if (penalty := data.get("overlong_penalty")) is not None:
+            beyond = (len(label_positions(record)) - penalty["from"]) / (penalty["to"] - penalty["from"])
+            less = penalty["weight"] * min(max(beyond, 0.0), 1.0)
+            record["reward"] -= less
+            record["rewards"] = {**(record.get("rewards") or {}), "overlong_penalty": -less}
+    if not group:
+        return
+    rewards = [record["reward"] for record in group]
+    function = data.get("function")
+    labels = [len(label_positions(record)) for record in group]
+    made = differences(rewards, labels, kind) if function is None else list(function(group))
+    scale = data.get("advantage_scale") or _SCALES.get(kind)
+    for record, difference in zip(group, made, strict=True):
+        if scale == "step":
+            record["difference"] = difference
+        elif scale == "group":
+            record["advantage"] = over_spread(difference, rewards, data.get("advantage_std_floor", 1e-4))
+        else:
+            record["advantage"] = difference
+
+
+def differences(rewards: Sequence[float], labels: Sequence[int], kind: str) -> list[float]:
+    """Compute each reward of a group less its baseline. `labels`: how many each document has."""
+    count, total = len(rewards), math.fsum(rewards)
+    if count == 1 or min(rewards) == max(rewards):
+        return [0.0] * count
+    if kind == "leave_one_out":
+        return [reward - (total - reward) / (count - 1) for reward in rewards]
+    if kind == "length_weighted" and any(labels):
+        weighted = math.fsum(number * reward for number, reward in zip(labels, rewards, strict=True))
+        return [reward - weighted / sum(labels) for reward in rewards]
+    if kind in ("group_mean", "group_normalized", "batch_normalized", "length_weighted"):
+        return [reward - total / count for reward in rewards]
+    raise ValueError(f"data.advantages: {kind}")
+
+
+def over_spread(difference: float, values: Sequence[float], floor: float) -> float:
+    """Divide by the sample's standard deviation of the values, and the floor; so few have no spread, and give 0."""
+    if len(values) < 2 or difference == 0:
+        return 0.0
+    mean = math.fsum(values) / len(values)
+    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)) + floor
+    return difference / spread if spread else 0.0
+
+
+def label_positions(record: Record) -> list[int]:
+    if record.get("loss_mask") is not None:
+        return [position for position, value in enumerate(record["loss_mask"]) if value == 1]
+    return list(range(record["prompt_length"], len(record["input_ids"])))
+
+
+def _without_labels(record: Record) -> Record:
+    lists = ("logprobs", "advantage", "model_version", "reference_logprobs", "prompt_length")
+    kept = {name: value for name, value in record.items() if name not in lists}
+    advantage = {"advantage": 0.0} if "advantage" in record else {}
+    return kept | advantage | {"loss_mask": [0] * len(record["input_ids"])}
