@@ -47,6 +47,17 @@ class LabelLoss:
     def __call__(self, labels: Labels) -> LabelTerm:
         raise NotImplementedError
 
+    def term(self, labels: Labels) -> LabelTerm:
+        """Call the loss. A vector that is not one number for each label would spread over all of them unseen."""
+        term = self(labels)
+        if not isinstance(term, LabelTerm):
+            raise CustomError(f"{type(self).__name__} gives {type(term).__name__}, not a LabelTerm(loss, slope)")
+        for name, value in (("loss", term.loss), ("slope", term.slope)):
+            if getattr(value, "shape", None) != labels.logprobs.shape:
+                found = list(getattr(value, "shape", ())) or "a single number"
+                raise CustomError(f"{type(self).__name__} gives as {name} {found}, not one number for each label")
+        return term
+
     def log_ratio(self, labels: Labels) -> torch.Tensor:  # [T]
         """The log-ratio that this loss looks at: each label's own, or its document's mean."""
         return labels.document_means(labels.log_ratio) if self.document_ratio else labels.log_ratio

@@ -1,0 +1,221 @@
+"""Every sentence of README.md, SECURITY.md and docs that promises something is listed, with the tests that break it.
+
+A file beside this one is a page's list: `README.yaml` is that of README.md, `adapters.yaml` that of docs/adapters.md.
+An entry has a sentence as it stands on the page (`says`; code in backticks, without links and bold) and one of
+
+- `tests`: `file::function` below `tests`, or `file::function[text]` where the cases hold a text;
+- `measured`: a script, and a heading of benchmarks/RESULTS.md;
+- `no_promise`: why it promises nothing, one of `WHY`.
+
+`only` says where the tests run if none of them is part of `make test` or `make test-long`, as far as their marks tell.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pages import ROOT, plain_blocks
+
+HERE = Path(__file__).parent
+TESTS = ROOT / "tests"
+# A sentence with one of these words may promise something. The two pages that everybody reads are held to more words.
+ABSOLUTE = (
+    r"never|always|exactly|bit for bit|bitwise|last bit|cannot|whatever|guarantee\w*|refused|at any|nothing|once|lost"
+    r"|ends? the run|complete or absent|not depend|changes? no|no (number|result)\w*|loses|as it was|within 1e-\d"
+    r"|no other|the same (numbers|draws)|is an error|harms? no|a test (holds|keeps)"
+)
+READ_BY_ALL = rf"{ABSOLUTE}|every|each|no|none|must|any|all|only|without|killed|ends?|not"
+WHY = {
+    "definition": "it says what a word, a number or an option means",
+    "instruction": "it says what the reader does",
+    "limit": "it says what truestep does not do",
+    "reason": "it says why something is so",
+    "others": "it speaks of another program",
+}
+MARKS = ("gpu", "release")
+
+
+@dataclass(frozen=True)
+class Entry:
+    page: str
+    says: str
+    tests: tuple[str, ...] = ()
+    measured: tuple[str, str] | None = None
+    no_promise: str | None = None
+    only: str | None = None
+
+
+@cache
+def listed() -> dict[str, list[Entry]]:
+    found = {}
+    for file in sorted(HERE.glob("*.yaml")):
+        page = f"{file.stem}.md" if file.stem.isupper() else f"docs/{file.stem}.md"
+        entries = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
+        found[page] = [entry(page, fields) for fields in entries]
+    return found
+
+
+def entry(page: str, fields: dict[str, Any]) -> Entry:
+    says = " ".join(fields.pop("says").split())
+    measured = fields.pop("measured", None)
+    pair = (measured["script"], measured["results"]) if measured else None
+    return Entry(page, says, tuple(fields.pop("tests", ())), pair, **fields)
+
+
+@cache
+def blocks(page: str) -> tuple[str, ...]:
+    return tuple(plain_blocks((ROOT / page).read_text(encoding="utf-8")))
+
+
+def pages() -> list[str]:
+    return ["README.md", "SECURITY.md", *sorted(f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md"))]
+
+
+def places(says: str, block: str) -> Iterator[range]:
+    """Give where a sentence stands in a block: whole, between the block's ends or the ends of other sentences."""
+    for match in re.finditer(re.escape(says), block):
+        before, behind = block[: match.start()].rstrip(), block[match.end() :]
+        if (not before or before[-1] in '.!?:;)"') and (not behind or says[-1] in ".!?:;"):
+            yield range(match.start(), match.end())
+
+
+def unlisted(page: str, text: tuple[str, ...], entries: list[Entry]) -> Iterator[str]:
+    """Give each sentence that has a word of a promise and is no part of what is listed."""
+    words = re.compile(rf"\b({READ_BY_ALL if page.isupper() or '/' not in page else ABSOLUTE})\b", re.IGNORECASE)
+    for block in text:
+        covered = [place for entry in entries for place in places(entry.says, block)]
+        missing = [word for word in words.finditer(block) if not any(word.start() in place for place in covered)]
+        for sentence in re.finditer(r".+?(?:[.!?:;](?=\s|$)|$)", block):
+            if any(sentence.start() <= word.start() < sentence.end() for word in missing):
+                yield sentence[0].strip()
+
+
+@cache
+def functions(file: str) -> tuple[str, dict[str, ast.FunctionDef], list[str]]:
+    """Give a file of tests: its text, its functions, and the marks that all of them have."""
+    text = (TESTS / file).read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    marks = [ast.unparse(node.value) for node in tree.body if isinstance(node, ast.Assign) and names_marks(node)]
+    return text, {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}, marks
+
+
+def names_marks(node: ast.Assign) -> bool:
+    return any(isinstance(target, ast.Name) and target.id == "pytestmark" for target in node.targets)
+
+
+def marks_of(name: str) -> str:
+    file, _, function = name.partition("::")
+    _, found, marks = functions(file)
+    return " ".join([*marks, *map(ast.unparse, found[function.partition("[")[0]].decorator_list)])
+
+
+def wrong_with(name: str) -> str | None:
+    """Say why a name is of no test that runs; None where it is of one."""
+    file, _, function = name.partition("::")
+    function, _, case = function.partition("[")
+    if not (TESTS / file).is_file():
+        return f"there is no tests/{file}"
+    text, found, _ = functions(file)
+    if not function.startswith("test_") or function not in found:
+        return f"tests/{file} has no {function}"
+    if case and case.removesuffix("]") not in text:
+        return f"tests/{file} has no case of {case.removesuffix(']')}"
+    if re.search(r"mark\.(skip|xfail)\b", marks_of(f"{file}::{function}")):
+        return f"{function} is skipped"
+    for statement in found[function].body:
+        if re.match(r"pytest\.(skip|xfail)\(", ast.unparse(statement)):
+            return f"{function} is skipped"
+    return None
+
+
+def where_it_runs(tests: tuple[str, ...]) -> str | None:
+    """Say which mark all of the tests have; None where one is run by CI."""
+    marks = [{mark for mark in MARKS if f"mark.{mark}" in marks_of(name)} for name in tests]
+    return min(set.union(*marks), default=None) if marks and all(marks) else None
+
+
+def everything() -> list[Entry]:
+    return [entry for entries in listed().values() for entry in entries]
+
+
+def test_each_sentence_stands_on_its_page() -> None:
+    wrong = [
+        f"{entry.page}: {entry.says}"
+        for entry in everything()
+        if not any(list(places(entry.says, block)) for block in blocks(entry.page))
+    ]
+    assert not wrong, "No longer on their pages: change them in tests/promises, with their tests, or remove them.\n" + (
+        "\n".join(wrong)
+    )
+
+
+def test_each_sentence_is_listed_once() -> None:
+    names = [(entry.page, entry.says) for entry in everything()]
+    assert not {name for name in names if names.count(name) > 1}
+
+
+def test_each_test_is_there() -> None:
+    assert not {name: wrong for entry in everything() for name in entry.tests if (wrong := wrong_with(name))}
+
+
+def test_each_entry_is_of_one_kind() -> None:
+    wrong = [
+        entry.says
+        for entry in everything()
+        if (bool(entry.tests) + (entry.measured is not None) + (entry.no_promise in WHY)) != 1
+    ]
+    assert not wrong
+
+
+def test_what_ci_does_not_run_is_marked_so() -> None:
+    wrong = {
+        entry.says: where_it_runs(entry.tests) for entry in everything() if where_it_runs(entry.tests) != entry.only
+    }
+    assert not wrong, "`only` is where the tests run, if CI runs none of them"
+
+
+def test_what_is_measured_has_a_script_and_a_result() -> None:
+    results = (ROOT / "benchmarks/RESULTS.md").read_text(encoding="utf-8")
+    headings = set(re.findall(r"^#+ (.*)$", results, re.MULTILINE))
+    for entry in everything():
+        if entry.measured:
+            script, heading = entry.measured
+            assert (ROOT / script).is_file(), entry
+            assert heading in headings, entry
+
+
+@pytest.mark.parametrize("page", pages())
+def test_each_sentence_that_promises_is_listed(page: str) -> None:
+    """A word such as `never` makes a sentence one that is listed: with a test, a measurement or a reason."""
+    missing = list(unlisted(page, blocks(page), listed().get(page, [])))
+    assert not missing, (
+        f"{page} has sentences with a word of a promise that tests/promises/{Path(page).stem}.yaml does not list. "
+        "Name the tests that would fail if it were false; write one, or reword the sentence, where there is none; "
+        "or say with `no_promise` why it promises nothing.\n" + "\n".join(f"- says: {text!r}" for text in missing)
+    )
+
+
+def test_no_list_is_of_a_page_that_is_gone() -> None:
+    assert set(listed()) <= set(pages())
+
+
+def test_faults_are_found() -> None:
+    page = "docs/planted.md"
+    entries = [Entry(page, "It never fails.")]
+    text = "It never fails. It is [always](x.md)\nright. So it is.\n\n- `nothing` is **lost**\n\n```\nnever\n```\n"
+    found = list(unlisted(page, tuple(plain_blocks(text)), entries))
+    assert found == ["It is always right.", "`nothing` is lost"]
+    assert not list(places("never fails.", "It never fails."))
+    assert wrong_with("promises/test_promises.py::test_no_such")
+    assert wrong_with("promises/nowhere.py::test_faults_are_found")
+    assert wrong_with("promises/test_promises.py::test_faults_are_found[a case " + "that is not there]")
+    assert wrong_with("promises/test_promises.py::test_faults_are_found[So it is]") is None
