@@ -109,8 +109,7 @@ class Callbacks:
 
     def rollouts(self, rollouts: Sequence[Rollout]) -> None:
         if any(type(callback).on_rollouts is not Callback.on_rollouts for callback in self.callbacks):
-            shown = [_read_only(rollout) for rollout in rollouts]
-            self._each("on_rollouts", lambda callback: callback.on_rollouts(self.run, shown))
+            self._each("on_rollouts", lambda callback: callback.on_rollouts(self.run, [*map(_read_only, rollouts)]))
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         self.run.step, self.run.documents_seen = metrics["step"], metrics["documents_seen"]

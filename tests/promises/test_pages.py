@@ -303,10 +303,23 @@ class Meddler(truestep.Callback):
         evaluation["examples"].clear()
 
 
+class Next(truestep.Callback):
+    """Comes behind the one that meddles, and sees what it would have seen alone."""
+
+    def on_rollouts(self, run: truestep.Run, rollouts: Sequence[Rollout]) -> None:
+        assert not any("mine" in rollout.metadata or "mine" in rollout.rewards for rollout in rollouts)
+
+    def on_step(self, run: truestep.Run, metrics: Mapping[str, Any]) -> None:
+        assert metrics["step"] == run.step
+
+    def on_evaluation(self, run: truestep.Run, evaluation: Mapping[str, Any]) -> None:
+        assert evaluation["examples"]
+
+
 def test_a_callback_cannot_change_a_run(tmp_path: Path) -> None:
     model, prompts = word_model(tmp_path / "m"), write_lines(tmp_path / "p.jsonl", sort_prompts(4))
     evaluation, meddler = {"prompts": str(prompts), "every": 1}, Meddler()
-    for name, callbacks in (("plain", []), ("meddled", [meddler])):
+    for name, callbacks in (("plain", []), ("meddled", [meddler, Next()])):
         given = sampled_config(model, prompts, tmp_path / name, evaluation=evaluation, schedule={"steps": 2})
         truestep.train(given, callbacks=callbacks)
     assert meddler.refused == 2 * 8 * 4

@@ -1,10 +1,9 @@
-"""What ranks bring together, and how often: the head once a micro-batch, all weights once a phase of sampling, and of
-the matrices that Muon orthogonalises one on each rank."""
+"""What ranks bring together, and how often: the head once a micro-batch, gradients once a step, all weights once a
+phase of sampling, and of the matrices that Muon orthogonalises one on each rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,35 +30,41 @@ from truestep.step.optimizers.exchange import WholeMatrices
 HEAD = 62 * 32  # numbers of the head, and of the embedding, as they are gathered: of 61 rows, as many on each rank
 
 
-class Gathers(TorchDispatchMode):
-    """Notes the size of each tensor that is gathered from all ranks."""
+class Noted(TorchDispatchMode):
+    """Notes the size of each tensor that is gathered from all ranks, and of each that is reduced over them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sizes: list[int] = []
+        self.gathered: list[int] = []
+        self.reduced: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "allgather_base" in str(func):
-            self.sizes.append(args[0].numel())
+            self.gathered.append(args[0].numel())
+        if "reduce_scatter" in str(func):
+            self.reduced.append(args[1].numel() if torch.is_tensor(args[1]) else 0)
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def noted() -> Iterator[list[int]]:
-    with Gathers() as gathers:
-        yield gathers.sizes
+def case_of(model: Path, folder: Path) -> dict[str, Any]:
+    """Two micro-batches on each of two ranks."""
+    write_records(folder / "r.jsonl", make_records(3, documents=12))
+    return {
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"path": str(folder / "r.jsonl"), "advantages": "none", "tokens_per_microbatch": 50},
+    }
 
 
 def score_and_count(given: dict[str, Any], output: str) -> None:
     told = []
     for rows in (2, 1000):
         given["model"]["head"] = {"logits_chunk_size": rows}
-        with noted() as sizes:
+        with Noted() as noted:
             step = score(Config.model_validate(given), Path(output), gradients=True).step
         assert step["num_micro_batches"] > 1 and step["num_labels"] > 10 * step["num_micro_batches"]
         # The embedding is gathered twice, for the forward pass and for the backward pass.
-        assert sizes.count(HEAD) == (2 + 1) * step["num_micro_batches"], sizes
-        told.append(sizes)
+        assert noted.gathered.count(HEAD) == (2 + 1) * step["num_micro_batches"], noted.gathered
+        told.append(noted.gathered)
     assert told[0] == told[1]
 
 
@@ -67,21 +72,34 @@ def score_and_count(given: dict[str, Any], output: str) -> None:
 def test_the_head_is_gathered_once_a_micro_batch_and_not_once_a_chunk(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    write_records(tmp_path / "r.jsonl", make_records(3, documents=12))
-    given = {
-        "model": {"path": str(tiny_model("llama")), "dtype": "float32"},
-        "data": {"path": str(tmp_path / "r.jsonl"), "advantages": "none", "tokens_per_microbatch": 50},
-    }
-    on_ranks(2, score_and_count, given, str(tmp_path / "out"))
+    on_ranks(2, score_and_count, case_of(tiny_model("llama"), tmp_path), str(tmp_path / "out"))
+
+
+def score_and_count_reductions(given: dict[str, Any], output: str) -> None:
+    counts = {}
+    for each in (False, True):
+        given["parallel"] = {"reduce_each_micro_batch": each}
+        with Noted() as noted:
+            step = score(Config.model_validate(given), Path(output), gradients=True).step
+        counts[each] = len(noted.reduced)
+        assert step["num_micro_batches"] == 2
+    assert counts[False] > 0 and counts[True] == 2 * counts[False], counts
+
+
+@pytest.mark.long
+def test_gradients_are_reduced_once_a_step_or_after_each_micro_batch(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    on_ranks(2, score_and_count_reductions, case_of(tiny_model("llama"), tmp_path), str(tmp_path / "out"))
 
 
 def sample_and_count(model: str) -> None:
     policy = load_policy(model, device="cpu", ranks=join(RankLayout(), device="cpu", stall_timeout=60))
     counts = []
     for tokens in (2, 14):
-        with noted() as sizes:
+        with Noted() as noted:
             decode(policy, requests((3, 9, 5, 7)), options(max_new_tokens=tokens))
-        counts.append(len(sizes))
+        counts.append(len(noted.gathered))
     # The first phase compares the engine with training too.
     assert 0 < counts[1] <= counts[0], counts
     assert counts[1] == 5, "the embedding, two layers, the norm and the head"
