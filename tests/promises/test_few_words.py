@@ -59,9 +59,11 @@ def test_tools_and_calls_go_to_the_template() -> None:
 
 
 def test_parts_of_a_reward_have_no_other_effect(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    """docs/contract.md: `rewards` are logged and have no other effect."""
+    """docs/contract.md: `rewards` are logged and have no other effect, and `metadata` has none."""
     records, scored = make_records(3, advantages="rewards", group_size=4), []
-    for number, parts in enumerate(({}, {"rewards": {"right": 5.0, "form": -3.0}})):
+    for number, parts in enumerate(
+        ({}, {"rewards": {"right": 5.0, "form": -3.0}, "metadata": {"reward": 9.0, "advantage": [1]}})
+    ):
         file = write_records(tmp_path / f"{number}.jsonl", [record | parts for record in records])
         config = {
             "model": {"path": str(tiny_model("llama")), "dtype": "float32"},

@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import truestep
-from pages import ROOT
+from pages import ROOT, plain_blocks
 from rollouts.rollout_records import NEEDS
 from small_runs import (
     file_config,
@@ -36,13 +36,25 @@ from small_runs import (
 )
 from truestep.cli import main
 from truestep.custom import CustomError
+from truestep.kept.files import list_files, read_rows
 from truestep.losses.label_losses import LabelLoss, LabelTerm
 from truestep.losses.labels import Labels
 from truestep.metrics.types import Sum
+from truestep.plan import search
+from truestep.policy.weights import unread
+from truestep.report import rollouts as page_rollouts
+from truestep.report import series
+from truestep.rollouts import advantages
 from truestep.rollouts.files import Checks
 from truestep.rollouts.record import FIELDS
+from truestep.rollouts.stream import ids, intake, reading
 from truestep.rollouts.table import documents as tables
+from truestep.sampler import decode, groups
+from truestep.sampler.engine import draw
+from truestep.sampler.server import probe
 from truestep.score import score
+from truestep.step.optimizers import by_weight
+from truestep.transfer import link
 from truestep.types import Rollout
 from truestep.verify import judge
 from truestep.verify.compare import Difference
@@ -189,6 +201,14 @@ def test_what_is_read_into_memory_whatever_its_size(
     monkeypatch.setattr(tables, "LARGE_BYTES", 1)
     found = tables.open_documents([tmp_path / "r.jsonl"], Checks(NEEDS, truncated=kind), tmp_path / "cache").rollouts
     assert isinstance(found, tables.TableDocuments) == as_table == (tmp_path / "cache").exists()
+
+
+def test_documents_of_several_updates_are_kept_once(config: truestep.Config) -> None:
+    """At the first update on them."""
+    quiet_trainer(config.changed({"schedule.updates_per_batch": 2, "schedule.steps": 4})).run()
+    rows = [row for file in list_files(Path(str(config.checkpoint.directory)) / "rollouts") for row in read_rows(file)]
+    assert [row["step"] for row in rows] == [1] * 5 + [3] * 5
+    assert len({row["id"] for row in rows}) == 10
 
 
 # ---- `verify`
@@ -347,3 +367,38 @@ def test_ctrl_c_in_a_program(config: truestep.Config) -> None:
     assert not stopped.finished and stopped.step == 1 and stopped.checkpoint is not None
     assert truestep.train(config, console=quiet).step == 2, "the directory was left unlocked"
     assert torch.is_grad_enabled()
+
+
+# ---- figures that stand in the code too
+
+MIB, GIB = 2**20, 2**30
+WORDS = {4: "four", 8: "eight"}
+FIGURES = [
+    ("rollouts", f"Files of {tables.LARGE_BYTES // MIB} MiB or more together are converted"),
+    ("rollouts", f"at most {reading.MOST_MESSAGES:,}, or {reading.MOST_BYTES // MIB} MiB of them"),
+    ("rollouts", f"A message of more than {reading.LARGEST_MESSAGE // MIB} MiB is rejected unread"),
+    ("rollouts", f"Open groups take at most {intake.MOST_OPEN_BYTES // GIB} GiB"),
+    ("rollouts", f"`stream_ids.bin` in the run's directory, {ids._DIGEST} bytes each"),
+    ("rollouts", f"standard deviation + {advantages.STANDARD_DEVIATION_FLOOR:.0e}".replace("e-04", "e-4")),
+    ("metrics", f"at most {page_rollouts.MOST_ROWS:,} rollouts"),
+    (
+        "metrics",
+        f"Of a line of more than {series.LONGEST_SERIES:,} points the page has the smallest and the largest value",
+    ),
+    ("metrics", f"of each of {series.BUCKETS} stretches"),
+    ("memory", f"the fastest by the plan that fits {search.ROOM:.0%} of its memory"),
+    ("engine", f"at most {decode._ROWS['cuda']:,} on a GPU and {decode._ROWS['cpu']} on a CPU"),
+    ("engine", f"a block of {draw.BLOCK} tokens is drawn first"),
+    ("sampling", f"prompts of up to {max(probe._LENGTHS)} tokens"),
+    ("sampling", f"at temperature {probe.TEMPERATURE}"),
+    ("sampling", f"in chunks of {link.CHUNK // MIB} MiB"),
+    ("sampling", f"after {WORDS[groups.TRIES]} times the whole group is given up"),
+    ("troubleshooting", f"If {WORDS[groups.HOPELESS]} groups in a row cannot be completed"),
+    ("optimizers", f"{by_weight._NUMBERS / 1e6:.1f} million numbers of a weight at a time"),
+    ("ranks", f"no more than {unread._MAPPED >> 20} MB of the files"),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), FIGURES)
+def test_a_figure_of_a_page_is_that_of_the_code(name: str, text: str) -> None:
+    assert any(text in block for block in plain_blocks(page(f"docs/{name}.md"))), text
