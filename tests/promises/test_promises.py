@@ -12,7 +12,6 @@ An entry has a sentence as it stands on the page (`says`; code in backticks, wit
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -84,6 +83,8 @@ def pages() -> list[str]:
 
 def places(says: str, block: str) -> Iterator[range]:
     """Give where a sentence stands in a block: whole, between the block's ends or the ends of other sentences."""
+    if says not in block:
+        return
     for match in re.finditer(re.escape(says), block):
         before, behind = block[: match.start()].rstrip(), block[match.end() :]
         if (not before or before[-1] in '.!?:;)"') and (not behind or says[-1] in ".!?:;"):
@@ -103,47 +104,49 @@ def unlisted(page: str, text: tuple[str, ...], entries: list[Entry]) -> Iterator
 
 
 @cache
-def functions(file: str) -> tuple[str, dict[str, ast.FunctionDef], list[str]]:
-    """Give a file of tests: its text, its functions, and the marks that all of them have."""
-    text = (TESTS / file).read_text(encoding="utf-8")
-    tree = ast.parse(text)
-    marks = [ast.unparse(node.value) for node in tree.body if isinstance(node, ast.Assign) and names_marks(node)]
-    return text, {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}, marks
+def source(file: str) -> str:
+    return (TESTS / file).read_text(encoding="utf-8")
 
 
-def names_marks(node: ast.Assign) -> bool:
-    return any(isinstance(target, ast.Name) and target.id == "pytestmark" for target in node.targets)
+@cache
+def code_of(file: str, function: str) -> tuple[str, str] | None:
+    """Find a function of a file of tests: what marks it, its own decorators and the file's, and its body."""
+    text = source(file)
+    found = re.search(rf"^(?:async )?def {function}\(", text, re.MULTILINE)
+    if found is None:
+        return None
+    above, below = text[: found.start()], text[found.end() :]
+    decorators = above.rpartition("\n\n")[2]
+    marks = " ".join(re.findall(r"^pytestmark = .*(?:\n[ \])].*)*", text, re.MULTILINE))
+    return f"{decorators} {marks}", re.split(r"^\S", below.partition(":\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
 
 
-def marks_of(name: str) -> str:
-    file, _, function = name.partition("::")
-    _, found, marks = functions(file)
-    return " ".join([*marks, *map(ast.unparse, found[function.partition("[")[0]].decorator_list)])
+def parts_of(name: str) -> tuple[str, str, str]:
+    """Take a test's name apart: its file, its function, and a text that stands in its cases."""
+    file, _, rest = name.partition("::")
+    function, _, case = rest.partition("[")
+    return file, function, case.removesuffix("]")
 
 
 def wrong_with(name: str) -> str | None:
     """Say why a name is of no test that runs; None where it is of one."""
-    file, _, function = name.partition("::")
-    function, _, case = function.partition("[")
+    file, function, case = parts_of(name)
     if not (TESTS / file).is_file():
         return f"there is no tests/{file}"
-    text, found, _ = functions(file)
-    if not function.startswith("test_") or function not in found:
+    code = code_of(file, function) if re.fullmatch(r"test_\w+", function) else None
+    if code is None:
         return f"tests/{file} has no {function}"
-    if case and case.removesuffix("]") not in text:
-        return f"tests/{file} has no case of {case.removesuffix(']')}"
-    if re.search(r"mark\.(skip|xfail)\b", marks_of(f"{file}::{function}")):
-        return f"{function} is skipped"
-    for statement in found[function].body:
-        if re.match(r"pytest\.(skip|xfail)\(", ast.unparse(statement)):
-            return f"{function} is skipped"
-    return None
+    if case not in source(file):
+        return f"tests/{file} has no case of {case}"
+    marks, body = code
+    skipped = re.search(r"mark\.(skip|xfail)\b", marks) or re.search(r"^    pytest\.(skip|xfail)\(", body, re.MULTILINE)
+    return f"{function} is skipped" if skipped else None
 
 
 def where_it_runs(tests: tuple[str, ...]) -> str | None:
     """Say which mark all of the tests have; None where one is run by CI."""
-    there = [name for name in tests if wrong_with(name) is None]
-    marks = [{mark for mark in MARKS if f"mark.{mark}" in marks_of(name)} for name in there]
+    there = [code for name in tests if (code := code_of(*parts_of(name)[:2])) is not None]
+    marks = [{mark for mark in MARKS if f"mark.{mark}" in decorators} for decorators, _ in there]
     return min(set.union(*marks), default=None) if marks and all(marks) else None
 
 
@@ -219,7 +222,43 @@ def test_faults_are_found() -> None:
     found = list(unlisted(page, tuple(plain_blocks(text)), entries))
     assert found == ["It is always right.", "`nothing` is lost"]
     assert not list(places("never fails.", "It never fails."))
-    assert wrong_with("promises/test_promises.py::test_no_such")
-    assert wrong_with("promises/nowhere.py::test_faults_are_found")
-    assert wrong_with("promises/test_promises.py::test_faults_are_found[a case " + "that is not there]")
-    assert wrong_with("promises/test_promises.py::test_faults_are_found[So it is]") is None
+
+
+PLANTED = """
+pytestmark = [
+    pytest.mark.gpu,
+]
+
+
+@pytest.mark.parametrize("case", ["a", "b"])
+def test_good(case: str) -> None:
+    assert case
+
+
+@pytest.mark.skip(reason="never")
+@pytest.mark.parametrize(
+    "case",
+    ["c"],
+)
+def test_skipped(case: str) -> None:
+    assert case
+
+
+def test_given_up() -> None:
+    pytest.skip("not today")
+
+
+def helper() -> None:
+    pytest.skip("by those who call it")
+"""
+
+
+def test_a_test_that_does_not_run_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "planted.py").write_text(PLANTED, encoding="utf-8")
+    monkeypatch.setattr(f"{__name__}.TESTS", tmp_path)
+    for good in ("test_good", 'test_good["a"]'):
+        assert wrong_with(f"planted.py::{good}") is None
+    for bad in ("test_skipped", "test_given_up", "test_no_such", "helper", "test_good[no such case]"):
+        assert wrong_with(f"planted.py::{bad}"), bad
+    assert wrong_with("nowhere.py::test_good")
+    assert where_it_runs(("planted.py::test_good",)) == "gpu"
