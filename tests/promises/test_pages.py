@@ -40,7 +40,7 @@ from truestep.kept.files import list_files, read_rows
 from truestep.losses.label_losses import LabelLoss, LabelTerm
 from truestep.losses.labels import Labels
 from truestep.metrics.types import Sum
-from truestep.plan import search
+from truestep.plan import activations, search
 from truestep.policy.weights import unread
 from truestep.report import rollouts as page_rollouts
 from truestep.report import series
@@ -387,6 +387,7 @@ FIGURES = [
     ),
     ("metrics", f"of each of {series.BUCKETS} stretches"),
     ("memory", f"the fastest by the plan that fits {search.ROOM:.0%} of its memory"),
+    ("memory", f"Compiled layers keep {activations._COMPILED:.0%} of that"),
     ("engine", f"at most {decode._ROWS['cuda']:,} on a GPU and {decode._ROWS['cpu']} on a CPU"),
     ("engine", f"a block of {draw.BLOCK} tokens is drawn first"),
     ("sampling", f"prompts of up to {max(probe._LENGTHS)} tokens"),

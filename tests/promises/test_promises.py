@@ -4,7 +4,7 @@ A file beside this one is a page's list: `README.yaml` is that of README.md, `ad
 An entry has a sentence as it stands on the page (`says`; code in backticks, without links and bold) and one of
 
 - `tests`: `file::function` below `tests`, or `file::function[text]` where the cases hold a text;
-- `measured`: a script, and a heading of benchmarks/RESULTS.md;
+- `measured`: a script or a command (`by`), and a heading of benchmarks/RESULTS.md below which it is named (`results`);
 - `no_promise`: why it promises nothing, one of `WHY`.
 
 `only` says where the tests run if none of them is part of `make test` or `make test-long`, as far as their marks tell.
@@ -68,7 +68,7 @@ def listed() -> dict[str, list[Entry]]:
 def entry(page: str, fields: dict[str, Any]) -> Entry:
     says = " ".join(fields.pop("says").split())
     measured = fields.pop("measured", None)
-    pair = (measured["script"], measured["results"]) if measured else None
+    pair = (measured["by"], measured["results"]) if measured else None
     return Entry(page, says, tuple(fields.pop("tests", ())), pair, **fields)
 
 
@@ -190,14 +190,22 @@ def test_what_ci_does_not_run_is_marked_so() -> None:
     assert not wrong, "`only` is where the tests run, if CI runs none of them"
 
 
+def sections(text: str) -> dict[str, str]:
+    """Give what stands below each heading, with the headings below it."""
+    headings = [(len(match[1]), match[2], match.end()) for match in re.finditer(r"^(#+) (.*)$", text, re.MULTILINE)]
+    ends = [
+        next((end for lower, _, end in headings if end > at and lower <= level), len(text)) for level, _, at in headings
+    ]
+    return {name: text[at:end] for (_, name, at), end in zip(headings, ends, strict=True)}
+
+
 def test_what_is_measured_has_a_script_and_a_result() -> None:
-    results = (ROOT / "benchmarks/RESULTS.md").read_text(encoding="utf-8")
-    headings = set(re.findall(r"^#+ (.*)$", results, re.MULTILINE))
+    results = sections((ROOT / "benchmarks/RESULTS.md").read_text(encoding="utf-8"))
     for entry in everything():
         if entry.measured:
-            script, heading = entry.measured
-            assert (ROOT / script).is_file(), entry
-            assert heading in headings, entry
+            by, heading = entry.measured
+            assert not by.endswith(".py") or (ROOT / by).is_file(), entry
+            assert by.rpartition("/")[2] in results.get(heading, ""), entry
 
 
 @pytest.mark.parametrize("page", pages())
