@@ -54,6 +54,7 @@ from truestep.sampler.engine import draw
 from truestep.sampler.server import probe
 from truestep.score import score
 from truestep.step.optimizers import by_weight
+from truestep.terminal import run as terminal_run
 from truestep.transfer import link
 from truestep.types import Rollout
 from truestep.verify import judge
@@ -387,6 +388,7 @@ FIGURES = [
     ),
     ("metrics", f"of each of {series.BUCKETS} stretches"),
     ("memory", f"the fastest by the plan that fits {search.ROOM:.0%} of its memory"),
+    ("terminal", f"The time left is that of the last {terminal_run._TIMED} steps"),
     ("memory", f"Compiled layers keep {activations._COMPILED:.0%} of that"),
     ("engine", f"at most {decode._ROWS['cuda']:,} on a GPU and {decode._ROWS['cpu']} on a CPU"),
     ("engine", f"a block of {draw.BLOCK} tokens is drawn first"),

@@ -47,17 +47,6 @@ class LabelLoss:
     def __call__(self, labels: Labels) -> LabelTerm:
         raise NotImplementedError
 
-    def term(self, labels: Labels) -> LabelTerm:
-        """Call the loss. A vector that is not one number for each label would spread over all of them unseen."""
-        term = self(labels)
-        if not isinstance(term, LabelTerm):
-            raise CustomError(f"{type(self).__name__} gives {type(term).__name__}, not a LabelTerm(loss, slope)")
-        for name, value in (("loss", term.loss), ("slope", term.slope)):
-            if getattr(value, "shape", None) != labels.logprobs.shape:
-                found = list(getattr(value, "shape", ())) or "a single number"
-                raise CustomError(f"{type(self).__name__} gives as {name} {found}, not one number for each label")
-        return term
-
     def log_ratio(self, labels: Labels) -> torch.Tensor:  # [T]
         """The log-ratio that this loss looks at: each label's own, or its document's mean."""
         return labels.document_means(labels.log_ratio) if self.document_ratio else labels.log_ratio
@@ -72,6 +61,18 @@ class LabelLoss:
     def switches(self, labels: Labels) -> list[Switch]:
         """List the values at which the loss changes its formula, so that `verify` can keep away from them."""
         return [(self.log_ratio(labels), math.log(bound)) for bound in self.bounds or () if bound > 0]
+
+
+def term_of(loss: LabelLoss, labels: Labels) -> LabelTerm:
+    """Call a loss. A vector that is not one number for each label would spread over all of them unseen."""
+    term, name = loss(labels), type(loss).__name__
+    if not isinstance(term, LabelTerm):
+        raise CustomError(f"{name} gives {type(term).__name__}, not a LabelTerm(loss, slope)")
+    for part, value in (("loss", term.loss), ("slope", term.slope)):
+        if getattr(value, "shape", None) != labels.logprobs.shape:
+            found = list(getattr(value, "shape", ())) or "a single number"
+            raise CustomError(f"{name} gives as {part} {found}, not one number for each label")
+    return term
 
 
 def make_label_loss(options: Any) -> LabelLoss:
