@@ -65,6 +65,21 @@ def read_page(text: str, path: Path) -> Page:
     return page
 
 
+def plain_blocks(text: str) -> Iterator[str]:
+    """Give each paragraph, list item and cell of a table as one line of plain text, with code in backticks."""
+    heading = False
+    for token in MarkdownIt("commonmark").enable("table").parse(text):
+        heading = token.type == "heading_open" or (heading and token.type != "heading_close")
+        if token.type == "inline" and not heading:
+            yield " ".join("".join(map(_as_text, token.children or [])).split())
+
+
+def _as_text(token: Token) -> str:
+    if token.type in ("softbreak", "hardbreak", "html_inline"):
+        return " "
+    return f"`{token.content}`" if token.type == "code_inline" else token.content
+
+
 def all_pages() -> list[Page]:
     files = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md"), ROOT / "tests/README.md"]
     return [read_page(file.read_text(encoding="utf-8"), file.relative_to(ROOT)) for file in sorted(files)]

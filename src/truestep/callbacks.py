@@ -6,9 +6,12 @@ does the same.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from truestep.errors import TruestepError
 from truestep.types import Rollout
@@ -81,6 +84,17 @@ class Callback:
         """Take back what `state` gave, where a run goes on from a checkpoint."""
 
 
+def _read_only(rollout: Rollout) -> Rollout:
+    """Give a rollout that can be looked at and not written to: only the first rank has callbacks, and all have to train
+    on the same numbers."""
+    shown: dict[str, Any] = {"rewards": dict(rollout.rewards), "metadata": deepcopy(dict(rollout.metadata))}
+    for field in fields(rollout):
+        if isinstance(array := getattr(rollout, field.name), np.ndarray):
+            shown[field.name] = array.view()
+            shown[field.name].flags.writeable = False
+    return replace(rollout, **shown)
+
+
 @dataclass
 class Callbacks:
     """The callbacks of a run, what they asked for, and what of it a checkpoint holds."""
@@ -94,14 +108,15 @@ class Callbacks:
         self._each("on_start", lambda callback: callback.on_start(self.run))
 
     def rollouts(self, rollouts: Sequence[Rollout]) -> None:
-        self._each("on_rollouts", lambda callback: callback.on_rollouts(self.run, rollouts))
+        if any(type(callback).on_rollouts is not Callback.on_rollouts for callback in self.callbacks):
+            self._each("on_rollouts", lambda callback: callback.on_rollouts(self.run, [*map(_read_only, rollouts)]))
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         self.run.step, self.run.documents_seen = metrics["step"], metrics["documents_seen"]
-        self._each("on_step", lambda callback: callback.on_step(self.run, metrics))
+        self._each("on_step", lambda callback: callback.on_step(self.run, dict(metrics)))
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
-        self._each("on_evaluation", lambda callback: callback.on_evaluation(self.run, line))
+        self._each("on_evaluation", lambda callback: callback.on_evaluation(self.run, deepcopy(dict(line))))
 
     @property
     def hear_of_checkpoints(self) -> bool:

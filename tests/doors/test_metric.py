@@ -12,6 +12,7 @@ import pytest
 
 from small_runs import file_config, quiet_trainer, read_lines, write_rollouts
 from truestep.config.schema import Config
+from truestep.custom import CustomError
 from truestep.report.page import write_report
 from truestep.score import score
 from truestep.verify.judge import verify
@@ -59,5 +60,5 @@ def test_verify_holds_it_to_the_law(model: Path, tmp_path: Path, metric: str, ho
 
 
 def test_a_name_that_is_taken_is_refused(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="toy_metrics:clash gives loss, which is the name of another metric"):
+    with pytest.raises(CustomError, match="toy_metrics:clash gives loss, which is the name of another metric"):
         quiet_trainer(config_with("clash", model, tmp_path)).run()

@@ -143,6 +143,22 @@ def test_without_a_gpu_torch_attends(tiny_model: Callable[[str], Path]) -> None:
         load_policy(tiny_model("llama"), dtype="bfloat16", device="cpu", attending="flash")
 
 
+def test_torch_is_what_attends_where_it_is_asked_for(
+    tiny_model: Callable[[str], Path], package: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the package is there, and serves."""
+    called: list[str] = []
+    monkeypatch.setattr(flash, "problem", lambda *_: None)
+    monkeypatch.setattr(
+        package, "_flash_attn_fwd", lambda *given, **options: called.append("forward") or forward(*given, **options)
+    )
+    for attending in ("torch", "auto"):
+        called.clear()
+        policy = load_policy(tiny_model("llama"), dtype="bfloat16", device="cpu", attending=attending)
+        policy.hidden(pack_tokens([torch.arange(9)]))
+        assert bool(called) == (attending == "auto"), attending
+
+
 def test_a_model_that_uses_it_uses_it_again_after_sampling(
     tiny_model: Callable[[str], Path], package: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,18 @@ class LabelLoss:
         return [(self.log_ratio(labels), math.log(bound)) for bound in self.bounds or () if bound > 0]
 
 
+def term_of(loss: LabelLoss, labels: Labels) -> LabelTerm:
+    """Call a loss. A vector that is not one number for each label would spread over all of them unseen."""
+    term, name = loss(labels), type(loss).__name__
+    if not isinstance(term, LabelTerm):
+        raise CustomError(f"{name} gives {type(term).__name__}, not a LabelTerm(loss, slope)")
+    for part, value in (("loss", term.loss), ("slope", term.slope)):
+        if getattr(value, "shape", None) != labels.logprobs.shape:
+            found = list(getattr(value, "shape", ())) or "a single number"
+            raise CustomError(f"{name} gives as {part} {found}, not one number for each label")
+    return term
+
+
 def make_label_loss(options: Any) -> LabelLoss:
     """Make the loss that a `loss` section of the configuration describes."""
     if (custom := getattr(options, "custom", None)) is not None:

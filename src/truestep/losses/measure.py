@@ -6,9 +6,11 @@ users add their own by import path. T: labels, D: documents of the micro-batch.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from truestep.custom import CustomError
 from truestep.losses.labels import Labels
 from truestep.losses.objective import Objective
 from truestep.metrics.types import Derived, Histogram, Max, Mean, Metric, Min, Sum
@@ -44,10 +46,23 @@ def measure_labels(labels: Labels, step: StepFacts, level: str, custom: Mapping[
             metrics |= measure(labels, step)
     for name, measure in custom.items():
         measured = measure(labels, step)
+        _check(name, measured)
         if repeated := sorted(set(measured) & set(metrics)):
-            raise ValueError(f"{name} gives {', '.join(repeated)}, which is the name of another metric")
+            raise CustomError(f"{name} gives {', '.join(repeated)}, which is the name of another metric")
         metrics |= measured
     return metrics
+
+
+def _check(name: str, measured: Any) -> None:
+    """Refuse what a user's function gives if it is no mapping of metrics by name."""
+    if not isinstance(measured, Mapping):
+        raise CustomError(f"{name} gives {type(measured).__name__}, not a mapping of metrics by name")
+    for metric, value in measured.items():
+        if not (hasattr(value, "merge") and hasattr(value, "value")):
+            raise CustomError(
+                f"{name} gives {metric} as {type(value).__name__}: a metric is one of truestep.metrics.types, such as "
+                "Sum(total) or Mean(total, count), which says how it is reduced"
+            )
 
 
 def document_mean(labels: Labels, values: torch.Tensor, present: torch.Tensor | None = None) -> Mean:

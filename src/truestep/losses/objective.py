@@ -11,7 +11,7 @@ import torch
 
 from truestep.losses.corrections import Correction, OffPolicyMask
 from truestep.losses.exploration import ClipCov, EntropyTarget, KlCov
-from truestep.losses.label_losses import LabelLoss, LabelTerm, Switch
+from truestep.losses.label_losses import LabelLoss, LabelTerm, Switch, term_of
 from truestep.losses.labels import Labels
 from truestep.losses.reference import KlReference
 from truestep.types import Coefficients, StepTotals
@@ -105,7 +105,7 @@ class Objective:
 
     def policy_term(self, labels: Labels) -> LabelTerm:
         """Compute the label loss, corrected. What weighs 0 is 0, whatever it was."""
-        term, weights = self.label_loss(labels), self.policy_weights(labels)
+        term, weights = term_of(self.label_loss, labels), self.policy_weights(labels)
         if weights is None:
             return term
         loss, slope = (torch.where(weights == 0, 0, weights * value) for value in (term.loss, term.slope))
