@@ -43,6 +43,7 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.evaluations = path / "evaluation.jsonl"
         self.rejected = path / "rejected.jsonl"
+        self.printed = path / "rewards.log"
         self.config = path / "config.yaml"
         self.rollouts = path / kept_files.FOLDER
         self.checkpoints = path / "checkpoints"

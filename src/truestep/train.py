@@ -28,6 +28,7 @@ from truestep.checkpoint.saves import SaveRule, Saves
 from truestep.checkpoint.store import CheckpointStore, Progress, read_progress
 from truestep.config.load import dump_config
 from truestep.config.schema import Config
+from truestep.environments.printed import PrintedLog
 from truestep.files import write_whole
 from truestep.metrics.sinks import Sink
 from truestep.plan.beside import planned_beside
@@ -106,7 +107,7 @@ def make_trainer(
     runner = make_runner(config, policy)
     before = _before_updates(config, runner, directory, latest)
     watch.phase("reading the data")
-    raters = Raters(lambda note: _say_notes(display, config, [note]) if ranks.first else None)
+    raters = _make_raters(config, directory, ranks, display)
     source = make_source(config, policy, ranks, raters)
     queue = make_queue(config, policy, source)
     optimizer = make_optimizer(config, policy.weights)
@@ -121,7 +122,7 @@ def make_trainer(
         sinks = make_sinks(config, directory, display, title, progress.step)
         directory.lock()
         notes += _lay_out(directory, config, rejected, progress)
-        _say_notes(display, config, [*what_runs(config, policy, directory, source, ranks.size), *notes])
+        _say_notes(display, config, [*what_runs(config, policy, directory, source, ranks.size), *raters.notes, *notes])
     if latest is not None:  # a kill may have come after its completion, and before the source was told
         source.checkpointed(latest, progress.step, queue.documents_seen)
     return Trainer(
@@ -148,6 +149,15 @@ def make_trainer(
         keeper=make_keeper(config, directory, policy, display.say),
         callbacks=told,
     )
+
+
+def _make_raters(config: Config, directory: RunDirectory, ranks: Ranks, display: Display) -> Raters:
+    """Make the reward services; the first rank says what is to be said of them, and keeps what its rewards print."""
+
+    def say(note: str) -> None:
+        _say_notes(display, config, [note])
+
+    return Raters(say, PrintedLog(directory.printed, say)) if ranks.first else Raters()
 
 
 def _state(progress: Progress, queue: PlanQueue, last_evaluated: int | None, latest: Path | None) -> RunState:

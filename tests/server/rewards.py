@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 import zlib
 from pathlib import Path
@@ -45,13 +44,11 @@ def in_parts(prompt: object, completion: str, **_: object) -> dict[str, float | 
     return {"letters": len(completion), "begins with t": 0.5 * completion.startswith("t"), "not here": None}
 
 
-def meets_another(prompt: object, completion: str, *, names: list[str], **_: object) -> float:
+def meets_another(prompt: object, completion: str, *, names: list[str], place: str, **_: object) -> float:
     """Waits until the others are being rated too."""
-    run, name = completion.split()
-    place = Path(tempfile.gettempdir())
-    (place / f"truestep-meets-{run}-{name}").touch()
+    (Path(place) / completion).touch()
     for _ in range(6000):
-        if all((place / f"truestep-meets-{run}-{other}").exists() for other in names):
+        if all((Path(place) / other).exists() for other in names):
             return 1.0
         time.sleep(0.01)
     return 0.0
