@@ -12,9 +12,9 @@ import ctypes
 import glob
 import json
 import os
-import platform
 import select
 import signal
+import stat
 import struct
 import sys
 from collections.abc import Iterable
@@ -203,6 +203,8 @@ def _lay_out(room: dict[str, Any]) -> None:
     _set_attributes("/", _ATTR_READ_ONLY | _ATTR_NO_SETUID, 0, "a read-only file system")
     options = f"size={room['memory']},nr_inodes={_MOST_FILES},mode=755"
     _mount("tmpfs", "/dev", "tmpfs", _NO_SETUID, options)
+    if os.getuid() == 0:
+        _open_ways(kept)
     places = _hide_places()
     for path, descriptor in kept.items():
         if path.startswith(tuple(f"{place}/" for place in places)):
@@ -249,6 +251,25 @@ def _hide_places() -> list[str]:
     return places
 
 
+def _open_ways(paths: Iterable[str]) -> None:
+    """Show each closed directory on the way to a path as an open one with the same entries: in namespaces inside, as a
+    sandbox makes them, nobody has the rights of root, whose home may hold Python itself."""
+    outer = {path[:end] for path in paths for end in range(1, len(path)) if path[end] == "/"}
+    for number, place in enumerate(sorted(place for place in outer if not os.stat(place).st_mode & stat.S_IXOTH)):
+        names = list(os.scandir(place))
+        entries = _opened(entry.path for entry in names if not entry.is_symlink())
+        links = {entry.path: os.readlink(entry.path) for entry in names if entry.is_symlink()}
+        inside = f"{_ROOM}/way-{number}"
+        os.makedirs(inside)
+        _mount(inside, place, "none", _BIND)
+        for path, descriptor in entries.items():
+            _make_target(path, descriptor)
+            _bind(descriptor, path)
+            os.close(descriptor)
+        for path, target in links.items():
+            os.symlink(target, path)
+
+
 def _make_target(path: str, descriptor: int) -> None:
     if os.path.exists(path):
         return
@@ -278,7 +299,7 @@ def _make_devices(devices: dict[str, int]) -> None:
 
 def _scope() -> None:
     """Take a new keyring, and where the kernel can, leave the abstract sockets of others alone."""
-    if (number := _SYS_KEYCTL.get(platform.machine())) is not None:
+    if (number := _SYS_KEYCTL.get(os.uname().machine)) is not None:
         _libc.syscall(ctypes.c_long(number), 1, None)  # a session's keyring of its own
     _checked(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "no new privileges")
     if has_scopes():

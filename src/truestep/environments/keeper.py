@@ -76,13 +76,17 @@ class _Limits:
         """Take bytes of memory, and where files in memory lie that are the worker's alone."""
         self.memory, self.private = memory, private
 
-    def breach(self) -> str | None:
-        """Name the limit that the processes below break together; each has limits of its own as well."""
+    def breach(self, started: bool) -> str | None:
+        """Name the limit that the processes below break together; each has limits of its own as well. Until the worker
+        has `started`, it can be as hidden as the keeper that it was forked from."""
         below = descendants(os.getpid())
         if len(below) > MOST_PROCESSES:
             return f"the reward started more than {MOST_PROCESSES} processes"
-        if takes_more(self.memory, below, self.private):
-            return f"the reward took more than {self.memory / 2**30:.3g} GiB of memory"
+        try:
+            if takes_more(self.memory, below, self.private):
+                return f"the reward took more than {self.memory / 2**30:.3g} GiB of memory"
+        except PermissionError:
+            return "the reward forbade to look at the memory of its process" if started else None
         return None
 
 
@@ -129,7 +133,7 @@ class _Keeper:
             self._status = reap().get(self._worker, self._status)
             if time.monotonic() - looked >= _TICK:
                 looked = time.monotonic()
-                breach = self._limits.breach()
+                breach = self._limits.breach(self._valve.started)
                 wanted = wanted and os.getppid() == self._run
         self._end(breach)
 

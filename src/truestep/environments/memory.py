@@ -12,8 +12,11 @@ def takes_more(limit: int, pids: list[int], private: str | None) -> bool:
     """Tell whether processes take more than `limit` bytes; `private` is a file system in memory that is theirs alone.
 
     What several processes share is counted once. It costs more to ask, and is asked where the simple sum is too large.
+    A PermissionError means that a process of the private namespaces forbids to look: no program does so by chance.
     """
-    outside = _in_descriptors(pids) + (_in_files(private) + _in_segments() if private is not None else 0)
+    outside = _in_descriptors(pids, private is not None) + (
+        _in_files(private) + _in_segments() if private is not None else 0
+    )
     if sum(map(_resident, pids)) + outside <= limit:
         return False
     own, shared = 0, 0
@@ -41,17 +44,20 @@ def _proportional(pid: int) -> tuple[int, int]:
     return counted["Pss"] - shared, shared
 
 
-def _in_descriptors(pids: list[int]) -> int:
+def _in_descriptors(pids: list[int], all_can_be_seen: bool) -> int:
     """Count what lies in files that have no name (memfd_create), each once."""
     found = {}
     for pid in pids:
-        folder = f"/proc/{pid}/fd"
-        with contextlib.suppress(OSError):
-            for name in os.listdir(folder):
-                with contextlib.suppress(OSError):
-                    if os.readlink(f"{folder}/{name}").startswith("/memfd:"):
-                        status = os.stat(f"{folder}/{name}")
+        try:
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                file = f"/proc/{pid}/fd/{name}"
+                with contextlib.suppress(FileNotFoundError):
+                    if os.readlink(file).startswith("/memfd:"):
+                        status = os.stat(file)
                         found[status.st_dev, status.st_ino] = status.st_blocks * _BLOCK
+        except OSError as error:  # it has ended, or forbids to look
+            if all_can_be_seen and isinstance(error, PermissionError):
+                raise
     return sum(found.values())
 
 

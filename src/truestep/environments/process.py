@@ -286,7 +286,7 @@ class Worker:
         return LostError(f"the reward {what} ({how}){last}")
 
     def _of_memory(self, breach: str) -> str:
-        return f" ({self._options.section}.reward_memory)" if "memory" in breach else ""
+        return f" ({self._options.section}.reward_memory)" if "GiB of memory" in breach else ""
 
     def ask_to_end(self) -> None:
         """Tell the keeper to end everything; any thread may."""
