@@ -20,7 +20,7 @@ import yaml
 import escapes
 from doors.own_server import Process, serve
 from processes import mentioning
-from selection import long_except
+from selection import in_tiers
 from small_runs import merged, sampled_config, sort_prompts, word_model, write_lines
 from truestep.environments.isolation import has_scopes
 from truestep.environments.process import isolation_refused
@@ -117,7 +117,8 @@ def outcome(folder: Path, kind: str, isolation: str, attacks: list[str]) -> Outc
         code, console = run(folder, port)
         reports = {file.name: file.read_text() for file in (folder / "place" / "results").glob("*")}
         reached = {name: reports.get(name) == "reached" for name in attacks}
-        return Outcome(code, console, reached | left_over(folder, console), reports)
+        reached |= {name: left for name, left in left_over(folder, console).items() if name in attacks}
+        return Outcome(code, console, reached, reports)
 
 
 def run(folder: Path, port: int) -> tuple[int, bytes]:
@@ -190,32 +191,39 @@ def test_every_attack_has_a_row_and_every_row_an_attack() -> None:
     assert len(PROMISES) >= 30
 
 
+# The slow ones wait until a limit is seen to be broken, or is not.
+SLOW = [name for name in escapes.ATTACKS if ("memory" in name and "takes" in name) or name.startswith("starts_")]
+ATTACKS = {"slow": SLOW, "quick": [name for name in escapes.ATTACKS if name not in SLOW]}
+# An evaluation asks for each completion once, whatever becomes of it.
 CASES = [
-    ("in_process", "auto"),
-    ("in_process", "off"),
-    ("evaluation", "auto"),
-    ("evaluation", "off"),
-    ("server", "auto"),
+    *((kind, isolation, "quick") for kind in KINDS for isolation in ("auto", "off")),
+    *(("evaluation", isolation, "slow") for isolation in ("auto", "off")),
 ]
+RELEASE = [("evaluation", "off", "quick"), ("server", "off", "quick")]
 
 
-@pytest.mark.parametrize(("kind", "isolation"), long_except(CASES, *CASES[:2]))
+@pytest.mark.parametrize(
+    ("kind", "isolation", "speed"), in_tiers(CASES, CASES[:1], [case for case in CASES[1:] if case not in RELEASE])
+)
 def test_the_table_of_the_page_is_what_happens(
-    kind: str, isolation: str, tmp_path_factory: pytest.TempPathFactory
+    kind: str, isolation: str, speed: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    attacks = ATTACKS[speed]
     if isolation == "auto" and (why := isolation_refused()) is not None:
         pytest.skip(why)
     folder = tmp_path_factory.mktemp("e") / f"ts{os.getpid()}{kind[:2]}{isolation}"
-    found = outcome(folder, kind, isolation, list(escapes.ATTACKS))
+    found = outcome(folder, kind, isolation, attacks)
     shown = found.console.decode(errors="replace")
     assert found.code == 0 and "all 1 steps are done" in shown, shown[-3000:]
-    assert set(found.reports) == set(escapes.ATTACKS), "each was made"
-    promises = {name for name in escapes.ATTACKS if promised(name, isolation)}
+    assert set(found.reports) == set(attacks), "each was made"
+    promises = {name for name in attacks if promised(name, isolation)}
     got = {name for name, reached in found.reached.items() if reached}
     assert not {name: found.reports[name] for name in got & promises}
-    no_attacks = set(escapes.ATTACKS) - promises - got - OFTEN_HELD - {"connects_to_an_abstract_socket"}
+    no_attacks = set(attacks) - promises - got - OFTEN_HELD - {"connects_to_an_abstract_socket"}
     assert not {name: found.reports[name] for name in no_attacks}, "the page promises too little, or it is no attack"
     assert ("rewards: isolated" in shown) == (isolation == "auto")
+    if speed == "slow":
+        return
     assert (escapes.canary("written").encode() in found.console) == (isolation == "off")
     printed = (folder / "run" / "rewards.log").read_text().splitlines()
     assert any(line.endswith(r": \x1b]0;printed\x07") for line in printed) and all(map(str.isprintable, printed))

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import socket
+import subprocess
+import sys
+import tempfile
 import time
 import zlib
 from pathlib import Path
@@ -57,3 +62,24 @@ def meets_another(prompt: object, completion: str, *, names: list[str], place: s
 def count_variables(prompt: object, completion: str, **_: object) -> float:
     """How many of the variables that the completion names are in the environment."""
     return float(sum(name in os.environ for name in completion.split()))
+
+
+def connects(prompt: object, completion: str, *, port: int, **_: object) -> float:
+    try:
+        socket.create_connection(("127.0.0.1", port), 5).close()
+    except OSError:
+        return 0.0
+    return 1.0
+
+
+def uses_the_machine(prompt: object, completion: str, **_: object) -> float:
+    """Counts what works of what rewards use."""
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        squared = pool.map(abs, [-1, -2])
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "file").write_text("x")
+        read = (Path(folder) / "file").read_text()
+    program = subprocess.run([sys.executable, "-c", "print(1)"], capture_output=True, check=False)
+    terminal = os.openpty()
+    locked = multiprocessing.get_context("spawn").Lock().acquire()
+    return float(sum([squared == [1, 2], read == "x", program.stdout == b"1\n", len(terminal) == 2, locked]))

@@ -104,9 +104,9 @@ def _check_isolation(options: WorkerOptions) -> None:
     for place in options.writable:
         if not os.path.isdir(place):
             raise RewardError(f"{options.section}.reward_writable: {place} is not a directory")
-    if options.room is not None:
-        return
     why = "it is switched off" if options.isolation == "off" else isolation_refused()
+    if why is None:
+        return
     if options.isolation == "require":
         raise RewardError(f"{options.section}.reward_isolation: require: rewards cannot be isolated here: {why}")
     if not options.network:

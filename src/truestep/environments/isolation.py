@@ -80,7 +80,10 @@ def enter(room: dict[str, Any]) -> None:
             if not os.access(place, os.W_OK):
                 nobody = ": as a run of root's, they write as the user nobody" if os.getuid() == 0 else ""
                 raise IsolationError(f"{place} is not a directory that rewards can write to{nobody}")
-    except (OSError, AttributeError) as error:  # pidfd_open and others are not in every kernel and library
+    except OSError as error:
+        place = "" if error.filename is None else f"{error.filename}: "
+        raise IsolationError(f"{place}{error.strerror}") from error
+    except AttributeError as error:  # a system or a C library without a function
         raise IsolationError(str(error)) from error
 
 
