@@ -83,3 +83,22 @@ def uses_the_machine(prompt: object, completion: str, **_: object) -> float:
     terminal = os.openpty()
     locked = multiprocessing.get_context("spawn").Lock().acquire()
     return float(sum([squared == [1, 2], read == "x", program.stdout == b"1\n", len(terminal) == 2, locked]))
+
+
+def prints(prompt: object, completion: str, **_: object) -> float:
+    print(completion)
+    print("to the other stream", file=sys.stderr)
+    return 1.0
+
+
+def writes_here(prompt: object, completion: str, **_: object) -> float:
+    Path("written_by_a_reward").touch()
+    return 1.0
+
+
+def never_works(prompt: object, completion: str, **_: object) -> None:
+    return None
+
+
+def works_late(prompt: object, completion: str, **_: object) -> float | None:
+    return None if int(completion) < 15 else 1.0
