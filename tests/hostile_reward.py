@@ -193,8 +193,7 @@ def terminates_itself(place: Path) -> None:
 
 @attack
 def kills_its_parent(place: Path) -> float:
-    if os.getppid() > 1:
-        os.kill(os.getppid(), signal.SIGKILL)
+    os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(LONG)
     return 0.0
 
@@ -343,7 +342,8 @@ def leaves_a_session_behind(place: Path) -> float:
 
 @attack
 def leaves_a_child_and_sleeps(place: Path) -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(90)"], start_new_session=True)
+    command = [sys.executable, "-c", "import time; time.sleep(90)", str(place / "child")]
+    child = subprocess.Popen(command, start_new_session=True)
     (place / "child").write_text(str(child.pid))
     time.sleep(LONG)
 
@@ -404,7 +404,7 @@ def replaces_builtins(place: Path) -> float:
 @attack
 def looks_for_secrets(place: Path) -> float:
     found = [name for name, value in os.environ.items() if "SECRET" in name or "hunter2" in value]
-    with open(f"/proc/{os.getppid()}/environ", "rb") as keeper:
+    with contextlib.suppress(PermissionError), open(f"/proc/{os.getppid()}/environ", "rb") as keeper:
         found += ["its parent's"] * (b"hunter2" in keeper.read())
     found += ["arguments"] * ("hunter2" in " ".join(sys.argv))
     return FORGED if found else 0.25

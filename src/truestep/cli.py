@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 
 from truestep import __version__
+from truestep.custom import keep_path_clean
 from truestep.disks import no_file, refusal
 from truestep.errors import TruestepError
 from truestep.text import printable, shown
@@ -115,6 +116,7 @@ def _display() -> "Display":
 @click.version_option(__version__, package_name="truestep")
 def main() -> None:
     """RL fine-tuning of language models in which every step is exactly the step you asked for."""
+    keep_path_clean()
 
 
 def _left_out(command: str, overrides: tuple[str, ...]) -> tuple[str, ...]:

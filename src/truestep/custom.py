@@ -1,23 +1,99 @@
 """The loader of users' own code, named in the configuration by import path, and the check of its options."""
 
 import ast
+import contextlib
 import importlib
 import inspect
 import os
 import sys
+import sysconfig
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, all_suffixes
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from truestep.errors import TruestepError
 
 _own_directories: set[str] = set()
+_ENDINGS = tuple(all_suffixes())  # of files that are modules
 
 
 class CustomError(TruestepError):
     pass
+
+
+class _UsersModules(MetaPathFinder):
+    """Imports the modules that lie in directories of the user's, after all others: they replace no installed module.
+
+    It knows those that were there when a run started. So what is written there later, for instance by code that
+    a reward runs, is not imported under the name of an optional package that is not installed.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[str, frozenset[str]] = {}  # of each directory
+
+    def add(self, directory: str) -> None:
+        self._names[directory] = frozenset(_modules_in(directory))
+
+    @property
+    def directories(self) -> list[str]:
+        return list(self._names)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
+    ) -> ModuleSpec | None:
+        places = [directory for directory, names in self._names.items() if fullname in names]
+        return PathFinder.find_spec(fullname, places, target) if places and path is None else None
+
+
+_users_modules = _UsersModules()
+
+
+def _modules_in(directory: str) -> set[str]:
+    """List the names that can be imported from a directory; a folder without an __init__.py is a package too."""
+    with contextlib.suppress(OSError):
+        entries = list(os.scandir(directory))
+        return {entry.name.partition(".")[0] for entry in entries if entry.is_dir() or entry.name.endswith(_ENDINGS)}
+    return set()
+
+
+def keep_path_clean() -> Callable[[], None]:
+    """Take the working directory and the program's own off the path by which this process imports; give a function that
+    puts them back.
+
+    `python` has one of them first. Others may write to them while imports of a run go on: for example code that a
+    reward runs. What lies there now can still be imported, after everything that is installed.
+    """
+    program = getattr(sys.modules.get("__main__"), "__file__", None)
+    own = {Path.cwd(), *([] if program is None else [Path(program).resolve().parent])}
+    installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}
+    before = list(sys.path)
+    moved = [entry for entry in before if Path(entry).resolve() in own - installed or not os.path.isabs(entry)]
+    sys.path[:] = [entry for entry in before if entry not in moved]
+    for directory in {str(Path(entry).resolve()): None for entry in (str(Path.cwd()), *moved)}:
+        add_directory(directory)
+
+    def put_back() -> None:
+        for entry in reversed(moved):
+            sys.path.insert(min(before.index(entry), len(sys.path)), entry)
+
+    return put_back
+
+
+def add_directory(directory: str) -> None:
+    """Have the modules of a directory of the user's found, after all others."""
+    _users_modules.add(directory)
+    if _users_modules not in sys.meta_path:
+        sys.meta_path.append(_users_modules)
+
+
+def user_directories() -> list[str]:
+    """List the directories whose modules are found after all others, for a process that is started by this one."""
+    return _users_modules.directories
 
 
 def own_directories() -> tuple[str, ...]:
@@ -30,9 +106,7 @@ def load_custom(option: str, name: str) -> Any:
     module_name, separator, attribute = name.partition(":")
     if not separator or not module_name or not attribute:
         raise CustomError(f"{option} {name!r}: write it as package.module:function")
-    # A console script does not have the working directory on its path; `python -m` does.
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    add_directory(str(Path.cwd()))  # which a console script does not have on its path
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -91,9 +165,7 @@ def _name_of_main(what: str) -> str:
             f"{what} is in {Path(file).name}, which other processes would run as a whole when they import it. "
             'Put what the script does below `if __name__ == "__main__":`, or write the function to another module'
         )
-    directory = str(Path(file).resolve().parent)
-    if directory not in sys.path:
-        sys.path.insert(0, directory)
+    add_directory(str(Path(file).resolve().parent))
     return Path(file).stem
 
 

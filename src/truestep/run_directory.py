@@ -55,6 +55,7 @@ class RunDirectory:
         self.evaluations = path / "evaluation.jsonl"
         self.rejected = path / "rejected.jsonl"
         self.warnings = path / "warnings.jsonl"
+        self.printed = path / "rewards.log"
         self.config = path / "config.yaml"
         self.rollouts = path / kept_files.FOLDER
         self.checkpoints = path / "checkpoints"

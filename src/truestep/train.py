@@ -29,6 +29,7 @@ from truestep.checkpoint.saves import SaveRule, Saves
 from truestep.checkpoint.store import CheckpointStore, Progress, read_progress
 from truestep.config.load import dump_config
 from truestep.config.schema import Config
+from truestep.environments.printed import PrintedLog
 from truestep.metrics.sinks import Sink
 from truestep.plan.beside import planned_beside
 from truestep.plan.exhausted import exhaustion_explained
@@ -118,7 +119,8 @@ def make_trainer(
     before = _before_updates(config, runner, directory, latest)
     watch.phase("reading the data")
     say = partial(_say_one, display, config, ranks)
-    source, queue, check, evaluator = _make_data(config, runner, ranks, say)
+    raters = _make_raters(directory, ranks, say)
+    source, queue, check, evaluator = _make_data(config, runner, ranks, raters, say)
     optimizer = make_optimizer(config, policy.weights)
     seed_random(config.seed)
     told = Callbacks(Run(directory.path), callbacks if ranks.first else ())
@@ -127,7 +129,8 @@ def make_trainer(
     sinks: list[Sink] = []
     if ranks.first:
         sinks = make_sinks(config, directory, display, title, progress.step)
-        _say_notes(display, config, _begin(directory, config, policy, source, latest, rejected, progress, damaged))
+        begun = _begin(directory, config, policy, source, latest, rejected, progress, damaged)
+        _say_notes(display, config, [*begun, *raters.notes])
     if latest is not None:  # a kill may have come after its completion, and before the source was told
         source.checkpointed(latest, progress.step, queue.documents_seen)
     return Trainer(
@@ -158,12 +161,17 @@ def make_trainer(
 
 
 def _make_data(
-    config: Config, runner: StepRunner, ranks: Ranks, say: Callable[[str], None]
+    config: Config, runner: StepRunner, ranks: Ranks, raters: Raters, say: Callable[[str], None]
 ) -> tuple[Source, PlanQueue, SamplerCheck | None, Evaluator | HeldOutLoss | None]:
-    policy, raters = runner.policy, Raters(say)
+    policy = runner.policy
     source = make_source(config, policy, ranks, raters)
     check = make_check(config, runner, source, say)
     return source, make_queue(config, policy, source), check, make_evaluator(config, policy, raters, source, check)
+
+
+def _make_raters(directory: RunDirectory, ranks: Ranks, say: Callable[[str], None]) -> Raters:
+    """Make the reward services; the first rank says what is to be said of them, and keeps what its rewards print."""
+    return Raters(say, PrintedLog(directory.printed, say)) if ranks.first else Raters()
 
 
 def _state(progress: Progress, queue: PlanQueue, last_evaluated: int | None, latest: Path | None) -> RunState:

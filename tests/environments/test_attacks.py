@@ -18,6 +18,7 @@ import yaml
 
 import hostile_reward
 from doors.own_server import Process, serve
+from processes import mentioning
 from selection import in_tiers, long_except
 from small_runs import merged, quiet_trainer, read_lines, sampled_config, sort_prompts, word_model, write_lines
 
@@ -33,6 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prompts(file: Path, attacks: list[str], place: Path, times: int) -> str:
     """One good prompt for each attack, in any order: groups in a row that all fail would be hopeless."""
     place.mkdir(exist_ok=True)
+    place.chmod(0o777)  # isolated rewards of root's write as nobody
     fields = [{"attack": attack, "place": str(place), "times": times} for attack in attacks]
     lines = [
         {**prompt, **field}
@@ -52,7 +54,11 @@ def configured(
     base = {
         "data": {"group_size": 2},
         "schedule": {"docs_per_step": 2 * count, "steps": 1},
-        "sampler": {"reward": "hostile_reward:reward", "prompts": good if kind == "evaluation" else hostile},
+        "sampler": {
+            "reward": "hostile_reward:reward",
+            "prompts": good if kind == "evaluation" else hostile,
+            "reward_writable": [str(folder / "place")],
+        },
     }
     if kind == "evaluation":
         base["evaluation"] = {"prompts": hostile, "every": 1}
@@ -105,19 +111,10 @@ def test_a_reward_sees_no_secret_of_the_run(
 def test_a_child_of_a_reward_does_not_outlive_the_run(kind: str, model: Path, tmp_path: Path) -> None:
     with configured(kind, model, tmp_path, ["leaves_a_session_behind"]) as config:
         quiet_trainer(config).run()
-    child = int((tmp_path / "place" / "orphan").read_text())
-    try:
-        assert not running(child)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    left = mentioning(tmp_path / "place" / "orphan")
+    for child in left:
+        os.kill(child, signal.SIGKILL)
+    assert not left and (tmp_path / "place" / "orphan").read_text() != ""
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -23,8 +23,11 @@ PATIENCE = 240.0  # seconds, against what hangs
 
 
 @contextlib.contextmanager
-def rating(reward: str, workers: int, timeout: float = 60.0) -> Iterator[Rater]:
-    rater = Rater(WorkerOptions(reward, timeout, 2**29), workers)
+def rating(reward: str, workers: int, timeout: float = 60.0, place: Path | None = None) -> Iterator[Rater]:
+    writable = () if place is None else (str(place),)
+    if place is not None:
+        place.chmod(0o777)
+    rater = Rater(WorkerOptions(reward, timeout, 2**29, writable=writable), workers)
     try:
         yield rater
     finally:
@@ -89,8 +92,12 @@ def test_slow_ratings_go_one_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("attack", ["exits_at_once", "guessed_frames", "kills_its_parent", "closes_every_descriptor"])
-def test_what_loses_its_worker_in_a_batch_costs_itself_alone(attack: str, tmp_path: Path, sizes: list[int]) -> None:
-    with rating("hostile_reward:reward", 1) as rater:
+def test_what_loses_its_worker_in_a_batch_costs_itself_alone(
+    attack: str, tmp_path: Path, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if attack == "kills_its_parent":  # which an isolated reward cannot
+        monkeypatch.setattr("truestep.environments.process.isolation_refused", lambda: "not here")
+    with rating("hostile_reward:reward", 1, place=tmp_path) as rater:
         warm(rater)
         fields: list[dict[str, Any]] = [{} for _ in range(12)]
         fields[5] = {"attack": attack, "place": str(tmp_path)}
@@ -100,7 +107,7 @@ def test_what_loses_its_worker_in_a_batch_costs_itself_alone(attack: str, tmp_pa
 
 
 def test_the_others_of_a_batch_are_out_of_reach(tmp_path: Path, sizes: list[int]) -> None:
-    with rating("hostile_reward:reward", 1) as rater:
+    with rating("hostile_reward:reward", 1, place=tmp_path) as rater:
         warm(rater)
         fields = [{"attack": "looks_for_other_requests", "place": str(tmp_path)} for _ in range(8)]
         assert outcomes(at_once(rater, fields)) == [0.25] * 8
@@ -109,7 +116,7 @@ def test_the_others_of_a_batch_are_out_of_reach(tmp_path: Path, sizes: list[int]
 
 def test_a_slow_one_holds_up_nobody_behind_it(tmp_path: Path, sizes: list[int]) -> None:
     """The first waits for the last of its own batch, which another worker must rate meanwhile."""
-    with rating("batched_reward:reward", 2) as rater:
+    with rating("batched_reward:reward", 2, place=tmp_path) as rater:
         warm(rater)
         fields = [{"waits_for": str(tmp_path / "done")}, {}, {}, {"makes": str(tmp_path / "done")}]
         assert outcomes(at_once(rater, fields)) == [1.0] * 4
@@ -126,7 +133,7 @@ def test_each_of_a_batch_has_the_whole_time(sizes: list[int]) -> None:
 
 
 def test_what_waits_in_a_batch_can_be_cancelled(tmp_path: Path) -> None:
-    with rating("batched_reward:reward", 1) as rater:
+    with rating("batched_reward:reward", 1, place=tmp_path) as rater:
         warm(rater)
         first, second, third = at_once(rater, [{"waits_for": str(tmp_path / "done")}, {}, {}])
         while not first.running():

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import socket
+import subprocess
+import sys
 import tempfile
 import time
 import zlib
@@ -45,13 +49,11 @@ def in_parts(prompt: object, completion: str, **_: object) -> dict[str, float | 
     return {"letters": len(completion), "begins with t": 0.5 * completion.startswith("t"), "not here": None}
 
 
-def meets_another(prompt: object, completion: str, *, names: list[str], **_: object) -> float:
+def meets_another(prompt: object, completion: str, *, names: list[str], place: str, **_: object) -> float:
     """Waits until the others are being rated too."""
-    run, name = completion.split()
-    place = Path(tempfile.gettempdir())
-    (place / f"truestep-meets-{run}-{name}").touch()
+    (Path(place) / completion).touch()
     for _ in range(6000):
-        if all((place / f"truestep-meets-{run}-{other}").exists() for other in names):
+        if all((Path(place) / other).exists() for other in names):
             return 1.0
         time.sleep(0.01)
     return 0.0
@@ -60,3 +62,43 @@ def meets_another(prompt: object, completion: str, *, names: list[str], **_: obj
 def count_variables(prompt: object, completion: str, **_: object) -> float:
     """How many of the variables that the completion names are in the environment."""
     return float(sum(name in os.environ for name in completion.split()))
+
+
+def connects(prompt: object, completion: str, *, port: int, **_: object) -> float:
+    try:
+        socket.create_connection(("127.0.0.1", port), 5).close()
+    except OSError:
+        return 0.0
+    return 1.0
+
+
+def uses_the_machine(prompt: object, completion: str, **_: object) -> float:
+    """Counts what works of what rewards use."""
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        squared = pool.map(abs, [-1, -2])
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "file").write_text("x")
+        read = (Path(folder) / "file").read_text()
+    program = subprocess.run([sys.executable, "-c", "print(1)"], capture_output=True, check=False)
+    terminal = os.openpty()
+    locked = multiprocessing.get_context("spawn").Lock().acquire()
+    return float(sum([squared == [1, 2], read == "x", program.stdout == b"1\n", len(terminal) == 2, locked]))
+
+
+def prints(prompt: object, completion: str, **_: object) -> float:
+    print(completion)
+    print("to the other stream", file=sys.stderr)
+    return 1.0
+
+
+def writes_here(prompt: object, completion: str, **_: object) -> float:
+    Path("written_by_a_reward").touch()
+    return 1.0
+
+
+def never_works(prompt: object, completion: str, **_: object) -> None:
+    return None
+
+
+def works_late(prompt: object, completion: str, **_: object) -> float | None:
+    return None if int(completion) < 15 else 1.0

@@ -10,6 +10,7 @@ from rich.console import Console
 from truestep.callbacks import Callback
 from truestep.config.load import check_secrets, load_config
 from truestep.config.schema import Config
+from truestep.custom import keep_path_clean
 from truestep.errors import TruestepError
 from truestep.files import read_exact_lines
 from truestep.metrics.sinks import Sink
@@ -71,8 +72,12 @@ def train(
     given = configured(config)
     if given.checkpoint.directory is None:
         raise TruestepError("checkpoint.directory is required: a Config of Python has no file to name the run after")
-    trainer = train_here(given, console or Console(), callbacks=callbacks, sinks=sinks)
-    leave()
+    put_back = keep_path_clean()
+    try:
+        trainer = train_here(given, console or Console(), callbacks=callbacks, sinks=sinks)
+        leave()
+    finally:
+        put_back()
     return TrainingResult(
         ended=trainer.ended,
         finished=trainer.finished,

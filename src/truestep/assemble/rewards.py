@@ -3,9 +3,12 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from truestep.config.schema import Config
-from truestep.environments.process import WorkerOptions
+from truestep.config.sections import EvaluationConfig, SamplerBase
+from truestep.environments.printed import PrintedLog
+from truestep.environments.process import WorkerOptions, isolation_refused
 from truestep.environments.prompts import fields_of
 from truestep.environments.rater import Rater, check_reward
 from truestep.environments.rewards import RewardError
@@ -20,28 +23,35 @@ class Raters:
     """The reward services of one rank, by their options. They start no process before there is something to rate."""
 
     say: Callable[[str], None] | None = None  # whom to tell of a reward that fails on its first completion
+    printed: PrintedLog | None = None  # where what rewards print is kept
     made: dict[tuple[WorkerOptions, int], Rater] = field(default_factory=dict)
 
     def of(self, options: tuple[WorkerOptions, int]) -> Rater:
         if options not in self.made:
-            self.made[options] = Rater(*options, self.say)
+            self.made[options] = Rater(*options, self.say, self.printed)
         return self.made[options]
+
+    @property
+    def notes(self) -> list[str]:
+        """Say of each kind of workers what keeps a reward from reaching the run, or that nothing does."""
+        return list(dict.fromkeys(_isolation_note(options) for options, _ in self.made))
+
+
+_DEFAULTS: dict[str, Any] = {  # of an evaluation without a sampler, and in their order
+    "reward_timeout": 60.0,
+    "reward_workers": None,
+    "reward_memory": None,
+    "reward_environment": None,
+    "reward_isolation": "auto",
+    "reward_writable": None,
+    "reward_network": True,
+}
 
 
 def sampler_rewards(config: Config, ranks: Ranks) -> tuple[WorkerOptions, int] | None:
     """Give the options and the number of the workers that rate what is sampled."""
     sampler = config.sampler
-    if sampler is None:
-        return None
-    return _rewards(
-        "sampler",
-        sampler.reward,
-        sampler.reward_timeout,
-        sampler.reward_workers,
-        sampler.reward_memory,
-        sampler.reward_environment,
-        ranks,
-    )
+    return None if sampler is None else _rewards("sampler", sampler.reward, _options_of(sampler), ranks)
 
 
 def evaluation_rewards(config: Config, ranks: Ranks) -> tuple[WorkerOptions, int] | None:
@@ -51,37 +61,23 @@ def evaluation_rewards(config: Config, ranks: Ranks) -> tuple[WorkerOptions, int
         return None
     reward = evaluation.reward or (sampler and sampler.reward)
     assert reward, "a contradiction that the configuration refuses"
-    given = (
-        evaluation.reward_timeout or (sampler.reward_timeout if sampler else 60.0),
-        evaluation.reward_workers or (sampler.reward_workers if sampler else None),
-        evaluation.reward_memory or (sampler.reward_memory if sampler else None),
-        evaluation.reward_environment
-        if evaluation.reward_environment is not None
-        else (sampler.reward_environment if sampler else None),
-    )
-    shared = sampler is not None and (reward, *given) == (
-        sampler.reward,
-        sampler.reward_timeout,
-        sampler.reward_workers,
-        sampler.reward_memory,
-        sampler.reward_environment,
-    )
-    return _rewards("sampler" if shared else "evaluation", reward, *given, ranks)
+    others = _DEFAULTS if sampler is None else _options_of(sampler)
+    given = {name: others[name] if value is None else value for name, value in _options_of(evaluation).items()}
+    shared = sampler is not None and (reward, given) == (sampler.reward, others)
+    return _rewards("sampler" if shared else "evaluation", reward, given, ranks)
 
 
-def _rewards(
-    section: str,
-    reward: str,
-    timeout: float,
-    workers: int | None,
-    memory: float | None,
-    environment: Sequence[str] | None,
-    ranks: Ranks,
-) -> tuple[WorkerOptions, int]:
+def _options_of(section: SamplerBase | EvaluationConfig) -> dict[str, Any]:
+    return {name: getattr(section, name) for name in _DEFAULTS}
+
+
+def _rewards(section: str, reward: str, given: dict[str, Any], ranks: Ranks) -> tuple[WorkerOptions, int]:
+    timeout, workers, memory, environment, isolation, writable, network = given.values()
     beside = ranks_of_machine(ranks)
     count = workers or max(1, usable_cores() // beside)
     size = int(memory * _GIBIBYTE) if memory else max(_GIBIBYTE, machine_memory() // 2 // (count * beside))
-    return WorkerOptions(reward, timeout, size, tuple(environment or ()), section), count
+    places = tuple(os.path.abspath(os.path.expanduser(place)) for place in writable or ())
+    return WorkerOptions(reward, timeout, size, tuple(environment or ()), section, isolation, places, network), count
 
 
 def check_rewards(config: Config, ranks: Ranks) -> None:
@@ -98,11 +94,34 @@ def check_rewards(config: Config, ranks: Ranks) -> None:
         for name in options.environment:
             if name not in os.environ:
                 raise RewardError(f"{options.section}.reward_environment: the environment has no variable {name}")
+        _check_isolation(options)
 
         def check(options: WorkerOptions = options, files: Sequence[str] = files) -> None:
             check_reward(options, [fields for file in files for fields in fields_of(file)])
 
         ranks.share(check)
+
+
+def _check_isolation(options: WorkerOptions) -> None:
+    for place in options.writable:
+        if not os.path.isdir(place):
+            raise RewardError(f"{options.section}.reward_writable: {place} is not a directory")
+    why = "it is switched off" if options.isolation == "off" else isolation_refused()
+    if why is None:
+        return
+    if options.isolation == "require":
+        raise RewardError(f"{options.section}.reward_isolation: require: rewards cannot be isolated here: {why}")
+    if not options.network:
+        raise RewardError(f"{options.section}.reward_network: false needs isolation: {why}")
+
+
+def _isolation_note(options: WorkerOptions) -> str:
+    if options.room is None:
+        why = f"{options.section}.reward_isolation: off" if options.isolation == "off" else isolation_refused()
+        return f"rewards: not isolated ({why}): code that they run can do what you can, to this run as well"
+    own = " and ".join(["a /tmp in memory", *options.writable])
+    network = "the network, and none of your processes" if options.network else "no network and no process of yours"
+    return f"rewards: isolated: they read your files, write {own} alone, and reach {network}"
 
 
 def ranks_of_machine(ranks: Ranks) -> int:

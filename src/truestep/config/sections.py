@@ -203,6 +203,16 @@ class SamplerBase(Section):
     reward_environment: list[str] | None = None
     """The names of environment variables that rewards need. They get these, and the usual ones that hold no secret
     (PATH, HOME, LANG and the like). null: these alone."""
+    reward_isolation: Literal["auto", "require", "off"] = "auto"
+    """Isolation of the processes that call rewards: they see no other process, and all files read-only but for a /tmp
+    in memory of their own (SECURITY.md). auto: where the system permits it; the run says at its start whether it does.
+    require: the run ends where it does not. off: rewards may do what you may."""
+    reward_writable: list[str] | None = None
+    """Directories that isolated rewards may write to. Whatever they write there stays, and nothing limits its size: no
+    directory that code is imported from belongs here. null: none."""
+    reward_network: bool = True
+    """Let rewards use the network, for example to ask a judge. false, with isolation: they have none, and so cannot
+    reach what listens on this machine either (Redis, servers, the ranks' store)."""
 
 
 class InProcessSampler(SamplerBase):
@@ -306,6 +316,12 @@ class EvaluationConfig(Section):
     """As sampler.reward_memory. null: the sampler's, or its default."""
     reward_environment: list[str] | None = None
     """As sampler.reward_environment. null: the sampler's, or none."""
+    reward_isolation: Literal["auto", "require", "off"] | None = None
+    """As sampler.reward_isolation. null: the sampler's, or auto."""
+    reward_writable: list[str] | None = None
+    """As sampler.reward_writable. null: the sampler's, or none."""
+    reward_network: bool | None = None
+    """As sampler.reward_network. null: the sampler's, or true."""
     max_prompts: Count | None = None
     """Use only this many prompts, the first ones. null: all."""
     samples_per_prompt: Count = 1

@@ -8,7 +8,6 @@ import os
 import signal
 import time
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 _PAUSE = 0.002
 
 
@@ -79,24 +78,6 @@ def started(pid: int) -> str | None:
     """Tell one process from a later one of the same number: by when it started."""
     fields = _stat(pid)
     return None if fields is None else fields[19]
-
-
-def resident(pids: list[int]) -> int:
-    """Add up the memory of processes, in bytes; what several share is counted in each."""
-    total = 0
-    for pid in pids:
-        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/statm", encoding="ascii") as file:
-            total += int(file.read().split()[1]) * _PAGE
-    return total
-
-
-def proportional(pids: list[int]) -> int:
-    """Add up the memory of processes, in bytes; what several share is counted once. It costs more to ask."""
-    total = 0
-    for pid in pids:
-        with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
-            total += sum(int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:"))
-    return total
 
 
 def reap() -> dict[int, int]:

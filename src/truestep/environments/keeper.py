@@ -2,7 +2,8 @@
 
 A reward may start processes, and these may move to sessions of their own or outlive their parents. The keeper adopts
 whatever loses its parent below it, so nothing gets out of its sight: when the run asks, when the worker ends, or when
-the run is gone, however that ended, everything below the keeper is killed. It never runs a user's code itself.
+the run is gone, however that ended, everything below the keeper is killed. It never runs a user's code itself. Where
+the run asks for it, the keeper is the first process of namespaces (`isolation`), which end with it.
 
     python -P -m truestep.environments.keeper     its standard input: frames from and to the run
                                                   its standard output: requests from the run, and the answers to them
@@ -18,8 +19,9 @@ import sys
 import time
 from typing import Any
 
-from truestep.environments import frames
-from truestep.environments.descendants import Children, descendants, kill_below, proportional, reap, resident
+from truestep.environments import frames, isolation
+from truestep.environments.descendants import Children, descendants, kill_below, reap
+from truestep.environments.memory import takes_more
 from truestep.environments.valve import Valve
 
 MOST_PROCESSES = 256  # below a keeper
@@ -29,7 +31,6 @@ _KEPT_OUTPUT = 2000  # bytes of what a reward printed last
 
 
 def main() -> None:
-    run = os.getppid()
     null = os.open(os.devnull, os.O_RDWR)  # first, while none of the three below is free
     channel = os.dup(1)
     control = frames.from_descriptor(0, frames.LARGEST_REQUEST)
@@ -39,6 +40,14 @@ def main() -> None:
         start = control.receive()
     except (frames.EndOfFramesError, frames.FrameError):
         return
+    try:
+        if start["room"] is not None:
+            isolation.enter(start["room"])
+    except isolation.IsolationError as error:
+        control.send(frames.encode({"ended": None, "breach": f"the reward could not be isolated: {error}"}))
+        return
+    isolation.hide()
+    run = os.getppid()  # of an isolated keeper it is outside, and ends it
     with contextlib.suppress(OSError, AttributeError):  # only Linux can
         ctypes.CDLL(None).prctl(_ADOPTS_ORPHANS, 1)
     output, printed = os.pipe()
@@ -57,7 +66,28 @@ def main() -> None:
         work(theirs.detach(), keeper, start)
     theirs.close()
     os.close(printed)
-    _Keeper(run, worker, control, output, start["memory"], socket.socket(fileno=channel), ours).keep()
+    private = None if start["room"] is None else isolation.PRIVATE
+    limits = _Limits(start["memory"], private)
+    _Keeper(run, worker, control, output, limits, socket.socket(fileno=channel), ours).keep()
+
+
+class _Limits:
+    def __init__(self, memory: int, private: str | None):
+        """Take bytes of memory, and where files in memory lie that are the worker's alone."""
+        self.memory, self.private = memory, private
+
+    def breach(self, started: bool) -> str | None:
+        """Name the limit that the processes below break together; each has limits of its own as well. Until the worker
+        has `started`, it can be as hidden as the keeper that it was forked from."""
+        below = descendants(os.getpid())
+        if len(below) > MOST_PROCESSES:
+            return f"the reward started more than {MOST_PROCESSES} processes"
+        try:
+            if takes_more(self.memory, below, self.private):
+                return f"the reward took more than {self.memory / 2**30:.3g} GiB of memory"
+        except PermissionError:
+            return "the reward forbade to look at the memory of its process" if started else None
+        return None
 
 
 class _Keeper:
@@ -67,20 +97,21 @@ class _Keeper:
         worker: int,
         control: frames.Frames,
         output: int,
-        memory: int,
+        limits: _Limits,
         channel: socket.socket,
         connection: socket.socket,
     ):
-        self._run, self._worker, self._control, self._output, self._memory = run, worker, control, output, memory
-        self._valve = Valve(channel, connection, self._end_orphans, self._say)
+        self._run, self._worker, self._control, self._output, self._limits = run, worker, control, output, limits
+        self._valve = Valve(channel, connection, self._end_orphans, self._say_with_output)
         self._children = Children(os.getpid())
-        self._printed = b""
+        self._printed, self._new = b"", b""  # last, and since the run was told of it
         self._status: int | None = None  # how the worker ended
         os.set_blocking(output, False)
 
     def keep(self) -> None:
         """Keep the worker until it ends, breaks a limit, or is no longer wanted."""
-        self._say({"worker": self._worker})
+        if self._limits.private is None:  # else its number means nothing to the run, and nobody can end its keeper
+            self._say({"worker": self._worker})
         woken, wakes = os.pipe()
         os.set_blocking(wakes, False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -102,7 +133,7 @@ class _Keeper:
             self._status = reap().get(self._worker, self._status)
             if time.monotonic() - looked >= _TICK:
                 looked = time.monotonic()
-                breach = self._breach()
+                breach = self._limits.breach(self._valve.started)
                 wanted = wanted and os.getppid() == self._run
         self._end(breach)
 
@@ -129,16 +160,14 @@ class _Keeper:
         except BlockingIOError:
             return True
         self._printed = (self._printed + portion)[-_KEPT_OUTPUT:]
+        self._new = (self._new + portion)[-_KEPT_OUTPUT:]
         return bool(portion)
 
-    def _breach(self) -> str | None:
-        """Name the limit that the processes below break together; each has limits of its own as well."""
-        below = descendants(os.getpid())
-        if len(below) > MOST_PROCESSES:
-            return f"the reward started more than {MOST_PROCESSES} processes"
-        if resident(below) > self._memory and proportional(below) > self._memory:
-            return f"the reward took more than {self._memory / 2**30:.3g} GiB of memory"
-        return None
+    def _say_with_output(self, message: dict[str, Any]) -> None:
+        """Say something of the worker's, and what that printed: the end of it, where it is much."""
+        self._read_output()
+        printed, self._new = self._new, b""
+        self._say({**message, "new": printed.decode(errors="replace")} if printed else message)
 
     def _end(self, breach: str | None) -> None:
         ended = kill_below(os.getpid())
@@ -149,7 +178,7 @@ class _Keeper:
                 if not self._read_output():
                     break
         code = None if self._status is None else os.waitstatus_to_exitcode(self._status)
-        self._say({"ended": code, "breach": breach, "printed": self._printed.decode(errors="replace")})
+        self._say_with_output({"ended": code, "breach": breach, "printed": self._printed.decode(errors="replace")})
 
     def _say(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(frames.EndOfFramesError, frames.LateError):

@@ -1,6 +1,7 @@
 """A worker as the run sees it: started with its keeper, asked for rewards, and ended with all below it."""
 
 import contextlib
+import json
 import os
 import secrets
 import select
@@ -9,12 +10,14 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
 from truestep import progress
-from truestep.environments import frames
+from truestep.custom import user_directories
+from truestep.environments import frames, isolation
 from truestep.environments.descendants import kill_below, started
 from truestep.environments.pace import Pace
 from truestep.environments.rewards import LONGEST_TRACEBACK, Rating, RewardError
@@ -59,6 +62,28 @@ class WorkerOptions:
     memory: int  # bytes, for the worker and all below it
     environment: tuple[str, ...] = ()  # variables that are passed on beside the usual ones
     section: str = "sampler"  # of the configuration, for messages
+    isolation: Literal["auto", "require", "off"] = "auto"
+    writable: tuple[str, ...] = ()  # directories
+    network: bool = True
+
+    @property
+    def room(self) -> dict[str, Any] | None:
+        """Describe what an isolated worker gets; None: it is not isolated."""
+        if self.isolation == "off" or (self.isolation == "auto" and isolation_refused() is not None):
+            return None
+        return isolation.room(self.memory, self.writable, self.network, user_directories())
+
+
+@cache
+def isolation_refused() -> str | None:
+    """Try isolation once, in a process of its own; say why it cannot be had here, or None where it can."""
+    command = [sys.executable, "-P", "-m", "truestep.environments.isolation", json.dumps(isolation.room(2**20))]
+    try:
+        tried = subprocess.run(command, env=worker_environment(()), capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return printable(error, 200)
+    said = (tried.stdout or tried.stderr).strip().splitlines()
+    return None if tried.returncode == 0 else printable(said[-1] if said else f"exit code {tried.returncode}", 200)
 
 
 def worker_environment(wanted: Sequence[str]) -> dict[str, str]:
@@ -91,8 +116,9 @@ def _lines(traceback: Any) -> str | None:
 class Worker:
     """One process that rates, and its keeper. A LostError from any method is the end of both."""
 
-    def __init__(self, options: WorkerOptions, pace: Pace | None = None):
-        self._options, self._pace = options, pace or Pace()
+    def __init__(self, options: WorkerOptions, pace: Pace | None = None, printed: Callable[[str], None] | None = None):
+        """Take the pace that workers share, and whom to give what the reward prints."""
+        self._options, self._pace, self._print = options, pace or Pace(), printed
         self.num_rated = 0
         self._number = 0
         self._worker: tuple[int, str | None] | None = None  # its process, and when that started
@@ -125,6 +151,7 @@ class Worker:
         deadline = time.monotonic() + _START_SECONDS
         start: dict[str, Any] = {"reward": self._options.reward, "memory": self._options.memory, "nonce": nonce}
         start["fields"] = fields
+        start |= {"room": self._options.room, "directories": user_directories()}
         try:
             self._control.send(frames.encode(start), deadline)
             self._answer(nonce, deadline)
@@ -235,6 +262,8 @@ class Worker:
         """Take note of what the keeper has said."""
         self._control.fill()
         while (message := self._control.take()) is not None:
+            if self._print is not None and isinstance(printed := message.get("new"), str):
+                self._print(printed)
             if "ended" in message:
                 self._ended = message
             elif "returned" in message:
@@ -257,7 +286,7 @@ class Worker:
         return LostError(f"the reward {what} ({how}){last}")
 
     def _of_memory(self, breach: str) -> str:
-        return f" ({self._options.section}.reward_memory)" if "memory" in breach else ""
+        return f" ({self._options.section}.reward_memory)" if "GiB of memory" in breach else ""
 
     def ask_to_end(self) -> None:
         """Tell the keeper to end everything; any thread may."""

@@ -9,15 +9,23 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from truestep import progress
 from truestep.environments.pace import MOST, Pace
+from truestep.environments.printed import PrintedLog
 from truestep.environments.process import LateRewardError, LostError, Worker, WorkerOptions
 from truestep.environments.prompts import Prompt
 from truestep.environments.rewards import Rating, RewardError
+from truestep.errors import TruestepError
 
 _JOIN_SECONDS = 30.0
+_NEVER_WORKED = 16  # completions of a run's first; if all fail alike, the reward is at fault, and not the completions
+
+
+class FailingRewardError(TruestepError):
+    """The error of a reward that has not worked once. It ends the run."""
 
 
 class Rates(Protocol):
@@ -62,14 +70,53 @@ def _settle(task: _Task, rating: Rating | BaseException) -> None:
     progress.made("rewards")
 
 
+class _FirstOnes:
+    """The first completions of a run, which show whether the reward works at all."""
+
+    def __init__(self) -> None:
+        self._reasons: list[str] | None = []  # until one has a reward
+        self._lock = threading.Lock()
+
+    def judge(self, rating: Rating | BaseException) -> Rating | BaseException:
+        """Note what became of a completion; give the error that ends the run in its place where none ever works."""
+        with self._lock:
+            if self._reasons is None or not isinstance(rating, RewardError | Rating):
+                return rating
+            if isinstance(rating, Rating) or (self._reasons and _kind(str(rating)) != _kind(self._reasons[0])):
+                self._reasons = None
+                return rating
+            self._reasons.append(str(rating))
+            if len(self._reasons) < _NEVER_WORKED:
+                return rating
+        trace = "" if rating.traceback is None else f"\n{rating.traceback}"
+        return FailingRewardError(
+            f"none of the first {_NEVER_WORKED} completions has a reward, and for the same reason: {rating}. A reward "
+            f"must give a number for every completion; one that is wrong gets 0{trace}"
+        )
+
+
+def _kind(reason: str) -> str:
+    """Tell reasons apart by what happened and by the type of what was raised, whatever the values are."""
+    words = reason.split()
+    return " ".join(words[:4] if words[2:3] == ["raised"] else words[:3]).rstrip(":,")
+
+
 class Rater:
     """Workers that each rate one completion at a time; where that takes no time, many are sent to one ahead. A worker
     is started only when those that there are have work. The first completion of all is rated alone: where the reward
     fails, this is said once, and before it has failed a hundred times."""
 
-    def __init__(self, options: WorkerOptions, workers: int, say: Callable[[str], None] | None = None):
-        """Take the reward, the number of its processes, and whom to tell that it fails on the first completion."""
-        self._options, self._most, self._say = options, workers, say
+    def __init__(
+        self,
+        options: WorkerOptions,
+        workers: int,
+        say: Callable[[str], None] | None = None,
+        printed: PrintedLog | None = None,
+    ):
+        """Take the reward, the number of its processes, whom to tell that it fails on the first completion, and where
+        what it prints is kept."""
+        self._options, self._most, self._say, self._printed = options, workers, say, printed
+        self._first_ones = _FirstOnes()
         self._held: list[_Task] | None = None  # until the first completion is rated
         self._opened = False
         self._changed = threading.Condition()
@@ -200,7 +247,7 @@ class Rater:
                     self._end(worker)
                     worker = None
                     if tasks and (final or self._closed):
-                        _settle(tasks.popleft(), RewardError(str(error)))
+                        _settle(tasks.popleft(), self._first_ones.judge(RewardError(str(error))))
                     elif tasks:
                         self._put_back_all_but_first(tasks)
                         continue
@@ -231,13 +278,14 @@ class Rater:
             if rating is None:
                 self._put_back([given[index]])
                 continue
-            _settle(given[index], rating)
+            _settle(given[index], self._first_ones.judge(rating))
             if tasks:
                 _begin(tasks[0])
 
     def _start(self) -> Worker:
         try:
-            worker = Worker(self._options, self._pace)
+            log, name = self._printed, threading.current_thread().name
+            worker = Worker(self._options, self._pace, None if log is None else partial(log.add, name))
         except OSError as error:
             raise LostError(f"no process could be started for the reward: {error}") from None
         with self._changed:

@@ -4,6 +4,7 @@ of its parts.
 This file is read by the processes that call rewards, so it imports nothing that takes time.
 """
 
+import errno
 import inspect
 import math
 import os
@@ -96,7 +97,9 @@ def call(reward: Reward, prompt: Any, completion: str, fields: Mapping[str, Any]
 
             returned = asyncio.run(returned)
     except BaseException as error:
-        reason = f"the reward raised {_described(error)}{_place(error.__traceback__)}"
+        isolated = isinstance(error, OSError) and error.errno == errno.EROFS
+        hint = "; an isolated reward writes to a /tmp of its own and to reward_writable alone" if isolated else ""
+        reason = f"the reward raised {_described(error)}{_place(error.__traceback__)}{hint}"
         raise RewardError(reason, _traceback(error)) from None
     if issubclass(type(returned), dict):  # isinstance would ask the object
         return _of_parts(returned)

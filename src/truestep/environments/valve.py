@@ -39,7 +39,7 @@ class Valve:
         self._unsent = memoryview(b"")  # of the request that the worker is at
         # When the worker was asked; None: it is asked nothing. First it says that it has imported the reward.
         self._since: float | None = time.monotonic()
-        self._started = False
+        self.started = False  # the worker has imported the reward
         self._answer = bytearray()  # as much as has come
         self._held = bytearray()  # answers that the run does not have yet
         self._held_since = 0.0
@@ -124,11 +124,11 @@ class Valve:
         self._answer.clear()
         if self._broken or self._since is None:
             return
-        if self._started:
+        if self.started:
             self._seconds += time.monotonic() - self._since
             self._rated += 1
             self._between()
-        self._started, self._since, self._unsent = True, None, memoryview(b"")
+        self.started, self._since, self._unsent = True, None, memoryview(b"")
 
     def _hand_on(self) -> None:
         if self._broken:

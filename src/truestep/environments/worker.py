@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from truestep.environments import frames
+from truestep.environments import frames, isolation
 from truestep.environments.rewards import Reward, RewardError, call, check_signature, load_reward
 
 _OPEN_FILES = 1024
@@ -32,6 +32,8 @@ def work(channel: int, keeper: int, start: dict[str, Any]) -> NoReturn:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         _limit(start["memory"])
+        isolation.limit_worker(isolated=start["room"] is not None)
+        sys.path.extend(start["directories"])  # last: a user's own modules replace no other, as in the run
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
         _serve(frames.from_descriptor(channel, frames.LARGEST_REQUEST), start)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from truestep.custom import keep_path_clean
 from truestep.ranks.axes import RankError
 from truestep.ranks.forks import fork_context
 
@@ -95,6 +96,7 @@ def start_ranks(
 
 def _rank(target: Callable[..., None], arguments: tuple[Any, ...], variables: dict[str, str], console: Path) -> None:
     os.environ.update(variables)
+    keep_path_clean()
     file = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)

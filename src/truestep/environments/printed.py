@@ -1,0 +1,35 @@
+"""The end of what rewards print, kept in a file of the run's directory."""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from truestep.text import printable
+
+_MOST_BYTES = 2**20
+_LONGEST_LINE = 500
+
+
+class PrintedLog:
+    """A file of what rewards printed last, without control characters; the oldest lines leave it when it is full."""
+
+    def __init__(self, path: Path, say: Callable[[str], None] | None = None):
+        """Take the file, and whom to tell of it when a reward prints for the first time."""
+        self._path, self._say = path, say
+        self._lock = threading.Lock()
+
+    def add(self, worker: str, text: str) -> None:
+        """Keep what a worker printed. A file that cannot be written is no reason to end a run."""
+        lines = "".join(f"{worker}: {printable(line, _LONGEST_LINE)}\n" for line in text.splitlines() if line.strip())
+        if not lines:
+            return
+        with self._lock, contextlib.suppress(OSError):
+            if self._path.exists() and self._path.stat().st_size + len(lines) > _MOST_BYTES:
+                kept = self._path.read_bytes()[-_MOST_BYTES // 2 :].partition(b"\n")[2]
+                self._path.write_bytes(kept)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(lines)
+        say, self._say = self._say, None
+        if say is not None:
+            say(f"the reward prints; what it printed last is in {self._path}")
