@@ -21,17 +21,20 @@ from truestep.checkpoint.store import read_progress
 from truestep.config.load import load_config
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
+from truestep.files import append_json_line, read_json_lines
 from truestep.kept.files import list_files, roll_back
 from truestep.policy.loading.load import load_policy
 from truestep.randomness import random_state, random_tensors, restore_random
 from truestep.report import write_plot, write_report
 from truestep.report.health import health
 from truestep.report.runs import read_run
+from truestep.report.verdicts.watching import Watching
 from truestep.run_directory import RunDirectory
 from truestep.train import train
 
 Model = Callable[[str], Path]
-LINES = ("metrics.jsonl", "ledger.jsonl", "evaluation.jsonl", "rejected.jsonl")
+LINES = ("metrics.jsonl", "ledger.jsonl", "evaluation.jsonl", "rejected.jsonl", "warnings.jsonl")
+KEPT = {"steps": "metrics", "evaluations": "evaluation", "warnings": "warnings"}  # what a start reads of those before
 
 
 def made_run(model: Path, directory: Path) -> Config:
@@ -46,6 +49,10 @@ def made_run(model: Path, directory: Path) -> Config:
             examples = [{"prompt": "1", "completion": "\x1b", "reward": 0.5}]
             line = {"step": step, "documents_seen": 5 * step, "greedy_reward": 0.5, "sampled_reward": 0.1}
             file.write(json.dumps(line | {"num_prompts": 4, "num_unrated": 0, "examples": examples}) + "\n")
+    for step in (1, 3):
+        append_json_line(
+            directory / "run/warnings.jsonl", {"step": step, "kind": "worse", "title": "t", "text": "\x1b"}
+        )
     return config
 
 
@@ -66,8 +73,13 @@ def damage(draw: random.Random, content: bytes) -> bytes:
 def use_lines(run: Path, draw: random.Random) -> None:
     """All that reads the files of lines and the configuration."""
     found = read_run(run)
-    for note in health(found):
-        check_text(note.text)
+    judged = health(found)
+    for text in (*(note.text for note in judged.notes), *(verdict.text for verdict in judged.verdicts)):
+        check_text(text)
+    kept = {name: read_json_lines(run / f"{file}.jsonl") for name, file in KEPT.items()}
+    watching = Watching(check_text, lambda line: None, rejected_in="rejected.jsonl", **kept)
+    check_text(watching.sentence or "nothing can be said")
+    watching.evaluation({"step": 9, "greedy_reward": 0.5})
     directory = RunDirectory(run)
     sizes = draw.choice((0, 1, 2, 9)), draw.choice((None, 0, 1, 200))
     for fault in directory.roll_back(draw.choice((0, 1, 2, 3, 5)), *sizes):
@@ -106,7 +118,7 @@ def test_damaged_run_directories(
     files = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file() and path.name != ".lock"}
     of_lines = [path for path in files if path.name in LINES]
     others = [path for path in files if path not in of_lines]
-    assert len(of_lines) == 4 and len(others) > 5 and any(path.parent.name == "rollouts" for path in others)
+    assert len(of_lines) == 5 and len(others) > 5 and any(path.parent.name == "rollouts" for path in others)
     held = 0.0
     for index in range(count):
         path = draw.choice(of_lines if index % 2 else others)

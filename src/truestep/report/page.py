@@ -195,7 +195,7 @@ def _item(level: str, html: str) -> str:
 
 def _said_and_gone(found: Health, run: Run) -> list[str]:
     """List what the run said while it went on and what holds no more."""
-    standing = {verdict.kind for verdict in found.verdicts}
+    standing = [verdict.kind for verdict in found.verdicts]
     gone = [warning for warning in run.warnings if warning.get("kind") not in standing]
     return [
         f"After step {printable(warning.get('step'), 20)}: {printable(warning.get('text'), 1000)}" for warning in gone
