@@ -11,6 +11,7 @@ from truestep.ranks.axes import MESH
 from truestep.ranks.group import Ranks
 from truestep.text import printable
 
+_FEW = 2**20  # numbers that a CPU puts together sooner than it looks at one tensor after another
 LARGEST = 1.8e19  # float32 cannot hold the square of much more
 
 
@@ -64,41 +65,42 @@ class UpdateCheck:
     def __init__(self, weights: Weights):
         self._weights = weights
         self.learning_rate = 0.0  # of the last update
-        self._names: list[str] = []
-        self._norms: list[torch.Tensor] = []
-        self._answer: torch.Tensor | None = None  # the number of ruined tensors of all ranks, on the host
+        self._answer: torch.Tensor | None = None  # the sum of all norms, over all ranks; on the host
         self._there: Any = None  # the event after which it is there
 
     @torch.no_grad()
     def ask(self, learning_rate: float) -> None:
         """Have the device look. Every rank calls this after its part of the update, at that learning rate."""
-        weights, ranks, self.learning_rate = self._weights, self._weights.ranks, learning_rate
-        here = {name: part for name, part in weights.computed().items() if part.numel()}
-        self._names, self._norms = list(here), list(torch._foreach_norm(list(here.values()))) if here else []
-        count = torch.zeros((), dtype=torch.float32, device=weights.device)
-        if self._norms:
-            count = torch.stack(self._norms).isfinite().logical_not_().sum(dtype=torch.float32)
-        for group in MESH:
-            ranks.sum_over(group, count)
-        self._answer, self._there = count, None
-        if count.is_cuda:
-            self._answer = torch.empty((), dtype=count.dtype, pin_memory=True)
-            self._answer.copy_(count, non_blocking=True)
-            self._there = torch.cuda.current_stream(count.device).record_event()
+        weights, self.learning_rate = self._weights, learning_rate
+        parts = [part for part in weights.computed().values() if part.numel()]
+        if weights.device.type == "cpu" and sum(part.numel() for part in parts) <= _FEW:
+            parts = [torch.cat([part.reshape(-1) for part in parts])] if parts else []
+        total = torch.stack(_norms(parts)).sum().float() if parts else torch.zeros((), device=weights.device)
+        for group in MESH if weights.ranks.size > 1 else ():
+            weights.ranks.sum_over(group, total)
+        self._answer, self._there = total, None
+        if total.is_cuda:
+            self._answer = torch.empty((), pin_memory=True).copy_(total, non_blocking=True)
+            self._there = torch.cuda.current_stream(total.device).record_event()
 
     def ruined(self) -> list[str]:
-        """Name the tensors that the last update ruined, on any rank. Every rank calls this; only the first call after
-        `ask` waits for the device, if that is not there yet."""
+        """Name the tensors that the last update ruined, on any rank. Every rank calls this, before another update; only
+        the first call after `ask` waits for the device, if that is not there yet."""
         answer, self._answer = self._answer, None
         if answer is None:
             return []
         if self._there is not None:
             self._there.synchronize()
-        if not float(answer):
+        if math.isfinite(float(answer)):
             return []
-        norms = torch.stack(self._norms).tolist() if self._norms else []
-        here = [name for name, norm in zip(self._names, norms, strict=True) if not math.isfinite(norm)]
-        return named_by_all(self._weights.ranks, here)
+        here = {name: part for name, part in self._weights.computed().items() if part.numel()}
+        norms = torch.stack(_norms(list(here.values()))).tolist() if here else []
+        odd = [name for name, norm in zip(here, norms, strict=True) if not math.isfinite(norm)]
+        return named_by_all(self._weights.ranks, odd)
+
+
+def _norms(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return list(torch._foreach_norm([part.detach() for part in parts]))
 
 
 def largest(named: Mapping[str, torch.Tensor], ranks: Ranks) -> tuple[float, str]:
