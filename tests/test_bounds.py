@@ -1,4 +1,4 @@
-"""Ceilings on lines, JSON, models and prompts that others wrote. Those of servers, streams and Parquet have own files."""
+"""Ceilings on lines, JSON, models and prompts that others wrote. Servers, streams and Parquet have files of their own."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from truestep import bounded
 from truestep.bounded import MIB
 from truestep.config.load import ConfigError, load_config
+from truestep.environments import frames
 from truestep.environments.prompts import PromptError, load_prompts
 from truestep.policy.adapter_files import read_adapter
 from truestep.policy.errors import ModelError
@@ -224,3 +225,14 @@ def test_a_configuration_whose_anchors_grow(tmp_path: Path) -> None:
         load_config(tmp_path / "run.yaml")
     assert tracemalloc.get_traced_memory()[1] < 100 * MIB
     tracemalloc.stop()
+
+
+def test_a_frame_of_a_reward_that_announces_more_than_it_may() -> None:
+    """It is refused by its length, before any of it is waited for."""
+    ours, theirs = frames.connected()
+    one = frames.Frames(ours, frames.LARGEST_ANSWER)
+    theirs.sendall(struct.pack("<I", 2**31 - 1) + b"{")
+    with pytest.raises(frames.FrameError, match="bytes announced; at most 65536 are taken"):
+        one.receive(time.monotonic() + 30)
+    one.close()
+    theirs.close()
