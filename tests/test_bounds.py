@@ -1,4 +1,4 @@
-"""Ceilings on lines, JSON, models and prompts that others wrote. Servers, streams and Parquet have files of their own."""
+"""Ceilings on lines, JSON, models and prompts that others wrote. Servers, streams and Parquet have their own files."""
 
 from __future__ import annotations
 
