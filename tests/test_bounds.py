@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 
 from truestep import bounded
 from truestep.bounded import MIB
+from truestep.config.load import ConfigError, load_config
+from truestep.environments import frames
 from truestep.environments.prompts import PromptError, load_prompts
 from truestep.policy.adapter_files import read_adapter
 from truestep.policy.errors import ModelError
@@ -212,3 +214,25 @@ def test_config_that_asks_for_weights_that_are_not_there(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"vocab_size": 2**30}))
     assert "config.json asks for weights of vocab_size 1,073,741,824 x hidden_size" in refused(model)
+
+
+def test_a_configuration_whose_anchors_grow(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    (tmp_path / "run.yaml").write_text("\n".join(lines))
+    tracemalloc.start()
+    with pytest.raises(ConfigError):
+        load_config(tmp_path / "run.yaml")
+    assert tracemalloc.get_traced_memory()[1] < 100 * MIB
+    tracemalloc.stop()
+
+
+def test_a_frame_of_a_reward_that_announces_more_than_it_may() -> None:
+    """It is refused by its length, before any of it is waited for."""
+    ours, theirs = frames.connected()
+    one = frames.Frames(ours, frames.LARGEST_ANSWER)
+    theirs.sendall(struct.pack("<I", 2**31 - 1) + b"{")
+    with pytest.raises(frames.FrameError, match="bytes announced; at most 65536 are taken"):
+        one.receive(time.monotonic() + 30)
+    one.close()
+    theirs.close()

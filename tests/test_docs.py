@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -30,12 +31,12 @@ from pages import (
     wrong_options,
 )
 from truestep.cli import main
-from truestep.config import describe
+from truestep.config import describe, foreign
 from truestep.ranks.watch import RankState, verdict
 
 # What a run writes, and what stands for a user's own file: no file of the repository.
 NOT_OURS = re.compile(
-    r"(my_package|models|runs|rollouts|chats|checkpoints|weights|proof|part-|trl|verl|src/prime_rl|openrlhf|slime|fast_llm|pipelinerl)\b.*"
+    r"(my_package|models|runs|rollouts|chats|checkpoints|weights|proof|part-|trl|verl|src/prime_rl|openrlhf|slime|fast_llm|pipelinerl|examples/configs|skyrl-train|open_instruct)\b.*"
 )
 TRIED = Path("docs/mistakes.md")  # its messages are about wrong options, and tests/test_mistakes.py gets each of them
 SECTIONS = {name.split(".")[0] for name in describe.sections()}
@@ -148,6 +149,8 @@ def wrong_names(page: Page) -> Iterator[str]:
     for code, line in page.code:
         name = code.split(":")[0].removeprefix("--").split(" ")[0]
         option = re.fullmatch(r"\w+(\.\w+)+", name) and name.split(".")[0] in SECTIONS
+        if page.path.name == "coming-from.md" and name in foreign.table().options:
+            continue
         if option and name not in known and not re.search(r"\.(py|yaml|jsonl?|md)$", name):
             yield f"{page.at(line)}: `{code}`: there is no option {name}"
 
@@ -348,3 +351,46 @@ def test_every_command_has_a_row_in_the_readme() -> None:
         for inner in (command.commands if isinstance(command, click.Group) else [""])
     }
     assert commands == set(rows)
+
+
+def test_each_ceiling_of_security_has_its_test() -> None:
+    """Each row of SECURITY.md's table names the file of its test, and each decoder that it names is bounded there."""
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    section = text.partition("## How much of it is read")[2].partition("\n## ")[0]
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) >= 13
+    for *_, tests in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)`", tests)
+        assert named and all((ROOT / name).is_file() for name in named), tests
+
+
+def _first_block() -> list[str]:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    block = text.partition("```bash\n")[2].partition("```")[0]
+    return [line.partition("#")[0].strip() for line in block.splitlines()]
+
+
+def test_the_first_block_of_the_readme(tmp_path: Path) -> None:
+    """It installs the versions that are tested, of which each package that is needed is one, and the demo runs."""
+    install, demo = _first_block()
+    assert install == "pip install -c constraints.txt ."
+    pinned = {
+        line.partition("==")[0].lower().replace("_", "-")
+        for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        if "==" in line
+    }
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = {re.split(r"[<>=;\[ ]", one)[0] for one in project["dependencies"]}
+    assert needed <= pinned
+    main([*demo.split()[1:], "--help"], standalone_mode=False)
+
+
+def test_the_readme_needs_nothing_that_it_does_not_install() -> None:
+    """Each module that a command runs comes with the package, and each extra that a page names is there."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for file in [ROOT / "README.md", ROOT / "src/truestep/init/templates/README.md"]:
+        text = file.read_text(encoding="utf-8")
+        assert not re.search(r"python -m (?!truestep)\w+", text), file
+        assert set(re.findall(r"truestep\[(\w+)\]|'\.\[(\w+)\]'", text)) <= {
+            pair for name in project["optional-dependencies"] for pair in ((name, ""), ("", name))
+        }

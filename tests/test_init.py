@@ -36,12 +36,28 @@ def test_the_task_runs_as_it_is(tmp_path: Path) -> None:
     init(task, None)
     tested = run(task, "pytest", "-q", "-p", "no:cacheprovider", "test_reward.py")
     assert tested.returncode == 0, tested.stdout + tested.stderr
+    _check_tests_itself(task)
     trained = run(task, "truestep", "train", "config.yaml", "--schedule.steps", "2", "--schedule.docs_per_step", "16")
     assert trained.returncode == 0, trained.stdout + trained.stderr
     assert [line["step"] for line in read_json_lines(task / "run" / "metrics.jsonl")] == [1, 2]
     again = run(task, "truestep", "train", "config.yaml", "--schedule.steps", "3", "--schedule.docs_per_step", "16")
     assert again.returncode == 0, again.stdout + again.stderr
     assert [line["step"] for line in read_json_lines(task / "run" / "metrics.jsonl")] == [1, 2, 3]
+
+
+def _check_tests_itself(task: Path) -> None:
+    """The README's command, where there is no pytest: it says what passed, and fails where a test does."""
+    (task / "pytest.py").write_text("raise ImportError('it is not installed')\n", encoding="utf-8")
+    command = [sys.executable, "test_reward.py"]
+    tested = subprocess.run(command, cwd=task, capture_output=True, text=True, check=False)
+    assert (tested.returncode, tested.stderr) == (0, "")
+    assert tested.stdout.count(": passed\n") == 4
+    reward = (task / "reward.py").read_text(encoding="utf-8")
+    (task / "reward.py").write_text(reward.replace("return 1.0", "return 0.9"), encoding="utf-8")
+    assert "return 0.9" in (task / "reward.py").read_text(encoding="utf-8")
+    assert subprocess.run(command, cwd=task, capture_output=True, check=False).returncode == 1
+    (task / "reward.py").write_text(reward, encoding="utf-8")
+    (task / "pytest.py").unlink()
 
 
 def test_a_named_model_gets_its_own_prompts_and_sizes(tmp_path: Path, tiny_model: Model) -> None:

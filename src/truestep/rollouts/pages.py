@@ -154,7 +154,7 @@ def _page_header(file: BinaryIO, place: int) -> tuple[dict[int, Any], int]:
 
 
 class _Thrift:
-    """As much of Thrift's compact protocol as headers of pages are written in. Bytes that end too early: IndexError."""
+    """Reads as much of Thrift's compact protocol as headers of pages need. Bytes that end too early: IndexError."""
 
     def __init__(self, content: bytes):
         self._content, self._place = content, 0

@@ -1,4 +1,4 @@
-"""Tests of the reward: most surprises of RL are in it. Run them with `python -m pytest test_reward.py`."""
+"""Tests of the reward: most surprises of RL are in it. Run them with `python test_reward.py`, or by pytest."""
 
 import json
 from pathlib import Path
@@ -33,3 +33,10 @@ def test_no_held_out_prompt_is_trained_on() -> None:
         for name in ("prompts.jsonl", "held_out.jsonl")
     )
     assert not trained & held_out
+
+
+if __name__ == "__main__":
+    for name, test in list(globals().items()):
+        if name.startswith("test_"):
+            test()
+            print(f"{name}: passed")
