@@ -34,6 +34,7 @@ from small_runs import (
     write_lines,
     write_rollouts,
 )
+from truestep import bounded
 from truestep.cli import main
 from truestep.custom import CustomError
 from truestep.kept.files import list_files, read_rows
@@ -377,7 +378,7 @@ WORDS = {4: "four", 8: "eight"}
 FIGURES = [
     ("rollouts", f"Files of {tables.LARGE_BYTES // MIB} MiB or more together are converted"),
     ("rollouts", f"at most {reading.MOST_MESSAGES:,}, or {reading.MOST_BYTES // MIB} MiB of them"),
-    ("rollouts", f"A message of more than {reading.LARGEST_MESSAGE // MIB} MiB is rejected unread"),
+    ("rollouts", f"A message of more than {bounded.RECORD // MIB} MiB is rejected unread"),
     ("rollouts", f"Open groups take at most {intake.MOST_OPEN_BYTES // GIB} GiB"),
     ("rollouts", f"`stream_ids.bin` in the run's directory, {ids._DIGEST} bytes each"),
     ("rollouts", f"standard deviation + {advantages.STANDARD_DEVIATION_FLOOR:.0e}".replace("e-04", "e-4")),
