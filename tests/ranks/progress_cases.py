@@ -91,6 +91,7 @@ def stand_still(config: dict[str, Any], what: str, rank: int, phase: str) -> Non
             os.fdatasync = lambda handle: time.sleep(1000)
         else:
             assert what == "source"
+            files.read_lines = lambda file: time.sleep(1000)  # type: ignore[assignment]
 
     _on_phase(act)
     _run(config)
