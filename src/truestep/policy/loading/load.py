@@ -42,6 +42,7 @@ from truestep.policy.model.recompute import ELEMENTWISE, FULL, checkpoint_option
 from truestep.policy.model.training import no_noise
 from truestep.policy.policy import ModelFacts, Policy
 from truestep.policy.save import read_companions, saved_buffers
+from truestep.policy.tensor_files import tensor_sizes
 from truestep.policy.tensor_parts import StoredTensors
 from truestep.policy.weights.finite import named_by_all, not_finite, some
 from truestep.policy.weights.protocol import Weights
@@ -313,7 +314,11 @@ def _check_config(directory: Path) -> None:
 
 def _check_sizes(directory: Path, parts: Sequence[dict[str, Any]]) -> None:
     """Refuse a config.json that asks for a matrix larger than all weights: it would be made before it is missed."""
-    stored = sum(file.stat().st_size for file in directory.rglob("*.safetensors"))
+    files = [*directory.glob("*.safetensors"), *directory.glob("truestep/*.safetensors")]
+    try:
+        stored = sum(sum(tensor_sizes(file).values()) for file in files)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return  # a damaged header, which the loader names
     for part in parts:
         width = part.get("hidden_size")
         for name in ("vocab_size", "intermediate_size"):
@@ -321,7 +326,7 @@ def _check_sizes(directory: Path, parts: Sequence[dict[str, Any]]) -> None:
             if isinstance(width, int) and isinstance(height, int) and height * width > max(stored, _HARMLESS):
                 raise ModelError(
                     f"model.path: {directory}: config.json asks for weights of {name} {height:,} x hidden_size "
-                    f"{width:,}, and its .safetensors files have {stored:,} bytes"
+                    f"{width:,}, and the weights in its files have {stored:,} bytes"
                 )
 
 
