@@ -19,6 +19,7 @@ from truestep.config.schema import Config
 from truestep.policy import tensor_files
 from truestep.policy.weights import unread
 from truestep.ranks.watch import Watch
+from truestep.rollouts import files
 from truestep.train import train
 
 
