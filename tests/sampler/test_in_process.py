@@ -235,7 +235,10 @@ def test_a_restored_source_refuses_other_prompts(change: dict[str, int], policy:
 def test_a_run_whose_documents_are_all_rejected_says_why(policy: Policy, tmp_path: Path) -> None:
     prompts = write_lines(tmp_path / "prompts.jsonl", sort_prompts(3))
     config = sampled_config(policy.path, prompts, tmp_path / "run", sampler={"reward": "plain_rewards:failing_reward"})
-    with pytest.raises(FailingRewardError, match=r"none of the first 16 completions .* this reward never works"):
+    words = r"none of the first 16 completions has a reward.*this reward never works"
+    with pytest.raises(FailingRewardError, match=words):
+        FailingRewardError, match=r"none of the first 16 completions has a reward.*this reward never works"
+    ):
         quiet_trainer(config).run()
 
 
