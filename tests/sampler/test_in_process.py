@@ -237,8 +237,6 @@ def test_a_run_whose_documents_are_all_rejected_says_why(policy: Policy, tmp_pat
     config = sampled_config(policy.path, prompts, tmp_path / "run", sampler={"reward": "plain_rewards:failing_reward"})
     words = r"none of the first 16 completions has a reward.*this reward never works"
     with pytest.raises(FailingRewardError, match=words):
-        FailingRewardError, match=r"none of the first 16 completions has a reward.*this reward never works"
-    ):
         quiet_trainer(config).run()
 
 
