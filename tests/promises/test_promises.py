@@ -1,7 +1,9 @@
 """Every sentence of README.md, SECURITY.md and docs that promises something is listed, with the tests that break it.
 
 A file beside this one is a page's list: `README.yaml` is that of README.md, `adapters.yaml` that of docs/adapters.md.
-An entry has a sentence as it stands on the page (`says`; code in backticks, without links and bold) and one of
+An entry has a sentence as it stands on the page (`says`; code in backticks, without links and bold), or a table whose
+rows a test reads from the page (`table`: the cells of its head, with ` | ` between them; all of the page's tables with
+this head are meant, and their rows are not looked at), and one of
 
 - `tests`: `file::function` below `tests`, or `file::function[text]` where the cases hold a text;
 - `measured`: a script or a command (`by`), and a heading of benchmarks/RESULTS.md below which it is named (`results`);
@@ -21,6 +23,7 @@ from typing import Any
 
 import pytest
 import yaml
+from markdown_it import MarkdownIt
 
 from pages import ROOT, plain_blocks
 
@@ -49,10 +52,12 @@ MARKS = ("gpu", "release")
 class Entry:
     page: str
     says: str
+    """The sentence, or the head of a table."""
     tests: tuple[str, ...] = ()
     measured: tuple[str, str] | None = None
     no_promise: str | None = None
     only: str | None = None
+    table: bool = False
 
 
 @cache
@@ -66,15 +71,31 @@ def listed() -> dict[str, list[Entry]]:
 
 
 def entry(page: str, fields: dict[str, Any]) -> Entry:
-    says = " ".join(fields.pop("says").split())
+    table = "table" in fields
+    says = " ".join(fields.pop("table" if table else "says").split())
     measured = fields.pop("measured", None)
     pair = (measured["by"], measured["results"]) if measured else None
-    return Entry(page, says, tuple(fields.pop("tests", ())), pair, **fields)
+    return Entry(page, says, tuple(fields.pop("tests", ())), pair, table=table, **fields)
+
+
+def tables(text: str) -> Iterator[tuple[str, range]]:
+    """Give the head of each table of a page, and its lines."""
+    for token in MarkdownIt("commonmark").enable("table").parse(text):
+        if token.type == "table_open" and token.map:
+            lines = range(*token.map)
+            yield " | ".join(plain_blocks("\n\n".join(text.splitlines()[lines[0]].strip("| ").split("|")))), lines
+
+
+def without_tables(text: str, heads: set[str]) -> str:
+    """Leave out the tables that have these heads."""
+    away = {line for head, lines in tables(text) if head in heads for line in lines}
+    return "\n".join("" if number in away else line for number, line in enumerate(text.splitlines()))
 
 
 @cache
 def blocks(page: str) -> tuple[str, ...]:
-    return tuple(plain_blocks((ROOT / page).read_text(encoding="utf-8")))
+    read_by_tests = {entry.says for entry in listed().get(page, []) if entry.table}
+    return tuple(plain_blocks(without_tables((ROOT / page).read_text(encoding="utf-8"), read_by_tests)))
 
 
 def pages() -> list[str]:
@@ -158,11 +179,21 @@ def test_each_sentence_stands_on_its_page() -> None:
     wrong = [
         f"{entry.page}: {entry.says}"
         for entry in everything()
-        if not any(list(places(entry.says, block)) for block in blocks(entry.page))
+        if not entry.table and not any(list(places(entry.says, block)) for block in blocks(entry.page))
     ]
     assert not wrong, "No longer on their pages: change them in tests/promises, with their tests, or remove them.\n" + (
         "\n".join(wrong)
     )
+
+
+def test_each_table_is_on_its_page_and_read_by_its_tests() -> None:
+    for entry in (entry for entry in everything() if entry.table):
+        text = (ROOT / entry.page).read_text(encoding="utf-8")
+        assert entry.says in {head for head, _ in tables(text)}, (
+            f"{entry.page} has no table with the head {entry.says!r}"
+        )
+        files = {parts_of(name)[0] for name in entry.tests}
+        assert any(Path(entry.page).name in source(file) for file in files), f"no test of {entry} reads the page"
 
 
 def test_each_sentence_is_listed_once() -> None:
@@ -229,6 +260,10 @@ def test_faults_are_found() -> None:
     text = "It never fails. It is [always](x.md)\nright. So it is.\n\n- `nothing` is **lost**\n\n```\nnever\n```\n"
     found = list(unlisted(page, tuple(plain_blocks(text)), entries))
     assert found == ["It is always right.", "`nothing` is lost"]
+    held, other = "| a | `b` |\n| --- | --- |\n| never | lost |\n", "| a | c |\n| --- | --- |\n| always | - |\n"
+    text = f"{held}\nNothing.\n\n{other}"
+    assert [head for head, _ in tables(text)] == ["a | `b`", "a | c"]
+    assert list(unlisted(page, tuple(plain_blocks(without_tables(text, {"a | `b`"}))), [])) == ["Nothing.", "always"]
     assert not list(places("never fails.", "It never fails."))
 
 
