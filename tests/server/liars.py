@@ -363,10 +363,7 @@ HONEST = (
     Way("rounded to float16", spoil=value(lambda one: float(torch.tensor(one).half()))),
     Way("three decimals", spoil=value(lambda one: round(one, 3))),
     Way("four decimals", spoil=value(lambda one: round(one, 4))),
-    Way(
-        "bfloat16, towards 0",
-        spoil=value(lambda one: float((torch.tensor(one).view(torch.int32) & -65536).view(torch.float32))),
-    ),
+    Way("four significant digits", spoil=value(lambda one: float(f"{one:.4g}"))),
     Way("rounding of float32", spoil=noise(1e-5)),
     Way("noise of 0.0003", spoil=noise(3e-4)),
 )

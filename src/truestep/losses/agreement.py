@@ -17,7 +17,7 @@ from truestep.types import PackedLabels
 LEVELS = ((1.0, 0.25), (2.0, 0.05), (5.0, 2e-3), (16.0, 2e-4), (64.0, 0.0))
 _STANDING = ("up", "down", "surprise", "entropy")  # of tokens of the standing weights
 _OLDER = ("older", "older_up")
-COLUMNS = ("standing", *(f"beyond_{level:g}" for level, _ in LEVELS), *_STANDING, *_OLDER, "logprobs")
+COLUMNS = ("standing", *(f"beyond_{level:g}" for level, _ in LEVELS), *_STANDING, *_OLDER, "logprobs", "mark")
 COLUMN = {name: number for number, name in enumerate(COLUMNS)}
 
 # A log-prob may come rounded to bfloat16 (2^-8 of its value) or to three decimals.
@@ -49,15 +49,24 @@ def compare(
     gap = own - given
     beyond = (gap.abs() - allowed_rounding(given)).clamp(min=0)
     signed, slack = beyond.copysign(gap), _SLACK * tolerance
-    up = softplus(signed) - math.log(2) - slack
+    up = softplus(signed) - (math.log(2) + slack)
     down = torch.log1p((1 - signed.clamp(max=math.log(2)).exp()) / 2) - slack
-    columns = {"standing": torch.ones_like(own)}
-    columns |= {f"beyond_{level:g}": (beyond > level * tolerance).double() for level, _ in LEVELS}
-    columns |= {"up": up, "down": down, "surprise": own + entropy.double(), "entropy": entropy.double()}
-    of_standing = torch.stack([columns[name] for name in COLUMNS[: len(columns)]])
+    beyonds = torch.stack([beyond > level * tolerance for level, _ in LEVELS])
+    of_standing = torch.cat(
+        [torch.ones_like(own)[None], beyonds, torch.stack([up, down, own + entropy, entropy.double()])]
+    )
     of_older = torch.stack([torch.ones_like(own), up])
-    values = torch.cat(
-        [torch.where(standing, of_standing, 0), torch.where(older, of_older, 0), own[None]]
-    )  # [K, T]; where, since what is not finite is not to be multiplied by 0
+    of_all = torch.stack([own, _marks(labels)])
+    # where, since what is not finite is not to be multiplied by 0
+    values = torch.cat([torch.where(standing, of_standing, 0), torch.where(older, of_older, 0), of_all])  # [K, T]
     sums = torch.zeros(len(labels.num_labels), len(COLUMNS), dtype=torch.float64, device=own.device)
     return sums.index_add_(0, labels.document, values.T)
+
+
+def _marks(labels: PackedLabels) -> torch.Tensor:  # [T] float64
+    """Give each label a number of its token and its place in the document: copies of a completion have the same sum,
+    to the last bit."""
+    before = labels.num_labels.cumsum(0) - labels.num_labels
+    place = torch.arange(len(labels), device=labels.ids.device) - before[labels.document]
+    mixed = (labels.ids + 1) * (7919 * place + 104729)
+    return (mixed * mixed).remainder(2**30).double()  # 2^23 labels add up to less than 2^53

@@ -108,27 +108,24 @@ class Judge:
 
         That n of N draws agree on something of probability u or less has a probability of at most C(N, n) u^(n-1).
         """
-        copies: dict[bytes, list[int]] = defaultdict(list)
-        for place in np.flatnonzero(table[:, COLUMN["standing"]] + table[:, COLUMN["older"]]).tolist():
-            copies[at_labels(documents[place], "input_ids").tobytes()].append(place)
-        drawn = sum(map(len, copies.values()))
-        for places in copies.values():
-            if len(places) < 2:
+        labels = table[:, COLUMN["standing"]] + table[:, COLUMN["older"]]
+        drawn = np.flatnonzero(labels)
+        own = table[:, COLUMN["logprobs"]] + self.tolerance * labels
+        _, kind, counts = np.unique(table[drawn, COLUMN["mark"]], return_inverse=True, return_counts=True)
+        for number in np.flatnonzero(counts > 1):
+            places = drawn[kind == number]
+            likeliest = float(own[places].max())
+            if _too_often(len(places), len(drawn), likeliest) <= bound:
                 continue
-            likeliest = max(self._log_probability(documents[place], table[place]) for place in places)
-            if -_log_choose(drawn, len(places)) - (len(places) - 1) * likeliest > bound:
+            # The weights that drew older tokens are gone: their sampler's word counts where it is higher.
+            older = [documents[place] for place in places if table[place, COLUMN["older"]]]
+            likeliest = max([likeliest, *(float(at_labels(document, "logprobs").sum()) for document in older)])
+            alike = len({at_labels(documents[place], "input_ids").tobytes() for place in places}) == 1
+            if alike and _too_often(len(places), len(drawn), likeliest) > bound:
                 servers = " and ".join(sorted({server_of(documents[place]) for place in places}))
                 problem = f"the same completion came {len(places)} times, and its log-prob is {likeliest:.3g}"
-                return Fault(servers, tuple(places), problem, of_draws=True)
+                return Fault(servers, tuple(places.tolist()), problem, of_draws=True)
         return None
-
-    def _log_probability(self, document: Rollout, row: np.ndarray) -> float:
-        """Bound a completion's log-probability from above. The weights that drew older tokens are gone: their sampler's
-        word counts where it is higher."""
-        own = float(row[COLUMN["logprobs"]]) + self.tolerance * document.num_labels
-        if not row[COLUMN["older"]]:
-            return own
-        return max(own, float(at_labels(document, "logprobs").sum()))
 
     def _contradicting(self, documents: Sequence[Rollout], table: np.ndarray) -> Fault | None:
         """Find log-probs of older tokens that cannot be those of any weights: where the completions of one prompt part,
@@ -191,5 +188,7 @@ def _poisson(count: np.ndarray, mean: np.ndarray) -> np.ndarray:
     return np.where(count > mean, bound, 0.0)
 
 
-def _log_choose(total: int, chosen: int) -> float:
-    return math.lgamma(total + 1) - math.lgamma(chosen + 1) - math.lgamma(total - chosen + 1)
+def _too_often(count: int, drawn: int, likeliest: float) -> float:
+    """Bound minus the logarithm of the probability that so many of all draws agree on something no likelier."""
+    choices = math.lgamma(drawn + 1) - math.lgamma(count + 1) - math.lgamma(drawn - count + 1)
+    return -choices - (count - 1) * likeliest
