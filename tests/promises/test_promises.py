@@ -7,6 +7,7 @@ An entry has a sentence as it stands on the page (`says`; code in backticks, wit
 - `measured`: a script or a command (`by`), and a heading of benchmarks/RESULTS.md below which it is named (`results`);
 - `no_promise`: why it promises nothing, one of `WHY`.
 
+A table that a test reads and compares with what happens is one entry, `table`: the heading above it, with `tests`.
 `only` says where the tests run if none of them is part of `make test` or `make test-long`, as far as their marks tell.
 """
 
@@ -49,6 +50,8 @@ MARKS = ("gpu", "release")
 class Entry:
     page: str
     says: str
+    """A sentence of the page, or of a table the heading above it."""
+    table: bool = False
     tests: tuple[str, ...] = ()
     measured: tuple[str, str] | None = None
     no_promise: str | None = None
@@ -66,15 +69,17 @@ def listed() -> dict[str, list[Entry]]:
 
 
 def entry(page: str, fields: dict[str, Any]) -> Entry:
-    says = " ".join(fields.pop("says").split())
+    table = "table" in fields
+    says = " ".join(fields.pop("table" if table else "says").split())
     measured = fields.pop("measured", None)
     pair = (measured["by"], measured["results"]) if measured else None
-    return Entry(page, says, tuple(fields.pop("tests", ())), pair, **fields)
+    return Entry(page, says, table, tuple(fields.pop("tests", ())), pair, **fields)
 
 
 @cache
 def blocks(page: str) -> tuple[str, ...]:
-    return tuple(plain_blocks((ROOT / page).read_text(encoding="utf-8")))
+    tables = {entry.says for entry in listed().get(page, []) if entry.table}
+    return tuple(plain_blocks((ROOT / page).read_text(encoding="utf-8"), tables))
 
 
 def pages() -> list[str]:
@@ -96,7 +101,7 @@ def unlisted(page: str, text: tuple[str, ...], entries: list[Entry]) -> Iterator
     absolute = ABSOLUTE if page.startswith("docs/") else READ_BY_ALL
     words = re.compile(rf"\b({absolute})\b|{MEASURED}", re.IGNORECASE)
     for block in (block for block in text if re.search("[a-z]{2}", block)):
-        covered = [place for entry in entries for place in places(entry.says, block)]
+        covered = [place for entry in entries if not entry.table for place in places(entry.says, block)]
         missing = [word for word in words.finditer(block) if not any(word.start() in place for place in covered)]
         for sentence in re.finditer(r".+?(?:[.!?:;](?=\s|$)|$)", block):
             if any(sentence.start() <= word.start() < sentence.end() for word in missing):
@@ -158,7 +163,7 @@ def test_each_sentence_stands_on_its_page() -> None:
     wrong = [
         f"{entry.page}: {entry.says}"
         for entry in everything()
-        if not any(list(places(entry.says, block)) for block in blocks(entry.page))
+        if not entry.table and not any(list(places(entry.says, block)) for block in blocks(entry.page))
     ]
     assert not wrong, "No longer on their pages: change them in tests/promises, with their tests, or remove them.\n" + (
         "\n".join(wrong)
@@ -168,6 +173,14 @@ def test_each_sentence_stands_on_its_page() -> None:
 def test_each_sentence_is_listed_once() -> None:
     names = [(entry.page, entry.says) for entry in everything()]
     assert not {name for name in names if names.count(name) > 1}
+
+
+def test_each_table_stands_on_its_page() -> None:
+    for entry in everything():
+        if entry.table:
+            text = (ROOT / entry.page).read_text(encoding="utf-8")
+            assert entry.tests, entry
+            assert len(list(plain_blocks(text))) > len(list(plain_blocks(text, {entry.says}))), entry
 
 
 def test_each_test_is_there() -> None:
@@ -188,6 +201,14 @@ def test_what_ci_does_not_run_is_marked_so() -> None:
         entry.says: where_it_runs(entry.tests) for entry in everything() if where_it_runs(entry.tests) != entry.only
     }
     assert not wrong, "`only` is where the tests run, if CI runs none of them"
+
+
+def test_the_tests_of_a_table_read_its_page() -> None:
+    """Of several tests, one: it fails when a cell is changed, and the others are what the cells say."""
+    for entry in everything():
+        if entry.table:
+            files = [source(name.partition("::")[0]) for name in entry.tests]
+            assert any(Path(entry.page).name in text for text in files), entry
 
 
 def sections(text: str) -> dict[str, str]:
@@ -229,6 +250,8 @@ def test_faults_are_found() -> None:
     text = "It never fails. It is [always](x.md)\nright. So it is.\n\n- `nothing` is **lost**\n\n```\nnever\n```\n"
     found = list(unlisted(page, tuple(plain_blocks(text)), entries))
     assert found == ["It is always right.", "`nothing` is lost"]
+    table = "## Here\n\nIt is never so.\n\n| a |\n| --- |\n| never |\n\n## There\n\n| b |\n| --- |\n| always |\n"
+    assert list(plain_blocks(table, {"Here"})) == ["It is never so.", "b", "always"]
     assert not list(places("never fails.", "It never fails."))
 
 
