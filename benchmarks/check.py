@@ -48,7 +48,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=1000, help="tokens of a document")
     parser.add_argument("--tokens", type=int, default=16_384, help="of a micro-batch")
     parser.add_argument("--steps", type=int, default=9, help="of each kind")
-    parser.add_argument("--share", type=float, default=0.004, help="sampler.check_share")
+    parser.add_argument("--share", type=float, default=0.002, help="sampler.check_share")
     parser.add_argument("--metrics", choices=["none", "basic", "full"], default="basic", help="loss.metrics")
     parser.add_argument("--cpu", action="store_true", help="float32 on the processor")
     return parser.parse_args()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Where there is no GPU, Triton's own functions must be interpreted ones from their first import. The variable is taken
@@ -33,6 +33,14 @@ _LONGEST = ("verify", "ranks", "test_demo.py", "test_kill.py")  # directories an
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first: at the end, processes have little left that only one of them can do."""
     items.sort(key=lambda item: item.path.parent.name not in _LONGEST and item.path.name not in _LONGEST)
+
+
+@pytest.fixture(autouse=True)
+def _import_path() -> Iterator[None]:
+    """Put the import path back: a command that runs within a test takes the working directory off it."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
 
 
 @pytest.fixture(scope="session")

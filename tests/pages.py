@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,19 +65,12 @@ def read_page(text: str, path: Path) -> Page:
     return page
 
 
-def plain_blocks(text: str, but_tables: Collection[str] = ()) -> Iterator[str]:
-    """Give each paragraph, list item and cell of a table as one line of plain text, with code in backticks.
-
-    Tables below the headings `but_tables` are left out.
-    """
-    heading = table = False
-    below = ""
+def plain_blocks(text: str) -> Iterator[str]:
+    """Give each paragraph, list item and cell of a table as one line of plain text, with code in backticks."""
+    heading = False
     for token in MarkdownIt("commonmark").enable("table").parse(text):
         heading = token.type == "heading_open" or (heading and token.type != "heading_close")
-        table = token.type == "table_open" or (table and token.type != "table_close")
-        if heading and token.type == "inline":
-            below = _plain(token)
-        elif token.type == "inline" and not (table and below in but_tables):
+        if token.type == "inline" and not heading:
             yield " ".join("".join(map(_as_text, token.children or [])).split())
 
 

@@ -105,7 +105,7 @@ def test_an_option_is_described_whole(expected: Option) -> None:
         ("loss.epsilon_low", "float >= 0", "0.2 (gspo: 0.0003, cispo: 1.0, gmpo: 0.4)"),
         ("data.path", "text | list of text | null", "null"),
         ("parallel.data_shard", "-1 | int >= 1", "-1"),
-        ("optimizer.learning_rate", "float >= 0", "1e-6"),
+        ("optimizer.learning_rate", "float >= 0 and <= 1e+30", "1e-6"),
         ("optimizer.beta1", "float >= 0 and < 1", "0.9"),
         ("sampler.top_p", "float > 0 and <= 1", "1.0"),
         ("logging.wandb.project", "text", "required"),

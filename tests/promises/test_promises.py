@@ -1,13 +1,14 @@
 """Every sentence of README.md, SECURITY.md and docs that promises something is listed, with the tests that break it.
 
 A file beside this one is a page's list: `README.yaml` is that of README.md, `adapters.yaml` that of docs/adapters.md.
-An entry has a sentence as it stands on the page (`says`; code in backticks, without links and bold) and one of
+An entry has a sentence as it stands on the page (`says`; code in backticks, without links and bold), or a table whose
+rows a test reads from the page (`table`: the cells of its head, with ` | ` between them; all of the page's tables with
+this head are meant, and their rows are not looked at), and one of
 
 - `tests`: `file::function` below `tests`, or `file::function[text]` where the cases hold a text;
 - `measured`: a script or a command (`by`), and a heading of benchmarks/RESULTS.md below which it is named (`results`);
 - `no_promise`: why it promises nothing, one of `WHY`.
 
-A table that a test reads and compares with what happens is one entry, `table`: the heading above it, with `tests`.
 `only` says where the tests run if none of them is part of `make test` or `make test-long`, as far as their marks tell.
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 
 import pytest
 import yaml
+from markdown_it import MarkdownIt
 
 from pages import ROOT, plain_blocks
 
@@ -50,12 +52,12 @@ MARKS = ("gpu", "release")
 class Entry:
     page: str
     says: str
-    """A sentence of the page, or of a table the heading above it."""
-    table: bool = False
+    """The sentence, or the head of a table."""
     tests: tuple[str, ...] = ()
     measured: tuple[str, str] | None = None
     no_promise: str | None = None
     only: str | None = None
+    table: bool = False
 
 
 @cache
@@ -73,13 +75,27 @@ def entry(page: str, fields: dict[str, Any]) -> Entry:
     says = " ".join(fields.pop("table" if table else "says").split())
     measured = fields.pop("measured", None)
     pair = (measured["by"], measured["results"]) if measured else None
-    return Entry(page, says, table, tuple(fields.pop("tests", ())), pair, **fields)
+    return Entry(page, says, tuple(fields.pop("tests", ())), pair, table=table, **fields)
+
+
+def tables(text: str) -> Iterator[tuple[str, range]]:
+    """Give the head of each table of a page, and its lines."""
+    for token in MarkdownIt("commonmark").enable("table").parse(text):
+        if token.type == "table_open" and token.map:
+            lines = range(*token.map)
+            yield " | ".join(plain_blocks("\n\n".join(text.splitlines()[lines[0]].strip("| ").split("|")))), lines
+
+
+def without_tables(text: str, heads: set[str]) -> str:
+    """Leave out the tables that have these heads."""
+    away = {line for head, lines in tables(text) if head in heads for line in lines}
+    return "\n".join("" if number in away else line for number, line in enumerate(text.splitlines()))
 
 
 @cache
 def blocks(page: str) -> tuple[str, ...]:
-    tables = {entry.says for entry in listed().get(page, []) if entry.table}
-    return tuple(plain_blocks((ROOT / page).read_text(encoding="utf-8"), tables))
+    read_by_tests = {entry.says for entry in listed().get(page, []) if entry.table}
+    return tuple(plain_blocks(without_tables((ROOT / page).read_text(encoding="utf-8"), read_by_tests)))
 
 
 def pages() -> list[str]:
@@ -101,7 +117,7 @@ def unlisted(page: str, text: tuple[str, ...], entries: list[Entry]) -> Iterator
     absolute = ABSOLUTE if page.startswith("docs/") else READ_BY_ALL
     words = re.compile(rf"\b({absolute})\b|{MEASURED}", re.IGNORECASE)
     for block in (block for block in text if re.search("[a-z]{2}", block)):
-        covered = [place for entry in entries if not entry.table for place in places(entry.says, block)]
+        covered = [place for entry in entries for place in places(entry.says, block)]
         missing = [word for word in words.finditer(block) if not any(word.start() in place for place in covered)]
         for sentence in re.finditer(r".+?(?:[.!?:;](?=\s|$)|$)", block):
             if any(sentence.start() <= word.start() < sentence.end() for word in missing):
@@ -170,17 +186,19 @@ def test_each_sentence_stands_on_its_page() -> None:
     )
 
 
+def test_each_table_is_on_its_page_and_read_by_its_tests() -> None:
+    for entry in (entry for entry in everything() if entry.table):
+        text = (ROOT / entry.page).read_text(encoding="utf-8")
+        assert entry.says in {head for head, _ in tables(text)}, (
+            f"{entry.page} has no table with the head {entry.says!r}"
+        )
+        files = {parts_of(name)[0] for name in entry.tests}
+        assert any(Path(entry.page).name in source(file) for file in files), f"no test of {entry} reads the page"
+
+
 def test_each_sentence_is_listed_once() -> None:
     names = [(entry.page, entry.says) for entry in everything()]
     assert not {name for name in names if names.count(name) > 1}
-
-
-def test_each_table_stands_on_its_page() -> None:
-    for entry in everything():
-        if entry.table:
-            text = (ROOT / entry.page).read_text(encoding="utf-8")
-            assert entry.tests, entry
-            assert len(list(plain_blocks(text))) > len(list(plain_blocks(text, {entry.says}))), entry
 
 
 def test_each_test_is_there() -> None:
@@ -201,14 +219,6 @@ def test_what_ci_does_not_run_is_marked_so() -> None:
         entry.says: where_it_runs(entry.tests) for entry in everything() if where_it_runs(entry.tests) != entry.only
     }
     assert not wrong, "`only` is where the tests run, if CI runs none of them"
-
-
-def test_the_tests_of_a_table_read_its_page() -> None:
-    """Of several tests, one: it fails when a cell is changed, and the others are what the cells say."""
-    for entry in everything():
-        if entry.table:
-            files = [source(name.partition("::")[0]) for name in entry.tests]
-            assert any(Path(entry.page).name in text for text in files), entry
 
 
 def sections(text: str) -> dict[str, str]:
@@ -250,8 +260,10 @@ def test_faults_are_found() -> None:
     text = "It never fails. It is [always](x.md)\nright. So it is.\n\n- `nothing` is **lost**\n\n```\nnever\n```\n"
     found = list(unlisted(page, tuple(plain_blocks(text)), entries))
     assert found == ["It is always right.", "`nothing` is lost"]
-    table = "## Here\n\nIt is never so.\n\n| a |\n| --- |\n| never |\n\n## There\n\n| b |\n| --- |\n| always |\n"
-    assert list(plain_blocks(table, {"Here"})) == ["It is never so.", "b", "always"]
+    held, other = "| a | `b` |\n| --- | --- |\n| never | lost |\n", "| a | c |\n| --- | --- |\n| always | - |\n"
+    text = f"{held}\nNothing.\n\n{other}"
+    assert [head for head, _ in tables(text)] == ["a | `b`", "a | c"]
+    assert list(unlisted(page, tuple(plain_blocks(without_tables(text, {"a | `b`"}))), [])) == ["Nothing.", "always"]
     assert not list(places("never fails.", "It never fails."))
 
 

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import os
+import queue
 import signal
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from truestep.config.schema import Config
 from truestep.policy import tensor_files
 from truestep.policy.weights import unread
 from truestep.ranks.watch import Watch
+from truestep.rollouts import files
 from truestep.train import train
 
 
@@ -91,6 +93,7 @@ def stand_still(config: dict[str, Any], what: str, rank: int, phase: str) -> Non
             os.fdatasync = lambda handle: time.sleep(1000)
         else:
             assert what == "source"
+            files.read_lines = queue.SimpleQueue().get  # type: ignore[assignment]  # of what nobody ever puts in
 
     _on_phase(act)
     _run(config)

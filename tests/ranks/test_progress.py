@@ -123,10 +123,7 @@ def test_what_stands_still_is_named(tiny_model: Model, tmp_path: Path) -> None:
         for what, size, phase, _ in STILL:
             (tmp_path / what).mkdir()
             rollouts = tmp_path / what / "rollouts.jsonl"
-            if what == "source":
-                os.mkfifo(rollouts)  # nobody ever writes to it
-            else:
-                write_rollouts(rollouts, 40)
+            write_rollouts(rollouts, 40)
             given = config(tiny_model("llama"), rollouts, tmp_path / what / "run", schedule={"stall_timeout": TIMEOUT})
             late = size - 1 if what == "stopped" else 0
             started.append(Started(size, stand_still, given, what, late, phase))

@@ -49,8 +49,8 @@ class FakeWeights:
         policy.number = number
         return Places(Path(str(number)))
 
-    def clear(self) -> None:
-        self.cleared = True
+    def close(self, finished: bool) -> None:
+        self.cleared |= finished
 
 
 @dataclass

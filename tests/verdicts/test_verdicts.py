@@ -289,6 +289,14 @@ def test_slow_rewards_are_said_after_three_steps_of_any_size() -> None:
     assert told.kinds == ["slow rewards"] and "80.0 % of a step's time, 8.0 s" in told.said[0]
 
 
+def test_prompts_that_were_easy_from_the_start_are_no_success_though_the_last_mistakes_go() -> None:
+    def steps(first: float) -> list[dict[str, float]]:
+        rewards = noisy(lambda step: min(0.995, first + 0.02 * step), 0.001)
+        return lines_of(20, reward=rewards, zero_advantage_groups=lambda step: 0.95)
+
+    assert [played(steps(first)).watching.judged()[0].kind for first in (0.93, 0.6)] == ["too easy", "learned"]
+
+
 def test_a_fault_of_the_judgement_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(evidence: Evidence) -> list[Verdict]:
         raise ZeroDivisionError("a fault")

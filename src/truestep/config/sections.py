@@ -283,7 +283,7 @@ class ServerSampler(SamplerBase):
     """How far, in nats, a server's log-probs of a probe may be from the trainer's after new weights. If they are
     further away, the run ends before anything is trained on. The log-probs of completions are held to the same measure.
     null: 0.001 with model.dtype: float32, else 0.1."""
-    check_share: Annotated[float, Field(ge=0, le=1)] = 0.004
+    check_share: Annotated[float, Field(ge=0, le=1)] = 0.002
     """With max_staleness above 0: the share of completions that the trainer scores when they arrive, while the weights
     that drew them still stand. More finds a server with wrong log-probs sooner; each costs a forward pass of it."""
 

@@ -43,8 +43,10 @@ def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
 
 
 def named_by_all(ranks: Ranks, names: Sequence[str]) -> list[str]:
-    """Join the names that ranks give, of which each has a part of the tensors. Every rank calls this."""
-    return list(dict.fromkeys(name for part in ranks.gather(list(names)) for name in part))
+    """Join the names that ranks give, of which each has a part of the tensors. Every rank calls this. A rank without
+    others, as `verify` makes one to see how a model is cut, has its own names alone."""
+    parts = [names] if ranks.host is None else ranks.gather(list(names))
+    return list(dict.fromkeys(name for part in parts for name in part))
 
 
 def some(names: Sequence[str]) -> str:
