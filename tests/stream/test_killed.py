@@ -107,7 +107,7 @@ def test_kills_on_a_watched_directory(tiny_model: Callable[[str], Path], tmp_pat
     assert events[-1] == {"event": "training_finished", "documents_seen": len(closed(sent))}
 
 
-@pytest.mark.long
+@pytest.mark.release  # how often a name is used again depends on how fast the run is
 def test_twenty_kills_where_names_are_used_again(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     """A name is given to another file of the same size or a larger one, as soon as the run calls the first finished."""
     (tmp_path / "sent").mkdir()
