@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from truestep.losses.agreement import COLUMNS, LEVELS, compare
+from truestep.losses.agreement import COLUMN, COLUMNS, LEVELS, compare
 from truestep.rollouts.packing import pack
 from truestep.step.agreement import Fault, Judge
 from truestep.step.causes import likely_cause
@@ -93,7 +94,7 @@ def tokens_until_found(make: Callable[[np.random.Generator], Sample], tolerance:
 
 
 def half(generator: np.random.Generator) -> Callable[[np.ndarray], np.ndarray]:
-    """Another engine in bfloat16: on an H200, 0.9% of tokens are further than 0.2 nats away (benchmarks/RESULTS.md).
+    """Another engine in bfloat16: on an H200, 0.9% of tokens are further than 0.2 nats away.
     These tails are heavier."""
 
     def noisy(logits: np.ndarray) -> np.ndarray:
@@ -230,6 +231,25 @@ def test_a_lie_in_bfloat16_is_found_within_so_many_tokens(name: str) -> None:
 def test_the_page_has_these_numbers() -> None:
     page = (Path(__file__).parents[2] / "docs/lies.md").read_text(encoding="utf-8").splitlines()
     assert all(f"| {name} | {tokens:,} |" in page for name, (_, tokens) in IN_HALF.items())
+
+
+def test_the_bounds_of_the_page_are_those_that_refuse() -> None:
+    """The shares that docs/sampling.md names: of very many tokens as many pass, and a fifth more do not."""
+    page = (Path(__file__).parents[2] / "docs/sampling.md").read_text(encoding="utf-8")
+    (row,) = [line for line in page.splitlines() if line.startswith("| far away |")]
+    shares = {
+        float(level): float(share) / 100
+        for share, level in re.findall(r"([\d.]+)%[^,]*? beyond (\d*) ?T", row.replace("beyond T", "beyond 1 T"))
+    }
+    assert [level for level, _ in LEVELS] == [*shares, 64.0] and row.count("one token beyond 64 T") == 1
+    (document,) = sample(np.random.default_rng(0), 1).documents
+    for level, share in {**shares, 64.0: 0.0}.items():
+        for times, refused in ((1.0, False), (1.2, True)):
+            table = np.zeros((1, len(COLUMNS)))
+            table[0, COLUMN["standing"]] = 1e8
+            table[0, COLUMN[f"beyond_{level:g}"]] = share * times * 1e8 if share else float(refused)
+            found = Judge(1e-3, VOCABULARY, draws=False).find([document], table)
+            assert (found is not None) == refused, (level, times)
 
 
 def test_one_wrong_document_of_many_is_named() -> None:
