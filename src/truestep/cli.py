@@ -116,7 +116,7 @@ def _display() -> "Display":
 @click.version_option(__version__, package_name="truestep")
 def main() -> None:
     """RL fine-tuning of language models in which every step is exactly the step you asked for."""
-    keep_path_clean()
+    click.get_current_context().call_on_close(keep_path_clean())
 
 
 def _left_out(command: str, overrides: tuple[str, ...]) -> tuple[str, ...]:
