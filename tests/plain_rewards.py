@@ -27,6 +27,10 @@ def failing_reward(prompt: object, completion: str, **_: object) -> float:
     raise KeyError("this reward never works")
 
 
+def fails_in_two_ways(prompt: object, completion: str, **_: object) -> float:
+    raise (KeyError, ValueError)[len(completion.split()) % 2]("this reward never works")
+
+
 def failing_for_some(prompt: object, completion: str, **_: object) -> float:
     """Fails for about one completion in five, whatever words they are of."""
     return {remainder: remainder / 5 for remainder in range(1, 5)}[sum(map(ord, completion)) % 5]

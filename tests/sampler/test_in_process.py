@@ -234,6 +234,17 @@ def test_a_restored_source_refuses_other_prompts(change: dict[str, int], policy:
 
 def test_a_run_whose_documents_are_all_rejected_says_why(policy: Policy, tmp_path: Path) -> None:
     prompts = write_lines(tmp_path / "prompts.jsonl", sort_prompts(3))
+    reward = "plain_rewards:fails_in_two_ways"  # one that always fails alike ends the run sooner
+    config = sampled_config(policy.path, prompts, tmp_path / "run", sampler={"reward": reward})
+    with pytest.raises(SourceError, match=r"rejected\.jsonl"):
+        quiet_trainer(config).run()
+    rejected = read_lines(tmp_path / "run" / "rejected.jsonl")  # the file that the message sends to
+    assert len(rejected) == 8 * 4 * 4  # groups in a row, completions, tries
+    assert all("this reward never works" in line["reason"] for line in rejected)
+
+
+def test_a_reward_that_always_fails_alike_ends_the_run(policy: Policy, tmp_path: Path) -> None:
+    prompts = write_lines(tmp_path / "prompts.jsonl", sort_prompts(3))
     config = sampled_config(policy.path, prompts, tmp_path / "run", sampler={"reward": "plain_rewards:failing_reward"})
     words = r"none of the first 16 completions has a reward.*this reward never works"
     with pytest.raises(FailingRewardError, match=words):
