@@ -71,7 +71,8 @@ def test_gradients_are_those_of_plain_loops(
     rows: int, width: int, offset: float, dtype: torch.dtype, narrow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from truestep.policy.model import norm_kernel
-    from truestep.policy.model.norm_kernel import add_up, backward
+    from truestep.policy.model.norm_kernel import backward
+    from truestep.policy.weights.sum_kernel import add_up
 
     monkeypatch.setattr(norm_kernel, "_NARROW", 1000 * narrow)
     gradient, x, onto = (random(rows, width, dtype=dtype, seed=seed) for seed in range(3))
@@ -92,6 +93,7 @@ def test_gradients_are_those_of_plain_loops(
 
 def test_the_check_before_use_passes_and_finds_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     from truestep.policy.model import norm_kernel
+    from truestep.policy.weights import sum_kernel
 
     if DEVICE.type == "cpu":
         monkeypatch.setattr(norms, "_SIZES", [(1, 64), (9, 300)])
@@ -109,7 +111,7 @@ def test_the_check_before_use_passes_and_finds_a_fault(monkeypatch: pytest.Monke
     monkeypatch.setattr(norm_kernel, "heads_backward_", swapped)
     assert "turned heads" in str(norms.wrong_on(DEVICE, HALF))
     monkeypatch.setattr(norm_kernel, "heads_backward_", of_heads)
-    monkeypatch.setattr(norm_kernel, "add_up", lambda parts, total, adds: total.copy_(parts.sum(0)))
+    monkeypatch.setattr(sum_kernel, "add_up", lambda parts, total, adds: total.copy_(parts.sum(0)))
     assert "a weight's gradient over 1 rows" in str(norms.wrong_on(DEVICE, HALF))
 
 
@@ -117,7 +119,8 @@ def test_the_check_before_use_passes_and_finds_a_fault(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("tokens", "heads", "size"), [(1, 1, 2), (7, 3, 6), (70, 2, 64)])
 def test_gradients_of_turned_heads_are_autograds(tokens: int, heads: int, size: int, dtype: torch.dtype) -> None:
     """In float64; written among other columns, which stay as they are."""
-    from truestep.policy.model.norm_kernel import add_up, heads_backward_
+    from truestep.policy.model.norm_kernel import heads_backward_
+    from truestep.policy.weights.sum_kernel import add_up
 
     x, gradient = random(tokens, heads, size, dtype=dtype), random(tokens, heads, size, dtype=dtype, seed=1)
     weight, cosine, sine = random(size, dtype=dtype), random(tokens, size, dtype=dtype), random(tokens, size, seed=3)

@@ -16,6 +16,7 @@ from truestep.exact import attend_kernels as exact_attention
 from truestep.exact import kernels as exact_kernels
 from truestep.head import kernels as head_kernels
 from truestep.policy.model import norm_kernel, turned_kernel
+from truestep.policy.weights import sum_kernel
 from truestep.ranks import peer_kernels
 from truestep.sampler.engine import attend_kernels, copy_kernels, draw_kernels
 from truestep.step.optimizers import adamw_kernel
@@ -124,8 +125,8 @@ def compile_norm(width: int, onto: bool) -> None:
     compiled = compile_kernel(norm_kernel._backward_kernel, shape, typed, num_warps=norm_kernel.warps(block))
     ptx = compiled.asm["ptx"]
     assert ptx.count("ld.global.v4") >= 3 + onto and "st.global.v4" in ptx, "16 bytes a thread at a time"
-    shape = {"WIDTH": width, "ROWS": 64, "COLUMNS": norm_kernel._COLUMNS}
-    compile_kernel(norm_kernel._sum_kernel, shape, {}, num_warps=4)
+    shape = {"WIDTH": width, "ROWS": 64, "COLUMNS": sum_kernel._COLUMNS}
+    compile_kernel(sum_kernel._sum_kernel, shape, {}, num_warps=4)
 
 
 def compile_heads(heads: int, width: int, turns: bool) -> None:

@@ -1,5 +1,5 @@
 """The backward pass of root-mean-square norms over rows (Triton): one kernel reads a row once, gives its gradient, adds
-what else flows to the row, and adds up the weight's gradient over the rows of a program; another adds up programs.
+what else flows to the row, and adds up the weight's gradient over the rows of a program. `sum_kernel` adds up programs.
 
 Dimensions: R rows, K numbers of a row, P programs; S tokens, A heads of each, E numbers of a head.
 """
@@ -16,7 +16,6 @@ from truestep.operators import on_device
 
 _NARROW = 256  # numbers of a row, of which a program holds several
 _HALVES = 512  # numbers that it holds of each half of its heads
-_COLUMNS = 32  # that a program of the second kernel adds up
 
 
 @triton.jit(do_not_specialize=["row_count"])
@@ -141,27 +140,6 @@ def _lay_kernel(source_pointer, target_pointer, WIDTH: tl.constexpr, STRIDE: tl.
     tl.store(target_pointer + row * STRIDE + column, numbers, mask=column < WIDTH)
 
 
-@triton.jit(do_not_specialize=["part_count", "adds"])
-def _sum_kernel(
-    parts_pointer,  # [P, K] float32
-    sum_pointer,  # [K] float32
-    part_count,
-    adds,  # 1: to what is there; 0
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = columns < WIDTH
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, part_count, ROWS):
-        rows = first + tl.arange(0, ROWS)
-        place = rows[:, None] * WIDTH + columns[None, :]
-        total += tl.load(parts_pointer + place, mask=(rows < part_count)[:, None] & inside[None, :], other=0.0)
-    found = tl.sum(total, 0) + tl.load(sum_pointer + columns, mask=columns < WIDTH * adds, other=0.0)
-    tl.store(sum_pointer + columns, found, mask=inside)
-
-
 @cache
 def _programs(device: torch.device, block: int) -> int:
     if device.type != "cuda":
@@ -244,13 +222,4 @@ def lay_(target: torch.Tensor, source: torch.Tensor) -> None:  # [S, N], [S, N]
     with on_device(source.device):
         _lay_kernel[(tokens,)](
             source, target, WIDTH=width, STRIDE=target.stride(0), BLOCK=block, num_warps=min(8, max(1, block // 256))
-        )
-
-
-def add_up(parts: torch.Tensor, total: torch.Tensor, adds: bool) -> None:  # [P, K], [K]
-    """Write the sum of parts, or add it to what is there."""
-    count, width = parts.shape
-    with on_device(parts.device):
-        _sum_kernel[(triton.cdiv(width, _COLUMNS),)](
-            parts, total, count, int(adds), WIDTH=width, ROWS=64, COLUMNS=_COLUMNS, num_warps=4
         )

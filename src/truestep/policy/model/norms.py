@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 
 from truestep.operators import operator
-from truestep.policy.model.adding import forget_the_gone, keep, keeper_of, next_number
+from truestep.policy.model.adding import next_number
+from truestep.policy.weights.keepers import forget_the_gone, keep, keeper_of
 from truestep.self_test import serves
 
 SMALLEST, LARGEST = 32, 16_384  # numbers of a row
@@ -317,7 +318,8 @@ def _wrong_heads(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def _wrong_rows(device: torch.device, dtype: torch.dtype) -> str | None:
     """Try rows of several sizes, with and without what else flows to them."""
-    from truestep.policy.model.norm_kernel import add_up, backward
+    from truestep.policy.model.norm_kernel import backward
+    from truestep.policy.weights.sum_kernel import add_up
 
     generator = torch.Generator().manual_seed(0)
     for rows, width in _SIZES:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from truestep.policy.cuts.pieces import Piece, pieces_of, sum_parts
-from truestep.policy.model.adding import moved
 from truestep.policy.weights.host import to_host
+from truestep.policy.weights.keepers import moved
 from truestep.policy.weights.protocol import Weights, some_rows
 from truestep.ranks.group import ALONE, Ranks
 
@@ -102,7 +102,7 @@ class WholeWeights(Weights):
 
     @torch.no_grad()
     def add_sum(self, parameter: torch.nn.Parameter, parts: torch.Tensor) -> None:
-        from truestep.policy.model.norm_kernel import add_up  # Triton
+        from truestep.policy.weights.sum_kernel import add_up  # Triton
 
         add_up(parts, self._buffers[parameter], adds=not self._is_first(parameter))
 
