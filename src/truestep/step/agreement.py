@@ -23,6 +23,8 @@ _TAIL = 12.0  # nats behind the uniform probability; what is less likely adds ne
 _ENDLESS = 1e6
 _BETS = ("up", "down", "older_up")
 _HERE = "the sampler"
+_BEYOND = [COLUMN[f"beyond_{level:g}"] for level, _ in LEVELS]
+_RATES = np.array([rate for _, rate in LEVELS])
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,13 @@ class Judge:
             rows = _less_the_choice(table[places])
             step = rows.sum(0)
             total = self._remember(server, step)
-            each = self._evidence(rows).max(1)
-            for row in (step, rows[each.argmax()], total):
-                evidence = self._evidence(row[None])[0]
-                if evidence.max() > bound:
+            evidence = self._evidence(np.vstack([rows, step, total]))
+            each = evidence[:-2].max(1)
+            worst = int(each.argmax())
+            for row, found in ((step, evidence[-2]), (rows[worst], evidence[worst]), (total, evidence[-1])):
+                if found.max() > bound:
                     order = np.argsort(-each, kind="stable")[: int((each > bound).sum()) or len(each)]
-                    return Fault(server, tuple(places[number] for number in order), self._words(row, evidence))
+                    return Fault(server, tuple(places[number] for number in order), self._words(row, found))
             if self.draws and self._draws_evidence(total) > bound:
                 return Fault(server, tuple(places), _too_sure(total), of_draws=True)
         return self._contradicting(documents, table) or self._repeated(documents, table, bound)
@@ -77,9 +80,8 @@ class Judge:
 
     def _evidence(self, rows: np.ndarray) -> np.ndarray:  # [R, COLUMNS] -> [R, tests], in nats
         """Compute the evidence against the log-probs of documents, or of servers: of each level, then of each bet."""
-        standing = rows[:, COLUMN["standing"]]
-        levels = [_poisson(rows[:, COLUMN[f"beyond_{level:g}"]], rate * standing) for level, rate in LEVELS]
-        return np.stack([*levels, *(rows[:, COLUMN[name]] for name in _BETS)], axis=1)
+        beyond, bets = rows[:, _BEYOND], rows[:, [COLUMN[name] for name in _BETS]]
+        return np.hstack([_poisson(beyond, rows[:, COLUMN["standing"], None] * _RATES), bets])
 
     def _words(self, row: np.ndarray, evidence: np.ndarray) -> str:
         strongest, standing = int(evidence.argmax()), row[COLUMN["standing"]]
@@ -112,16 +114,15 @@ class Judge:
         drawn = np.flatnonzero(labels)
         own = table[:, COLUMN["logprobs"]] + self.tolerance * labels
         _, kind, counts = np.unique(table[drawn, COLUMN["mark"]], return_inverse=True, return_counts=True)
-        for number in np.flatnonzero(counts > 1):
-            places = drawn[kind == number]
-            likeliest = float(own[places].max())
-            if _too_often(len(places), len(drawn), likeliest) <= bound:
-                continue
+        highest = np.full(len(counts), -np.inf)
+        np.maximum.at(highest, kind, own[drawn])
+        for number in np.flatnonzero((counts > 1) & (_too_often(counts, len(drawn), highest) > bound)):
+            places, likeliest = drawn[kind == number], float(highest[number])
             # The weights that drew older tokens are gone: their sampler's word counts where it is higher.
             older = [documents[place] for place in places if table[place, COLUMN["older"]]]
             likeliest = max([likeliest, *(float(at_labels(document, "logprobs").sum()) for document in older)])
             alike = len({at_labels(documents[place], "input_ids").tobytes() for place in places}) == 1
-            if alike and _too_often(len(places), len(drawn), likeliest) > bound:
+            if alike and _too_often(np.array(len(places)), len(drawn), np.array(likeliest)) > bound:
                 servers = " and ".join(sorted({server_of(documents[place]) for place in places}))
                 problem = f"the same completion came {len(places)} times, and its log-prob is {likeliest:.3g}"
                 return Fault(servers, tuple(places.tolist()), problem, of_draws=True)
@@ -188,7 +189,8 @@ def _poisson(count: np.ndarray, mean: np.ndarray) -> np.ndarray:
     return np.where(count > mean, bound, 0.0)
 
 
-def _too_often(count: int, drawn: int, likeliest: float) -> float:
-    """Bound minus the logarithm of the probability that so many of all draws agree on something no likelier."""
-    choices = math.lgamma(drawn + 1) - math.lgamma(count + 1) - math.lgamma(drawn - count + 1)
-    return -choices - (count - 1) * likeliest
+def _too_often(count: np.ndarray, drawn: int, likeliest: np.ndarray) -> np.ndarray:
+    """Bound minus the logarithm of the probability that `count` of `drawn` completions agree on one that is no
+    likelier."""
+    factorials = np.concatenate([[0.0], np.log(np.arange(1, drawn + 1)).cumsum()])  # their logarithms
+    return factorials[count] + factorials[drawn - count] - factorials[drawn] - (count - 1) * likeliest

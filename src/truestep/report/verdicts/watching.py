@@ -14,7 +14,7 @@ from truestep.report.verdicts.evidence import Evidence, Verdict
 from truestep.text import printable
 
 _GONE = 10  # steps without a verdict after which it is said again
-_EACH, _EVERY = 20, 5  # so many steps are each judged, and then every fifth
+_OFTEN = 1.0  # seconds of steps between two judgements, of which each takes a millisecond
 LONGEST_QUOTE = 60  # characters of a completion
 
 
@@ -77,13 +77,15 @@ class Watching:
         self._completions: list[object] = []
         # Verdicts that were said, and the step of the last judgement that had each.
         self._standing = {str(warning.get("kind")): math.inf for warning in warnings}
-        self._count = 0
+        self._unjudged = math.inf  # seconds of the steps since the last judgement
         self._fault: str | None = None  # of the judgement, which is said once
 
     def step(self, line: Mapping[str, Any]) -> None:
         self._steps.add(line)
-        self._count += 1
-        if self._count <= _EACH or line["step"] % _EVERY == 0:
+        took = finite(line, "step_time")
+        self._unjudged += _OFTEN if took is None else took
+        if self._unjudged >= _OFTEN:
+            self._unjudged = 0.0
             self._tell(line["step"])
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
