@@ -268,17 +268,13 @@ class ServerSampler(SamplerBase):
     adapter: Literal["merged", "served"] = "merged"
     """How servers get an adapter. merged: merged into the model, whose weights they load. served: alone, beside the
     model that they were started with, so that several runs share a server (vLLM with --enable-lora)."""
-    transfer: Literal["auto", "memory", "nccl", "disk"] = "auto"
-    """How new weights get to the servers. memory: through memory of this machine, to vLLM servers started with
-    --weight-transfer-config '{"backend": "truestep"}'. nccl: from the trainer's first GPU to those of vLLM servers
-    started with --weight-transfer-config '{"backend": "nccl"}', on this machine or another. disk: through
-    weights_directory. auto: memory for each server that can take them so, else disk."""
-    memory_directory: str = "/dev/shm"
-    """A file system in memory, in which new weights lie until the next ones. For transfer: memory the servers of this
-    machine see it under the same path."""
+    transfer: Literal["disk", "nccl"] = "disk"
+    """How new weights get to the servers. disk: through weights_directory. nccl: from the trainer's first GPU to those
+    of vLLM servers started with --weight-transfer-config '{"backend": "nccl"}', on this machine or another."""
     weights_directory: str | None = None
     """The directory that new weights are written to for the servers to read: on a disk that they see under the same
-    path. Several runs may share it. null: weights, in the run's directory."""
+    path, or in memory of this machine, below /dev/shm. Several runs may share it. null: weights, in the run's
+    directory."""
     tolerance: Positive | None = None
     """How far, in nats, a server's log-probs of a probe may be from the trainer's after new weights. If they are
     further away, the run ends before anything is trained on. The log-probs of completions are held to the same measure.
@@ -286,11 +282,6 @@ class ServerSampler(SamplerBase):
     check_share: Annotated[float, Field(ge=0, le=1)] = 0.002
     """With max_staleness above 0: the share of completions that the trainer scores when they arrive, while the weights
     that drew them still stand. More finds a server with wrong log-probs sooner; each costs a forward pass of it."""
-
-    @property
-    def memory_alone(self) -> bool:
-        """Tell whether new weights go through memory and no other way."""
-        return self.transfer in ("memory", "nccl")
 
 
 SamplerConfig = Annotated[
