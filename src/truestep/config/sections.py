@@ -500,18 +500,6 @@ class WandbConfig(Section):
     """After the first step and every this many steps, the rollouts that are kept are logged as a table. 0: never."""
 
 
-class MlflowConfig(Section):
-    experiment: str = "truestep"
-    """The experiment that the run belongs to. It is made where it is not there."""
-    name: str | None = None
-    """The run's name. null: that of the run's directory."""
-    tracking_uri: str | None = None
-    """The server, such as https://host:5000, or a directory. null: that of MLFLOW_TRACKING_URI, else mlruns in the
-    run's directory. A database needs the whole mlflow package."""
-    samples_every: Annotated[int, Field(ge=0)] = 10
-    """After the first step and every this many steps, the rollouts that are kept are logged as a table. 0: never."""
-
-
 class TrackioConfig(Section):
     project: str
     """The project that the run is logged to. `trackio show --project NAME` shows it."""
@@ -545,8 +533,6 @@ class LoggingConfig(Section):
     tensorboard: str | None = None
     """A directory for TensorBoard's event files (extra: tensorboard). Rollouts that are kept are there as text, after
     the first step and every tenth."""
-    mlflow: MlflowConfig | None = None
-    """MLflow (extra: mlflow)."""
     trackio: TrackioConfig | None = None
     """trackio (extra: trackio)."""
     rollouts: RolloutsConfig | None = RolloutsConfig()
