@@ -57,16 +57,16 @@ CASES = [
         "they end with the adapter that they began with: set sampler.pause: wait or abort",
     ),
     (
-        served("transfer: memory, protocol: sglang"),
-        "4: sampler.transfer: memory needs sampler.protocol: vllm; sglang takes weights from a disk",
+        served("transfer: nccl, protocol: sglang"),
+        "4: sampler.transfer: nccl needs sampler.protocol: vllm; sglang takes weights from a disk",
     ),
     (
         served("transfer: nccl").replace("model: {path: m}", "model: {path: m, device: cpu}"),
         "4, run.yaml:1: sampler.transfer: nccl sends weights from a GPU, and model.device is cpu",
     ),
     (
-        served("adapter: served, transfer: memory") + "adapter: {}\n",
-        "4, run.yaml:5: sampler.transfer: memory is for whole models, and sampler.adapter: served gives servers an "
+        served("adapter: served, transfer: nccl") + "adapter: {}\n",
+        "4, run.yaml:5: sampler.transfer: nccl is for whole models, and sampler.adapter: served gives servers an "
         "adapter alone",
     ),
     (

@@ -18,8 +18,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from truestep.files import read_json_lines
-from truestep.metrics.sinks import JsonLines, SinkError, TensorBoardSink, WandbSink
-from truestep.metrics.trackers import MlflowSink, TrackioSink
+from truestep.metrics.sinks import JsonLines, SinkError, TensorBoardSink, TrackioSink, WandbSink
 
 EVALUATION = {
     "step": 2,
@@ -188,7 +187,6 @@ def test_a_password_given_on_the_command_line_is_in_no_file_of_wandb(tmp_path: P
     [
         ("torch.utils.tensorboard", "tensorboard"),
         ("wandb", "wandb"),
-        ("mlflow", "mlflow"),
         ("trackio", "trackio"),
     ],
 )
@@ -206,8 +204,6 @@ def test_without_the_package_the_extra_is_named(
     with pytest.raises(SinkError, match=rf"pip install 'truestep\[{extra}\]'"):
         if extra == "wandb":
             WandbSink(tmp_path / "run", project="p", name=None, mode="offline", config={})
-        elif extra == "mlflow":
-            MlflowSink(tmp_path / "run", {})
         elif extra == "trackio":
             TrackioSink(tmp_path / "run", {}, project="p")
         else:

@@ -16,9 +16,9 @@ from truestep.checkpoint.staging import Staged
 from truestep.checkpoint.store import CheckpointStore
 from truestep.policy import tensor_files
 from truestep.policy.weights.protocol import Weights
+from truestep.sampler.server.copies import HostCopies
 from truestep.sampler.server.source import ServerSource
 from truestep.sampler.server.sync import WeightsDirectory
-from truestep.transfer.memory import SharedMemory
 
 MOMENTS = ("staging", "writing", "written", "completing", "manifest", "renamed", "removing")
 OF_FIRST = ("completing", "manifest", "renamed", "removing")  # what the first rank alone does
@@ -115,8 +115,8 @@ def die_at(moment: str, number: int) -> None:
         "renamed": lambda: _before(CheckpointStore, "_remove_old", die),
         "removing": lambda: _before(store.shutil, "rmtree", die),
         "gathering": lambda: _before(Weights, "on_first", die),
-        "adding": lambda: _before(SharedMemory, "add", die),
-        "shown": lambda: _after(SharedMemory, "finish", die),
+        "adding": lambda: _before(HostCopies, "add", die),
+        "shown": lambda: _after(HostCopies, "finish", die),
         "sent": lambda: _after(ServerSource, "send", die),
         "named": lambda: _before(WeightsDirectory, "_complete", die),
     }[moment]()

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from server.models import give_sampling_defaults, make_model
-from server.vllm_server import IN_MEMORY, LINKED, Starter, VllmServer
+from server.vllm_server import LINKED, Starter, VllmServer
 
 
 @dataclass(frozen=True)
 class Servers:
     first: VllmServer
-    second: VllmServer  # takes weights from memory
+    second: VllmServer
     linked: VllmServer  # takes weights by vLLM's own backend for NCCL, over gloo
     raw: VllmServer  # of raw_logprobs, as vLLM's default is
     model: Path  # what they were started with
@@ -32,7 +32,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     starter = Starter(python, directory / "starter.log")
     made = {
         "first": VllmServer(starter, model, directory / "first.log"),
-        "second": VllmServer(starter, model, directory / "second.log", others=IN_MEMORY),
+        "second": VllmServer(starter, model, directory / "second.log"),
         "linked": VllmServer(starter, model, directory / "linked.log", others=LINKED),
         "raw": VllmServer(starter, model, directory / "raw.log", logprobs_mode="raw_logprobs"),
     }

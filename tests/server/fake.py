@@ -21,7 +21,6 @@ from truestep.sampler.server.errors import ServerError, UnreachableError
 from truestep.sampler.server.fleet import Published, Signal
 from truestep.sampler.server.probe import TEMPERATURE, Expected
 from truestep.sampler.server.protocol import Choice, CompletionRequest, Description, InferenceServer
-from truestep.sampler.server.sync import Places
 from truestep.types import Rollout
 
 VOCABULARY, STOP, STARTED_WITH = 1000, 0, 9999
@@ -43,7 +42,7 @@ def expected(weights: int, version: int) -> Expected:
 
 def published(version: int, weights: int | None = None) -> Published:
     number = version if weights is None else weights
-    return Published(Places(Path(str(number))), expected(number, version))
+    return Published(Path(str(number)), expected(number, version))
 
 
 @dataclass

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from server.fake_vllm import FakeVllm
 from server.gloo_in_vllm import broadcast, id_of, join
-from server.memory_server import FakeVllm
 from truestep.sampler.server.linked import Link
 from truestep.sampler.server.vllm import Vllm
 from truestep.transfer.link import Sending
@@ -69,8 +69,6 @@ class GlooWire:
 
     def beside(self) -> AbstractContextManager[Any]:
         return nullcontext()
-
-    def know(self, memory: Any) -> None: ...
 
     def abandon(self) -> None:
         self._group = None

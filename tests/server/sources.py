@@ -27,7 +27,6 @@ from truestep.sampler.server import source as server_source
 from truestep.sampler.server.ahead import Pace
 from truestep.sampler.server.making import SamplingOptions
 from truestep.sampler.server.source import ServerSource
-from truestep.sampler.server.sync import Places, Wanted
 from truestep.types import Rollout
 
 GROUP, STEP = 2, 4  # documents
@@ -40,14 +39,11 @@ class FakeWeights:
     versions: dict[int, int] = field(default_factory=dict)  # by number
     cleared: bool = False
 
-    memory_alone = False
-
-    def write(self, policy: Any, version: int, wanted: Wanted, memory: None) -> Places:
-        assert wanted == Wanted(disk=True, memory=False) and memory is None
+    def write(self, policy: Any, version: int) -> Path:
         number = len(self.versions)
         self.versions[number] = version
         policy.number = number
-        return Places(Path(str(number)))
+        return Path(str(number))
 
     def close(self, finished: bool) -> None:
         self.cleared |= finished

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -407,13 +406,13 @@ def test_weights_are_made_ready_while_completions_run() -> None:
         await watched.fleet.publish(published(0))
         running: list[int] = []
 
-        async def stage(weights: Path) -> None:
+        async def prepare() -> None:
             asked = watched.later(answered(watched))  # it is open, and takes requests
             await asyncio.sleep(0.2)
             running.append(server.running)
             assert not asked.done() and watched.known[0].is_open and not server.paused
 
-        server.stage = stage  # type: ignore[method-assign]
+        server.prepare = prepare  # type: ignore[method-assign]
         await watched.fleet.publish(published(8))
         assert running == [1] and server.weights == 8 and watched.known[0].is_open
 
@@ -450,11 +449,11 @@ def test_a_server_is_lost_that_cannot_make_weights_ready_and_gets_them_when_it_c
         await watched.fleet.publish(published(0))
         failures = [UnreachableError("it was started anew")]
 
-        async def stage(weights: Path) -> None:
+        async def prepare() -> None:
             if failures:
                 raise failures.pop()
 
-        server.stage = stage  # type: ignore[method-assign]
+        server.prepare = prepare  # type: ignore[method-assign]
         await watched.fleet.publish(published(8))
         assert watched.known[0].lost_at is not None
         await watched.opened()
@@ -484,25 +483,18 @@ def test_a_fleet_that_closes_leaves_no_server_standing_still(rolling: bool) -> N
     run(main())
 
 
-def test_a_server_is_brought_back_with_the_weights_that_it_was_shown() -> None:
-    """Also where newer ones come between."""
-
+def test_a_server_is_brought_back_while_newer_weights_come() -> None:
     async def main() -> None:
-        server, shown = FakeServer(), list[Path]()
+        server = FakeServer()
 
-        async def stage(weights: Path) -> None:
-            await server._call("stage")
-            shown.append(weights)
+        async def prepare() -> None:
+            await server._call("prepare")
 
-        async def load(weights: Path) -> None:
-            assert weights == shown[-1], "these weights were not staged"
-            await FakeServer.load(server, weights)
-
-        server.stage, server.load = stage, load  # type: ignore[method-assign]
+        server.prepare = prepare  # type: ignore[method-assign]
         watched = Watched(server)
         await watched.fleet.publish(published(0))
         await server.crash_and_restart()
-        server.faults["stage"].append(lambda: asyncio.sleep(5))
+        server.faults["prepare"].append(lambda: asyncio.sleep(5))
         with pytest.raises(UnreachableError):
             server.faults["complete"].append(UnreachableError("lost"))
             await answered(watched)

@@ -17,7 +17,8 @@ import torch
 from checkpoints import latest
 from ranks.cases import on_ranks, train_all
 from ranks.saving import train_until_killed
-from server.memory_server import FakeVllm
+from server.fake_vllm import FakeVllm
+from server.linked_server import BY_LINK, FakeLinked
 from server.models import make_model as make_served_model
 from server.runs import server_config
 from server.sglang_server import serving
@@ -29,7 +30,7 @@ from truestep.ranks.axes import RankError
 
 GROUPS = 4  # of weights that are published together: two layers, the embedding, the norm
 # When: at which call, counted over the publications of a process. The second one is that of new weights.
-MEMORY = {"gathering": GROUPS + 3, "adding": GROUPS + 3, "shown": 2, "sent": 2}
+SENT = {"gathering": GROUPS + 3, "adding": GROUPS + 3, "shown": 2, "sent": 2}
 DISK = {"gathering": GROUPS + 2, "named": 2}
 OF_ANY = ("gathering",)  # what every rank does
 
@@ -39,12 +40,12 @@ ASKED_FOR = (
     pytest.mark.skipif("TRUESTEP_ALL_KILLS" not in os.environ, reason="many minutes: set TRUESTEP_ALL_KILLS"),
 )
 CASES = [
-    pytest.param(1, {}, "memory", ["adding", "sent"], id="short"),
-    pytest.param(1, {}, "memory", [*MEMORY], id="one", marks=ASKED_FOR),
+    pytest.param(1, {}, "nccl", ["adding", "sent"], id="short"),
+    pytest.param(1, {}, "nccl", [*SENT], id="one", marks=ASKED_FOR),
     pytest.param(1, {}, "disk", [*DISK], id="disk", marks=ASKED_FOR),
-    pytest.param(2, {}, "memory", [*MEMORY], id="sharded", marks=ASKED_FOR),
+    pytest.param(2, {}, "nccl", [*SENT], id="sharded", marks=ASKED_FOR),
     pytest.param(2, {"pipeline": 2}, "disk", [*DISK], id="pipeline", marks=ASKED_FOR),
-    pytest.param(4, {"tensor": 2}, "memory", ["gathering", *MEMORY], id="four", marks=ASKED_FOR),
+    pytest.param(4, {"tensor": 2}, "nccl", ["gathering", *SENT], id="four", marks=ASKED_FOR),
 ]
 
 
@@ -56,9 +57,8 @@ def draws_of(body: dict[str, Any]) -> torch.Generator:
 def test_kills_in_the_middle_of_publications_change_nothing(
     size: int, parallel: dict[str, int], transfer: str, moments: list[str], tmp_path: Path
 ) -> None:
-    fake = FakeVllm(make_served_model(tmp_path / "served", seed=2), NAME)
+    fake = (FakeLinked if transfer == "nccl" else FakeVllm)(make_served_model(tmp_path / "served", seed=2), NAME)
     fake.draws_of = draws_of
-    (tmp_path / "memory").mkdir()
     draw = random.Random(f"{size} {parallel} {transfer}")
     with serving(fake) as url:
 
@@ -66,7 +66,7 @@ def test_kills_in_the_middle_of_publications_change_nothing(
             changes = {
                 "parallel": parallel,
                 "deterministic": True,
-                "sampler": {"transfer": transfer, "memory_directory": str(tmp_path / "memory")},
+                "sampler": BY_LINK if transfer == "nccl" else {},
                 "checkpoint": {"directory": str(tmp_path / name), "every": 1, "keep": 1},
                 "schedule": {"stall_timeout": 30},
                 "logging": {"console": False},
@@ -77,7 +77,7 @@ def test_kills_in_the_middle_of_publications_change_nothing(
         checkpoints = CheckpointStore(tmp_path / "killed" / "checkpoints", 1)
         for moment in moments:
             rank = draw.randrange(size) if moment in OF_ANY else 0
-            number = (MEMORY if transfer == "memory" else DISK)[moment]
+            number = (SENT if transfer == "nccl" else DISK)[moment]
             with pytest.raises(RankError, match="-9"):
                 on_ranks(size, train_until_killed, given("killed"), moment, rank, number)
             assert all(find_damage(checkpoint) is None for checkpoint in checkpoints.complete()), moment
@@ -87,4 +87,3 @@ def test_kills_in_the_middle_of_publications_change_nothing(
     assert (killed / "ledger.jsonl").read_bytes() == (whole / "ledger.jsonl").read_bytes()
     lines = [without_times(read_lines(run / "metrics.jsonl")) for run in (killed, whole)]
     assert lines[0] == lines[1] and len(lines[0]) == 4
-    assert not list((tmp_path / "memory").iterdir()), "the memory of killed trainers is freed by the next"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,14 @@ from checkpoints import latest, read_weights
 from ranks.cases import on_ranks, train_all
 from server.linked_server import BY_LINK, PATIENCE, FakeLinked, GlooWire
 from server.models import make_model as make_served_model
+from server.runs import server_config
 from server.sglang_server import serving
-from server.test_memory import check_on_policy, run_config
 from server.vllm_server import NAME
 from small_runs import merged, read_lines
 from truestep.config.schema import Config
 from truestep.config.yaml_tree import ConfigError
 from truestep.ranks.launch import RankError
 from truestep.transfer.link import Sending
-from truestep.transfer.memory import _remove_abandoned
 from truestep.transfer.nccl import NcclError
 
 
@@ -32,16 +30,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_served_model(tmp_path_factory.mktemp("served") / "model", seed=2)
 
 
-@pytest.fixture(autouse=True)
-def memory(tmp_path: Path) -> Iterator[Path]:
-    (tmp_path / "memory").mkdir()
-    yield tmp_path / "memory"
-    _remove_abandoned(tmp_path / "memory")
-    assert not list((tmp_path / "memory").iterdir())
-
-
 def linked(directory: Path, urls: list[str], **sections: Any) -> dict[str, Any]:
-    return run_config(directory, urls, **merged({"sampler": BY_LINK}, sections))
+    options = merged({"sampler": BY_LINK, "logging": {"console": False}}, sections)
+    return server_config(directory, urls, **options).model_dump(mode="json", exclude_unset=True)
+
+
+def check_on_policy(run: Path, steps: int = 4) -> None:
+    metrics = read_lines(run / "metrics.jsonl")
+    assert len(metrics) == steps
+    assert all(abs(line["ratio_new_old"] - 1) < 1e-4 and line["max_staleness"] == 0 for line in metrics)
 
 
 @pytest.mark.parametrize(
@@ -170,17 +167,54 @@ def test_an_update_that_a_killed_trainer_left_open_does_not_end_the_engine(serve
     check_on_policy(tmp_path / "run")
 
 
-def test_a_server_that_says_yes_and_takes_nothing_ends_the_run(served: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("nothing", "was given the weights of version"),
+        pytest.param("half", "was given the weights of version", marks=pytest.mark.long),
+        pytest.param("another layer's", "was given the weights of version", marks=pytest.mark.long),
+        ("keeps its cache", "its prefix cache is that of older weights"),
+    ],
+)
+def test_a_server_that_says_yes_and_has_other_weights_ends_the_run(
+    fault: str, said: str, served: Path, tmp_path: Path
+) -> None:
     fake = FakeLinked(served, NAME)
     loads = iter([False, *[True] * 9])
 
     def before(info: dict[str, Any]) -> None:
-        fake.takes = "nothing" if next(loads) else "all"
+        if next(loads):
+            fake.keeps_cache = fault == "keeps its cache"
+            fake.takes = "all" if fake.keeps_cache else fault
 
     fake.before_update = before
-    with serving(fake) as url, pytest.raises(RankError, match="was given the weights of version"):
+    with serving(fake) as url, pytest.raises(RankError, match=said):
         on_ranks(1, train_all, [linked(tmp_path, [url], optimizer={"learning_rate": 1e-2})])
     assert len(read_lines(tmp_path / "run" / "ledger.jsonl")) == 1, "nothing of the wrong weights was trained on"
+
+
+def test_an_engine_that_dies_in_the_middle_of_an_update_is_given_its_weights_again(
+    served: Path, tmp_path: Path
+) -> None:
+    """vLLM says so once, and then ends: nobody answers until it is started again."""
+    fake, down = FakeLinked(served, NAME), list[str]()
+    honest = fake._reply
+
+    async def reply(path: str, body: Any) -> Any:
+        if path == "/start_weight_update" and fake.paths.count(path) == 3 and not down:
+            fake.restart()
+            down.append(path)
+            raise RuntimeError("EngineCore encountered an issue")
+        if 0 < len(down) < 4:
+            down.append(path)
+            raise ConnectionResetError
+        return await honest(path, body)
+
+    fake._reply = reply  # type: ignore[method-assign]
+    with serving(fake) as url:
+        on_ranks(1, train_all, [linked(tmp_path, [url])])
+    assert len(down) == 4
+    check_on_policy(tmp_path / "run")
 
 
 def test_a_server_with_another_backend_is_refused_by_name(served: Path, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
-"""Runs whose weights go to a real vLLM: through memory, and by vLLM's own backend `nccl`."""
+"""Runs whose weights go to a real vLLM: over a directory in memory, and by vLLM's own backend `nccl`."""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,14 @@ class Way:
     server: VllmServer
 
 
-@pytest.fixture(params=["memory", "nccl"])
-def way(request: pytest.FixtureRequest, servers: Servers) -> Way:
-    ways = {"memory": Way({"transfer": "memory"}, servers.second), "nccl": Way(BY_LINK, servers.linked)}
-    return ways[request.param]
+@pytest.fixture(params=["directory", "nccl"])
+def way(request: pytest.FixtureRequest, servers: Servers) -> Iterator[Way]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        ways = {
+            "directory": Way({"weights_directory": directory}, servers.second),
+            "nccl": Way(BY_LINK, servers.linked),
+        }
+        yield ways[request.param]
 
 
 def test_training_is_on_policy(way: Way, tmp_path: Path) -> None:
@@ -41,7 +47,7 @@ def test_training_is_on_policy(way: Way, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("way", "parallel"),
-    [("memory", {}), ("memory", {"pipeline": 2}), ("nccl", {}), ("nccl", {"tensor": 2})],
+    [("directory", {}), ("directory", {"pipeline": 2}), ("nccl", {}), ("nccl", {"tensor": 2})],
     indirect=["way"],
 )
 def test_ranks_train(way: Way, parallel: dict[str, int], tmp_path: Path) -> None:

@@ -143,7 +143,8 @@ def test_a_connection_that_a_server_closes_with_an_error_is_not_used_again() -> 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         vllm = Vllm(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m", None, 10)
         try:
-            assert "answered 500" in str(await vllm.reach(Path("memory"), "token"))
+            with pytest.raises(UnreachableError, match="answered 500"):
+                await vllm.pause("abort")
             assert (await vllm.describe()).names == ("m",)
         finally:
             await vllm.close()

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import time
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,9 +18,7 @@ import httpx
 from truestep.sampler.server.vllm import Vllm
 
 NAME = "policy"
-IN_MEMORY = ("--weight-transfer-config", '{"backend": "truestep"}')
 LINKED = ("--weight-transfer-config", '{"backend": "nccl"}')
-_PLUGINS = "vllm.general_plugins"
 _READY_SECONDS = 280.0
 _SETTINGS = {
     "VLLM_SERVER_DEV_MODE": "1",
@@ -54,22 +51,13 @@ def is_free(port: int) -> bool:
 
 
 def plugin_path(folder: Path) -> str:
-    """Give the import path by which a vLLM has truestep's plugin as if it were installed there, by its entry point. A
-    plugin more has its backend `nccl` send by gloo."""
-    root = Path(__file__).parents[2]
-    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    facts = folder / "truestep-0.1.0.dist-info"
+    """Give the import path by which a vLLM has the plugin that lets its backend `nccl` send by gloo."""
+    facts = folder / "gloo_in_vllm-0.dist-info"
     facts.mkdir(parents=True)
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: truestep\nVersion: 0.1.0\n", encoding="utf-8")
-    groups = project["entry-points"]
-    groups[_PLUGINS]["gloo"] = "server.gloo_in_vllm:register"
-    lines = [
-        line
-        for group, entries in groups.items()
-        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in entries.items()))
-    ]
-    (facts / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return os.pathsep.join([str(folder), str(root / "src"), str(root / "tests")])
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: gloo_in_vllm\nVersion: 0\n", encoding="utf-8")
+    entry = "[vllm.general_plugins]\ngloo = server.gloo_in_vllm:register\n"
+    (facts / "entry_points.txt").write_text(entry, encoding="utf-8")
+    return os.pathsep.join([str(folder), str(Path(__file__).parents[1])])
 
 
 class Starter:

@@ -6,8 +6,7 @@ from truestep.config.schema import Config
 from truestep.custom import load_custom
 from truestep.files import read_json_lines
 from truestep.kept.keeper import Keeper
-from truestep.metrics.sinks import JsonLines, Sink, TensorBoardSink, WandbSink
-from truestep.metrics.trackers import MlflowSink, TrackioSink
+from truestep.metrics.sinks import JsonLines, Sink, TensorBoardSink, TrackioSink, WandbSink
 from truestep.policy.policy import Policy
 from truestep.report.verdicts.watching import Watching
 from truestep.run_directory import RunDirectory
@@ -27,7 +26,6 @@ def make_sinks(config: Config, directory: RunDirectory, display: Display, title:
     options = redacted_options(config.model_dump(mode="json"))
     for chosen, tracker in (
         (logging.wandb, WandbSink),
-        (logging.mlflow, MlflowSink),
         (logging.trackio, TrackioSink),
     ):
         if chosen is not None:

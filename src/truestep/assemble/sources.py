@@ -25,7 +25,6 @@ from truestep.environments.prompts import Prompt, find_prompts, load_prompts
 from truestep.policy.loading.load import load_tokenizer
 from truestep.policy.policy import Policy
 from truestep.ranks.group import Ranks
-from truestep.ranks.processes import usable_cores
 from truestep.rollouts.advantages import AdvantageRule, OverlongPenalty, check_group_sizes
 from truestep.rollouts.chat import ChatTemplate
 from truestep.rollouts.files import DataError, Documents, expand_paths
@@ -49,7 +48,6 @@ from truestep.sampler.server.shared import SharedServerSource
 from truestep.sampler.server.source import AwaitedRewards, ServerSource
 from truestep.sampler.server.sync import Publisher, WeightsDirectory
 from truestep.text import keep_secret
-from truestep.transfer.memory import SharedMemory
 from truestep.types import PutAside, Rejected, Rollout
 
 IDS_FILE = "stream_ids.bin"  # in the run's directory
@@ -300,19 +298,7 @@ def _make_publisher(config: Config, sampler: ServerSampler) -> Publisher:
     path = Path(sampler.weights_directory or Path(config.checkpoint.directory) / "weights")
     run = Path(config.checkpoint.directory)
     directory = WeightsDirectory(path, run=run, adapter_alone=sampler.adapter == "served")
-    return Publisher(directory, getattr(torch, config.model.dtype), memory_alone=sampler.memory_alone)
-
-
-def _make_memory(sampler: ServerSampler) -> SharedMemory | None:
-    """Make memory for weights, unless they go over the disk alone. Nothing is allocated before weights are written."""
-    if sampler.transfer == "disk" or sampler.adapter == "served":
-        return None
-    try:
-        return SharedMemory(Path(sampler.memory_directory), usable_cores())
-    except OSError as error:
-        if sampler.memory_alone:
-            raise SourceError(f"sampler.memory_directory: {sampler.memory_directory}: {error.strerror}") from error
-        return None
+    return Publisher(directory, getattr(torch, config.model.dtype), sends=sampler.transfer == "nccl")
 
 
 def _make_server_source(
@@ -346,7 +332,6 @@ def _make_server_source(
             stall_timeout=schedule.stall_timeout,
         ),
         publisher=publisher,
-        memory=_make_memory(sampler),
         send_from=policy.device if sampler.transfer == "nccl" else None,
         advantage_rule=advantage_rule(config),
         truncated=data.truncated,

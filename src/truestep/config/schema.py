@@ -387,14 +387,14 @@ def _reference(config: "Config") -> Iterator[str]:
 
 def _transfer(config: "Config") -> Iterator[str]:
     sampler = config.sampler
-    if sampler is None or sampler.type != "server" or not sampler.memory_alone:
+    if sampler is None or sampler.type != "server" or sampler.transfer == "disk":
         return
     name = f"sampler.transfer: {sampler.transfer}"
     if sampler.protocol == "sglang":
         yield f"{name} needs sampler.protocol: vllm; sglang takes weights from a disk"
     if sampler.adapter == "served":
         yield f"{name} is for whole models, and sampler.adapter: served gives servers an adapter alone"
-    if sampler.transfer == "nccl" and sampler.protocol == "vllm" and config.model.device == "cpu":
+    if sampler.protocol == "vllm" and config.model.device == "cpu":
         yield f"{name} sends weights from a GPU, and model.device is cpu"
 
 

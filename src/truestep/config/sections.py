@@ -268,17 +268,13 @@ class ServerSampler(SamplerBase):
     adapter: Literal["merged", "served"] = "merged"
     """How servers get an adapter. merged: merged into the model, whose weights they load. served: alone, beside the
     model that they were started with, so that several runs share a server (vLLM with --enable-lora)."""
-    transfer: Literal["auto", "memory", "nccl", "disk"] = "auto"
-    """How new weights get to the servers. memory: through memory of this machine, to vLLM servers started with
-    --weight-transfer-config '{"backend": "truestep"}'. nccl: from the trainer's first GPU to those of vLLM servers
-    started with --weight-transfer-config '{"backend": "nccl"}', on this machine or another. disk: through
-    weights_directory. auto: memory for each server that can take them so, else disk."""
-    memory_directory: str = "/dev/shm"
-    """A file system in memory, in which new weights lie until the next ones. For transfer: memory the servers of this
-    machine see it under the same path."""
+    transfer: Literal["disk", "nccl"] = "disk"
+    """How new weights get to the servers. disk: through weights_directory. nccl: from the trainer's first GPU to those
+    of vLLM servers started with --weight-transfer-config '{"backend": "nccl"}', on this machine or another."""
     weights_directory: str | None = None
     """The directory that new weights are written to for the servers to read: on a disk that they see under the same
-    path. Several runs may share it. null: weights, in the run's directory."""
+    path, or in memory of this machine, below /dev/shm. Several runs may share it. null: weights, in the run's
+    directory."""
     tolerance: Positive | None = None
     """How far, in nats, a server's log-probs of a probe may be from the trainer's after new weights. If they are
     further away, the run ends before anything is trained on. The log-probs of completions are held to the same measure.
@@ -286,11 +282,6 @@ class ServerSampler(SamplerBase):
     check_share: Annotated[float, Field(ge=0, le=1)] = 0.002
     """With max_staleness above 0: the share of completions that the trainer scores when they arrive, while the weights
     that drew them still stand. More finds a server with wrong log-probs sooner; each costs a forward pass of it."""
-
-    @property
-    def memory_alone(self) -> bool:
-        """Tell whether new weights go through memory and no other way."""
-        return self.transfer in ("memory", "nccl")
 
 
 SamplerConfig = Annotated[
@@ -509,18 +500,6 @@ class WandbConfig(Section):
     """After the first step and every this many steps, the rollouts that are kept are logged as a table. 0: never."""
 
 
-class MlflowConfig(Section):
-    experiment: str = "truestep"
-    """The experiment that the run belongs to. It is made where it is not there."""
-    name: str | None = None
-    """The run's name. null: that of the run's directory."""
-    tracking_uri: str | None = None
-    """The server, such as https://host:5000, or a directory. null: that of MLFLOW_TRACKING_URI, else mlruns in the
-    run's directory. A database needs the whole mlflow package."""
-    samples_every: Annotated[int, Field(ge=0)] = 10
-    """After the first step and every this many steps, the rollouts that are kept are logged as a table. 0: never."""
-
-
 class TrackioConfig(Section):
     project: str
     """The project that the run is logged to. `trackio show --project NAME` shows it."""
@@ -554,8 +533,6 @@ class LoggingConfig(Section):
     tensorboard: str | None = None
     """A directory for TensorBoard's event files (extra: tensorboard). Rollouts that are kept are there as text, after
     the first step and every tenth."""
-    mlflow: MlflowConfig | None = None
-    """MLflow (extra: mlflow)."""
     trackio: TrackioConfig | None = None
     """trackio (extra: trackio)."""
     rollouts: RolloutsConfig | None = RolloutsConfig()

@@ -1,4 +1,4 @@
-"""The sinks of a run's numbers: metrics.jsonl, Weights & Biases, TensorBoard."""
+"""The sinks of a run's numbers: metrics.jsonl, Weights & Biases, TensorBoard, trackio."""
 
 import re
 import sys
@@ -138,6 +138,59 @@ class WandbSink:
         if data := self._samples.of(line, rows):
             table = self._table(columns=list(SAMPLE_COLUMNS), data=data)
             self._run.log({"rollouts": table, "documents_seen": line["documents_seen"]})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TrackioSink:
+    """A run of trackio, on this machine or in a Space. It logs by optimizer steps."""
+
+    def __init__(
+        self,
+        directory: Path,
+        config: Mapping[str, Any],
+        *,
+        project: str,
+        name: str | None = None,
+        space: str | None = None,
+        samples_every: int = 0,
+    ):
+        try:
+            import trackio
+        except ImportError as error:
+            raise SinkError("logging.trackio needs `pip install 'truestep[trackio]'`") from error
+        # A name is all that it goes on by, so no two runs may have the same.
+        name_file = directory / "trackio_name"
+        known = stored_name(name_file)
+        readable = re.sub(r"[^\w-]", "-", name or directory.name, flags=re.ASCII)[:64]
+        unique = known or f"{readable}-{uuid.uuid4().hex[:6]}"
+        try:
+            self._run = trackio.init(
+                project=project,
+                name=unique,
+                space_id=space,
+                config=dict(config),
+                resume="allow" if known else "never",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+        except Exception as error:  # its own, those of the hub, and of a project's name
+            raise SinkError(f"logging.trackio: {printable(error, 500)}") from error
+        write_whole(name_file, unique.encode())
+        self._samples, self._table = Samples(samples_every), trackio.Table
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        self._run.log(numbers_of(line), step=line["step"])
+
+    def evaluation(self, line: Mapping[str, Any]) -> None:
+        numbers = {f"evaluation/{name}": value for name, value in numbers_of(line).items()}
+        self._run.log(numbers, step=line["step"])
+
+    def rollouts(self, line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+        if data := self._samples.of(line, rows):
+            self._run.log({"rollouts": self._table(columns=list(SAMPLE_COLUMNS), data=data)}, step=line["step"])
 
     def close(self) -> None:
         self._run.finish()

@@ -6,10 +6,7 @@ by its own functions, in the library that torch has loaded.
 """
 
 import base64
-import contextlib
 import ctypes
-import mmap
-import weakref
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -120,17 +117,6 @@ class NcclWire:
         """Have what is queued inside run beside the other work of the trainer's device."""
         return torch.cuda.stream(self._beside)
 
-    def know(self, memory: mmap.mmap) -> None:
-        """Have the driver know of memory, for the GPU to copy from it by itself. Unknown memory is slower, no worse."""
-        content = torch.frombuffer(memory, dtype=torch.uint8)
-        address, size = content.data_ptr(), content.nbytes
-        with torch.cuda.device(self.device):
-            if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)):
-                with contextlib.suppress(RuntimeError):  # a refusal is reported by the next kernel that is launched
-                    torch.full((1,), 1.0, device=self.device)
-                return
-        weakref.finalize(memory, _forget, address).atexit = False
-
     def close(self) -> None:
         """Leave the group, with all that was sent received."""
         if self._group is not None:
@@ -142,10 +128,6 @@ class NcclWire:
         if self._group is not None:
             group, self._group = self._group, None
             self._nccl("ncclCommAbort", group)
-
-
-def _forget(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 @dataclass(frozen=True)

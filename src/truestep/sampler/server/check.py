@@ -13,17 +13,17 @@ async def check_server(
     prompts: Sequence[Prompt],
     vocabulary_size: int,
     longest: int,
-    reach: Callable[[InferenceServer], Awaitable[None]],
+    link: Callable[[InferenceServer], Awaitable[None]],
 ) -> int:
     """Refuse a server of another model or of too short texts; give the most tokens that it takes.
 
-    `longest`: tokens of the longest prompt and its completion. `reach` makes it ready for weights, before anything is
+    `longest`: tokens of the longest prompt and its completion. `link` makes it ready for weights, before anything is
     computed: it ends an update that was cut short.
     """
     try:
         description = await server.describe()
         _check_description(server, description, longest)
-        await reach(server)
+        await link(server)
         # A trainer that was killed in the middle of a sync left it standing still.
         await server.resume()
         served_size = description.vocabulary_size

@@ -9,11 +9,13 @@ import math
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from truestep import progress
 from truestep.sampler.server import answer
 from truestep.sampler.server.check import explain_raw
+from truestep.sampler.server.copies import HostWeights
 from truestep.sampler.server.errors import (
     BadAnswerError,
     ForgottenError,
@@ -24,7 +26,6 @@ from truestep.sampler.server.errors import (
 )
 from truestep.sampler.server.probe import Expected, measure
 from truestep.sampler.server.protocol import Choice, CompletionRequest, InferenceServer
-from truestep.sampler.server.sync import Places
 
 _FIRST_DELAY, _LONGEST_DELAY = 0.1, 5.0  # seconds between attempts to reach a lost server
 _PATIENCE = 3  # attempts after which its unconfirmed answers are given up for others to make
@@ -36,7 +37,7 @@ _CLOSE_SECONDS = 10.0  # for servers that are paused to go on, when the run ends
 class Published:
     """New weights, and the trainer's scores of the probes with them."""
 
-    places: Places
+    weights: Path | HostWeights  # a directory, or what is sent
     expected: Expected
 
     @property
@@ -181,7 +182,7 @@ class Fleet:
             if server.lost_at is not None:
                 return  # whoever brings it back gives it the current weights
             try:
-                await server.remote.stage(published.places.of(server.remote))  # it goes on sampling meanwhile
+                await server.remote.prepare()  # it goes on sampling meanwhile
                 server.is_open = False
                 if self._pause == "wait":
                     await self._drained(server)
@@ -195,7 +196,10 @@ class Fleet:
     async def _load(self, server: Server, published: Published) -> None:
         try:
             await server.remote.pause(self._pause)
-            await server.remote.load(published.places.of(server.remote))
+            if isinstance(published.weights, HostWeights):
+                await server.remote.send(published.weights)
+            else:
+                await server.remote.load(published.weights)
             if self._pause != "keep":
                 server.epoch += 1  # what still comes was under way while the weights changed
             server.version = published.version
@@ -316,7 +320,7 @@ class Fleet:
         if not has_them:
             self._void(server)
         if not has_them or server.version != current.version:
-            await server.remote.stage(current.places.of(server.remote))
+            await server.remote.prepare()
             await self._load(server, current)
         self._open(server)
 

@@ -6,19 +6,15 @@ no rank that trains waits for it.
 
 import asyncio
 import contextlib
-import mmap
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-import torch
-
+from truestep.sampler.server.copies import HostWeights
 from truestep.sampler.server.errors import UnreachableError
 from truestep.transfer.link import CHUNK, LinkError, Sender, Wire, join
 from truestep.transfer.packed import Entry, update_info
-from truestep.transfer.source import Files, TransferError, weights_of
 
 Ask = Callable[[dict[str, Any]], Awaitable[Any]]
 
@@ -34,10 +30,6 @@ class ServerWire(Wire, Protocol):
         """Have what is queued inside run beside the other work of the trainer's device."""
         ...
 
-    def know(self, memory: mmap.mmap) -> None:
-        """Tell the device's driver of memory that it will copy from."""
-        ...
-
     def abandon(self) -> None:
         """Leave, whatever is being sent."""
         ...
@@ -49,7 +41,6 @@ class Link:
     def __init__(self, wire: ServerWire, patience: float, chunk: int = CHUNK):
         """`patience`: the seconds that one message may take; `chunk`: the bytes of one."""
         self._wire, self._patience, self._chunk = wire, patience, chunk
-        self._files = Files(mmap.ACCESS_WRITE, wire.know)
 
     async def join(self, ranks: int, ask: Ask) -> None:
         """Invite the server by `ask`, and wait until all its ranks are there."""
@@ -59,15 +50,14 @@ class Link:
         except LinkError as error:
             raise UnreachableError(str(error)) from error
 
-    async def send(self, index: Path, announce: Ask) -> None:
-        """Send the weights of an index to the server, which takes them while it answers `announce`."""
-        with _opened(index, self._files) as tensors:
-            entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-            answer = _begun(announce(update_info(entries)))
-            await asyncio.to_thread(self._send, entries, tensors, answer)
-            await asyncio.wrap_future(answer)
+    async def send(self, weights: HostWeights, announce: Ask) -> None:
+        """Send weights to the server, which takes them while it answers `announce`."""
+        entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.tensors.items()]
+        answer = _begun(announce(update_info(entries)))
+        await asyncio.to_thread(self._send, entries, weights, answer)
+        await asyncio.wrap_future(answer)
 
-    def _send(self, entries: list[Entry], tensors: Mapping[str, torch.Tensor], answer: "Future[Any]") -> None:
+    def _send(self, entries: list[Entry], weights: HostWeights, answer: "Future[Any]") -> None:
         def watch() -> None:
             if answer.done():
                 answer.result()  # it refused, and nobody will take what is sent
@@ -76,34 +66,18 @@ class Link:
         try:
             with self._wire.beside():
                 sender.begin(entries)
-                sender.add(tensors)
+                sender.add(weights.tensors)
                 sender.finish()
         except BaseException as error:
             answer.cancel()
-            self._leave()
+            self.close()
             if isinstance(error, LinkError):
                 raise UnreachableError(str(error)) from error
             raise
 
-    def _leave(self) -> None:
+    def close(self) -> None:
         with contextlib.suppress(LinkError):  # a group that is broken is left all the same
             self._wire.abandon()
-
-    def close(self) -> None:
-        self._leave()
-        self._files.clear()
-
-
-@contextmanager
-def _opened(index: Path, files: Files) -> Iterator[dict[str, torch.Tensor]]:
-    try:
-        opened = weights_of(index, files)
-    except TransferError as error:
-        raise UnreachableError(str(error)) from error
-    try:
-        yield opened.tensors
-    finally:
-        opened.close()
 
 
 def _begun(work: Awaitable[Any]) -> "Future[Any]":

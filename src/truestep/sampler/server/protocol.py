@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from truestep.sampler.server.copies import HostWeights
 from truestep.sampler.server.errors import BadAnswerError, ServerError
 from truestep.text import printable
 
@@ -81,7 +82,6 @@ class InferenceServer(Protocol):
     url: str  # its name in messages and documents
     model: str  # the name that it serves the model under
     advice: Advice = Advice()
-    in_memory: bool = False  # it takes weights from the trainer's memory; `reach` or `link` finds out
 
     async def describe(self) -> Description:
         """Say what is served. It answers even while paused, or a server that hangs would never be found out."""
@@ -113,24 +113,23 @@ class InferenceServer(Protocol):
         still too (keep) or end as aborted (abort)."""
         ...
 
-    async def reach(self, memory: Path, token: str) -> str | None:
-        """Find out whether the server sees the trainer's memory, and can take weights from it; the reason where not."""
-        return f"{self.advice.kind} takes weights from a disk alone"
-
     async def link(self, device: torch.device) -> str | None:
-        """Find out whether the server takes weights that are sent from the trainer's memory, through this device of
-        its, to the server's own; the reason where not."""
+        """Find out whether the server takes weights that are sent through this device of the trainer's; the reason
+        where not. For `sampler.transfer: nccl`, as `send` is."""
         return f"{self.advice.kind} takes no weights from a trainer's device"
 
-    async def stage(self, weights: Path) -> None:
-        """Make ready what `load` will be given next, while completions run."""
+    async def prepare(self) -> None:
+        """Get ready for new weights, while completions run."""
         return
 
     async def load(self, weights: Path) -> None:
         """Load a Hugging Face directory into the paused server, and forget all that the old weights computed. With
-        `sampler.adapter: served` it is the directory of an adapter, in peft's format, to be used from now on. A server
-        that takes weights from memory is given their index (`truestep.transfer`)."""
+        `sampler.adapter: served` it is the directory of an adapter, in peft's format, to be used from now on."""
         ...
+
+    async def send(self, weights: HostWeights) -> None:
+        """Send weights of the trainer's host memory to the paused server, which forgets what the old ones computed."""
+        raise ServerError(f"{self.advice.kind} takes no weights from a trainer's device")
 
     async def resume(self) -> None:
         """Go on after a pause. A server that was not paused does nothing."""

@@ -8,7 +8,6 @@ from truestep.policy.policy import Policy
 from truestep.rollouts.shared import SharedSource
 from truestep.sampler.completions import DecodeOptions, Request
 from truestep.sampler.rated import Rated
-from truestep.sampler.server.fleet import Published
 from truestep.sampler.server.probe import expect
 from truestep.sampler.server.source import ServerSource
 from truestep.sampler.server.sync import Publisher
@@ -23,7 +22,7 @@ class SharedServerSource(SharedSource):
         """Share `source`, which is None on every rank but the first."""
         super().__init__(source, policy.weights.ranks)
         self._servers, self._policy, self._publisher = source, policy, publisher
-        self._probes, self._wanted = self._ranks.share(lambda: (self._of_first_rank.probes, self._of_first_rank.wanted))
+        self._probes = self._ranks.share(lambda: self._of_first_rank.probes)
         self._published = False
 
     @property
@@ -62,7 +61,6 @@ class SharedServerSource(SharedSource):
     def _publish(self, version: int) -> None:
         self._published = True
         self._ranks.share(lambda: self._of_first_rank.wait_until_sent())
-        memory = None if self._servers is None else self._servers.memory
-        places = self._publisher.write(self._policy, version, self._wanted, memory)
-        published = Published(places, expect(self._policy, self._probes, version))
-        self._ranks.share(lambda: self._of_first_rank.send(published))
+        weights = self._publisher.write(self._policy, version)
+        expected = expect(self._policy, self._probes, version)
+        self._ranks.share(lambda: self._of_first_rank.send(weights, expected))

@@ -25,13 +25,13 @@ from truestep.sampler.rated import Rated
 from truestep.sampler.server.ahead import LookAhead, Pace
 from truestep.sampler.server.answers import Answering
 from truestep.sampler.server.check import check_server
+from truestep.sampler.server.copies import HostWeights
 from truestep.sampler.server.errors import ServerError
 from truestep.sampler.server.fleet import Fleet, Published
 from truestep.sampler.server.making import Group, SamplingOptions
-from truestep.sampler.server.probe import expect, make_probes
+from truestep.sampler.server.probe import Expected, expect, make_probes
 from truestep.sampler.server.protocol import InferenceServer
-from truestep.sampler.server.sync import Publisher, Wanted
-from truestep.transfer.memory import SharedMemory
+from truestep.sampler.server.sync import Publisher
 from truestep.types import PutAside, Rejected, Rollout
 
 _T = TypeVar("_T")
@@ -88,8 +88,7 @@ class ServerSource:
         sampling: SamplingOptions,
         pace: Pace,
         publisher: Publisher,
-        memory: SharedMemory | None = None,  # for servers of this machine, or for what is sent to servers
-        send_from: torch.device | None = None,  # the device from which weights in memory are sent to servers' own
+        send_from: torch.device | None = None,  # the device through which weights are sent; None: over the disk
         advantage_rule: AdvantageRule | str,
         pause: str,
         tolerance: float,
@@ -100,7 +99,7 @@ class ServerSource:
         loop: LoopThread | None = None,  # tests give one with a clock of its own
     ):
         self._policy, self._prompts, self._rewards = policy, prompts, rewards
-        self._sampling, self._publisher, self.memory, self._send_from = sampling, publisher, memory, send_from
+        self._sampling, self._publisher, self._send_from = sampling, publisher, send_from
         self._advantage_rule, self._truncated = advantage_rule, truncated
         self._sorting: list[PutAside] = []  # the loop's thread adds to it
         self._put_aside: list[PutAside] = []  # what the last snapshot knows of, and no line of the ledger has yet
@@ -119,7 +118,6 @@ class ServerSource:
             self._ahead.replace(self._sorted_out, replace_limit)
         except BaseException:
             self._loop.close()
-            self._close_memory()
             raise
 
     async def _connect(
@@ -132,36 +130,18 @@ class ServerSource:
             lengths = []
             for server in servers:
                 with progress.waiting_for(f"{server.url} to answer"):
-                    lengths.append(await check_server(server, self._prompts, size, needed, self._reach))
+                    lengths.append(await check_server(server, self._prompts, size, needed, self._link))
         except BaseException:
             await asyncio.gather(*(server.close() for server in servers))
             raise
-        in_memory = [server.in_memory for server in servers]
-        self.wanted = Wanted(disk=not all(in_memory), memory=any(in_memory))
-        if not self.wanted.memory:
-            self._close_memory()
         return servers, min(lengths)
 
-    async def _reach(self, server: InferenceServer) -> None:
-        if self.memory is None:
-            return
-        if self._send_from is not None:
-            if (reason := await server.link(self._send_from)) is not None:
-                raise ServerError(
-                    f"sampler.transfer: nccl: {server.url} does not take weights so: {reason}. Start it with "
-                    '--weight-transfer-config \'{"backend": "nccl"}\''
-                )
-            return
-        reason = await server.reach(self.memory.path, self.memory.token)
-        if reason is not None and self._publisher.memory_alone:
+    async def _link(self, server: InferenceServer) -> None:
+        if self._send_from is not None and (reason := await server.link(self._send_from)) is not None:
             raise ServerError(
-                f"sampler.transfer: memory: {server.url} does not take weights from this machine's memory: {reason}"
+                f"sampler.transfer: nccl: {server.url} does not take weights so: {reason}. Start it with "
+                '--weight-transfer-config \'{"backend": "nccl"}\''
             )
-
-    def _close_memory(self) -> None:
-        if self.memory is not None:
-            self.memory.close()
-            self.memory = None
 
     def take(self, count: int, documents_seen: int) -> list[Rollout]:
         """Take exactly `count` documents, in whole groups."""
@@ -227,8 +207,8 @@ class ServerSource:
 
     def _publish(self, version: int) -> None:
         self.wait_until_sent()
-        places = self._publisher.write(self._policy, version, self.wanted, self.memory)
-        self.send(Published(places, expect(self._policy, self.probes, version)))
+        weights = self._publisher.write(self._policy, version)
+        self.send(weights, expect(self._policy, self.probes, version))
 
     def wait_until_sent(self) -> None:
         """Wait until every server has the weights that were sent last."""
@@ -236,9 +216,10 @@ class ServerSource:
             with progress.waiting_for("the inference servers to load weights"):
                 self._publishing.result()
 
-    def send(self, published: Published) -> None:
+    def send(self, weights: Path | HostWeights | None, expected: Expected) -> None:
         """Send new weights to every server, beside whatever the trainer does next."""
-        self._publishing = self._loop.submit(self._ahead.publish(published))
+        assert weights is not None, "only ranks that have no servers get nothing to send"
+        self._publishing = self._loop.submit(self._ahead.publish(Published(weights, expected)))
 
     def state(self) -> dict[str, Any]:
         return self.snapshot()()
@@ -300,5 +281,4 @@ class ServerSource:
             self._loop.run(self._ahead.close())
             self._loop.close()
             self._rewards.close()
-            self._close_memory()
             self._publisher.close(finished)

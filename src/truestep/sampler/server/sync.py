@@ -1,4 +1,4 @@
-"""Write new weights where paused servers load them from: in memory that they share, or in a fresh directory."""
+"""Write new weights where paused servers get them from: a fresh directory, or the trainer's host memory."""
 
 import contextlib
 import fcntl
@@ -7,7 +7,6 @@ import os
 import secrets
 import shutil
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,35 +15,12 @@ from truestep.disks import writing
 from truestep.policy.policy import Policy
 from truestep.policy.save import save_adapter, stream_policy
 from truestep.policy.tensor_stream import TensorStream
-from truestep.sampler.server.protocol import InferenceServer
-from truestep.transfer.memory import MemoryFullError, SharedMemory, room_of
+from truestep.sampler.server.copies import HostCopies, HostWeights
 
 _PREFIX = "truestep-weights-"
 _LOCK = ".truestep-run-"  # what the names of locks begin with
 _DIGITS = 8  # of a run's name: of its machine, and as many of its directory
 _KEPT = 2  # the newest is being read, and a server that was away may still ask for the one before
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """The kinds of places that servers take weights from."""
-
-    disk: bool = True
-    memory: bool = False
-
-
-@dataclass(frozen=True)
-class Places:
-    """The places of new weights."""
-
-    disk: Path | None = None  # a directory
-    memory: Path | None = None  # an index
-
-    def of(self, server: InferenceServer) -> Path:
-        """Give the place that a server takes them from."""
-        place = self.memory if server.in_memory and self.memory is not None else self.disk
-        assert place is not None, "weights are written wherever a server takes them from"
-        return place
 
 
 class WeightsDirectory:
@@ -155,39 +131,28 @@ def _hold(lock: Path, *, anyway: bool) -> int | None:
 
 
 class Publisher:
-    """Writes new weights to all places that servers take them from. Every rank has one."""
+    """Writes new weights where servers take them from. Every rank has one."""
 
-    def __init__(self, directory: WeightsDirectory, dtype: torch.dtype, *, memory_alone: bool = False):
-        """Publish in `dtype`. `memory_alone`: weights for which memory has no room are an error."""
-        self._directory, self._dtype, self.memory_alone = directory, dtype, memory_alone
-        self._stream: TensorStream | None = None  # of the policy, when it was written to memory
+    def __init__(self, directory: WeightsDirectory, dtype: torch.dtype, *, sends: bool = False):
+        """Publish in `dtype`. `sends`: to host memory, from which they are sent, and not to the directory."""
+        self._directory, self._dtype, self._sends = directory, dtype, sends
+        self._stream: TensorStream | None = None  # of the policy, when it was copied last
+        self._copies: HostCopies | None = None  # of the first rank
 
-    def write(self, policy: Policy, version: int, wanted: Wanted, memory: SharedMemory | None) -> Places:
-        """Write weights. Every rank calls this with its part of them; the first one has the memory."""
-        place, disk = None, wanted.disk
-        if wanted.memory:
-            try:
-                place = self._write_in_memory(policy, version, memory)
-            except MemoryFullError:
-                if self.memory_alone:
-                    raise
-                disk = True
-        return Places(self._directory.write(policy, version, self._dtype) if disk else None, place)
+    def write(self, policy: Policy, version: int) -> Path | HostWeights | None:
+        """Write weights. Every rank calls this with its part of them. What is sent, the first one has; others: None."""
+        return self._copy(policy, version) if self._sends else self._directory.write(policy, version, self._dtype)
 
     def close(self, finished: bool) -> None:
         """Remove what is on the disk if the run has finished: its checkpoints have it."""
         self._directory.clear() if finished else self._directory.let_go()
 
-    def _write_in_memory(self, policy: Policy, version: int, memory: SharedMemory | None) -> Path:
+    def _copy(self, policy: Policy, version: int) -> HostWeights | None:
         ranks = policy.weights.ranks
-
-        def of_first() -> SharedMemory:
-            assert memory is not None
-            return memory
-
         if self._stream is None or self._stream.policy is not policy:
             self._stream = TensorStream(policy, self._dtype)
-        stream, name = self._stream, f"{version:012d}-{secrets.token_hex(4)}"
-        ranks.share(lambda: of_first().begin(name, sum(room_of(entry.nbytes) for entry in stream.entries)))
-        stream.give(lambda tensors: of_first().add(tensors))
-        return ranks.share(lambda: of_first().finish())
+        copies = self._copies = self._copies or HostCopies(policy.device)
+        entries = self._stream.entries
+        ranks.share(lambda: copies.begin(entries))
+        self._stream.give(copies.add)
+        return copies.finish(f"{version:012d}-{secrets.token_hex(4)}") if ranks.first else None

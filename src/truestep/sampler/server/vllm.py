@@ -3,23 +3,20 @@
 import asyncio
 import contextlib
 import secrets
-import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from truestep.policy.adapter_files import is_adapter
+from truestep.sampler.server.copies import HostWeights
 from truestep.sampler.server.errors import BadAnswerError, ForgottenError, ServerError, UnreachableError
 from truestep.sampler.server.linked import Link
 from truestep.sampler.server.over_http import QUICK_SECONDS, HttpServer
 from truestep.sampler.server.protocol import Advice, Choice, CompletionRequest
-from truestep.sampler.server.staging import wait_until_checked
 from truestep.text import printable
-from truestep.transfer.memory import INDEX
 from truestep.transfer.nccl import NcclWire
-from truestep.transfer.receiver import NOT_TAKEN
 
 # The distribution as it is, whatever defaults a server takes from the model.
 _PLAIN_SAMPLING: dict[str, Any] = {
@@ -116,26 +113,16 @@ class Vllm(HttpServer):
     async def pause(self, mode: str) -> None:
         await self._order(f"/pause?mode={mode}")
 
-    async def reach(self, memory: Path, token: str) -> str | None:
-        init_info = {"directory": str(memory), "token": token}
-        return await self._taking(self._order("/init_weight_transfer_engine", {"init_info": init_info}, QUICK_SECONDS))
-
     async def link(self, device: torch.device) -> str | None:
         self._device = device
-        return await self._taking(self._join_first())
-
-    async def _taking(self, asking: Awaitable[Any]) -> str | None:
-        """Ask the server to take weights from the trainer's memory; the reason where it does not."""
-        self.in_memory = False
         try:
-            await asking
+            await self._join_first()
         except ServerError as error:
             return str(error)
         except UnreachableError as error:
             if _REFUSED not in str(error):
                 raise
             return str(error)
-        self.in_memory = True
         return None
 
     def _make_link(self, device: torch.device) -> Link:
@@ -169,8 +156,7 @@ class Vllm(HttpServer):
             raise
         self._link = link
 
-    async def _send(self, index: Path) -> None:
-        """Send weights to the paused server's GPUs."""
+    async def send(self, weights: HostWeights) -> None:
         if self._link is None:
             raise UnreachableError("it is in no group with the trainer: it was restarted")
 
@@ -179,13 +165,14 @@ class Vllm(HttpServer):
 
         try:
             await self._start_update()
-            await self._link.send(index, announce)
-            await self._finish_update(index)
+            await self._link.send(weights, announce)
+            await self._order("/finish_weight_update", {"weight_version": weights.name})
         except BaseException:  # nobody knows how much of it the server took, and the group is left
             self._link.close()
             self._link = None
             await asyncio.shield(self._give_up_update())
             raise
+        await self._forget()
 
     async def _give_up_update(self) -> None:
         """Have the server compute again after an update that failed: its layers are empty since it began, and the next
@@ -194,25 +181,10 @@ class Vllm(HttpServer):
             with contextlib.suppress(UnreachableError, ServerError, BadAnswerError):
                 await self._order(path, None, QUICK_SECONDS)
 
-    async def stage(self, weights: Path) -> None:
-        """Have every worker of the server check weights in memory, beside its work, and wait for it. A server that
-        weights are sent to is asked to join again if it has to."""
-        if not _is_index(weights):
-            return
-        if self._device is not None:
-            if self._link is None:
-                await self._join()
-            return
-        marks = weights.parent / f"marks-{secrets.token_hex(8)}"
-        marks.mkdir()
-        try:
-            await self._start_update()
-            await self._order("/update_weights", {"update_info": {"stage": str(weights), "marks": str(marks)}})
-            problem = await wait_until_checked(marks, self._timeout, self._lives)
-        finally:
-            shutil.rmtree(marks, ignore_errors=True)
-        if problem is not None:
-            raise ServerError(f"sampler.urls: {self.url} was given weights in memory: {problem}")
+    async def prepare(self) -> None:
+        """Ask a server that weights are sent to, and that was restarted, to join again."""
+        if self._device is not None and self._link is None:
+            await self._join()
 
     async def _start_update(self) -> None:
         try:
@@ -225,38 +197,20 @@ class Vllm(HttpServer):
                 await self._order("/finish_weight_update")
             await self._order("/start_weight_update")
 
-    async def _finish_update(self, index: Path) -> None:
-        await self._order("/finish_weight_update", {"weight_version": index.name.removesuffix(INDEX)})
-
-    async def _load_from_memory(self, index: Path) -> None:
-        try:
-            if self._device is not None:
-                await self._send(index)
-            else:
-                await self._order("/update_weights", {"update_info": {"load": str(index)}})
-                await self._finish_update(index)
-        except UnreachableError as error:
-            if NOT_TAKEN in str(error) and await self._refuses(error):
-                raise ServerError(
-                    f"sampler.urls: {self.url} could not load the weights in memory: {error}. Is the served model of "
-                    "the trainer's architecture?"
-                ) from error
-            raise
-
     async def load(self, weights: Path) -> None:
         if is_adapter(weights):
             await self._load_adapter(weights)
             return
-        if _is_index(weights):
-            await self._load_from_memory(weights)
-        else:
-            try:
-                kwargs = {"weights_path": str(weights)}
-                await self._order("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
-            except UnreachableError as error:
-                await self._blame(weights, error)
-        # Also what running completions have computed so far: they go on with the new weights' own view of their
-        # beginning.
+        try:
+            kwargs = {"weights_path": str(weights)}
+            await self._order("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
+        except UnreachableError as error:
+            await self._blame(weights, error)
+        await self._forget()
+
+    async def _forget(self) -> None:
+        """Forget also what running completions have computed so far: they go on with the new weights' own view of their
+        beginning."""
         answer = await self._order("/reset_prefix_cache?reset_running_requests=true")
         if isinstance(answer, dict) and answer.get("success") is False:
             raise UnreachableError(
@@ -298,7 +252,7 @@ class Vllm(HttpServer):
 
     async def _blame(self, weights: Path, error: UnreachableError) -> None:
         """Raise `error`, or a ServerError where the server lives on: it would refuse the same weights again."""
-        if not await self._refuses(error):
+        if _REFUSED not in str(error) or not await self._lives():  # else a server that lives on has answered so
             raise error
         raise ServerError(
             f"sampler.urls: {self.url} could not load the weights in {weights}: {error}. Is that directory on a disk "
@@ -306,16 +260,8 @@ class Vllm(HttpServer):
             f"{_ADAPTERS if is_adapter(weights) else ''}"
         ) from error
 
-    async def _refuses(self, error: UnreachableError) -> bool:
-        """Tell whether a server that lives on has answered so."""
-        return _REFUSED in str(error) and await self._lives()
-
     async def resume(self) -> None:
         await self._order("/resume", None, QUICK_SECONDS)
-
-
-def _is_index(weights: Path) -> bool:
-    return weights.name.endswith(INDEX)
 
 
 def read_choices(answer: Any, request: CompletionRequest) -> list[Choice]:

@@ -1,4 +1,4 @@
-"""A server that speaks as vLLM does, around a real tiny model, and takes weights from memory by the plugin's receiver.
+"""A server that speaks as vLLM does, around a real tiny model.
 
 What a real vLLM adds (its engine, its loaders) is in the tests marked `vllm`.
 """
@@ -13,24 +13,21 @@ from typing import Any
 import torch
 
 from server.sglang_server import FakeSglang
-from truestep.transfer.receiver import Receiver, TransferError
 
 
 class FakeVllm(FakeSglang):
     """Runs SGLang's double behind vLLM's paths."""
 
-    def __init__(self, model: Path, name: str, *, in_memory: bool = True):
+    def __init__(self, model: Path, name: str):
         super().__init__(model, name)
-        self.in_memory = in_memory
-        self.receiver = Receiver()
-        self.updating = False
+        self.updating = False  # its weights, by /start_weight_update
         self.cached: Any = None  # weights that still answer for what was computed before; None: the cache was emptied
         self.keeps_cache = False
         self.before_update: Callable[[dict[str, Any]], None] | None = None
 
     def restart(self) -> None:
         super().restart()
-        self.receiver, self.updating = Receiver(), False
+        self.updating = False
 
     async def _reply(self, path: str, body: Any) -> Any:
         path, _, query = path.partition("?")
@@ -47,43 +44,14 @@ class FakeVllm(FakeSglang):
             if not self.keeps_cache:
                 self.cached = None
             return {"success": True}
-        if path.endswith(("_weight_update", "_weights", "_weight_transfer_engine")):
-            self._transfer(path, body or {})
+        if path in ("/start_weight_update", "/finish_weight_update"):
+            if self.updating is (path == "/start_weight_update"):
+                raise RuntimeError(
+                    f"{path[1:]} called while a weight update is{'' if self.updating else ' not'} active."
+                )
+            self.updating = not self.updating
             return {"message": "done"}
         return await super()._reply(path, body)
-
-    def _transfer(self, path: str, body: dict[str, Any]) -> None:
-        if not self.in_memory:
-            raise RuntimeError("Weight transfer not configured.")
-        if path == "/init_weight_transfer_engine":
-            self.receiver.connect(**body["init_info"])
-        elif path == "/start_weight_update":
-            if self.updating:
-                raise RuntimeError("start_weight_update called while a weight update is already active.")
-            self.updating = True
-        elif path == "/finish_weight_update":
-            if not self.updating:
-                raise RuntimeError("finish_weight_update called without a matching start_weight_update.")
-            self.receiver.release()
-            self.updating = False
-        elif not self.updating:
-            raise RuntimeError("start_weight_update must be called before update_weights.")
-        else:
-            try:
-                self._update(body["update_info"])
-            except BaseException:
-                self.updating = False
-                raise
-
-    def _update(self, info: dict[str, Any]) -> None:
-        if self.before_update is not None:
-            self.before_update(info)
-        if info.get("stage"):
-            self.receiver.stage(info["stage"], info["marks"])
-        elif self.takes != "nothing":
-            if self.on_load is not None:
-                self.on_load()
-            self.receiver.load(info["load"], self._load_tensors)
 
     def _load_tensors(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         state, tied = self._model.state_dict(), self._model.config.tie_word_embeddings
@@ -144,5 +112,5 @@ class FakeVllm(FakeSglang):
     async def _status(self, path: str, body: Any) -> tuple[int, Any]:
         try:
             return await super()._status(path, body)
-        except (RuntimeError, TransferError) as error:
+        except RuntimeError as error:
             return 500, {"error": {"message": str(error)}}
