@@ -148,9 +148,7 @@ def _end(pid: int) -> None:
 def _read(one: _Running, late: bool) -> Outcome:
     seconds = time.monotonic() - one.since
     if late:  # no single test did, which its own limit ends
-        return Outcome(
-            one.fault, BROKEN, seconds, told="its tests did not come to an end: give them more time (--limit)"
-        )
+        return Outcome(one.fault, BROKEN, seconds, told="its tests did not end: give them more time (--limit)")
     file = one.copy / "outcome.json"
     log = (one.copy / "outcome.log").read_text(encoding="utf-8", errors="replace")
     if not file.is_file():  # the process itself ended in the middle, as where a limit ends it
