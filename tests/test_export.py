@@ -132,3 +132,23 @@ def test_a_kill_leaves_no_output(run: Path, tmp_path: Path, monkeypatch: pytest.
     assert [path.name.startswith(".out") for path in tmp_path.iterdir()] == [True]
     export(run, tmp_path / "out", "float32")
     load_policy(tmp_path / "out", device="cpu")
+
+
+def test_an_export_is_on_the_disk_before_it_has_its_name(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, at_rename, fsync, rename = set[str](), set[str](), os.fsync, os.replace
+
+    def watched(handle: int) -> None:
+        synced.add(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        fsync(handle)
+
+    def renamed(source: Path, target: Path) -> None:
+        if Path(target).name == "out":
+            at_rename.update(synced)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    monkeypatch.setattr(os, "replace", renamed)
+    export(run, tmp_path / "out", "float32")
+    assert at_rename >= {file.name for file in (tmp_path / "out").iterdir()}

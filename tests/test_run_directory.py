@@ -124,3 +124,18 @@ def test_a_directory_that_cannot_be_written_to_is_named_and_none_is_left_behind(
     (tmp_path / "b").mkdir()
     RunDirectory(tmp_path / "b").check()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "file"]
+
+
+def test_the_lines_of_every_file_are_put_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, synced, honest = made(tmp_path, 2), set[str](), os.fsync
+    directory.record_warning({"step": 1})
+    names = {file.name for file in tmp_path.glob("*.jsonl")}
+    assert names == {"ledger.jsonl", "metrics.jsonl", "evaluation.jsonl", "rejected.jsonl", "warnings.jsonl"}
+
+    def fsync(handle: int) -> None:
+        synced.add(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        honest(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    directory.sync()
+    assert synced == names

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,10 +24,12 @@ from ranks.cases import on_ranks
 from ranks.test_train_over_ranks import config as over_ranks
 from small_runs import file_config, file_hashes, quiet_trainer, write_rollouts
 from truestep.callbacks import Callback, Run
+from truestep.checkpoint.saves import Report, Saves, _UnderWay
 from truestep.checkpoint.staging import Staged
-from truestep.checkpoint.store import CheckpointStore
+from truestep.checkpoint.store import CheckpointStore, Progress
 from truestep.config.schema import Config
 from truestep.ranks.axes import RankError
+from truestep.ranks.group import ALONE
 from truestep.train import train
 from truestep.trainer import Hooks, Trainer
 
@@ -317,3 +320,22 @@ def test_what_one_rank_cannot_write_ends_all_and_leaves_the_checkpoint_before(
         on_ranks(2, train_with_a_full_disk, options, rank)
     assert latest(tmp_path / "run").name == "step-00000002"
     assert read_states(latest(tmp_path / "run"))
+
+
+def test_a_save_goes_on_when_all_ranks_have_written() -> None:
+    written: Any = SimpleNamespace(result=None)
+    completed: list[Any] = []
+    store: Any = SimpleNamespace(
+        write_rest=lambda progress, model, parts: completed.append(parts), final=lambda step: Path(f"step-{step}")
+    )
+    saves = Saves(store, ALONE)
+    saves._model = SimpleNamespace()  # type: ignore[assignment]
+    saves._under_way = _UnderWay(Progress(3, {}, [], 0), 6, written)
+    assert saves.hear([Report(True), Report(False)]) is None
+    assert not saves._under_way.completing and not completed
+    assert saves.hear([Report(True), Report(True)]) is None
+    assert saves._under_way.completing and saves._under_way.task is not None
+    saves._under_way.task.wait()
+    assert saves.hear([Report(False), Report(True)]) is None and saves.under_way
+    complete = saves.hear([Report(True), Report(True)])
+    assert complete is not None and (complete.step, complete.documents_seen) == (3, 6) and not saves.under_way

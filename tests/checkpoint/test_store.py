@@ -238,3 +238,34 @@ def test_random_state_of_this_moment() -> None:
     expected = draws()
     restore_random(state, tensors)
     assert draws() == expected
+
+
+def test_files_are_on_the_disk_before_a_name_says_so(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint gets its name when all of its files are synced, and older ones go when the name is."""
+    store, order = CheckpointStore(tmp_path, 1), list[tuple[str, str]]()
+    save(store, policy, 1)
+    fsync, rename, remove = os.fsync, os.replace, shutil.rmtree
+
+    def synced(handle: int) -> None:
+        order.append(("sync", os.readlink(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    def renamed(source: Path, target: Path) -> None:
+        order.append(("rename", str(target)))
+        rename(source, target)
+
+    def removed(path: Path, *arguments: Any, **options: Any) -> None:
+        order.append(("remove", str(path)))
+        remove(path, *arguments, **options)
+
+    for owner, name, watched in ((os, "fsync", synced), (os, "replace", renamed), (shutil, "rmtree", removed)):
+        monkeypatch.setattr(owner, name, watched)
+    final = save(store, policy, 2)
+    named = order.index(("rename", str(final)))
+    partial = str(store.partial(2))
+    before = {path.removeprefix(partial) for kind, path in order[:named] if kind == "sync"}
+    assert before >= {f"/{file.relative_to(final)}" for file in final.rglob("*") if file.is_file()}
+    after = [step for step in order[named + 1 :] if step[0] != "rename"]
+    assert after[0] == ("sync", str(tmp_path)) and after[-1][0] == "remove"

@@ -151,6 +151,7 @@ WRONG_OVERRIDES = """\
 --seed 1 --seed=2                    => --seed is given twice
 --loss.dual-clip=2 --loss.dual_clip 2 => --loss.dual_clip is given twice
 --loss {} --loss.type gspo           => --loss and --loss.type are both given: one is a part of the other
+--loss.type gspo --loss {}           => --loss.type and --loss are both given: one is a part of the other
 x                                    => 'x' is not an override: write --section.option value
 --data.path a b                      => 'b' is not an override: write --section.option value
 --                                   => '--' is not an override: write --section.option value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -12,11 +13,13 @@ from collections.abc import Iterator
 from concurrent.futures import wait
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import hostile_reward
 from processes import mentioning
-from truestep.environments import frames
+from truestep.environments import frames, worker
 from truestep.environments.descendants import descendants, started
 from truestep.environments.process import WorkerOptions
 from truestep.environments.prompts import Prompt
@@ -355,3 +358,13 @@ def test_a_worker_starts_without_torch_and_without_numpy() -> None:
         "sys.exit(bool({'torch', 'numpy', 'jinja2'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_what_it_draws_from_numpy_and_torch_depends_on_the_whole_seed() -> None:
+    def drawn(seed: str) -> tuple[float, float, float]:
+        worker._seed(seed)
+        return random.random(), float(np.random.random()), float(torch.rand(()))
+
+    first, other, again = (drawn(seed) for seed in ("7 1 12 3", "7 1 12 4", "7 1 12 3"))
+    assert first == again
+    assert all(one != two for one, two in zip(first, other, strict=True))

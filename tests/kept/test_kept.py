@@ -98,6 +98,7 @@ def test_rejected_completions_have_their_text(sampled: Callable[..., Config], tm
     rejected = [row for row in rows_of(tmp_path / "run") if row["rejected"]]
     assert rejected and all(row["prompt"].startswith("sort") and row["completion"] is not None for row in rejected)
     assert {row["id"] for row in rejected} <= {line["id"] for line in read_lines(tmp_path / "run/rejected.jsonl")}
+    assert len({row["id"] for row in rejected}) == len(rejected), "each is kept once, with its step"
 
 
 def test_the_option_bounds_what_is_kept(sampled: Callable[..., Config], tmp_path: Path) -> None:

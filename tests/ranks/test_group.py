@@ -116,3 +116,21 @@ def test_folders_of_processes_that_are_gone_are_removed(tmp_path: Path, monkeypa
         (tmp_path / name).mkdir()
     launch._remove_leftovers()
     assert [(tmp_path / name).exists() for name in names] == [False, True, True]
+
+
+def test_what_the_first_rank_raises_every_rank_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[object] = []
+
+    def broadcast(result: list[object], src: int, group: object) -> None:
+        if result[1] is not None:
+            sent[:] = result  # from the first rank
+        result[:] = sent
+
+    monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
+    for rank in (0, 1):
+        with pytest.raises(OSError, match="the disk is full"):
+            Ranks(rank, RankLayout(data_shard=2)).share(_full)
+
+
+def _full() -> None:
+    raise OSError("the disk is full")

@@ -62,3 +62,10 @@ def test_a_shared_source_gives_what_its_own_gives_however_it_is_looked_at(look: 
         assert [d.id for d in shared.peek(look)] == [d.id for d in own.peek(look)]
         assert [d.id for d in shared.take(count, 0)] == [d.id for d in own.take(count, 0)]
         assert shared.state() == own.state()
+
+
+def test_what_was_looked_at_and_taken_is_not_given_again() -> None:
+    shared, own = SharedPeekableSource(files(), ALONE), files()
+    shared.peek(2)
+    for count in (2, 1, 2):
+        assert [d.id for d in shared.take(count, 0)] == [d.id for d in own.take(count, 0)]

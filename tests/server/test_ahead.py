@@ -15,6 +15,7 @@ from server.virtual import run as run_virtually
 from truestep.environments.rewards import RewardError
 from truestep.rollouts.source import Interrupted, SourceError
 from truestep.sampler.server.errors import BadAnswerError, ServerError, UnreachableError, WeightsError
+from truestep.sampler.server.making import Group, Member
 from truestep.sampler.server.protocol import Choice, CompletionRequest, Description, InferenceServer
 
 
@@ -570,3 +571,9 @@ def test_a_run_that_ends_in_the_middle_of_a_sync_leaves_no_server_standing_still
     assert server.paused
     run.close()
     assert not server.paused and server.closed
+
+
+def test_a_group_is_as_old_as_its_oldest_token() -> None:
+    nothing: Any = None
+    group = Group(0, nothing, [Member(nothing, versions, nothing) for versions in ([16, 24], [8, 24, 32], [24])])
+    assert group.version == 8

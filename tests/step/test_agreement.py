@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from documents import make_documents
 from truestep.losses.agreement import COLUMN, COLUMNS, LEVELS, compare
 from truestep.rollouts.packing import pack
 from truestep.step.agreement import Fault, Judge
@@ -331,3 +332,17 @@ def test_the_order_of_completions_is_named() -> None:
     generator = np.random.default_rng(0)
     own = [-generator.exponential(1.5, LENGTH) for _ in range(4)]
     assert "those of other completions" in likely_cause(own[1:] + own[:1], own)
+
+
+def test_bets_that_are_won_add_up_over_steps_and_those_that_were_lost_are_not_owed() -> None:
+    def faults(bets: list[float]) -> list[bool]:
+        judge, table = Judge(1e-3, VOCABULARY), np.zeros((1, len(COLUMNS)))
+        table[0, COLUMN["standing"]] = 100
+        found = []
+        for bet in bets:
+            table[0, COLUMN["up"]] = bet
+            found.append(judge.find(make_documents([5]), table) is not None)
+        return found
+
+    assert faults([20.0, 20.0]) == [False, True]
+    assert faults([-40.0, -40.0, 20.0, 20.0]) == [False, False, False, True]

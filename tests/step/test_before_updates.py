@@ -9,9 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from documents import make_documents
 from oracles.step import oracle_logprobs, oracle_step
 from scoring import check_against_oracle, run_score, write_records
 from small_runs import file_config, quiet_trainer, read_lines, write_rollouts
@@ -20,6 +22,9 @@ from truestep.config.schema import Config
 from truestep.losses.labels import Labels
 from truestep.losses.reference import KlReference
 from truestep.run_directory import RunError
+from truestep.step.plan import make_plan
+from truestep.step.scoring import BeforeUpdates
+from truestep.types import DocumentScore
 
 Model = Callable[[str], Path]
 
@@ -177,3 +182,19 @@ def test_a_reference_has_no_gradients(tiny_model: Model, tmp_path: Path) -> None
     before = {name: part.clone() for name, part in reference.policy.weights.frozen.items()}
     trainer.run()
     assert all(torch.equal(before[name], part) for name, part in reference.policy.weights.frozen.items())
+
+
+def test_old_logprobs_are_those_of_the_first_of_many_updates() -> None:
+    before, plan = BeforeUpdates(keeps_own=True), make_plan(make_documents([4, 6]), [[0, 1]], 0)
+    for update in range(3):
+        step = before.complete(replace(plan, repeated=update > 0))
+        kept = [document.recomputed_logprobs for document in step.documents]
+        if update:
+            values = [one[document.loss_mask] for one, document in zip(kept, step.documents, strict=True)]
+            assert all((value == -1.0).all() for value in values)
+        else:
+            assert kept == [None, None]
+        own = [np.full(document.num_labels, -1.0 - update, np.float32) for document in step.documents]
+        before.computed(
+            step, [DocumentScore(document.id, one, one) for document, one in zip(step.documents, own, strict=True)]
+        )

@@ -101,6 +101,7 @@ def test_no_gradient_and_no_weight() -> None:
 def test_clipping_scales_to_the_threshold() -> None:
     assert clip_scale(3.0, 6.0) == clip_scale(3.0, 3.0) == clip_scale(3.0, None) == clip_scale(math.nan, 1.0) == 1.0
     assert clip_scale(4.0, 0.5) == 0.125
+    assert clip_scale(0.5, 0.125) == 0.25
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,7 +7,10 @@ import math
 import pytest
 import torch
 
-from truestep.step.optimizers.muon import orthogonalise, size_factor
+from truestep.policy.weights.whole import WholeWeights
+from truestep.step.optimizer import make_muon, update
+from truestep.step.optimizers.adamw import AdamWOptions
+from truestep.step.optimizers.muon import MuonOptions, orthogonalise, size_factor
 
 Matrix = list[list[float]]
 
@@ -71,3 +74,22 @@ def test_a_matrix_of_zeros_stays_so() -> None:
 def test_size_factors_by_hand(shape: tuple[int, ...], original: float, matched: float) -> None:
     assert size_factor(torch.Size(shape), "original") == pytest.approx(original, rel=1e-15)
     assert size_factor(torch.Size(shape), "match_rms_adamw") == pytest.approx(matched, rel=1e-15)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_three_updates_are_those_of_a_plain_loop(nesterov: bool) -> None:
+    """The running mean of the gradients decides the direction; weights decay by the rate."""
+    generator, momentum, decay, rate = torch.Generator().manual_seed(2), 0.9, 0.1, 0.02
+    start, *gradients = (torch.randn(5, 3, generator=generator) for _ in range(4))
+    weights = WholeWeights(torch.nn.ParameterDict({"matrix": start.clone()}), torch.float32)
+    options = MuonOptions(momentum, nesterov, 5, "original", decay)
+    optimizer = make_muon(weights, options, AdamWOptions((0.9, 0.999), 1e-8, 0.0))
+    mean, wanted = torch.zeros(5, 3, dtype=torch.float64), start.double()
+    for gradient in gradients:
+        weights.gradients["matrix"].copy_(gradient)
+        update(optimizer, weights, rate)
+        mean = momentum * mean + (1 - momentum) * gradient.double()
+        direction = momentum * mean + (1 - momentum) * gradient.double() if nesterov else mean
+        turned = torch.tensor(orthogonalised_by_loops(direction.T.tolist(), 5), dtype=torch.float64).T
+        wanted = wanted * (1 - rate * decay) - rate * math.sqrt(5 / 3) * turned
+        assert (weights.master["matrix"].detach().double() - wanted).abs().max() < 1e-5

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from documents import make_documents
-from truestep.step.plan import StepRule, count_packed, plan_exactly, totals_of
+from truestep.step.plan import StepRule, count_packed, make_plan, plan_exactly, totals_of
 
 LENGTHS = st.lists(st.integers(1, 12), max_size=24)
 
@@ -92,3 +92,9 @@ def test_more_data_changes_no_final_step(
     # No earlier multiple of the breadth would have done.
     before = [index for members in bins[:-breadth] for index in members]
     assert len(before) < target if target else len(bins) == math.prod((depth, breadth))
+
+
+def test_ranks_run_their_micro_batches_of_one_number_side_by_side() -> None:
+    plan = make_plan(make_documents([3, 4, 5, 6]), [[0], [1], [2], [3]], 0, ranks=2)
+    assert [plan.at_once(number) for number in (0, 1)] == [((0,), (1,)), ((2,), (3,))]
+    assert [plan.of_rank(rank) for rank in (0, 1)] == [((0,), (2,)), ((1,), (3,))]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from documents import make_documents
 from small_runs import file_config, quiet_trainer, read_lines, tokenised_model, write_lines, write_rollouts
 from truestep.config.load import load_config
 from truestep.head import chunked
 from truestep.metrics.spent import of_the_machine
 from truestep.step import runner
+from truestep.step.plan import make_plan
 from truestep.verify.judge import verify
 from truestep.verify.report import complaints
 
@@ -109,3 +113,12 @@ def test_a_skipped_document_that_has_an_advantage_is_found(examples: Path) -> No
         config, Path("out"), only=lambda layout: layout.name == "one process", plant=every_document_looks_idle
     )
     assert "gradient" in {difference.kind for difference in verdict.wrong}
+
+
+def test_a_micro_batch_is_skipped_where_no_rank_has_an_advantage_in_it() -> None:
+    documents = [
+        replace(document, advantages=np.full(document.num_tokens, has, np.float32))
+        for document, has in zip(make_documents([4, 4, 4, 4, 4, 4]), (0, 1, 1, 0, 0, 0), strict=True)
+    ]
+    plan = make_plan(documents, [[number] for number in range(6)], 0, ranks=2)
+    assert [runner._no_advantage(plan, number) for number in range(3)] == [False, False, True]

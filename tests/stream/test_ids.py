@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -128,3 +129,14 @@ def test_a_checkpoint_without_ids_needs_no_file(tmp_path: Path) -> None:
     again = SeenIds(tmp_path / "ids")
     again.restore(state)
     assert again.add("a")
+
+
+def test_ids_are_on_the_disk_before_a_checkpoint_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, synced, honest = SeenIds(tmp_path / "ids"), list[int](), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(os.fstat(handle).st_size), honest(handle)))
+    known.add("first")
+    known.state()
+    known.add("second")
+    known.state()
+    assert synced[-2:] == [16, 32]
+    known.close()

@@ -258,3 +258,17 @@ def test_a_checkpoint_is_acknowledged_by_the_restart_if_need_be(redis_server: Re
     again.checkpointed(tmp_path, 1, 2)
     assert [event["event"] for event in redis_server.events("s:events")] == ["weights_ready"]
     assert ids(again.take(2, 2)) == ["3", "4"]
+
+
+def test_a_checkpoint_acknowledges_what_it_holds_and_no_more(tmp_path: Path, put: Callable[..., None]) -> None:
+    """The state of a later one is made before the first is complete."""
+    source = make_source(DirectoryTransport(tmp_path))
+    for first in (1, 3):
+        put(numbered(first, first + 1))
+        source.take(2, first - 1)
+        source.updated(first + 1)
+        source.state()
+    for step in (1, 2):
+        source.checkpointed(tmp_path / f"step-{step}", step, 2 * step)
+        events = [event for event in read_lines(tmp_path / "events.jsonl") if event["event"] == "acknowledged"]
+        assert [event["files"] for event in events] == [[f"{number}.jsonl"] for number in range(1, step + 1)]
