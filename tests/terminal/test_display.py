@@ -98,7 +98,7 @@ def test_a_terminal_that_got_narrower_is_drawn_anew_from_the_first_line() -> Non
     console.width, start = 40, written.tell()
     screen.draw([], [Text("c" * 20), Text("d" * 20)])
     narrow.feed(written.getvalue()[start:])
-    assert narrow.lines == ["c" * 20, "d" * 20]
+    assert narrow.lines == ["c" * 20, "d" * 20, ""], "nothing is left of the row that is no longer needed"
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
