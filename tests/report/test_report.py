@@ -20,7 +20,7 @@ from truestep.report.charts import wants_logarithm
 from truestep.report.formats import format_duration, format_number
 from truestep.report.health import health
 from truestep.report.runs import read_run, run_names
-from truestep.report.series import Point, Series, bucket_means, downsample
+from truestep.report.series import Series, bucket_means, downsample
 from truestep.report.verdicts.evidence import Verdict
 from truestep.report.verdicts.state import find_fall
 
@@ -554,16 +554,15 @@ def test_documents_are_counted_where_none_are_logged(tmp_path: Path) -> None:
 
 
 def test_long_run_is_thinned_without_losing_its_extremes(tmp_path: Path) -> None:
-    points = [Point(step, 2 * step, math.sin(step)) for step in range(5000)]
-    points[1234] = Point(1234, 2468, 99.0)
-    points[4321] = Point(4321, 8642, None)
-    thin = downsample(Series.of(points)).points()
+    steps = np.arange(5000.0)
+    values = np.sin(steps)
+    values[1234], values[4321] = 99.0, math.nan
+    thin = downsample(Series(steps, 2 * steps, values))
     assert len(thin) <= 1000
-    assert thin[0] == points[0]
-    assert thin[-1] == points[-1]
-    assert points[1234] in thin
-    assert points[4321] in thin
-    assert [point.step for point in thin] == sorted({point.step for point in thin})
+    assert {0, 1234, 4321, 4999} <= set(thin.steps.tolist())
+    assert thin.steps.tolist() == sorted(set(thin.steps.tolist()))
+    assert (thin.documents == 2 * thin.steps).all()
+    np.testing.assert_array_equal(thin.values, values[thin.steps.astype(int)])
     page = page_of(make_run(tmp_path / "long", steps=3000))
     (loss,) = page.charts["Loss"]
     assert len(loss["points"]) <= 1000 and loss["count"] == 3000
@@ -574,8 +573,7 @@ def test_long_run_is_thinned_without_losing_its_extremes(tmp_path: Path) -> None
 
 def test_means_of_a_long_line_are_those_of_its_stretches() -> None:
     values = [math.nan if 60 <= step < 80 else 1e300 if step == 3 else float(step % 7) for step in range(3000)]
-    points = [Point(step, None, None if math.isnan(value) else value) for step, value in enumerate(values)]
-    series = Series.of(points)
+    series = Series(np.arange(3000.0), np.full(3000, math.nan), np.array(values))
     means = bucket_means(series)
     assert len(means) == 300
     for bucket, mean in enumerate(means.values.tolist()):
