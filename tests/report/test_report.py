@@ -571,6 +571,20 @@ def test_long_run_is_thinned_without_losing_its_extremes(tmp_path: Path) -> None
     assert os.path.getsize(tmp_path / "report.html") < 1_000_000
 
 
+def test_one_bad_step_of_many_stays_in_sight(tmp_path: Path) -> None:
+    """A single spike, and a single value that is none, among lines that are thinned."""
+    path = tmp_path / "metrics.jsonl"
+    values: dict[int, float | None] = {1717: 1e6, 3131: None}
+    lines = [{"step": step, "documents_seen": step, "loss": values.get(step, 0.5)} for step in range(5000)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    points = read_run(tmp_path).points("loss")
+    drawn = dict(zip(points.thinned.steps.tolist(), points.thinned.values.tolist(), strict=True))
+    assert len(drawn) < 1000
+    assert drawn[1717] == 1e6
+    assert math.isnan(drawn[3131])
+    assert points.gaps.tolist() == [3131]
+
+
 def test_means_of_a_long_line_are_those_of_its_stretches() -> None:
     values = [math.nan if 60 <= step < 80 else 1e300 if step == 3 else float(step % 7) for step in range(3000)]
     series = Series(np.arange(3000.0), np.full(3000, math.nan), np.array(values))

@@ -62,15 +62,6 @@ class Table:
             plain = type(value) is float and -LARGEST_VALUE < value < LARGEST_VALUE
             column.append(value if plain else _as_number(value))
 
-    def add_block(self, columns: Mapping[str, np.ndarray], steps: np.ndarray) -> None:
-        """Add many records of the same names: the columns of their numbers, NaN for what is no number."""
-        names = tuple(columns)
-        if not self._runs or names != self._runs[-1][1]:
-            names = self._begin_run(names)
-        self._rows.frombytes(steps.tobytes())
-        for name, column in zip(names, self._filled, strict=True):
-            column.frombytes(columns[name].tobytes())
-
     def _begin_run(self, names: tuple[str, ...]) -> tuple[str, ...]:
         kept = tuple(name for name in names if name in self._columns or self._new_column(name))
         if not self._runs or kept != self._runs[-1][1]:
