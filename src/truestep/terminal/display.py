@@ -198,8 +198,13 @@ class _Screen:
         self._console = console
         self._lock = threading.RLock()
         # Live's own redirection prints an unfinished line again at each flush: once for each update of a tqdm bar.
-        redirect = {"redirect_stdout": False, "redirect_stderr": False}
-        self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop", **redirect)
+        self._live = Live(
+            console=console,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            vertical_overflow="crop",
+        )
         self._lines: list[Text] = []  # what is drawn now
 
     def draw(self, messages: list[Message], lines: list[Text]) -> None:
