@@ -386,26 +386,15 @@ def _vocabulary_size(model: Path) -> int:
 @main.command()
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--output", type=click.Path(path_type=Path), help="The page; by default report.html in the first run.")
-@click.option("--serve", is_flag=True, help="Serve the page as well, and make it anew while the runs go on.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to serve it on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="The port to serve it on; 0: any free one.")
-@click.option("--remote", is_flag=True, help="Allow a --host that other machines can reach.")
 @_guarded
-def report(runs: tuple[Path, ...], output: Path | None, serve: bool, host: str, port: int, remote: bool) -> None:
+def report(runs: tuple[Path, ...], output: Path | None) -> None:
     """Write a self-contained page of one run, or of several compared."""
     from truestep.report import write_report
 
     for run in runs:
-        # A run that has just begun has its configuration and no step yet.
-        if not (run / "metrics.jsonl").is_file() and not (serve and (run / "config.yaml").is_file()):
+        if not (run / "metrics.jsonl").is_file():
             raise TruestepError(f"{run} is not a run's directory: it has no metrics.jsonl")
-    page = output or runs[0] / "report.html"
-    if serve:
-        from truestep.report.serve import serve as run_server
-
-        run_server(list(runs), page, host, port, _print, remote=remote)
-    else:
-        _print(str(write_report(list(runs), page)))
+    _print(str(write_report(list(runs), output or runs[0] / "report.html")))
 
 
 @main.command()

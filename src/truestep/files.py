@@ -204,24 +204,20 @@ def _line_of(path: Path, number: int | None, start: int, content: bytes, lenient
         return Line(path, number, start, end, None, str(error), whole)
 
 
-def scan_lines(
-    path: Path, *, lenient: bool = False, start: int = 0, first: int = 1, stop: float = math.inf
-) -> Iterator[Line]:
+def scan_lines(path: Path, *, lenient: bool = False) -> Iterator[Line]:
     """Read a line-based file one line at a time. A damaged line is given with its reason, and the next one follows it.
 
     A file that is not there has no lines. No more than a line is held. `lenient` is for files that are only shown:
-    NaN is read, and a last line that is whole but for its line break. Of a part of a file, `start` is the first byte
-    of its first line, `first` that line's number, and no line is read that begins at `stop` or behind it.
+    NaN is read, and a last line that is whole but for its line break.
     """
     try:
         file = path.open("rb", buffering=_READ_AHEAD)
     except FileNotFoundError:
         return
+    start = 0
     with file:
-        if start:  # what cannot be sought, such as a pipe, can be read as a whole
-            file.seek(start)
-        for number in itertools.count(first):
-            content, length, whole = read_line(file, limit=LONGEST_LINE) if start < stop else (b"", 0, True)
+        for number in itertools.count(1):
+            content, length, whole = read_line(file, limit=LONGEST_LINE)
             if not length:
                 return
             end = start + length

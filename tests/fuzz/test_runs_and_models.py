@@ -25,7 +25,7 @@ from truestep.files import append_json_line, read_json_lines
 from truestep.kept.files import list_files, roll_back
 from truestep.policy.loading.load import load_policy
 from truestep.randomness import random_state, random_tensors, restore_random
-from truestep.report import write_plot, write_report
+from truestep.report import write_report
 from truestep.report.health import health
 from truestep.report.runs import read_run
 from truestep.report.verdicts.watching import Watching
@@ -141,7 +141,6 @@ def test_damaged_run_directories(
             assert path.name == "config.yaml"
         if index % 300 == 0:
             write_report([run], tmp_path / "page.html")
-            write_plot([run], tmp_path / "plot.svg")
         for changed in [path, *of_lines]:
             changed.write_bytes(files[changed])
         if index == count // 10:

@@ -26,7 +26,6 @@ from tiny import make_model, make_records
 from truestep.demo.model import make_tokenizer as word_tokenizer
 from truestep.exact.operations import InexactError
 from truestep.metrics.sinks import WandbSink
-from truestep.report import serve
 from truestep.report.page import page_html
 from truestep.step import optimizer
 from truestep.verify.judge import verify
@@ -115,46 +114,6 @@ def test_the_page_has_two_colour_schemes_and_fits_a_phone(tmp_path: Path) -> Non
     names = {line.partition(":")[0] for line in dark.split("}")[0].partition("{")[2].partition("{")[2].split(";")}
     assert len(names) > 10 and all(f"{name}:" in light for name in names if name.startswith("--"))
     assert "@media (max-width:520px)" in page
-
-
-class Pauses:
-    """An event that is never set, on a clock of the test's own: it notes for how long it is waited."""
-
-    def __init__(self, clock: list[float], most: int):
-        self.clock, self.most, self.waited = clock, most, list[float]()
-
-    def wait(self, seconds: float) -> bool:
-        self.waited.append(seconds)
-        self.clock[0] += seconds
-        return len(self.waited) > self.most
-
-    def is_set(self) -> bool:
-        return False
-
-    def set(self) -> None:
-        self.most = 0
-
-
-def test_making_the_page_takes_a_fifth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, making = [0.0], list[float]()
-
-    def slow(runs: Any) -> str:
-        clock[0] += 7.0
-        making.append(7.0)
-        return "<html></html>"
-
-    monkeypatch.setattr(serve, "page_html", slow)
-    monkeypatch.setattr(serve, "live_html", lambda page, state: page)
-    monkeypatch.setattr(serve, "state_of", lambda runs: str(clock[0]))
-    monkeypatch.setattr(serve, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(serve.threading.Thread, "start", lambda self: None)
-    live = serve.LivePage([tmp_path])
-    live._stop = Pauses(clock, most=20)  # type: ignore[assignment]
-    making.clear()
-    clock[0] = 0.0
-    live._keep()
-    assert len(making) == 20
-    assert sum(making) <= 0.2 * (clock[0] + 1e-9)
 
 
 def test_a_run_that_goes_on_is_the_same_run_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

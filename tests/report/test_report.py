@@ -7,7 +7,6 @@ import math
 import os
 import random
 import re
-import xml.etree.ElementTree as ElementTree
 import zlib
 from collections.abc import Iterable
 from html.parser import HTMLParser
@@ -16,15 +15,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from truestep.report import parts, text_plot, write_plot, write_report
+from truestep.report import parts, write_report
+from truestep.report.charts import wants_logarithm
+from truestep.report.formats import format_duration, format_number
 from truestep.report.health import health
 from truestep.report.runs import read_run, run_names
-from truestep.report.scale import format_duration, format_number, linear_scale, wants_logarithm
-from truestep.report.series import Point, Series, bucket_means, downsample
+from truestep.report.series import Series, bucket_means, downsample
 from truestep.report.verdicts.evidence import Verdict
 from truestep.report.verdicts.state import find_fall
 
-VOID = {"meta", "br", "path", "rect"}
+VOID = {"meta", "br"}
 
 
 class Page(HTMLParser):
@@ -318,8 +318,6 @@ def test_data_is_escaped(tmp_path: Path) -> None:
         assert "img" not in {tag for tag, _ in page.elements}
         assert any("</script><script>alert(1)</script><img src=x" in text for text in page.inside("div", "text"))
         assert any("alert(3)" in text for text in page.inside("pre"))
-    plot = write_plot([run, other], tmp_path / "plot.svg").read_text()
-    assert "a<b>&c, greedy" in [element.text for element in ElementTree.fromstring(plot).iter()]
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
@@ -332,7 +330,6 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     assert page.tiles["Final training reward"] == "\N{EN DASH}"
     assert "Nothing to draw" in page.inside("p", "empty")[0]
     assert any("does not exist" in note for note in page_of(tmp_path / "nowhere").notes)
-    assert "No evaluation has been logged." in write_plot([empty], tmp_path / "plot.svg").read_text()
 
 
 def test_cut_and_broken_lines_are_left_out_and_named(tmp_path: Path) -> None:
@@ -557,16 +554,15 @@ def test_documents_are_counted_where_none_are_logged(tmp_path: Path) -> None:
 
 
 def test_long_run_is_thinned_without_losing_its_extremes(tmp_path: Path) -> None:
-    points = [Point(step, 2 * step, math.sin(step)) for step in range(5000)]
-    points[1234] = Point(1234, 2468, 99.0)
-    points[4321] = Point(4321, 8642, None)
-    thin = downsample(Series.of(points)).points()
+    steps = np.arange(5000.0)
+    values = np.sin(steps)
+    values[1234], values[4321] = 99.0, math.nan
+    thin = downsample(Series(steps, 2 * steps, values))
     assert len(thin) <= 1000
-    assert thin[0] == points[0]
-    assert thin[-1] == points[-1]
-    assert points[1234] in thin
-    assert points[4321] in thin
-    assert [point.step for point in thin] == sorted({point.step for point in thin})
+    assert {0, 1234, 4321, 4999} <= set(thin.steps.tolist())
+    assert thin.steps.tolist() == sorted(set(thin.steps.tolist()))
+    assert (thin.documents == 2 * thin.steps).all()
+    np.testing.assert_array_equal(thin.values, values[thin.steps.astype(int)])
     page = page_of(make_run(tmp_path / "long", steps=3000))
     (loss,) = page.charts["Loss"]
     assert len(loss["points"]) <= 1000 and loss["count"] == 3000
@@ -575,10 +571,23 @@ def test_long_run_is_thinned_without_losing_its_extremes(tmp_path: Path) -> None
     assert os.path.getsize(tmp_path / "report.html") < 1_000_000
 
 
+def test_one_bad_step_of_many_stays_in_sight(tmp_path: Path) -> None:
+    """A single spike, and a single value that is none, among lines that are thinned."""
+    path = tmp_path / "metrics.jsonl"
+    values: dict[int, float | None] = {1717: 1e6, 3131: None}
+    lines = [{"step": step, "documents_seen": step, "loss": values.get(step, 0.5)} for step in range(5000)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    points = read_run(tmp_path).points("loss")
+    drawn = dict(zip(points.thinned.steps.tolist(), points.thinned.values.tolist(), strict=True))
+    assert len(drawn) < 1000
+    assert drawn[1717] == 1e6
+    assert math.isnan(drawn[3131])
+    assert points.gaps.tolist() == [3131]
+
+
 def test_means_of_a_long_line_are_those_of_its_stretches() -> None:
     values = [math.nan if 60 <= step < 80 else 1e300 if step == 3 else float(step % 7) for step in range(3000)]
-    points = [Point(step, None, None if math.isnan(value) else value) for step, value in enumerate(values)]
-    series = Series.of(points)
+    series = Series(np.arange(3000.0), np.full(3000, math.nan), np.array(values))
     means = bucket_means(series)
     assert len(means) == 300
     for bucket, mean in enumerate(means.values.tolist()):
@@ -592,8 +601,7 @@ def test_writing_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     run = make_run(tmp_path / "runs" / "first")
     output = tmp_path / "reports" / "page.html"
     write_report([run], output)
-    write_plot([run], tmp_path / "reports" / "plot.svg")
-    assert sorted(path.name for path in output.parent.iterdir()) == ["page.html", "plot.svg"]
+    assert [path.name for path in output.parent.iterdir()] == ["page.html"]
     before = output.read_text()
 
     def fail(*_: object) -> None:
@@ -603,28 +611,12 @@ def test_writing_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(OSError, match="disk full"):
         write_report([run], output, title="another")
     assert output.read_text() == before
-    assert sorted(path.name for path in output.parent.iterdir()) == ["page.html", "plot.svg"]
+    assert [path.name for path in output.parent.iterdir()] == ["page.html"]
     with pytest.raises(ValueError, match="at least one run"):
         write_report([], output)
 
 
-def test_plot_is_a_picture_of_its_own(tmp_path: Path) -> None:
-    one, two = make_run(tmp_path / "one"), make_run(tmp_path / "two", 10)
-    root = ElementTree.fromstring(write_plot([one], tmp_path / "plot.svg").read_text())
-    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"Held-out reward", "greedy", "sampled", "documents seen", "0.8", "0", "150"} <= set(texts), texts
-    both = ElementTree.fromstring(write_plot([one, two], tmp_path / "both.svg").read_text())
-    assert {"one, greedy", "two, sampled"} <= {element.text for element in both.iter()}
-
-
-def test_ticks_are_round_numbers() -> None:
-    assert linear_scale([0.03, 0.61]).labels == ("0", "0.2", "0.4", "0.6", "0.8")
-    assert linear_scale([0, 25_600], snap=False, count=6).labels == ("0", "5k", "10k", "15k", "20k", "25k")
-    assert linear_scale([0.99985, 1.0012]).labels == ("0.9995", "1.0000", "1.0005", "1.0010", "1.0015")
-    assert linear_scale([0, 3e-6]).labels == ("0", "1e-6", "2e-6", "3e-6")
-    assert linear_scale([-0.02, 0.02]).labels == ("-0.02", "-0.01", "0", "0.01", "0.02")
-    assert linear_scale([1_000_000, 1_000_100], snap=False, whole=True).high == 1_000_100
-    assert linear_scale([1, 3], snap=False, whole=True).labels == ("1", "2", "3")
+def test_values_over_more_than_two_orders_of_magnitude_want_a_logarithm() -> None:
     assert wants_logarithm([0.0, 0.1, 11.0])
     assert not wants_logarithm([0.1, 9.0])
     assert not wants_logarithm([-1, 0.1, 11])
@@ -647,50 +639,6 @@ def test_numbers_as_people_read_them() -> None:
         "3 h 12 min",
         "2 d 7 h",
     ]
-
-
-def test_text_plot_of_one_series() -> None:
-    text = text_plot({"run": [(step, step / 100) for step in range(101)]}, x_label="step", y_label="reward")
-    lines = text.split("\n")
-    assert lines[0] == "reward: run"
-    assert len(lines) == 1 + 12 + 3
-    assert all(len(line) <= 72 for line in lines)
-    assert lines[1].startswith("1.0")
-    assert lines[12].startswith("  0")
-    assert "\N{BRAILLE PATTERN BLANK}" not in text
-    assert any(0x2800 < ord(character) < 0x2900 for character in text)
-    assert lines[-1].strip() == "step"
-    # The line rises from the lower left to the upper right.
-    assert len(lines[1]) > 65
-    assert len(lines[12]) < 20
-
-
-def test_text_plot_in_ascii_and_of_several_series() -> None:
-    series = {"first": [(0, 0.0), (10, 1.0)], "zweite ü": [(0, 1.0), (10, 0.0)]}
-    text = text_plot(series, width=40, height=6, x_label="x", y_label="y", ascii_only=True)
-    assert text.isascii()
-    assert "* first   x zweite ?" in text
-    assert max(map(len, text.split("\n"))) <= 40
-    assert "*" in text
-    assert "x" in text
-    assert "\N{BULLET} first" in text_plot(series, x_label="x", y_label="y")
-
-
-@pytest.mark.parametrize("ascii_only", [False, True])
-@pytest.mark.parametrize(
-    "pairs",
-    [[(3, 0.5)], [(0, 2.0), (5, 2.0)], [(0, math.nan), (1, 4.0), (2, math.inf)], [(0, -1e308), (1, 1e308)], [(0, 0)]],
-)
-def test_text_plot_of_hard_series(pairs: list[tuple[float, float]], ascii_only: bool) -> None:
-    text = text_plot({"run": pairs}, x_label="x", y_label="y", ascii_only=ascii_only)
-    rows = text.split("\n")[1:13]
-    assert any(re.search(r"[^\s]", row[row.index("|" if "|" in row else row[row.index(" ")]) :]) for row in rows)
-    assert max(map(len, text.split("\n"))) <= 72
-
-
-def test_text_plot_of_nothing() -> None:
-    assert text_plot({}, x_label="x", y_label="y") == "(nothing to plot)"
-    assert text_plot({"run": [(0, math.nan)]}, x_label="x", y_label="y") == "(nothing to plot)"
 
 
 def test_what_the_configuration_asks_for_is_no_fault(tmp_path: Path) -> None:

@@ -34,12 +34,13 @@ class Screen:
             assert int(parameters or 1) <= self._row, "it went up beyond the first line"
             self._row -= int(parameters or 1)
         elif letter in "KJ":
-            for column in [column for column in self._cells[self._row] if column >= self._column]:
+            first = 0 if parameters == "2" else self._column
+            for column in [column for column in self._cells[self._row] if column >= first]:
                 del self._cells[self._row][column]
             if letter == "J":
                 del self._cells[self._row + 1 :]
-        else:
-            assert letter == "m", f"the test's terminal does not know \\x1b[{parameters}{letter}"
+        else:  # colours, and whether there is a cursor
+            assert letter in "mhl", f"the test's terminal does not know \\x1b[{parameters}{letter}"
 
     def _letter(self, letter: str) -> None:
         if letter == "\r":

@@ -59,11 +59,30 @@ def test_prints_of_others_come_above_the_lines(terminal: PseudoTerminal, monkeyp
     with Display(console):
         assert terminal.wait_for(lambda text: text.startswith("computing step 1"))
         print("printed by a callback")
-        print("  0%|   | 0/4\r100%|###| 4/4", end="")  # a bar of some library
+        for bar in ("  0%|   | 0/4", "\r 50%|#  | 2/4", "\r100%|###| 4/4"):  # of some library, which flushes each state
+            print(bar, end="", flush=True)
         assert terminal.wait_for(lambda text: text.startswith("printed by a callback\ncomputing step 1"))
     terminal.read()
     assert terminal.screen.lines == ["printed by a callback", "100%|###| 4/4", ""]
     assert sys.stdout is console.file
+
+
+def test_a_run_that_is_killed_leaves_a_terminal_with_its_cursor(terminal: PseudoTerminal) -> None:
+    progress.phase("computing step 1")
+    with Display(console_on(terminal)):
+        assert terminal.wait_for(lambda text: text.startswith("computing step 1"))
+        assert terminal.sent.rfind("\x1b[?25h") > terminal.sent.rfind("\x1b[?25l")  # which hides it
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_colours_are_left_out_where_that_is_asked_for(terminal: PseudoTerminal, no_color: bool) -> None:
+    file = open(os.dup(terminal.slave), "w", encoding="utf-8")  # noqa: SIM115 - the console closes with the test
+    console = Console(file=file, width=80, color_system="standard", force_terminal=True, no_color=no_color)
+    progress.phase("computing step 1")
+    with Display(console):
+        assert terminal.wait_for(lambda text: text.startswith("computing step 1"))
+    terminal.read()
+    assert ("\x1b[36m" in terminal.sent) != no_color  # cyan, of the phase
 
 
 def test_a_run_on_a_terminal_keeps_its_last_numbers(terminal: PseudoTerminal) -> None:
@@ -98,7 +117,7 @@ def test_a_terminal_that_got_narrower_is_drawn_anew_from_the_first_line() -> Non
     console.width, start = 40, written.tell()
     screen.draw([], [Text("c" * 20), Text("d" * 20)])
     narrow.feed(written.getvalue()[start:])
-    assert narrow.lines == ["c" * 20, "d" * 20]
+    assert narrow.lines == ["c" * 20, "d" * 20, ""], "nothing is left of the row that is no longer needed"
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])

@@ -24,7 +24,7 @@ from truestep.demo.model import make_model
 from truestep.environments import sorting
 from truestep.errors import TruestepError
 from truestep.files import read_json_lines, write_json_lines, write_whole
-from truestep.report import text_plot, write_plot, write_report
+from truestep.report import write_report
 from truestep.train import train
 from truestep.trainer import Trainer
 
@@ -128,14 +128,7 @@ def _train(phase: Path, model: Path, output: Path, seed: int, console: Console) 
 def _show(run_directory: Path, output: Path, console: Console, seconds: float) -> Outcome:
     evaluations = read_json_lines(run_directory / "evaluation.jsonl")
     before, after = evaluations[0]["sampled_reward"], evaluations[-1]["sampled_reward"]
-    series = {
-        kind: [(line["documents_seen"], line[f"{kind}_reward"]) for line in evaluations]
-        for kind in ("greedy", "sampled")
-    }
-    console.print()
-    console.print(text_plot(series, x_label="documents", y_label="held-out accuracy"), highlight=False, markup=False)
-    plot = write_plot([run_directory], output / "accuracy.svg")
     page = write_report([run_directory], output / "report.html", title="truestep demo")
-    console.print(f"\nplot: {plot}\npage: {page}\n{seconds:.0f} s in all", highlight=False, soft_wrap=True)
+    console.print(f"\npage: {page}\n{seconds:.0f} s in all", highlight=False, soft_wrap=True)
     console.print(f"held-out accuracy: {before:.0%} -> {after:.0%}", highlight=False, soft_wrap=True)
     return Outcome(before, after, page)

@@ -1,7 +1,5 @@
-"""The report of one or several runs: a self-contained page, a stand-alone plot and a plot for the terminal."""
+"""The page about one run, or about several compared."""
 
 from truestep.report.page import write_report
-from truestep.report.plot import write_plot
-from truestep.report.terminal import text_plot
 
-__all__ = ["text_plot", "write_plot", "write_report"]
+__all__ = ["write_report"]

@@ -1,20 +1,23 @@
 """The charts of a page: their lines, those that are constant, and those that lie one upon another."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
+from truestep.report.formats import format_number
 from truestep.report.plans import Plan
 from truestep.report.runs import Run
-from truestep.report.scale import format_number, wants_logarithm
 from truestep.report.series import Series
 from truestep.report.style import COLOURS
 from truestep.report.tables import Table
 
 # Lines that are nowhere further apart than this share of the chart's range look like one.
 _SAME = 0.004
+# Values that spread over more than this factor are drawn on a logarithmic axis where the plan allows it.
+_LOGARITHMIC_FACTOR = 100.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +72,14 @@ class Chart:
         if self.logarithmic and (zeros := sum(int((line.points.values == 0).sum()) for line in self.lines)):
             notes.append(f"{zeros:,} {'value' if zeros == 1 else 'values'} of 0 at the lower edge.")
         return notes
+
+
+def wants_logarithm(values: Sequence[float]) -> bool:
+    """Tell whether values are positive or zero, and spread so far that a linear axis would flatten most of them."""
+    positive = [value for value in values if math.isfinite(value) and value > 0]
+    if len(positive) < 2 or any(value < 0 for value in values):
+        return False
+    return math.log10(max(positive)) - math.log10(min(positive)) > math.log10(_LOGARITHMIC_FACTOR)
 
 
 def _constant(points: Series) -> float | None:

@@ -4,8 +4,8 @@ import json
 from collections.abc import Sequence
 from html import escape
 
+from truestep.report.formats import format_number
 from truestep.report.runs import Record, Run, number
-from truestep.report.scale import format_number
 
 MOST_EXAMPLES = 8
 LONGEST_TEXT = 4000

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from truestep.report.formats import format_compact, format_duration, format_number
 from truestep.report.runs import Run, is_finite
-from truestep.report.scale import format_compact, format_duration, format_number
 from truestep.report.tables import Table
 
 ARROW = "\N{RIGHTWARDS ARROW}"

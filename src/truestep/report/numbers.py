@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from html import escape
 
+from truestep.report.formats import format_number
 from truestep.report.runs import Run
-from truestep.report.scale import format_number
 from truestep.report.series import Series
 from truestep.text import printable
 

@@ -5,17 +5,17 @@ from html import escape
 from pathlib import Path
 
 from truestep.files import write_text_whole
-from truestep.report.browser import rollouts_html
 from truestep.report.charts import Chart, charts_of
 from truestep.report.examples import examples_html
 from truestep.report.figures import facts, tiles
+from truestep.report.formats import format_number
 from truestep.report.health import Health, health
 from truestep.report.numbers import numbers_html
-from truestep.report.parts import policy, script, style
-from truestep.report.payload import Payload, packed
+from truestep.report.parts import packed, policy, script, style
+from truestep.report.payload import Payload
 from truestep.report.plans import GROUPS, groups_for
+from truestep.report.rollouts import rollouts_html
 from truestep.report.runs import Run, read_runs
-from truestep.report.scale import format_number
 from truestep.report.style import COLOURS
 from truestep.report.verdicts import Verdict
 from truestep.text import printable
@@ -27,15 +27,6 @@ MARKS = {
     "good": ("\N{CHECK MARK}", "Good"),
     "note": ("i", "Note"),
 }
-
-
-_POLICY = '<meta http-equiv="Content-Security-Policy" content="%s">\n'
-
-
-def live_html(page: str, state: str) -> str:
-    """Make a page one that is served: its script may ask whether there is another state than this one."""
-    mark = f'<meta name="truestep-live" content="{state}">\n'
-    return page.replace(_POLICY % policy(live=False), _POLICY % policy(live=True) + mark, 1)
 
 
 def write_report(runs: Sequence[Path], output: Path, *, title: str | None = None) -> Path:
@@ -73,8 +64,9 @@ def page_html(paths: Sequence[Path], title: str | None = None) -> str:
         [
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
-            '<meta name="color-scheme" content="light dark">\n' + _POLICY % policy(live=False),
-            # Whatever a completion holds, the page loads nothing from anywhere, and runs its own script alone.
+            '<meta name="color-scheme" content="light dark">\n'
+            # Whatever a completion contains, the page loads nothing from anywhere and runs its own script only.
+            f'<meta http-equiv="Content-Security-Policy" content="{policy()}">\n'
             f"<title>{escape(title)}</title>\n<style>\n{style()}</style>\n</head>\n<body>\n<main>\n",
             *sections,
             f'<script type="text/plain" data-part="charts">{packed(payload.value())}</script>\n</main>\n',

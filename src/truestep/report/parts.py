@@ -1,14 +1,17 @@
-"""The scripts and the style of a page, which stand in files of their own, and are put into it."""
+"""What is put into a page: its scripts and styles, which are files of `static`, and the data that the scripts read."""
 
 import base64
 import hashlib
+import json
+import zlib
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from truestep.report.style import palette_css
 
 _FOLDER = Path(__file__).parent / "static"
-_SCRIPTS = ("uPlot.iife.min.js", "common.js", "charts.js", "rollouts.js", "live.js")
+_SCRIPTS = ("uPlot.iife.min.js", "common.js", "charts.js", "rollouts.js")
 _STYLES = ("uPlot.min.css", "page.css")
 
 
@@ -16,29 +19,28 @@ def _read(name: str) -> str:
     return (_FOLDER / name).read_text(encoding="utf-8")
 
 
+def packed(value: Any) -> str:
+    """Pack a value as compressed JSON in letters that are no markup and end no script element."""
+    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(zlib.compress(text.encode(), 9)).decode("ascii")
+
+
 @cache
 def script() -> str:
-    """Put the scripts together, the library's first, with its license."""
+    """Join the scripts: uPlot first, with its license."""
     return f"/* uPlot:\n{_read('uPlot.LICENSE.txt')}*/\n" + "\n".join(_read(name) for name in _SCRIPTS)
 
 
 @cache
 def style() -> str:
-    """Put the style sheets together."""
+    """Join the style sheets."""
     return palette_css() + "\n".join(_read(name) for name in _STYLES)
 
 
-def policy(*, live: bool) -> str:
-    """Write the page's content security policy: it loads nothing, and runs its own script alone, by its hash."""
+def policy() -> str:
+    """Write the page's content security policy: load nothing, and run only the page's own script, named by its hash."""
     digest = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
-    parts = [
-        "default-src 'none'",
-        "style-src 'unsafe-inline'",
-        f"script-src 'sha256-{digest}'",
-        "img-src data:",
-        "base-uri 'none'",
-        "form-action 'none'",
-        # A page that is served asks its server, and nobody else, whether there is news.
-        *(["connect-src 'self'"] if live else []),
-    ]
-    return "; ".join(parts)
+    return (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )

@@ -4,9 +4,6 @@ Lines of one run share the places of their points: a table of the steps that any
 documents seen and the seconds by then, and lists of rows of it. A list that several lines have is there once.
 """
 
-import base64
-import json
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,12 +21,6 @@ AXES: dict[Axis, tuple[str, str]] = {
 }
 # A chart's arithmetic is safe within these; a value beyond them is drawn at the edge.
 LARGEST, SMALLEST = 1e30, 1e-30
-
-
-def packed(value: Any) -> str:
-    """Pack JSON, compressed, as letters that end no script element and are no markup."""
-    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
-    return base64.b64encode(zlib.compress(text.encode(), 6)).decode("ascii")
 
 
 class Payload:

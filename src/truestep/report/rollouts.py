@@ -1,18 +1,19 @@
-"""The rollouts of the page: the numbers of all that were kept, and the texts of as many as there is room for.
+"""The rollouts viewer of the page: the numbers of all rollouts that were kept, and as many of their texts as fit.
 
-Texts come from all over the runs: those of the first and the last steps, of the middle, of the quarters and so on,
-until the room is full. Nothing is interpreted: a text stands in compressed JSON and is put on the page as text.
+Texts come from all over the runs: the first and the last steps, the middle, the quarters and so on, until the room is
+full. A model wrote them, so they stand in compressed JSON, and the page's script shows them as text and never as HTML.
 """
 
-import base64
 import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from truestep.kept.files import FOLDER, list_files
+from truestep.report.parts import packed
 from truestep.report.runs import Run, is_finite
 from truestep.text import printable
 
@@ -50,6 +51,23 @@ class Browser:
         return " ".join([note[:1].upper() + note[1:], *self.problems]).strip()
 
 
+def rollouts_html(runs: Sequence[Run]) -> str:
+    """Write the section with the rollouts that the runs kept; an empty string where they kept none."""
+    browser = collect(runs)
+    if browser is None:
+        return ""
+    note = f'<p class="absent">{escape(browser.note)}</p>\n' if browser.note else ""
+    if not browser.num_rows:
+        return f'<h2 id="rollouts">Rollouts</h2>\n{note}'
+    parts = "".join(
+        f'<script type="text/plain" data-part="{name}">{text}</script>\n' for name, text in browser.packed.items()
+    )
+    return (
+        '<h2 id="rollouts">Rollouts</h2>\n<div class="card rollouts">\n'
+        f'<p class="empty">Reading the rollouts; this needs JavaScript.</p>\n{parts}</div>\n{note}'
+    )
+
+
 def collect(runs: Sequence[Run]) -> Browser | None:
     """Read what the runs kept; None where they kept nothing."""
     sources = [(number, file) for number, run in enumerate(runs) for file in list_files(run.path / FOLDER)]
@@ -57,7 +75,7 @@ def collect(runs: Sequence[Run]) -> Browser | None:
     _add_numbers(sources, browser)
     if not browser.num_rows:
         return browser if browser.problems else None
-    browser.packed["index"] = _packed(_index(browser, [run.name for run in runs]))
+    browser.packed["index"] = packed(_index(browser, [run.name for run in runs]))
     _add_texts(browser, [file for _, file in sources], ROOM - len(browser.packed["index"]))
     return browser
 
@@ -134,7 +152,7 @@ def _fit(browser: Browser, chosen: list[list[Any]], room: int) -> None:
         rows = sorted((list(row) for listed in chosen for row in listed), key=lambda row: row[0])
         for row in rows:
             row[2] = prompts.setdefault(row[2], len(prompts))
-        browser.packed["texts"], browser.num_texts = _packed({"prompts": list(prompts), "rows": rows}), len(rows)
+        browser.packed["texts"], browser.num_texts = packed({"prompts": list(prompts), "rows": rows}), len(rows)
         size = len(browser.packed["texts"])
         if size <= room or len(chosen) <= 1:
             return
@@ -192,8 +210,3 @@ def _index(browser: Browser, names: Sequence[str]) -> dict[str, Any]:
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
-
-
-def _packed(value: Any) -> str:
-    """Pack JSON, compressed, as letters that end no script element."""
-    return base64.b64encode(zlib.compress(_json(value).encode(), 9)).decode("ascii")

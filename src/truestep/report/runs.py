@@ -4,8 +4,7 @@ Each file is read once, a line at a time. What is kept of it does not grow with 
 """
 
 import math
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from pathlib import Path
@@ -14,8 +13,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import yaml
 
-from truestep.files import Line, scan_lines
-from truestep.report.blocks import Block, scan_blocks
+from truestep.files import scan_lines
 from truestep.report.series import Series
 from truestep.report.tables import Reasons, Repeats, Table, finite, first_of, number
 from truestep.text import printable, redacted
@@ -181,18 +179,13 @@ def _read_ledger(run: Run) -> dict[float, float]:
     document that was trained twice."""
     run.ledger = Ledger(run.path / "ledger.jsonl")
     seen: dict[float, float] = {}
-    steps, stated, listed = array("d"), array("d"), array("d")
     for record in _read_lines(run, "ledger.jsonl", "documents trained twice cannot be found"):
         documents = _documents(record)
         run.ledger.repeats.add(documents)
         if (step := finite(record, "step")) is not None:
-            steps.append(step)
-            stated.append(math.nan if (count := number(record, "num_documents")) is None else count)
-            listed.append(len(documents))
+            run.ledger.sizes.add({"stated": record.get("num_documents"), "listed": len(documents)}, step)
             if (after := finite(record, "documents_seen")) is not None:
                 seen[step] = after
-    if steps:
-        run.ledger.sizes.add_block({"stated": np.array(stated), "listed": np.array(listed)}, np.array(steps))
     run.ledger.sizes.finish()
     return seen
 
@@ -215,23 +208,13 @@ def _read_text(run: Run, file: str) -> str | None:
 
 def _read_lines(run: Run, file: str, without: str | None) -> Iterator[Record]:
     """Give the objects of a file, one by one, and note its damage. `without`: what is lost where there is no file."""
-    for found in _whole(run, file, without, scan_lines(run.path / file, lenient=True)):
-        assert not isinstance(found, Block)
-        yield found
-
-
-def _whole(run: Run, file: str, without: str | None, lines: Iterable[Block | Line]) -> Iterator[Block | Record]:
-    """Give what can be used of the lines of a file, and note its damage."""
     count = bad = 0
     first, cut = "", False
     try:
         if without is not None and not (run.path / file).exists():
             run.problems.append(f"{file} is missing{f': {without}' if without else ''}.")
-        for line in lines:
-            if isinstance(line, Block):
-                count += len(line)
-                yield line
-            elif line.value is not None:
+        for line in scan_lines(run.path / file, lenient=True):
+            if line.value is not None:
                 count += 1
                 yield line.value
             elif not line.whole:
@@ -254,12 +237,7 @@ def _whole(run: Run, file: str, without: str | None, lines: Iterable[Block | Lin
 def _one_per_step(run: Run, file: str, without: str | None, *, examples: bool = False) -> Table:
     """Read the numbers of records by step. A run resumed from a checkpoint repeats steps: the later counts."""
     table, left_out = Table(), 0
-    path = run.path / file
-    lines = scan_lines(path, lenient=True) if examples else scan_blocks(path)
-    for record in _whole(run, file, without, lines):
-        if isinstance(record, Block):
-            left_out += _add_block(table, record)
-            continue
+    for record in _read_lines(run, file, without):
         step = finite(record, "step")
         if step is None:
             left_out += 1
@@ -275,14 +253,6 @@ def _one_per_step(run: Run, file: str, without: str | None, *, examples: bool = 
     if table.left_out:
         run.problems.append(f"{file}: it names more than {len(table.names):,} metrics; the others were left out.")
     return table
-
-
-def _add_block(table: Table, block: Block) -> int:
-    """Add the records of a block, and give the number of those that have no step."""
-    steps = block.columns.get("step", np.full(len(block), np.nan))
-    if len(there := np.flatnonzero(np.isfinite(steps))):
-        table.add_block({name: column[there] for name, column in block.columns.items()}, steps[there])
-    return len(block) - len(there)
 
 
 def _keep_examples(run: Run, record: Record, step: float) -> None:

@@ -1,10 +1,9 @@
 """The points of a line, and what a page keeps of them: the extremes, and means over stretches of the run."""
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
 
@@ -15,33 +14,13 @@ LONGEST_SERIES = 1000
 BUCKETS = 300
 
 
-@dataclass(frozen=True)
-class Point:
-    """A value at a step. `value` is None where the run wrote null, NaN or an infinity: the line has a gap there."""
-
-    step: float
-    documents: float | None
-    value: float | None
-
-
 @dataclass(frozen=True, eq=False)
 class Series:
-    """Many points, as arrays. NaN stands for None."""
+    """The points of a line."""
 
     steps: np.ndarray  # [P] float64, growing
-    documents: np.ndarray  # [P]
-    values: np.ndarray  # [P]
-
-    @classmethod
-    def of(cls, points: Sequence[Point]) -> Self:
-        def array(values: Iterable[float | None]) -> np.ndarray:
-            return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
-
-        return cls(
-            array(point.step for point in points),
-            array(point.documents for point in points),
-            array(point.value for point in points),
-        )
+    documents: np.ndarray  # [P] seen by then; NaN where no file says it
+    values: np.ndarray  # [P] NaN where the run wrote null, NaN or an infinity: the line has a gap there
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -49,11 +28,6 @@ class Series:
     def chosen(self, indices: Sequence[int] | np.ndarray) -> "Series":
         """Give the points of some indices."""
         return Series(self.steps[indices], self.documents[indices], self.values[indices])
-
-    def points(self) -> list[Point]:
-        """Give single points."""
-        rows = zip(self.steps.tolist(), self.documents.tolist(), self.values.tolist(), strict=True)
-        return [Point(step, _some(documents), _some(value)) for step, documents, value in rows]
 
     @cached_property
     def thinned(self) -> "Series":
@@ -83,10 +57,6 @@ class Series:
             return []
         positive = present[present > 0]
         return [float(present.min()), float(present.max()), *([float(positive.min())] if len(positive) else [])]
-
-
-def _some(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 def downsample(series: Series, limit: int = LONGEST_SERIES, buckets: int = BUCKETS) -> Series:

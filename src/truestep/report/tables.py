@@ -1,14 +1,10 @@
-"""What a report keeps of a run's files: columns of numbers, counts of reasons, and which documents repeat.
-
-None of it grows with the number of documents: the ledger of a long run does not fit memory.
-"""
+"""What a report keeps of a run's files: columns of numbers, counts of reasons, and eight bytes for each document."""
 
 import math
-import tempfile
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from typing import IO, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +14,6 @@ LARGEST_VALUE = 1e300
 MOST_COLUMNS = 1000  # a damaged file must not make a chart for each of its lines
 MOST_REASONS = 1000
 LONGEST_REASON = 120
-_PARTS = 64
-_IDS_AT_A_TIME = 1 << 20
 
 
 def number(record: Mapping[str, Any], key: str) -> float | None:
@@ -67,15 +61,6 @@ class Table:
             # The second test is for values that a sum over them would not overflow by.
             plain = type(value) is float and -LARGEST_VALUE < value < LARGEST_VALUE
             column.append(value if plain else _as_number(value))
-
-    def add_block(self, columns: Mapping[str, np.ndarray], steps: np.ndarray) -> None:
-        """Add many records of the same names: the columns of their numbers, NaN for what is no number."""
-        names = tuple(columns)
-        if not self._runs or names != self._runs[-1][1]:
-            names = self._begin_run(names)
-        self._rows.frombytes(steps.tobytes())
-        for name, column in zip(names, self._filled, strict=True):
-            column.frombytes(columns[name].tobytes())
 
     def _begin_run(self, names: tuple[str, ...]) -> tuple[str, ...]:
         kept = tuple(name for name in names if name in self._columns or self._new_column(name))
@@ -155,59 +140,23 @@ def fingerprint(document: object) -> int:
 
 
 class Repeats:
-    """Finds the documents that are named more than once, in files outside memory where there are many."""
+    """Finds the documents that are named more than once."""
 
     def __init__(self) -> None:
-        self._pending: list[np.ndarray] = []
-        self._count = 0
-        self._files: list[IO[bytes]] = []
+        self._fingerprints = array("q")
 
     def add(self, documents: list[Any]) -> None:
-        # Text is what there is nearly always, and is quick to take without asking for each.
+        # Nearly all identifiers are text, whose hashes are quick to take together.
         of_text = set(map(type, documents)) <= {str}
-        found = np.fromiter(map(hash if of_text else fingerprint, documents), dtype=np.int64, count=len(documents))
-        self._pending.append(found)
-        self._count += len(found)
-        if self._count >= _IDS_AT_A_TIME:
-            self._spill()
-
-    def _spill(self) -> None:
-        """Write what is pending to files, each of which has all of its part of the fingerprints."""
-        if not self._files:
-            self._files = [tempfile.TemporaryFile() for _ in range(_PARTS)]  # noqa: SIM115 - they live as long as this
-        found = np.concatenate(self._pending)
-        parts = (found % _PARTS).astype(np.uint8)  # numbers this small are sorted in one pass
-        found = found[np.argsort(parts, kind="stable")]
-        ends = np.cumsum(np.bincount(parts, minlength=_PARTS))
-        for file, start, end in zip(self._files, [0, *ends[:-1].tolist()], ends.tolist(), strict=True):
-            file.write(found[start:end].tobytes())
-        self._pending, self._count = [], 0
-
-    def _parts(self) -> Iterator[np.ndarray]:
-        if not self._files:
-            yield np.concatenate(self._pending) if self._pending else np.empty(0, dtype=np.int64)
-            return
-        if self._pending:
-            self._spill()
-        for file in self._files:
-            file.seek(0)
-            yield np.frombuffer(file.read(), dtype=np.int64)
+        self._fingerprints.extend(map(hash if of_text else fingerprint, documents))
 
     def count(self, allowed: int, most: int = 100_000) -> tuple[int, int, int, set[int]]:
         """Count the documents, those named more often than allowed, and the most; give some of their fingerprints."""
-        distinct = repeated = largest = 0
-        examples: set[int] = set()
-        for part in self._parts():
-            fingerprints, counts = np.unique(part, return_counts=True)
-            often = counts > allowed
-            distinct, repeated = distinct + len(counts), repeated + int(often.sum())
-            largest = max(largest, int(counts.max()) if len(counts) else 0)
-            examples.update(fingerprints[often][: most - len(examples)].tolist())
-        return distinct, repeated, largest, examples
-
-    def close(self) -> None:
-        for file in self._files:
-            file.close()
+        named = np.frombuffer(self._fingerprints, dtype=np.int64) if self._fingerprints else np.empty(0, dtype=np.int64)
+        fingerprints, counts = np.unique(named, return_counts=True)
+        often = counts > allowed
+        largest = int(counts.max()) if len(counts) else 0
+        return len(counts), int(often.sum()), largest, set(fingerprints[often][:most].tolist())
 
 
 def first_of(documents: Iterable[Any], wanted: set[int], most: int) -> list[str]:

@@ -1,39 +1,42 @@
 """The lines at the bottom of a terminal that say what this process does, and the messages above them.
 
-One thread draws, and while it is there every message goes through it: a terminal that stands still holds nobody up. A
-terminal that cannot be written to any more is not written to any more; no run ends for it. Where the output is no
-terminal, messages are plain lines, and what the run does is written only where there has been no line for long.
+One thread draws, with rich's Live, and every message goes through it, so a terminal that blocks does not block the run.
+A terminal that fails is not written to again, and the run goes on. Where the output is no terminal, messages are plain
+lines, and a line says what the run does only after a long silence.
 """
 
 import contextlib
-import io
 import signal
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self, TextIO, cast
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.control import Control
+from rich.live import Live
+from rich.segment import ControlType
 from rich.text import Text
 
 from truestep import progress
 from truestep.terminal.words import doing_in_words
 
-_EVERY = 0.2  # seconds between two looks
-_RATE_OVER = 4.0  # seconds over which a rate is measured
-# A terminal shows a Ctrl-C as ^C behind the last line. If that wrapped, the line's first row would not be found again.
-_SPARE = 5  # columns: two of these, and one since a terminal wraps a line that is as wide as it is
-_PLAIN_WIDTH = 160  # columns of what a file is told
-_PATIENCE = 2.0  # seconds that a terminal has at the end to take what is left
+_EVERY = 0.2  # seconds between two draws
+_RATE_OVER = 4.0  # seconds over which the token rate is measured
+# A terminal echoes each Ctrl-C as ^C behind the last line. These columns stay free, so that two of them do not wrap it.
+_SPARE = 5
+_PLAIN_WIDTH = 160  # columns of a line in a file
+_PATIENCE = 2.0  # seconds to wait at the end for a terminal that blocks
 
-_QUIET = 10.0  # seconds without a line after which a file is told what the run does
+_QUIET = 10.0  # seconds of silence after which a file gets a line that says what the run does
 _LONGEST_QUIET = 600.0
 
 Message = str | Text
-Lines = Callable[[int], list[Text]]  # from the columns there are
+Lines = Callable[[int], list[Text]]  # gives the lines for a width in columns
+_AS_IT_IS: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
 
 
 def _no_lines(width: int) -> list[Text]:
@@ -41,21 +44,21 @@ def _no_lines(width: int) -> list[Text]:
 
 
 class _Silence:
-    """Decides when a file that has had no line for long gets one: after ten seconds, then after twice as long each
-    time. Where the run's own lines are further apart than that, it waits for twice their distance first."""
+    """Decides when a file gets a line after a silence: after ten seconds, then after twice as long each time. If the
+    run's own lines are further apart, the first one comes after twice the longest gap between the last of them."""
 
     def __init__(self, now: float):
         self._last, self._wait, self._next = now, _QUIET, now + _QUIET
         self._gaps: deque[float] = deque(maxlen=5)  # seconds between the run's last lines
 
     def said(self, now: float) -> None:
-        """Note that the run itself wrote a line."""
+        """Note that the run wrote a line of its own."""
         self._gaps.append(now - self._last)
         self._wait = max(_QUIET, min(_LONGEST_QUIET, 2 * max(self._gaps)))
         self._last, self._next = now, now + self._wait
 
     def due(self, now: float) -> bool:
-        """Ask whether a line is due. The one who asks then writes it."""
+        """Tell whether a line is due. The caller writes it, so the next one is due later."""
         if now < self._next:
             return False
         self._wait = min(_LONGEST_QUIET, 2 * self._wait)
@@ -64,13 +67,15 @@ class _Silence:
 
 
 class Display:
+    """Shows what a command does: changing lines on a terminal, plain lines elsewhere."""
+
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):
         self.console = console
         self._clock = clock
         self._silence = _Silence(clock())
-        self.lines: Lines = _no_lines  # of the run, around what the process does: the first above it, the rest below
-        self.asked_to_stop: Callable[[], int | None] = lambda: None  # by which signal
-        self._live = console.is_terminal and not console.is_dumb_terminal and not console.quiet
+        self.lines: Lines = _no_lines  # the run's own: the first stands above the line of the phase, the rest below
+        self.asked_to_stop: Callable[[], int | None] = lambda: None  # gives the signal that asked for it
+        self._live = console.is_interactive and not console.quiet
         self._messages: deque[Message] = deque()
         self._screen = _Screen(console)
         self._tokens: deque[tuple[float, float]] = deque()
@@ -81,11 +86,11 @@ class Display:
 
     @property
     def live(self) -> bool:
-        """True where there are lines that change: a plain line a step would be one too many."""
+        """True while changing lines show each step, so that a plain line for each is not needed."""
         return self._live and self._thread is not None
 
     def say(self, message: Message) -> None:
-        """Print a message above the lines that change."""
+        """Print a message, on a terminal above the changing lines."""
         if self._broken:
             return
         if self.live:
@@ -96,10 +101,7 @@ class Display:
 
     def _print(self, message: Message) -> None:
         try:
-            if isinstance(message, str):
-                self.console.print(message, highlight=False, markup=False, soft_wrap=True)
-            else:
-                self.console.print(message, soft_wrap=True)
+            self.console.print(message, **_AS_IT_IS)
         except (OSError, ValueError):  # the terminal or the pipe is gone
             self._broken = True
 
@@ -117,11 +119,12 @@ class Display:
         self._closing.set()
         if thread is not None:
             thread.join(_PATIENCE)
-            if thread.is_alive():  # the terminal takes nothing: let it be
-                self._broken = True
-        self._streams.close()
-        if self._live and not self._broken:
-            self._guarded(lambda: self._screen.leave(self._drain(), self.lines(self._width)))
+        blocked = thread is not None and thread.is_alive()
+        broken = self._broken
+        self._broken = broken or blocked
+        self._guarded(self._streams.close)
+        if self._live and not blocked:  # another write to a terminal that blocks would block this thread too
+            self._guarded(lambda: self._screen.leave(self._drain(), [] if broken else self.lines(self._width)))
 
     @property
     def _width(self) -> int:
@@ -137,7 +140,7 @@ class Display:
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception:  # whatever a terminal or a library that draws comes up with: no run ends for it
+        except Exception:  # no fault of a terminal, or of what draws on it, ends a run
             self._broken = True
 
     def _look(self) -> None:
@@ -154,10 +157,11 @@ class Display:
         how = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         again = how if number == signal.SIGINT else "signal"
         text = f"stopping ({how}): the work in hand ends first, then the run is saved. A second {again} ends it at once"
+        message = Text(text, style="bold yellow")
         if self._live:
-            self._messages.append(Text(text, style="bold yellow"))
+            self._messages.append(message)
         else:
-            self.console.print(text, highlight=False, soft_wrap=True)
+            self._print(message)
 
     def _drain(self) -> list[Message]:
         messages = []
@@ -170,7 +174,7 @@ class Display:
         return [*lines[:1], Text(self._doing(width), style="cyan", no_wrap=True), *lines[1:]]
 
     def _doing(self, width: int) -> str:
-        """Say what this process does, how far it is, and for how long it has been at it."""
+        """Say what this process does, how far it has come, and how long it has taken so far."""
         phase, since = progress.current_phase()
         works = progress.works()
         seconds = self._clock() - max([since, *(work.since for work in works[-1:])])
@@ -178,7 +182,7 @@ class Display:
         return doing_in_words(phase, works, waits, seconds, self._token_rate(), width)
 
     def _token_rate(self) -> float:
-        """Measure the tokens a second that this process made lately."""
+        """Compute the tokens per second that this process sampled in the last seconds."""
         now, made = self._clock(), progress.amounts().get("tokens", 0.0)
         self._tokens.append((now, made))
         while len(self._tokens) > 2 and now - self._tokens[1][0] > _RATE_OVER:
@@ -188,72 +192,70 @@ class Display:
 
 
 class _Screen:
-    """The last lines of a terminal, drawn over again and again. Whatever else is printed comes above them."""
+    """Draws the lines that change with rich's Live; everything else that is printed comes above them."""
 
     def __init__(self, console: Console):
-        self._console, self._file = console, console.file  # before prints are led past it
+        self._console = console
         self._lock = threading.RLock()
-        self._drawn: list[int] = []  # the columns that each line takes which is there now
-        self._last = ""
+        # Live's own redirection prints an unfinished line again at each flush: once for each update of a tqdm bar.
+        self._live = Live(
+            console=console,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            vertical_overflow="crop",
+        )
+        self._lines: list[Text] = []  # what is drawn now
 
     def draw(self, messages: list[Message], lines: list[Text]) -> None:
-        """Show messages, and the lines below them."""
+        """Print messages, and draw the lines below them."""
         with self._lock:
-            above = "".join(self._ansi(message) + "\n" for message in messages)
-            frame = "\x1b[K\n".join(self._ansi(line) for line in lines)
-            if not above and frame == self._last and self._drawn:
-                return
-            self._write(self._back() + ("\x1b[J" if above else "") + above + frame + "\x1b[K\x1b[J")
-            self._last, self._drawn = frame, [line.cell_len for line in lines]
+            if not self._live.is_started:
+                self._live.start()
+                self._console.show_cursor(True)  # a run that is killed must not leave a terminal without a cursor
+            if messages or lines != self._lines:
+                self._erase_wrapped_rows()
+                self._live.update(Group(*lines))
+                self._lines = lines
+                if messages:
+                    self._console.print(*messages, sep="\n", **_AS_IT_IS)
+                else:
+                    self._live.refresh()
 
     def leave(self, messages: list[Message], lines: list[Text]) -> None:
-        """Remove the lines; show what is to stay."""
+        """Print messages, and leave the terminal with these lines below them."""
         with self._lock:
-            rest = "".join(self._ansi(message) + "\n" for message in (*messages, *lines))
-            self._write((self._back() + "\x1b[J" if self._drawn else "") + rest)
-            self._drawn = []
+            try:
+                self.draw(messages, lines)
+            finally:
+                self._live.stop()
 
-    def print_above(self, stream: TextIO, text: str) -> None:
-        """Print what somebody else has to say; the lines are drawn anew below it."""
+    def print_above(self, text: str) -> None:
+        """Print what other code printed, which may have ANSI colours, above the lines."""
         with self._lock:
-            if self._drawn:
-                self._write(self._back() + "\x1b[J")
-                self._drawn = []
-            stream.write(text)
-            stream.flush()
+            self._erase_wrapped_rows()
+            self._console.print(Text.from_ansi(text.replace("\r\n", "\n")), **_AS_IT_IS)
+
+    def _erase_wrapped_rows(self) -> None:
+        """Erase the extra rows of lines that wrapped when the terminal became narrower, which Live does not know of."""
+        width = max(1, self._console.size.width)
+        wrapped = sum((line.cell_len - 1) // width for line in self._lines if line.cell_len)
+        if wrapped:
+            self._console.control(Control(*[(ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)] * wrapped))
 
     @contextlib.contextmanager
     def shared_with_prints(self) -> Iterator[None]:
-        """Let `print` of any thread come above the lines, where it goes to this terminal."""
+        """Let `print` in any thread come above the lines, where it goes to a terminal."""
         before = sys.stdout, sys.stderr
-        streams = [_Above(self, stream) if _is_terminal(stream) else stream for stream in before]
-        sys.stdout, sys.stderr = streams
+        above = [_Above(self, stream) if _is_terminal(stream) else stream for stream in before]
+        sys.stdout, sys.stderr = cast("list[TextIO]", above)
         try:
             yield
         finally:
-            for stream in streams:
+            sys.stdout, sys.stderr = before
+            for stream in above:
                 if isinstance(stream, _Above):
                     stream.end_line()
-            sys.stdout, sys.stderr = before
-
-    def _back(self) -> str:
-        """Go to the start of the first line, also where the terminal is narrower now and wrapped some."""
-        width = max(1, self._console.size.width)
-        rows = sum(max(1, -(-columns // width)) for columns in self._drawn)
-        return "\r" + (f"\x1b[{rows - 1}A" if rows > 1 else "")
-
-    def _ansi(self, message: Message) -> str:
-        if isinstance(message, str):
-            return message
-        colours: dict[str, Any] = {"color_system": self._console.color_system, "no_color": self._console.no_color}
-        written = io.StringIO()
-        writer = Console(file=written, force_terminal=True, legacy_windows=False, **colours)
-        writer.print(message, end="", soft_wrap=True)
-        return written.getvalue()
-
-    def _write(self, text: str) -> None:
-        self._file.write(text)
-        self._file.flush()
 
 
 def _is_terminal(stream: Any) -> bool:
@@ -263,34 +265,26 @@ def _is_terminal(stream: Any) -> bool:
         return False
 
 
-class _Above(io.TextIOBase):
-    """A stream whose whole lines are printed above a screen's lines."""
+class _Above:
+    """A stream whose complete lines are printed above a screen's lines. An unfinished line waits for its end."""
 
     def __init__(self, screen: _Screen, stream: TextIO):
-        self._screen, self.stream = screen, stream
-        self._started = ""  # a line without its end
+        self._screen, self._unfinished = screen, ""
+        self.rich_proxied_file = stream  # rich's name for the stream that a console writes to instead of this one
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rich_proxied_file, name)
 
     def write(self, text: str) -> int:
-        whole, end, started = (self._started + text).rpartition("\n")
-        self._started = started.rpartition("\r")[2]  # of what is written over itself, the last
+        complete, end, unfinished = (self._unfinished + text).rpartition("\n")
+        self._unfinished = unfinished.rpartition("\r")[2]  # a progress bar writes over itself: its last state counts
         if end:
-            self._screen.print_above(self.stream, whole + end)
+            self._screen.print_above(complete)
         return len(text)
 
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
+
     def end_line(self) -> None:
-        if self._started:
-            self._screen.print_above(self.stream, self._started + "\n")
-            self._started = ""
-
-    def flush(self) -> None:
-        self.stream.flush()
-
-    def isatty(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self.stream.fileno()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self.stream.encoding
+        if self._unfinished:
+            self.write("\n")

@@ -1,8 +1,8 @@
 // The charts: lines and areas over an axis of choice, drawn by uPlot from the numbers that the page has.
-const Charts = (() => {
+(() => {
   const HEIGHT = 210, WIDEST = [0, 0.01, 0.025, 0.05, 0.1];
   const state = {axis: null, smoothing: 0.025, zoom: null, logs: new Map(), hidden: new Set(), log: false};
-  let data = null, whole = [0, 1], seen = null, sized = null, generation = 0;
+  let data = null, whole = [0, 1], seen = null, sized = null;
   const drawn = new Map();  // figures with their chart
 
   // The points of a line: [places along the axis, values, rows of its table], in the order of the places.
@@ -299,30 +299,22 @@ const Charts = (() => {
   };
 
   const start = async () => {
-    const part = document.querySelector('[data-part=charts]'), mine = ++generation;
-    let read;
     try {
-      read = await unpack(part);
+      data = await unpack(document.querySelector('[data-part=charts]'));
     } catch (error) {
       document.querySelectorAll('.plot').forEach(place => { place.textContent = 'This browser cannot read the numbers: ' + error; });
       return;
     }
-    if (mine !== generation) return;
-    data = read;
-    for (const [figure, plot] of drawn) if (!figure.isConnected) {
-      plot.destroy();
-      drawn.delete(figure);
-    }
     if (!data.axes.length) return;
-    if (!data.axes.some(axis => axis.name === state.axis)) state.axis = data.axes[0].name;
+    state.axis = data.axes[0].name;
     document.documentElement.dataset.axis = state.axis;
     findWhole();
-    seen = seen || new IntersectionObserver(entries => entries.forEach(({target, isIntersecting}) => {
-      if (!isIntersecting || !target.isConnected) return;
+    seen = new IntersectionObserver(entries => entries.forEach(({target, isIntersecting}) => {
+      if (!isIntersecting) return;
       seen.unobserve(target);
       if (!drawn.has(target)) build(target);
     }), {rootMargin: '400px'});
-    sized = sized || new ResizeObserver(entries => entries.forEach(({target}) => {
+    sized = new ResizeObserver(entries => entries.forEach(({target}) => {
       const plot = drawn.get(target.closest('figure'));
       if (plot && Math.abs(plot.width - target.clientWidth) > 1 && target.clientWidth > 0)
         plot.setSize({width: target.clientWidth, height: HEIGHT});
@@ -334,6 +326,5 @@ const Charts = (() => {
 
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => data && drawAll(false));
   addEventListener('beforeprint', () => data && drawAll(true));
-  return {start};
+  start();
 })();
-Charts.start();

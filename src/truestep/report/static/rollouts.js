@@ -1,5 +1,5 @@
 // The browser of rollouts. Whatever a rollout holds was written by a model: every text is put on the page as text.
-const Rollouts = {start: async () => {
+(async () => {
   const root = document.querySelector('.rollouts');
   if (!root) return;
   const PAGE = 20, BINS = 30;
@@ -311,5 +311,4 @@ const Rollouts = {start: async () => {
   ];
   update();
   root.dataset.ready = 'yes';
-}};
-Rollouts.start();
+})();

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from statistics import median
 
 from truestep.report.figures import format_percent
-from truestep.report.scale import format_number
+from truestep.report.formats import format_number
 from truestep.report.verdicts.evidence import FEWEST_STEPS, Evidence, Verdict, short
 from truestep.report.verdicts.state import CUT_OFF, zero_parts
 from truestep.text import printable

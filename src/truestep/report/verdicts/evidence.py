@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from truestep.report.scale import format_number
+from truestep.report.formats import format_number
 
 Level = Literal["bad", "warning", "note", "good"]
 # Metrics by name: the steps that have a finite value, and the values.

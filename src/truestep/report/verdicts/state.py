@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from truestep.report.figures import format_percent
-from truestep.report.scale import format_number
+from truestep.report.formats import format_number
 from truestep.report.verdicts.evidence import Evidence, HeldOut, Trend, Verdict, short
 from truestep.text import printable
 
