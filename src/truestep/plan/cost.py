@@ -181,7 +181,7 @@ def _elementwise(config: Config, shape: ModelShape, rates: Rates, rank: _Rank) -
 
 def _waiting(config: Config, rates: Rates, rank: _Rank, busy: float) -> float:
     """Compute the time in which a GPU waits for its host, which bounds small micro-batches."""
-    each = _OPERATIONS_COMPILED if config.model.compile else _OPERATIONS_EAGER
+    each: float = _OPERATIONS_COMPILED if config.model.compile else _OPERATIONS_EAGER
     each *= 1.6 if rank.sizes["context"] * rank.sizes["tensor"] > 1 else 1  # exchanges are launched too
     each *= 1.4 if recomputes(config) in ("selective", "full") else 1
     launched = rates.launch * each * rank.layers * rank.micro_batches
