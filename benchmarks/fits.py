@@ -71,7 +71,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a toy's shape and short documents")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--card", help="the card that times are planned for; without it, the one that is here")
+    parser.add_argument("--card", help="a file of rates to plan times with; without it, this card's")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="options of every case")
     parser.add_argument("--one", choices=ALL, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -286,13 +286,14 @@ def show_exhausted(config: Any, room: float) -> None:
 
 
 def planned_seconds(config: Any, shape: Any, layout: Any, given: argparse.Namespace, gpu: bool) -> float:
-    from truestep.plan.cards import CARDS, calibrate, card_here, find_card
-    from truestep.plan.time import Work, plan_time
+    from truestep.plan.cost import Work, plan_time
+    from truestep.plan.rates import kept_here, measure_here, named_rates
 
-    card = find_card(given.card) if given.card else card_here() or (CARDS["H200"] if gpu else calibrate("cpu"))
+    rates = named_rates(given.card)[1] if given.card else kept_here(1)
+    rates = rates or measure_here("cuda" if gpu else "cpu")
     tokens = config.schedule.docs_per_step * config.data.tokens_per_microbatch / (128 / 32 if given.tiny else 16)
     length = 32 if given.tiny else LENGTH
-    return plan_time(config, shape, layout, card, Work(tokens, tokens / 2, length)).total
+    return plan_time(config, shape, layout, rates, Work(tokens, tokens / 2, length)).total
 
 
 if __name__ == "__main__":

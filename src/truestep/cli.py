@@ -175,32 +175,31 @@ def train(config: "Config", explain: bool) -> None:
     "--ranks", "--gpus", type=click.IntRange(1), help="Plan for this many. Without it: those of torchrun, or 1."
 )
 @click.option("--memory", type=click.FloatRange(0, min_open=True), help="GiB of each GPU; exit code 1 if too few.")
-@click.option("--card", help="Plan the time on it, and what is fastest: H200, H100, ... or a file of --calibrate.")
+@click.option("--card", help="Another card: its memory by name (H200, H100, ...), or a file of kept rates: time too.")
 @click.option("--length", type=click.FloatRange(1), help="Tokens of a document, for the time.")
-@click.option("--calibrate", is_flag=True, help="Measure the card that is here, for a second or two, and plan for it.")
-@click.option("--output", type=click.Path(path_type=Path), help="Also write plan.json there, and what was measured.")
+@click.option("--output", type=click.Path(path_type=Path), help="Also write plan.json there.")
 def plan(
     config: "Config",
     ranks: int | None,
     memory: float | None,
     card: str | None,
     length: float | None,
-    calibrate: bool,
     output: Path | None,
 ) -> None:
     """Print the memory that CONFIG needs, and the time of a step. No GPU is needed, and no weight is read."""
-    from truestep.files import write_text_whole
-    from truestep.plan import cards
+    from truestep.plan.rates import named_rates, rates_of_plan
     from truestep.plan.report import make_plan_report
 
-    found = cards.find_card(card) if card else None
-    if calibrate:
-        found = cards.calibrate(config.model.device)
-        _print(cards.card_as_json(found))
-        if output is not None:
-            write_text_whole(output / "card.json", cards.card_as_json(found))
     size = ranks or int(os.environ.get("WORLD_SIZE", "1"))
-    text, fits = make_plan_report(config, size, memory, output, found or cards.card_here(), length)
+    if card:
+        cards_memory, rates = named_rates(card)
+        memory = memory or cards_memory
+    else:
+        rates, notes = rates_of_plan(size)
+        memory = memory or (None if rates is None else rates.memory)
+        for note in notes:
+            _print(note)
+    text, fits = make_plan_report(config, size, memory, output, rates, length)
     _print(text)
     if not fits:
         sys.exit(1)

@@ -16,10 +16,10 @@ from truestep.config.sections import InProcessSampler
 from truestep.errors import TruestepError
 from truestep.files import count_lines
 from truestep.plan.advice import layout_of, most_of
-from truestep.plan.cards import card_here
+from truestep.plan.cost import plan_time
 from truestep.plan.memory import GIB
+from truestep.plan.rates import kept_here
 from truestep.plan.shape import read_shape
-from truestep.plan.time import plan_time
 from truestep.policy.policy import Policy
 from truestep.rollouts.rejects import reason_kind
 from truestep.rollouts.source import FileSource, Source
@@ -159,8 +159,8 @@ def _documents(config: Config, source: Source) -> str:
 def _memory(config: Config, ranks: int) -> str:
     try:
         shape, layout = read_shape(config), layout_of(config, ranks)
-        planned, card = most_of(config, shape, layout), card_here()
-        step = None if card is None else plan_time(config, shape, layout, card)
+        planned, rates = most_of(config, shape, layout), kept_here(ranks)
+        step = None if rates is None else plan_time(config, shape, layout, rates)
     except TruestepError as error:  # a model whose layers are not found: the run does not need the plan
         return f"not known ({printable(error, 100)})"
     timed = "" if step is None else f"; {step.total:.2f} s of computing for {step.tokens:,.0f} tokens"

@@ -33,6 +33,7 @@ from truestep.environments.printed import PrintedLog
 from truestep.metrics.sinks import Sink
 from truestep.plan.beside import planned_beside
 from truestep.plan.exhausted import exhaustion_explained
+from truestep.plan.rates import Rates, rates_here
 from truestep.plan.room import too_small
 from truestep.plan.search import settle_on
 from truestep.policy.errors import ModelError
@@ -73,22 +74,26 @@ def train(
     """Train to the end, and return the trainer that did it. Callbacks are called, and sinks written, by the first rank
     alone."""
     ranks = join_ranks(config)
-    running, switched_on = settle_on(_as_it_runs(config, ranks.share(lambda: _latest(config))), ranks)
+    notes: list[str] = []
+    rates = _rates(config, ranks, notes)
+    running, switched_on = settle_on(_as_it_runs(config, ranks.share(lambda: _latest(config))), ranks, rates)
     config = _with_model(running, config.model.path)
     watch = Watch(ranks, config.schedule.stall_timeout)
     display = Display(console) if config.logging.console and ranks.first else Display(Console(quiet=True))
     for name, value in switched_on.items():
         display.say(f"auto: {name} is {str(value).lower()} here, so that it fits or is faster")
+    for note in notes:
+        display.say(note)
     warning = too_small(running, ranks.size) if config.logging.console and ranks.first else None
     if warning is not None:
         display.say(f"warning: {warning}")
     with watch.watching(), exhaustion_explained(running, ranks.size, lambda: watch.doing), display:
-        trainer = make_trainer(config, console, title, ranks, watch, callbacks, display)
+        trainer = make_trainer(config, console, title, ranks, watch, callbacks, display, rates)
         display.asked_to_stop = lambda: trainer.stopped_by
         if ranks.first:
             trainer.sinks = [*trainer.sinks, make_watching(config, trainer.directory, display), *sinks]
         if config.logging.console and ranks.first and trainer.policy.device.type == "cuda":
-            beside = planned_beside(running, ranks.size, display.say)
+            beside = planned_beside(running, ranks.size, display.say, rates)
             trainer.sinks = [*trainer.sinks, *([beside] if beside else [])]
         try:
             trainer.run()
@@ -100,6 +105,11 @@ def train(
     return trainer
 
 
+def _rates(config: Config, ranks: Ranks, notes: list[str]) -> Rates | None:
+    """Give the rates of the machine. Two measurements differ a little, and with `deterministic` two runs must not."""
+    return None if config.deterministic or config.model.device == "cpu" else rates_here(ranks, notes)
+
+
 def make_trainer(
     config: Config,
     console: Console,
@@ -108,6 +118,7 @@ def make_trainer(
     watch: Watch | None = None,
     callbacks: Sequence[Callback] = (),
     display: Display | None = None,
+    rates: Rates | None = None,
 ) -> Trainer:
     display, watch = display or Display(console), watch or Watch(ranks, config.schedule.stall_timeout)
     directory = _check(config, ranks)
@@ -115,6 +126,8 @@ def make_trainer(
     watch.phase("loading the model")
     latest, damaged = _undamaged(store, directory, ranks)
     policy = _policy_of(config, ranks, latest, directory)
+    if rates is not None:
+        policy.facts = policy.facts.measured(rates.attention_slowness(config.model.attention))
     runner = make_runner(config, policy)
     before = _before_updates(config, runner, directory, latest)
     watch.phase("reading the data")

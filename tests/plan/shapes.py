@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import transformers
 
 from small_runs import merged
 from truestep.config.schema import Config
+from truestep.plan.rates import Rates
 from truestep.plan.shape import ModelShape, shape_of
 from truestep.policy.loading.adapting import attach_adapter
 from truestep.policy.model.adapter import AdapterSettings, AdapterSource
@@ -32,6 +34,11 @@ def qwen3(
         model = transformers.AutoModelForCausalLM.from_config(config)
         return shape_of(model, attach_adapter(model, AdapterSource(AdapterSettings(rank, rank))) if rank else None)
 
+
+# Two cards and one of a slow bus, as benchmarks/RESULTS.md and data sheets have them.
+H200 = Rates("H200", 139.0, 700e12, 50e12, 343e12, 616e12, 4.2e12, 48e9, 1e-5, 350e9)
+H100 = dataclasses.replace(H200, card="H100", memory=79.0, copy=2.9e12)
+SLOW = Rates("4090", 23.5, 130e12, 10e12, 91e12, 0.0, 0.88e12, 22e9, 1e-5, 10e9)
 
 SMALL, MIDDLE = qwen3(1024, 3072), qwen3(2048, 6144)
 BIG = qwen3(4096, 12288, layers=36, heads=32, tied=False)  # of Qwen3-8B

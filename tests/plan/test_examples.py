@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from truestep.cli import main
 from truestep.config.load import load_config
 from truestep.plan.advice import layout_of
-from truestep.plan.cards import find_card
 from truestep.plan.memory import GIB, plan_memory
+from truestep.plan.rates import CARDS
 from truestep.plan.shape import read_shape
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -44,7 +44,7 @@ def test_an_example_fits_the_card_that_it_names(name: str, card: str, peak: floa
     trained = shape.part(0, 1, 1, 1, trained=True).all
     assert shape.total == weights + (trained if config.adapter else 0)
     (rank,) = plan_memory(config, shape, layout_of(config, 1))
-    assert rank.total / GIB < peak < 0.94 * find_card(card).memory
+    assert rank.total / GIB < peak < 0.94 * CARDS[card]
     words = command[1].split()[2:]
     outcome = CliRunner().invoke(main, ["plan", str(file), *words, "--model.path", str(tmp_path)])
     assert outcome.exit_code == 0 and "It fits" in outcome.output, outcome.output

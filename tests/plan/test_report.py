@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 from click.testing import CliRunner
 from rich.console import Console
 
+from plan.shapes import H100
 from small_runs import file_config, write_rollouts
 from tiny import make_model
 from truestep.cli import main
@@ -54,8 +56,8 @@ def test_a_plan_that_does_not_fit(config: Path, tmp_path: Path) -> None:
     assert "8.19 billion weights, bfloat16, data_shard 4" in outcome.output
     assert "It does not fit 80 GiB" in outcome.output
     assert "--model.activation_checkpointing full" in outcome.output
-    assert "The fastest that fit 4 GPUs" in outcome.output
-    assert "tensor: 2" in outcome.output
+    assert "Those that exchange least of all that fit 4 GPUs" in outcome.output
+    assert "context: 2" in outcome.output
     assert "pipeline:" not in outcome.output, "pipelines would fit, and cannot sample in process"
     assert all(len(line) <= 110 for line in outcome.output.splitlines())
     values = json.loads((tmp_path / "out" / "plan.json").read_text())
@@ -92,8 +94,9 @@ def test_a_run_says_what_was_planned_and_what_it_took() -> None:
     assert said[1:] == ["time of step 3: 2.75 s of computing, 3.00 s planned"]
 
 
-def test_a_plan_for_a_card_has_the_time_and_what_is_fastest(config: Path, tmp_path: Path) -> None:
-    asked = ["plan", str(config), "--card", "h100", "--gpus", "8", "--length", "1200", "--output", str(tmp_path)]
+def test_a_plan_with_rates_has_the_time_and_what_is_fastest(config: Path, tmp_path: Path) -> None:
+    (card := tmp_path / "card.json").write_text(json.dumps(dataclasses.asdict(H100)))
+    asked = ["plan", str(config), "--card", str(card), "--gpus", "8", "--length", "1200", "--output", str(tmp_path)]
     outcome = CliRunner().invoke(main, asked)
     assert outcome.exit_code == 1, outcome.output
     assert "documents of 1,200 (--length)" in outcome.output and "On H100: " in outcome.output
@@ -106,24 +109,29 @@ def test_a_plan_for_a_card_has_the_time_and_what_is_fastest(config: Path, tmp_pa
     given = yaml.safe_load(config.read_text())
     better = tmp_path / "better.yaml"
     better.write_text(yaml.safe_dump({**given, **{name: given.get(name, {}) | proposed[name] for name in proposed}}))
-    outcome = CliRunner().invoke(main, ["plan", str(better), "--card", "H100", "--gpus", "8", "--length", "1200"])
+    outcome = CliRunner().invoke(main, ["plan", str(better), "--card", str(card), "--gpus", "8", "--length", "1200"])
     assert outcome.exit_code == 0 and "It fits 79 GiB" in outcome.output, outcome.output
     seconds = float(lines[0].split(" s a step")[0])
     said = next(line for line in outcome.output.splitlines() if line.startswith("a step"))
     assert float(said.split()[-1]) == pytest.approx(seconds, abs=0.01)
 
 
-def test_a_calibration_is_a_card_of_a_later_plan(config: Path, tmp_path: Path) -> None:
-    asked = ["plan", str(config), "--calibrate", "--memory", "1000", "--model.device", "cpu", "--output", str(tmp_path)]
-    outcome = CliRunner().invoke(main, asked)
-    assert outcome.exit_code == 0, outcome.output
-    card = json.loads((tmp_path / "card.json").read_text())
-    assert card["name"] == "CPU" and card["products"] > 0 and card["copy"] > 0
-    outcome = CliRunner().invoke(main, ["plan", str(config), "--card", str(tmp_path / "card.json"), "--memory", "1000"])
-    assert outcome.exit_code == 0 and "On CPU: " in outcome.output, outcome.output
-    (tmp_path / "card.json").write_text("{}")
+def test_a_card_that_is_named_has_its_memory_and_no_time(config: Path, tmp_path: Path) -> None:
+    outcome = CliRunner().invoke(main, ["plan", str(config), "--card", "h100", "--gpus", "8"])
+    assert outcome.exit_code == 1 and "It does not fit 79 GiB" in outcome.output, outcome.output
+    assert "The time is not planned: the rates of the card among 8 ranks are not known here." in outcome.output
+    (card := tmp_path / "card.json").write_text(json.dumps(dataclasses.asdict(H100) | {"link": 0.0}))
+    outcome = CliRunner().invoke(main, ["plan", str(config), "--card", str(card), "--gpus", "8", "--memory", "1000"])
+    assert outcome.exit_code == 0 and "not planned" in outcome.output, "their link was not measured"
+    outcome = CliRunner().invoke(main, ["plan", str(config), "--card", str(card), "--memory", "1000"])
+    assert outcome.exit_code == 0 and "On H100: " in outcome.output, outcome.output
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "no JSON", json.dumps(dataclasses.asdict(H100) | {"copy": 0.0})])
+def test_what_is_no_card_is_refused(content: str, config: Path, tmp_path: Path) -> None:
+    (tmp_path / "card.json").write_text(content)
     outcome = CliRunner().invoke(main, ["plan", str(config), "--card", str(tmp_path / "card.json")])
-    assert outcome.exit_code == 1 and "it is no file of `plan --calibrate`" in outcome.output
+    assert outcome.exit_code == 1 and "it is no file of kept rates" in outcome.output
     outcome = CliRunner().invoke(main, ["plan", str(config), "--card", "H3000"])
     assert outcome.exit_code == 1 and "one of H200, H100" in outcome.output
 

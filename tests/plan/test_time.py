@@ -8,14 +8,14 @@ import pytest
 import torch
 import transformers
 
-from plan.shapes import ADAPTED_BIG, ADAPTED_BIGGER, BIG, MIDDLE, SMALL, THIRD, config_of
+from plan.shapes import ADAPTED_BIG, ADAPTED_BIGGER, BIG, H100, H200, MIDDLE, SMALL, THIRD, config_of
 from truestep.plan.advice import layout_of
-from truestep.plan.cards import CARDS
+from truestep.plan.cost import StepTime, Work, plan_time
+from truestep.plan.rates import Rates
 from truestep.plan.shape import ModelShape, shape_of
-from truestep.plan.time import StepTime, Work, plan_time
 
-K16 = {"tokens": 16384}
-FAST = {**K16, "compile": True, "attention": "torch"}
+K16 = {"tokens": 16384, "attention": "torch"}
+FAST = {**K16, "compile": True}
 FLASH = {**FAST, "attention": "flash"}
 RECOMPUTED = {**K16, "activation_checkpointing": "full"}
 FITS = {**FAST, **RECOMPUTED}
@@ -57,9 +57,9 @@ MEASURED: dict[str, tuple[Any, dict[str, Any], int, Work, float]] = {
     "pipeline 4": (MIDDLE, {**RECOMPUTED, "tokens": 17_384, "pipeline": 4}, 4, Work(64_000, 32_000, 1_080), 1.201),
     "context 2": (MIDDLE, {**RECOMPUTED, "tokens": 35_000, "context": 2}, 2, Work(63_248, 31_600, 1_080), 1.457),
     "tensor 2": (MIDDLE, {**RECOMPUTED, "tokens": 35_000, "tensor": 2}, 2, Work(63_409, 31_700, 1_080), 1.536),
-    "32k, data 2": (MIDDLE, {"tokens": 32_768}, 2, Work(65_536, 32_768, 32_768), 2.308),
-    "32k, context 2": (MIDDLE, {"tokens": 32_768, "context": 2}, 2, DOCUMENT, 1.229),
-    "64k, context 2": (MIDDLE, {"tokens": 65_536, "context": 2}, 2, Work(65_536, 32_768, 65_536), 3.715),
+    "32k, data 2": (MIDDLE, {**K16, "tokens": 32_768}, 2, Work(65_536, 32_768, 32_768), 2.308),
+    "32k, context 2": (MIDDLE, {**K16, "tokens": 32_768, "context": 2}, 2, DOCUMENT, 1.229),
+    "64k, context 2": (MIDDLE, {**K16, "tokens": 65_536, "context": 2}, 2, Work(65_536, 32_768, 65_536), 3.715),
     "8B, 8-bit states": (BIG, {**FITS, "optimizer": {"type": "adamw_8bit"}}, 1, FULL, 6.989),
     "8B, 8-bit states, all on the host, room of 16 GiB": (
         BIG,
@@ -106,10 +106,10 @@ MEASURED_ON_AN_H100: dict[str, tuple[ModelShape, dict[str, Any], float]] = {
 }
 
 
-def planned(shape: Any, options: dict[str, Any], ranks: int, work: Work, card: str = "H200") -> StepTime:
+def planned(shape: Any, options: dict[str, Any], ranks: int, work: Work, rates: Rates = H200) -> StepTime:
     shape = shape() if callable(shape) else shape
     config = config_of(**options)
-    return plan_time(config, shape, layout_of(config, ranks), CARDS[card], work)
+    return plan_time(config, shape, layout_of(config, ranks), rates, work)
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -121,4 +121,4 @@ def test_planned_times_are_within_a_quarter_of_measured_ones(name: str) -> None:
 @pytest.mark.parametrize("name", MEASURED_ON_AN_H100)
 def test_so_are_those_of_an_h100(name: str) -> None:
     shape, options, measured = MEASURED_ON_AN_H100[name]
-    assert planned(shape, options, 1, THOUSANDS, "H100").total == pytest.approx(measured, rel=0.25)
+    assert planned(shape, options, 1, THOUSANDS, H100).total == pytest.approx(measured, rel=0.25)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,3 +89,4 @@ def test_a_document_costs_by_the_experts_that_a_token_meets() -> None:
     assert facts.even_length == (layers + ends + 2048) / (48 * 32 * 128)  # the input embedding multiplies nothing
     beside = ModelFacts.of(model, torch.device("cuda"))
     assert beside.even_length == facts.even_length / ATTENTION_SLOWNESS
+    assert math.isclose(beside.measured(2.0).even_length, facts.even_length / 2)

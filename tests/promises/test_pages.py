@@ -388,7 +388,7 @@ FIGURES = [
         f"Of a line of more than {series.LONGEST_SERIES:,} points the page has the smallest and the largest value",
     ),
     ("metrics", f"of each of {series.BUCKETS} stretches"),
-    ("memory", f"the fastest by the plan that fits {search.ROOM:.0%} of its memory"),
+    ("memory", f"the first of a fixed ladder that fits {search.ROOM:.0%} of its memory"),
     ("terminal", f"The time left is that of the last {terminal_run._TIMED} steps"),
     ("memory", f"Compiled layers keep {activations._COMPILED:.0%} of that"),
     ("engine", f"at most {decode._ROWS['cuda']:,} on a GPU and {decode._ROWS['cpu']} on a CPU"),

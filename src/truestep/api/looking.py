@@ -9,10 +9,10 @@ from truestep.config.schema import Config
 from truestep.export import export as export_here
 from truestep.parity.gap import Parity
 from truestep.parity.gap import parity as parity_here
-from truestep.plan.cards import find_card
+from truestep.plan.cost import StepTime
 from truestep.plan.memory import RankMemory
+from truestep.plan.rates import named_rates
 from truestep.plan.report import Plan
-from truestep.plan.time import StepTime
 from truestep.ranks.group import leave
 from truestep.score import Score
 from truestep.score import score as score_here
@@ -70,7 +70,7 @@ class MemoryPlan:
     fits: bool
     """True where each rank's memory is enough, or was not said."""
     time: StepTime | None = None
-    """The seconds of a step by part, on the card that was named."""
+    """The seconds of a step by part, where a file of kept rates was named."""
 
     @property
     def peak(self) -> float:
@@ -81,9 +81,11 @@ class MemoryPlan:
 def plan(
     config: Config | str | Path, *, ranks: int = 1, memory: float | None = None, card: str | None = None
 ) -> MemoryPlan:
-    """Plan the memory of each rank, without a GPU and without reading a weight, and the time of a step on a card, such
-    as H100. `memory`: GiB of each GPU; without it, the card's."""
-    found = Plan.of(configured(config), ranks, memory, None if card is None else find_card(card))
+    """Plan the memory of each rank, without a GPU and without reading a weight. `card`: a name such as H100, or a file
+    of rates that a run on such a card has kept: then the time of a step too. `memory`: GiB of each GPU; without it, the
+    card's."""
+    cards_memory, rates = (None, None) if card is None else named_rates(card)
+    found = Plan.of(configured(config), ranks, cards_memory if memory is None else memory, rates)
     return MemoryPlan(tuple(found.planned), "\n".join(found.lines()), found.fits, found.time)
 
 

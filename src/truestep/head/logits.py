@@ -14,6 +14,7 @@ from functools import cache
 
 import torch
 
+from truestep.ranks.memory import free_memory
 from truestep.types import Coefficients, RowStatistics
 
 log = logging.getLogger(__name__)
@@ -66,9 +67,7 @@ class Rows:
 def _free_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return 2**26
-    free, _ = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int((free + unused) * _SHARE)
+    return int(free_memory(device) * _SHARE)
 
 
 @cache

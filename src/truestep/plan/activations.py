@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
 from truestep.policy.model.adapter import Adapter, attach
+from truestep.policy.model.heads import HeadSizes
 from truestep.policy.model.recompute import ALL_PRODUCTS, is_kept
 
 _NAME = "truestep_plan"
@@ -97,19 +98,16 @@ def measure_activations(
     if not compiled:
         return Activations(layer, boundary, attended + (every if products else narrow))
     if products:  # all but the last one, which becomes the next layer's input
-        given = 3 * text.num_attention_heads * _head_size(text) * size if apart else 0
+        given = 3 * HeadSizes.of(text).width * size if apart else 0
         return Activations(layer * _COMPILED, boundary, attended + given + every - boundary)
     # Compiled code is made again whole, but for attention, which it calls.
     return Activations(layer * _COMPILED, boundary, attended)
 
 
-def _head_size(text: Any) -> int:
-    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-
-
 def _attended(text: Any, size: int) -> float:
     """Count what attention gives for a token, and a sum a head."""
-    return text.num_attention_heads * (_head_size(text) * size + 4)
+    heads = HeadSizes.of(text)
+    return heads.width * size + 4 * heads.queries
 
 
 @functools.lru_cache(maxsize=8)  # a plan asks for many layouts of one model
@@ -130,10 +128,9 @@ def _measure(kind: Any, written: str, dtype: torch.dtype, rank: int, adapted: fr
 def _by_formula(text: Any, size: int) -> float:
     """Estimate a layer whose code cannot run without values: each matrix's input, and as much again of elementwise
     work in float32."""
-    heads, head_size = text.num_attention_heads, _head_size(text)
     inner = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 4 * text.hidden_size)
     chosen = getattr(text, "num_experts_per_tok", None) or 1
-    numbers = 4 * text.hidden_size + 4 * heads * head_size + 3 * inner * chosen
+    numbers = 4 * text.hidden_size + 4 * HeadSizes.of(text).width + 3 * inner * chosen
     return numbers * (size + 4)
 
 

@@ -10,7 +10,7 @@ from truestep.plan.memory import has_reference, offloads_reference, plan_memory,
 from truestep.plan.shape import ModelShape
 from truestep.ranks.axes import RankLayout
 
-_FEWEST_TOKENS = 1024  # of a micro-batch that is worth proposing
+FEWEST_TOKENS = 1024  # of a micro-batch that is worth proposing
 _SMALL_CHUNK = 1024
 
 
@@ -64,7 +64,7 @@ def _proposals(config: Config, layout: RankLayout) -> Iterator[tuple[str, Any]]:
         yield "loss.kl_reference.offload", True
     if config.optimizer.type == "adamw":
         yield "optimizer.type", "adamw_8bit"
-    if config.data.tokens_per_microbatch >= 2 * _FEWEST_TOKENS:
+    if config.data.tokens_per_microbatch >= 2 * FEWEST_TOKENS:
         yield "data.tokens_per_microbatch", config.data.tokens_per_microbatch // 2
     if sizes["data_shard"] * sizes["context"] > 1 and not reduces_each(config):
         yield "parallel.reduce_each_micro_batch", True

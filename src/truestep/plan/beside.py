@@ -1,4 +1,4 @@
-"""The plan of a run's memory and time beside what it takes on a GPU, in two lines after three steps."""
+"""Compares a run's measured peak of memory, and its time, with the plan: two lines after three steps."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,10 +8,10 @@ import torch
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.plan.advice import layout_of, most_of
-from truestep.plan.cards import Card, card_here
+from truestep.plan.cost import Work, plan_time
 from truestep.plan.memory import GIB
+from truestep.plan.rates import Rates
 from truestep.plan.shape import read_shape
-from truestep.plan.time import Work, plan_time
 
 _STEPS = 3
 # What a step computes; sampling, rating and waiting are not planned.
@@ -55,18 +55,16 @@ class PlannedBeside:
         pass
 
 
-def planned_beside(
-    config: Config, ranks: int, say: Callable[[str], None], card: Card | None = None
-) -> PlannedBeside | None:
-    """Make what says after three steps what was measured; None for a model that cannot be planned."""
+def planned_beside(config: Config, ranks: int, say: Callable[[str], None], rates: Rates | None) -> PlannedBeside | None:
+    """Compare a run with its plan; None for a model that cannot be planned. Without rates memory alone."""
     try:
-        shape, layout, card = read_shape(config), layout_of(config, ranks), card or card_here()
+        shape, layout = read_shape(config), layout_of(config, ranks)
         planned = most_of(config, shape, layout)
     except TruestepError:
         return None
 
     def seconds(documents: float, tokens: float, labels: float) -> float:
-        assert card is not None
-        return plan_time(config, shape, layout, card, Work(tokens, labels, tokens / max(1.0, documents))).total
+        assert rates is not None
+        return plan_time(config, shape, layout, rates, Work(tokens, labels, tokens / max(1.0, documents))).total
 
-    return PlannedBeside(planned, say, seconds=None if card is None else seconds)
+    return PlannedBeside(planned, say, seconds=None if rates is None else seconds)

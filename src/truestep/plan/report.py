@@ -9,7 +9,7 @@ from typing import Any
 from truestep.config.schema import Config
 from truestep.files import write_whole
 from truestep.plan.advice import layout_of, savings
-from truestep.plan.cards import CARDS, Card
+from truestep.plan.cost import StepTime, Work, plan_time
 from truestep.plan.memory import (
     GIB,
     LABELS,
@@ -23,10 +23,10 @@ from truestep.plan.memory import (
     plan_memory,
     staged_bytes,
 )
+from truestep.plan.rates import Rates
 from truestep.plan.room import too_small
-from truestep.plan.search import ROOM, Found, fastest, settle
+from truestep.plan.search import ROOM, Way, fastest, settle
 from truestep.plan.shape import ModelShape, read_shape
-from truestep.plan.time import StepTime, Work, plan_time
 from truestep.ranks.axes import RankLayout
 
 _SHOWN = 3
@@ -43,21 +43,20 @@ class Plan:
     layout: RankLayout
     ranks: int
     memory: float | None  # GiB of a rank
-    card: Card | None
+    rates: Rates | None  # None where they are not known for so many ranks: the time is not planned then
     length: float | None  # tokens of a document
     switched_on: dict[str, Any]
 
     @staticmethod
     def of(
-        config: Config, ranks: int, memory: float | None = None, card: Card | None = None, length: float | None = None
+        config: Config, ranks: int, memory: float | None = None, rates: Rates | None = None, length: float | None = None
     ) -> "Plan":
         shape, layout = read_shape(config), layout_of(config, ranks)
-        memory = memory if memory is not None or card is None else card.memory
+        rates = None if rates is None else rates.among(ranks)
         given, switched_on = config, dict[str, Any]()
         if memory is not None:
-            room = memory * GIB * ROOM
-            config, switched_on = settle(config, shape, layout, room, card or CARDS["H100"])
-        return Plan(given, config, shape, layout, ranks, memory, card, length, switched_on)
+            config, switched_on = settle(config, shape, layout, memory * GIB * ROOM, rates)
+        return Plan(given, config, shape, layout, ranks, memory, rates, length, switched_on)
 
     @property
     def planned(self) -> list[RankMemory]:
@@ -73,12 +72,12 @@ class Plan:
 
     @property
     def time(self) -> StepTime | None:
-        return None if self.card is None else self._time_of(self.config, self.card)
+        return None if self.rates is None else plan_time(self.config, self.shape, self.layout, self.rates, self._work)
 
-    def _time_of(self, config: Config, card: Card) -> StepTime:
+    @property
+    def _work(self) -> Work:
         sizes = self.layout.by_name
-        work = Work.of(config, sizes["data_shard"] * sizes["data_replicate"], self.length)
-        return plan_time(config, self.shape, self.layout, card, work)
+        return Work.of(self.config, sizes["data_shard"] * sizes["data_replicate"], self.length)
 
     def lines(self) -> list[str]:
         planned = self.planned
@@ -94,19 +93,21 @@ class Plan:
 
     def _time_lines(self) -> list[str]:
         step = self.time
-        if step is None or self.card is None:
-            return ["--card NAME plans the time too (or --calibrate):", f"  {', '.join(CARDS)}"]
+        if step is None or self.rates is None:
+            among = f" among {self.ranks} ranks" if self.ranks > 1 else ""
+            return [
+                f"The time is not planned: the rates of the card{among} are not known here.",
+                "A run there measures them, and keeps them in ~/.cache/truestep/rates: --card FILE reads them.",
+            ]
         width = max(map(len, step.parts))
         lines = [f"{'':<{width}}     seconds"]
         lines += [f"{name:<{width}}{seconds:>12.3f}" for name, seconds in step.parts.items()]
         lines.append(f"{'a step':<{width}}{step.total:>12.3f}")
-        sizes = self.layout.by_name
-        length = Work.of(self.config, sizes["data_shard"] * sizes["data_replicate"], self.length).length
         return [
             *lines,
             "",
-            f"On {self.card.name}: {step.tokens_per_second:,.0f} tokens/s, {step.tokens:,.0f} tokens a step, documents "
-            f"of {length:,.0f} (--length).",
+            f"On {self.rates.card}: {step.tokens_per_second:,.0f} tokens/s, {step.tokens:,.0f} tokens a step, "
+            f"documents of {self._work.length:,.0f} (--length).",
             "Sampling, rating and waiting for documents come on top.",
         ]
 
@@ -121,7 +122,7 @@ class Plan:
             if helpful:
                 lines.append("Options that need less, each alone:")
                 lines += [f"  {saving.option:<45} {saving.saved / GIB:>7.2f} GiB less" for saving in helpful]
-        if most > memory or self.card is not None:
+        if most > memory or self.rates is not None:
             lines += self._ways()
         return lines
 
@@ -130,19 +131,20 @@ class Plan:
         assert self.memory is not None
         ranks = f"{self.ranks} GPU" + ("s" if self.ranks > 1 else "")
         room = self.memory * GIB * ROOM
-        found = fastest(self.given, self.shape, self.ranks, room, self.card or CARDS["H100"], self.length)
+        found = fastest(self.given, self.shape, self.ranks, room, self.rates, self.length)
         if not found:
             return [f"No layout of {ranks} fits: use more (--ranks), or a smaller model."]
         same = "with the same numbers" if self.given.schedule.docs_per_step else "with a step's micro-batches a rank"
-        lines = [f"The fastest that fit {ranks}, {same}:"]
+        first = "Those that exchange least of all that" if self.rates is None else "The fastest that"
+        lines = [f"{first} fit {ranks}, {same}:"]
         for way in found[:_SHOWN]:
-            lines += ["", f"  # {_said(way, self.card)}", *(f"  {line}" for line in way.as_yaml() or ["# as it is"])]
+            lines += ["", f"  # {_said(way)}", *(f"  {line}" for line in way.as_yaml() or ["# as it is"])]
         return lines
 
 
-def _said(way: Found, card: Card | None) -> str:
+def _said(way: Way) -> str:
     memory = f"{way.memory / GIB:.1f} GiB"
-    if card is None:
+    if way.time is None:
         return memory
     return f"{way.time.total:.2f} s a step, {way.time.tokens_per_second:,.0f} tokens/s, {memory}"
 
@@ -152,11 +154,11 @@ def make_plan_report(
     ranks: int,
     memory: float | None,
     output: Path | None,
-    card: Card | None = None,
+    rates: Rates | None = None,
     length: float | None = None,
 ) -> tuple[str, bool]:
     """Write out the plan for so many ranks with so many GiB each, and tell whether it fits (without GiB: it does)."""
-    plan = Plan.of(config, ranks, memory, card, length)
+    plan = Plan.of(config, ranks, memory, rates, length)
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
         write_whole(output / "plan.json", json.dumps(_values(plan), indent=1).encode())
@@ -212,6 +214,6 @@ def _values(plan: Plan) -> dict[str, Any]:
         "layout": plan.layout.by_name,
         "memory": plan.memory,
         "stages": [{"stage": rank.stage, "bytes": rank.kinds, "total": rank.total} for rank in plan.planned],
-        "card": None if plan.card is None else plan.card.name,
+        "card": None if plan.rates is None else plan.rates.card,
         "step": None if step is None else {"seconds": step.parts, "total": step.total, "tokens": step.tokens},
     }

@@ -9,6 +9,7 @@ from truestep.errors import TruestepError
 from truestep.plan.advice import layout_of, most_of, savings
 from truestep.plan.memory import GIB
 from truestep.plan.shape import read_shape
+from truestep.ranks.memory import device_memory
 from truestep.ranks.processes import machine_memory
 
 _SHOWN = 3
@@ -17,7 +18,7 @@ _SHOWN = 3
 def memory_here(config: Config, ranks: int) -> tuple[float, str]:
     """Give the bytes that a rank may use here, and what they are of."""
     if config.model.device != "cpu" and torch.cuda.is_available():
-        return float(torch.cuda.get_device_properties(0).total_memory), "this GPU"
+        return float(device_memory()), "this GPU"
     beside = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
     whose = "this machine" if beside == 1 else f"this machine for each of its {beside} ranks"
     return machine_memory() / beside, whose

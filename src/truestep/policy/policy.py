@@ -19,14 +19,15 @@ from truestep.policy.cuts.stages import Stages
 from truestep.policy.model import attention
 from truestep.policy.model.adapter import Adapter
 from truestep.policy.model.context import Context
+from truestep.policy.model.heads import HeadSizes
 from truestep.policy.model.offload import ActivationOffload
 from truestep.policy.weights.protocol import Weights
 from truestep.ranks.exchange import TokenExchange, gather_same
 from truestep.ranks.pipeline import Pipeline
 from truestep.types import PackedTokens
 
-# Attention's operations take this many times as long as those of products (H200, long documents: 300 against 744
-# TFLOP/s). It decides how evenly work is spread and no result.
+# Attention's operations take this many times as long on a GPU as those of products, where nothing was measured (H200,
+# long documents: 300 against 744 TFLOP/s). It decides how evenly work is spread and no result.
 ATTENTION_SLOWNESS = 2.5
 
 
@@ -47,18 +48,20 @@ class ModelFacts:
     @staticmethod
     def of(model: Any, device: torch.device) -> "ModelFacts":
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        config = model.config.get_text_config()
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         weights, untrained = active_weights(model, model), active_weights(model, model, trained=False)
         if head is not embedding:
             weights -= embedding.numel()  # a tied matrix multiplies, once, as the head
             untrained -= 0 if embedding.requires_grad else embedding.numel()
         untrained -= 0 if head.requires_grad else head.numel()
         # Causal, forward: 2 · L · heads · E a token and layer against 2 a weight.
-        attention = config.num_hidden_layers * config.num_attention_heads * head_size
+        attention = model.config.get_text_config().num_hidden_layers * HeadSizes.of(model.config).width
         even_length = weights / (attention * (ATTENTION_SLOWNESS if device.type == "cuda" else 1.0))
         counts = (weights - head.numel(), head.numel(), attention, untrained, head.requires_grad)
         return ModelFacts(head.shape[0], head is embedding, even_length, device, *counts)
+
+    def measured(self, attention_slowness: float) -> "ModelFacts":
+        """Put what was measured on a GPU in the place of `ATTENTION_SLOWNESS`."""
+        return replace(self, even_length=self.even_length * ATTENTION_SLOWNESS / attention_slowness)
 
 
 @dataclass(eq=False)

@@ -18,6 +18,7 @@ import torch
 from truestep.policy.cuts.pieces import Piece, slice_of
 from truestep.policy.errors import ModelError
 from truestep.policy.model.adapter import LoraLinear, product
+from truestep.policy.model.heads import HeadSizes
 from truestep.ranks.axes import slice_at
 from truestep.ranks.exchange import TokenExchange
 from truestep.ranks.group import Ranks
@@ -111,9 +112,8 @@ class _Cuts:
         self._model, self._ranks, self._exchange, self._device = model, ranks, exchange, device
         self.pieces = dict(pieces)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
-        config = model.config.get_text_config()
-        self._queries: int = config.num_attention_heads
-        self._keys: int = getattr(config, "num_key_value_heads", None) or self._queries
+        heads = HeadSizes.of(model.config)
+        self._queries, self._keys = heads.queries, heads.keys
 
     def _cut(self, module: Any, parameter: str, dimension: int) -> None:
         uncut = getattr(module, parameter)

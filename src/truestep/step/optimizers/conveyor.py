@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from truestep import progress
+from truestep.ranks.memory import device_memory
 
 Tensors = dict[str, torch.Tensor]
 # What is moved, and the work on its copies on the device, which changes them in place.
@@ -172,7 +173,7 @@ class Streams:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._holds = int(_FILLED * torch.cuda.get_device_properties(device).total_memory)
+        self._holds = int(_FILLED * device_memory(device))
         self._coming, self._going = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def fetch(self, load: Sequence[Tensors]) -> tuple[list[Tensors], Any]:

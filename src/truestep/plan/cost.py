@@ -1,0 +1,229 @@
+"""The seconds of a step: products at a machine's matrix rate, bytes at its copy rate, exchanges at its link's rate, and
+what the host takes to launch it all.
+
+The counts below are of this program's own code: passes over memory, and operations that are launched. They were read
+off runs (benchmarks/RESULTS.md). What a card or a host makes of them is measured on the machine (`plan.rates`).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from truestep.config.schema import Config
+from truestep.config.sections import AdamW8BitConfig, AdamWConfig, MuonConfig
+from truestep.plan.memory import LABELS, computed_size, host_bytes, recomputes, reduces_each, remakes
+from truestep.plan.rates import Rates
+from truestep.plan.shape import ModelShape
+from truestep.policy.model.heads import HeadSizes
+from truestep.ranks.axes import RankLayout
+
+_LENGTH = 1000  # of documents, where nothing says how long they are
+# Times that a layer's elementwise work, forward and backward, goes over the numbers of its tokens.
+_PASSES_EAGER, _PASSES_COMPILED, _PASSES_FLASH, _PASSES_ADAPTER = 100, 20, 12, 6
+_FORWARD = 0.35  # the part of elementwise work that a forward pass has
+_BACKWARD_ATTENTION = 2.5  # operations of attention's backward pass, of its forward's
+_BYTES_SCORE = 170  # of each score that attention with a softcap computes by itself
+_OPERATIONS_EAGER, _OPERATIONS_COMPILED = 800, 300  # launched for a layer of a micro-batch
+_OPERATIONS_WAIT = 2500  # that could be launched while a GPU waits for its host once a micro-batch
+# Bytes a weight of clipping and the update, at the copy rate: kernels over many small tensors reach a part of it.
+_BYTES_ADAMW, _BYTES_8BIT, _BYTES_OTHER, _BYTES_ADDED = 38, 98, 84, 20
+_HIDDEN = 0.8  # of the computation beside it, behind which an exchange of weights can hide
+_BACKWARD = 0.67  # the part of a micro-batch's computation that its backward pass has
+
+
+@dataclass(frozen=True)
+class Work:
+    """The documents of a step, over all ranks."""
+
+    tokens: float
+    labels: float
+    length: float  # of the document in which a token is, on average over tokens
+
+    @staticmethod
+    def of(config: Config, data_ranks: int, length: float | None = None) -> "Work":
+        """Take the size of a step from the options, with documents of so many tokens."""
+        longest = config.data.tokens_per_microbatch
+        if length is None:
+            new = getattr(config.sampler, "max_new_tokens", None)
+            length = _LENGTH if new is None else 1.25 * new
+        length = min(length, longest)
+        schedule = config.schedule
+        each = schedule.depth_first_micro_batches * schedule.breadth_first_micro_batches
+        tokens = schedule.docs_per_step * length or float(each * longest * data_ranks)
+        return Work(tokens, LABELS * tokens, length)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, by part, of the rank that takes longest."""
+
+    parts: Mapping[str, float]
+    tokens: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.total
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What a rank has of the work and of the model."""
+
+    sizes: Mapping[str, int]  # of the layout
+    micro_batches: int
+    tokens: float  # of a step, that its layers compute
+    labels: float  # that its head computes, or that its layers stand for
+    layers: float
+    weights: float  # that a token is multiplied with in its layers
+    trained: float  # weights before they are sharded
+    untrained: float  # the part of its layers' products that has no weight gradient
+    heads: HeadSizes
+
+    @property
+    def shards(self) -> int:
+        return self.sizes["data_shard"] * self.sizes["context"]
+
+
+def plan_time(
+    config: Config, shape: ModelShape, layout: RankLayout, rates: Rates, work: Work | None = None
+) -> StepTime:
+    """Compute the time of a step by part, without sampling and waiting for documents."""
+    sizes = layout.by_name
+    work = work or Work.of(config, sizes["data_shard"] * sizes["data_replicate"])
+    rank = _rank(config, shape, sizes, work)
+    parts = _computation(config, shape, rates, work, rank)
+    busy = sum(parts.values())
+    parts["waiting for the host"] = _waiting(config, rates, rank, busy)
+    beside = busy + parts["waiting for the host"]
+    parts["exchange between ranks"] = _exchange(config, shape, rates, rank, beside)
+    bubbles = (sizes["pipeline"] - 1) / (rank.micro_batches * config.parallel.stages_per_rank)
+    parts["pipeline that fills and empties"] = beside * bubbles
+    parts["optimizer"] = _update(config, shape, rates, rank)
+    # What is on the host goes to the device and back, both ways at once. The last backward pass covers it as far as its
+    # room reaches.
+    moved = host_bytes(config, shape, shape.part(0, 1, 1, 1, trained=True)) / shape.total * rank.trained / rank.shards
+    room = float(getattr(config.optimizer, "offload_room", 0.0)) * 2**30 / rates.bus
+    covered = min(room, _BACKWARD * beside / rank.micro_batches)
+    parts["optimizer's state over the bus"] = max(0.0, moved / rates.bus - covered)
+    return StepTime({name: seconds for name, seconds in parts.items() if seconds > 0}, work.tokens)
+
+
+def _rank(config: Config, shape: ModelShape, sizes: Mapping[str, int], work: Work) -> _Rank:
+    data, stages, tensor = sizes["data_shard"] * sizes["data_replicate"], sizes["pipeline"], sizes["tensor"]
+    place = (0, stages, config.parallel.stages_per_rank, tensor)
+    trained = shape.part(*place, trained=True)
+    return _Rank(
+        sizes,
+        max(1, math.ceil(work.tokens / data / config.data.tokens_per_microbatch - 0.05)),
+        work.tokens / data / sizes["context"],
+        work.labels / data / sizes["context"] / stages,  # stages are cut so that the head's has fewer layers
+        len(shape.layer_names) / stages,
+        sum(shape.layer_costs) / stages / tensor,
+        float(trained.all),
+        1 - sum(trained.layers) / max(1, sum(shape.part(*place).layers)),
+        HeadSizes.of(shape.config),
+    )
+
+
+def _computation(config: Config, shape: ModelShape, rates: Rates, work: Work, rank: _Rank) -> dict[str, float]:
+    rate = rates.products if config.model.dtype == "bfloat16" else rates.products32
+    forward = 2 * rank.weights * rank.tokens / rate
+    attend = _attention(config, shape, rates, work, rank)
+    elementwise = _elementwise(config, shape, rates, rank)
+    head = 2 * math.prod(shape.weights[shape.head]) / rank.sizes["tensor"] * rank.labels / rate
+    again = recomputes(config)
+    parts = {
+        "products of the layers": forward * (3 - rank.untrained),
+        "head": head * (2 if shape.head in shape.frozen else 3),
+        "attention": attend * (1 + _BACKWARD_ATTENTION),
+        "elementwise work": elementwise,
+        "adding up gradients": _BYTES_ADDED * rank.trained * rank.micro_batches / rates.copy,
+    }
+    if again != "none":  # compiled kernels make elementwise work again beside what reads the same
+        parts["recomputation"] = _FORWARD * elementwise * (0.4 if remakes(config) else 1.0)
+    if again in ("selective", "full"):
+        kept = again == "selective" and not rates.uses_flash(config.model.attention)
+        parts["recomputation"] += forward + (0.0 if kept else attend)
+    reference = getattr(config.loss, "kl_reference", None)
+    if reference is not None and reference.path != "records":
+        parts["reference"] = forward + attend + _FORWARD * elementwise + head
+    return parts
+
+
+def _attention(config: Config, shape: ModelShape, rates: Rates, work: Work, rank: _Rank) -> float:
+    """Compute the time of attention's forward pass over causal documents."""
+    text, tensor = shape.config.get_text_config(), rank.sizes["tensor"]
+    rate = rates.of_attention(config.model.attention)
+    if getattr(text, "attn_logit_softcapping", None) and not rates.uses_flash(
+        config.model.attention
+    ):  # all scores of a document, one by one
+        scores = rank.tokens * work.length * rank.heads.queries * rank.layers / tensor
+        return _BYTES_SCORE * scores / rates.copy / (1 + _BACKWARD_ATTENTION)
+    reach = min(work.length, getattr(text, "sliding_window", None) or math.inf)
+    return 2 * rank.heads.width * rank.tokens * reach * rank.layers / tensor / rate
+
+
+def _elementwise(config: Config, shape: ModelShape, rates: Rates, rank: _Rank) -> float:
+    """Compute the time of passes over a layer's hidden states, queries, keys, values and neurons."""
+    text, heads = shape.config.get_text_config(), rank.heads
+    inner = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 4 * text.hidden_size)
+    neurons = inner * (getattr(text, "num_experts_per_tok", None) or 1)
+    numbers = text.hidden_size + heads.width + 2 * heads.keys * heads.size + neurons
+    flash = rates.uses_flash(config.model.attention)
+    passes = (_PASSES_FLASH if flash else _PASSES_COMPILED) if config.model.compile else _PASSES_EAGER
+    passes += 0 if shape.adapter is None else _PASSES_ADAPTER
+    return passes * numbers * computed_size(config) * rank.tokens * rank.layers / rank.sizes["tensor"] / rates.copy
+
+
+def _waiting(config: Config, rates: Rates, rank: _Rank, busy: float) -> float:
+    """Compute the time in which a GPU waits for its host, which bounds small micro-batches."""
+    each: float = _OPERATIONS_COMPILED if config.model.compile else _OPERATIONS_EAGER
+    each *= 1.6 if rank.sizes["context"] * rank.sizes["tensor"] > 1 else 1  # exchanges are launched too
+    each *= 1.4 if recomputes(config) in ("selective", "full") else 1
+    launched = rates.launch * each * rank.layers * rank.micro_batches
+    return rates.launch * _OPERATIONS_WAIT * rank.micro_batches + max(0.0, launched - busy)
+
+
+def _exchange(config: Config, shape: ModelShape, rates: Rates, rank: _Rank, beside: float) -> float:
+    """Compute what exchanges between ranks add: those within a layer wait, those of weights run beside it."""
+    sizes, size = rank.sizes, computed_size(config)
+    if math.prod(sizes.values()) == 1:
+        return 0.0
+    tensor, context, replicas = sizes["tensor"], sizes["context"], sizes["data_replicate"]
+    state = size * shape.hidden * rank.tokens  # the hidden states of this rank's tokens
+    again = 1.5 if recomputes(config) in ("selective", "full") else 1.0
+    within = (tensor - 1) / tensor + rank.heads.width / shape.hidden * (context - 1) / context**2
+    waits = 8 * again * state * rank.layers * within
+    waits += 2 * state if sizes["pipeline"] > 1 else 0.0
+    waits += 8 * rank.trained / rank.shards * (replicas - 1) / replicas
+    whole = rank.trained / (1 - rank.untrained) if rank.untrained < 1 else rank.weights
+    gathers = (2 if config.parallel.reshard_after_forward else 1) * rank.micro_batches
+    reductions = rank.micro_batches if reduces_each(config) else 1
+    weights = (size * whole * gathers + 4 * rank.trained * reductions) * (rank.shards - 1) / rank.shards
+    return waits / rates.link + max(0.0, weights / rates.link - _HIDDEN * beside)
+
+
+def _update(config: Config, shape: ModelShape, rates: Rates, rank: _Rank) -> float:
+    """Compute the time of the gradient's norm and of the optimizer."""
+    optimizer = config.optimizer
+    each = _BYTES_8BIT if isinstance(optimizer, AdamW8BitConfig) else _BYTES_OTHER
+    each = _BYTES_ADAMW if type(optimizer) is AdamWConfig else each
+    seconds = each * rank.trained / rank.shards / rates.copy
+    if isinstance(optimizer, MuonConfig):
+        rate = rates.products32 if optimizer.ns_dtype == "float32" else rates.products
+        seconds += optimizer.ns_steps * _iteration(shape) / math.prod(rank.sizes.values()) / rate
+    return seconds
+
+
+def _iteration(shape: ModelShape) -> float:
+    """Count the operations of one of Muon's iterations over all matrices between embedding and head."""
+    total = 0.0
+    for name, size in shape.weights.items():
+        if len(size) >= 2 and name not in (shape.embedding, shape.head) and name not in shape.frozen:
+            small, large = sorted(size[-2:])
+            total += math.prod(size[:-2]) * (4 * small**2 * large + 2 * small**3)
+    return total
