@@ -144,7 +144,7 @@ def _measured(measure: Callable[[], Rates]) -> tuple[Rates | None, bool, list[st
     try:
         idle = not torch.cuda.is_available() or free_memory() > _IDLE * device_memory()
         return measure(), idle, []
-    except RuntimeError as error:  # the card is full, or a kernel is missing
+    except Exception as error:  # the card is full, or a kernel is missing: no run ends for it
         return None, False, [f"note: the rates of this machine could not be measured: {printable(str(error), 200)}"]
     finally:
         if torch.cuda.is_available():  # neither the run's memory nor its peak has any of it
