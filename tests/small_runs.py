@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from truestep.config.schema import Config
 from truestep.demo import model as demo_model
 from truestep.environments import sorting
 from truestep.metrics.spent import of_the_machine
+from truestep.observers import Observer
 from truestep.ranks.forks import fork_context
 from truestep.train import make_trainer, train
 from truestep.trainer import Trainer
@@ -99,6 +100,11 @@ def said(config: Config) -> str:
 
 def quiet_trainer(config: Config) -> Trainer:
     return make_trainer(config, Console(file=io.StringIO()))
+
+
+def tell(trainer: Trainer, **methods: Callable[..., None]) -> None:
+    """Have functions called at the events of a run that have their names, such as `gradient`."""
+    trainer.observers.add(type("Told", (Observer,), {name: staticmethod(call) for name, call in methods.items()})())
 
 
 def type_command(arguments: Sequence[str], console: Path) -> BaseProcess:

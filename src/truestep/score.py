@@ -85,7 +85,7 @@ def _documents(config: Config, policy: Policy, ranks: Ranks) -> tuple[Sequence[R
     if not own_part(config):
         return documents.rollouts, documents.rejected
     source = PartedSource(FileSource(documents.rollouts, documents.rejected), ranks)
-    return source.peek(sum(ranks.gather_parts(len(documents.rollouts)))), source.drain_rejected()
+    return source.peek(sum(ranks.gather_parts(len(documents.rollouts)))), source.aside().rejected
 
 
 def _clear(output: Path, rejected: Sequence[Rejected]) -> None:

@@ -10,10 +10,11 @@ from safetensors import SafetensorError
 
 from truestep.assemble.check import make_check
 from truestep.assemble.evaluation import make_evaluator
+from truestep.assemble.observers import make_observers
 from truestep.assemble.policy import join_ranks, make_policy
 from truestep.assemble.rewards import Raters
-from truestep.assemble.sinks import make_keeper, make_sinks, make_watching
-from truestep.assemble.sources import check_inputs, make_source
+from truestep.assemble.sinks import make_sinks, make_watching
+from truestep.assemble.sources import Supply, check_inputs, make_supply
 from truestep.assemble.step import (
     check_custom_code,
     make_before_updates,
@@ -86,15 +87,11 @@ def train(
         trainer = make_trainer(config, console, title, ranks, watch, callbacks, display)
         display.asked_to_stop = lambda: trainer.stopped_by
         if ranks.first:
-            trainer.sinks = [*trainer.sinks, make_watching(config, trainer.directory, display), *sinks]
+            trainer.sinks.extend([make_watching(config, trainer.directory, display), *sinks])
         if config.logging.console and ranks.first and trainer.policy.device.type == "cuda":
             beside = planned_beside(running, ranks.size, display.say)
-            trainer.sinks = [*trainer.sinks, *([beside] if beside else [])]
-        try:
-            trainer.run()
-        finally:
-            for sink in trainer.sinks:
-                sink.close()
+            trainer.sinks.extend([beside] if beside else [])
+        trainer.run()
     shows = [sink.sentence for sink in trainer.sinks if isinstance(sink, Watching) and sink.sentence]
     display.say(". ".join([f"{trainer.ended}; the run is in {shown(trainer.directory.path)}", *shows]))
     return trainer
@@ -120,19 +117,22 @@ def make_trainer(
     watch.phase("reading the data")
     say = partial(_say_one, display, config, ranks)
     raters = _make_raters(directory, ranks, say)
-    source, queue, check, evaluator = _make_data(config, runner, ranks, raters, say)
+    supply, queue, check, evaluator = _make_data(config, runner, ranks, raters, say)
+    source = supply.source
     optimizer = make_optimizer(config, policy.weights)
     seed_random(config.seed)
     told = Callbacks(Run(directory.path), callbacks if ranks.first else ())
     progress = Progress(0, {}, (), 0) if latest is None else _restore(latest, queue, optimizer, policy, told)
-    rejected = source.drain_rejected()
+    aside = source.aside()
     sinks: list[Sink] = []
     if ranks.first:
         sinks = make_sinks(config, directory, display, title, progress.step)
-        begun = _begin(directory, config, policy, source, latest, rejected, progress, damaged)
+        begun = _begin(directory, config, policy, source, latest, aside.rejected, progress, damaged)
         _say_notes(display, config, [*begun, *raters.notes])
     if latest is not None:  # a kill may have come after its completion, and before the source was told
-        source.checkpointed(latest, progress.step, queue.documents_seen)
+        source.checkpointed(queue.documents_seen)
+        if supply.publication is not None:
+            supply.publication.saved(latest, progress.step, queue.documents_seen)
     return Trainer(
         policy=policy,
         source=source,
@@ -149,24 +149,24 @@ def make_trainer(
         checkpoints=store,
         saves=Saves(store, ranks),
         save_rule=_save_rule(config),
-        sinks=sinks,
+        observers=make_observers(config, directory, policy, sinks, told, supply.publication, display.say),
         steps=config.schedule.steps,
         evaluator=evaluator,
         evaluate_every=config.evaluation.every if config.evaluation else 0,
         state=_state(progress, queue, ranks.share(directory.last_evaluated), latest),
-        put_aside=directory.not_in_ledger(source.drain_put_aside()),
-        keeper=make_keeper(config, directory, policy, display.say),
+        put_aside=directory.not_in_ledger(aside.put_aside),
         callbacks=told,
     )
 
 
 def _make_data(
     config: Config, runner: StepRunner, ranks: Ranks, raters: Raters, say: Callable[[str], None]
-) -> tuple[Source, PlanQueue, SamplerCheck | None, Evaluator | HeldOutLoss | None]:
+) -> tuple[Supply, PlanQueue, SamplerCheck | None, Evaluator | HeldOutLoss | None]:
     policy = runner.policy
-    source = make_source(config, policy, ranks, raters)
-    check = make_check(config, runner, source, say)
-    return source, make_queue(config, policy, source), check, make_evaluator(config, policy, raters, source, check)
+    supply = make_supply(config, policy, ranks, raters)
+    check = make_check(config, runner, supply.servers, say)
+    evaluator = make_evaluator(config, policy, raters, supply.servers, check)
+    return supply, make_queue(config, policy, supply.source), check, evaluator
 
 
 def _make_raters(directory: RunDirectory, ranks: Ranks, say: Callable[[str], None]) -> Raters:

@@ -16,7 +16,7 @@ from truestep.checkpoint.staging import Staged
 from truestep.checkpoint.store import CheckpointStore
 from truestep.policy import tensor_files
 from truestep.policy.weights.protocol import Weights
-from truestep.sampler.server.source import ServerSource
+from truestep.sampler.server.servers import Servers
 from truestep.sampler.server.sync import WeightsDirectory
 from truestep.transfer.memory import SharedMemory
 
@@ -117,7 +117,7 @@ def die_at(moment: str, number: int) -> None:
         "gathering": lambda: _before(Weights, "on_first", die),
         "adding": lambda: _before(SharedMemory, "add", die),
         "shown": lambda: _after(SharedMemory, "finish", die),
-        "sent": lambda: _after(ServerSource, "send", die),
+        "sent": lambda: _after(Servers, "send", die),
         "named": lambda: _before(WeightsDirectory, "_complete", die),
     }[moment]()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from oracles.step import oracle_logprobs, oracle_step
 from scoring import check_against_oracle, run_score, write_records
-from small_runs import file_config, quiet_trainer, read_lines, write_rollouts
+from small_runs import file_config, quiet_trainer, read_lines, tell, write_rollouts
 from tiny import make_model, make_records, set_old_logprobs
 from truestep.config.schema import Config
 from truestep.losses.labels import Labels
@@ -154,7 +153,7 @@ def test_an_offloaded_reference_is_away_between_uses_and_changes_no_number(
         assert trainer.before._reference is not None
         frozen = trainer.before._reference.policy.weights.frozen
         sizes: list[int] = []
-        trainer.hooks = replace(trainer.hooks, on_gradient=lambda *_, f=frozen, s=sizes: s.append(held(f)))
+        tell(trainer, gradient=lambda *_, f=frozen, s=sizes: s.append(held(f)))
         assert (held(frozen) == 0) == offload
         trainer.run()
         assert len(sizes) == 3 and all((size == 0) == offload for size in sizes) and (held(frozen) == 0) == offload
