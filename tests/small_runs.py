@@ -22,8 +22,10 @@ from truestep.environments import sorting
 from truestep.metrics.spent import of_the_machine
 from truestep.observers import Observer
 from truestep.ranks.forks import fork_context
+from truestep.step.annotators import Annotator
 from truestep.train import make_trainer, train
 from truestep.trainer import Trainer
+from truestep.types import StepPlan
 
 WORDS = tuple(f"w{number}" for number in range(VOCABULARY - 2))  # with the end and the unknown: the whole vocabulary
 
@@ -105,6 +107,11 @@ def quiet_trainer(config: Config) -> Trainer:
 def tell(trainer: Trainer, **methods: Callable[..., None]) -> None:
     """Have functions called at the events of a run that have their names, such as `gradient`."""
     trainer.observers.add(type("Told", (Observer,), {name: staticmethod(call) for name, call in methods.items()})())
+
+
+def change_plans(trainer: Trainer, change: Callable[[StepPlan], StepPlan]) -> None:
+    """Have a function change each step's plan before anything else is known of it."""
+    trainer.annotators.all.insert(0, type("Change", (Annotator,), {"annotate": staticmethod(change)})())
 
 
 def type_command(arguments: Sequence[str], console: Path) -> BaseProcess:

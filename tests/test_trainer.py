@@ -23,6 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from checkpoints import read_weights
 from small_runs import (
+    change_plans,
     file_config,
     file_hashes,
     quiet_trainer,
@@ -197,7 +198,7 @@ def test_nan_ends_the_run_with_the_steps_number_and_updates_nothing(tiny_model: 
             seen.update({name: weight.detach().clone() for name, weight in trainer.policy.weights.master.items()})
         return plan
 
-    trainer.change_plan = poison
+    change_plans(trainer, poison)
     with pytest.raises(TrainingError, match=r"^step 3: the gradient's norm is nan") as caught:
         trainer.run()
     assert str(directory / "checkpoints/step-00000002") in str(caught.value)
@@ -508,7 +509,8 @@ def test_a_run_with_changed_plans_tells_of_its_gradients_and_leaves_no_checkpoin
         changed.append(dataclasses.replace(plan, micro_batches=tuple(reversed(plan.micro_batches))))
         return changed[-1]
 
-    trainer.save_rule, trainer.change_plan = SaveRule(never=True), reverse
+    trainer.save_rule = SaveRule(never=True)
+    change_plans(trainer, reverse)
     tell(trainer, gradient=lambda plan, _, norm: seen.append((plan, norm)))
     assert trainer.run() == "the data ended after step 3"
     assert [plan for plan, _ in seen] == changed and len(changed) == 3

@@ -17,7 +17,7 @@ from truestep.assemble.sinks import make_sinks, make_watching
 from truestep.assemble.sources import Supply, check_inputs, make_supply
 from truestep.assemble.step import (
     check_custom_code,
-    make_before_updates,
+    make_annotators,
     make_learning_rate,
     make_optimizer,
     make_queue,
@@ -49,12 +49,12 @@ from truestep.run_directory import RunDirectory
 from truestep.run_notes import options_before, run_notes, what_runs
 from truestep.sampler.evaluate import Evaluator
 from truestep.step.ahead import PlansAhead
+from truestep.step.annotators import Annotators
 from truestep.step.check import SamplerCheck
 from truestep.step.held_out import HeldOutLoss
 from truestep.step.optimizer import StateError, restore_optimizer
 from truestep.step.queue import PlanQueue
 from truestep.step.runner import StepRunner
-from truestep.step.scoring import BeforeUpdates
 from truestep.terminal.display import Display
 from truestep.text import keep_secrets_of, printable, shown
 from truestep.trainer import RunState, Trainer, TrainingError
@@ -113,7 +113,7 @@ def make_trainer(
     latest, damaged = _undamaged(store, directory, ranks)
     policy = _policy_of(config, ranks, latest, directory)
     runner = make_runner(config, policy)
-    before = _before_updates(config, runner, directory, latest)
+    annotators = _annotators(config, runner, directory, latest)
     watch.phase("reading the data")
     say = partial(_say_one, display, config, ranks)
     raters = _make_raters(directory, ranks, say)
@@ -140,7 +140,7 @@ def make_trainer(
         ranks=ranks,
         watch=watch,
         runner=runner.with_entropy_bonus(progress.entropy_bonus),
-        before=before,
+        annotators=annotators,
         check=check,
         optimizer=optimizer,
         learning_rate=make_learning_rate(config),
@@ -201,11 +201,8 @@ def _check(config: Config, ranks: Ranks) -> RunDirectory:
     return directory
 
 
-def _before_updates(
-    config: Config, runner: StepRunner, directory: RunDirectory, checkpoint: Path | None
-) -> BeforeUpdates:
-    """Make what is computed before the first update on a step's documents; a run that goes on finds the weights that it
-    began with again."""
+def _annotators(config: Config, runner: StepRunner, directory: RunDirectory, checkpoint: Path | None) -> Annotators:
+    """Make what fills a step's plan in; a run that goes on finds the weights that it began with again."""
     ranks = runner.policy.weights.ranks
 
     def make_reference(path: str | None) -> Policy:
@@ -214,7 +211,7 @@ def _before_updates(
             began_with = ranks.share(lambda: directory.first_weights(config.model.path))
         return make_policy(config, ranks, path or began_with, frozen=True)
 
-    return make_before_updates(config, runner, make_reference)
+    return make_annotators(config, runner, make_reference)
 
 
 def _policy_of(config: Config, ranks: Ranks, checkpoint: Path | None, directory: RunDirectory) -> Policy:

@@ -29,13 +29,13 @@ from truestep.ranks.watch import Watch
 from truestep.rollouts.source import Interrupted, Source
 from truestep.run_directory import RunDirectory
 from truestep.step.ahead import Planned, PlansAhead
+from truestep.step.annotators import Annotators
 from truestep.step.blame import find_cause
 from truestep.step.check import SamplerCheck
 from truestep.step.clipping import clip_scale, explain_useless, gradient_norm, usable
 from truestep.step.machine import gpu_metrics
 from truestep.step.optimizer import LearningRate, forget_prepared, optimizer_parts, prepare, update
 from truestep.step.runner import Accumulated, StepRunner
-from truestep.step.scoring import BeforeUpdates
 from truestep.text import printable
 from truestep.types import PutAside, Rejected, StepPlan
 
@@ -87,10 +87,9 @@ class Trainer:
     evaluate_every: int = 0
     save_rule: SaveRule = field(default_factory=SaveRule)
     state: RunState = field(default_factory=RunState)
-    change_plan: Callable[[StepPlan], StepPlan] | None = None  # of each step, before it is computed
     callbacks: Callbacks = field(default_factory=lambda: Callbacks(Run(Path())))
     put_aside: list[PutAside] = field(default_factory=list)  # since the last step's line of the ledger
-    before: BeforeUpdates = field(default_factory=BeforeUpdates)
+    annotators: Annotators = field(default_factory=Annotators)
     check: SamplerCheck | None = None
     times: StepTimes = field(default_factory=StepTimes)
     ended: str = "not run yet"  # how the run ended, as a sentence
@@ -193,9 +192,8 @@ class Trainer:
             if planned.plan is None:
                 self.directory.record_put_aside(self.step, self.state.documents_seen, self.put_aside)
                 return self._end_of_data(planned.dropped)
-            plan = planned.plan if self.change_plan is None else self.change_plan(planned.plan)
-            self.observers.rollouts(plan.documents)
-            self._train(plan, start, {"data_wait_time": waited, **planned.taken.measured})
+            self.observers.rollouts(planned.plan.documents)
+            self._train(planned.plan, start, {"data_wait_time": waited, **planned.taken.measured})
             if self._evaluation_due():
                 self._evaluate()
             if self.save_rule.due(self.step):
@@ -232,9 +230,9 @@ class Trainer:
         return f"the data ended after step {self.step}{total}{note}"
 
     def _train(self, plan: StepPlan, start: float, measured: Mapping[str, float]) -> None:
+        self.watch.phase(f"computing step {self.step + 1}")
+        plan = self.annotators.annotate(plan, self.times)
         number = self.step + 1
-        self.watch.phase(f"computing step {number}")
-        plan = self._complete(plan)
         accumulated = self._accumulate(plan, measured)
         if (fault := self._fault(plan, accumulated)) is not None:
             raise self._unusable(number, fault)
@@ -279,22 +277,15 @@ class Trainer:
         }
         self.observers.step(line)
 
-    def _complete(self, plan: StepPlan) -> StepPlan:
-        """Give the plan's documents what is known of them before the first update on them."""
-        if not self.before.has_reference:
-            return self.before.complete(plan)
-        with self.times.measure("reference"):
-            return self.before.complete(plan)
-
     def _accumulate(self, plan: StepPlan, measured: Mapping[str, float]) -> Accumulated:
         """Compute the step's metrics and gradient, and keep the scores that are wanted later."""
         wanted = self.observers.wanted(plan)
         runner = self.runner
-        if self.before.keeps_own or (wanted and runner.keep_scores is not True):
-            runner = replace(runner, keep_scores=self.before.keeps_own or wanted)
+        if self.annotators.needs_scores or (wanted and runner.keep_scores is not True):
+            runner = replace(runner, keep_scores=self.annotators.needs_scores or wanted)
         extra = {name: Max(number) for name, number in measured.items()}
         accumulated = runner.accumulate(plan, extra_metrics=extra)
-        self.before.computed(plan, accumulated.scores)
+        self.annotators.computed(plan, accumulated.scores)
         return accumulated
 
     def _fault(self, plan: StepPlan, accumulated: Accumulated) -> str | None:
@@ -379,7 +370,7 @@ class Trainer:
         progress = Progress(
             step=self.step,
             queue=planned.state(),
-            carried=self.before.carried(planned.carried),
+            carried=self.annotators.carried(planned.carried),
             rejected_bytes=self.directory.rejected_bytes(),
             ledger_bytes=self.directory.ledger_bytes(),
             callbacks=self.callbacks.state(),

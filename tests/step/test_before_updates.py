@@ -19,6 +19,9 @@ from truestep.config.schema import Config
 from truestep.losses.labels import Labels
 from truestep.losses.reference import KlReference
 from truestep.run_directory import RunError
+from truestep.step.annotators import ReferenceLogprobs
+from truestep.step.runner import StepRunner
+from truestep.trainer import Trainer
 
 Model = Callable[[str], Path]
 
@@ -150,8 +153,7 @@ def test_an_offloaded_reference_is_away_between_uses_and_changes_no_number(
         config = resumable(model, tmp_path, str(offload), 3)
         changes = {"loss.kl_reference.offload": offload, "model.dtype": dtype, "deterministic": False}
         trainer = quiet_trainer(config.changed(changes))
-        assert trainer.before._reference is not None
-        frozen = trainer.before._reference.policy.weights.frozen
+        frozen = reference_of(trainer).policy.weights.frozen
         sizes: list[int] = []
         tell(trainer, gradient=lambda *_, f=frozen, s=sizes: s.append(held(f)))
         assert (held(frozen) == 0) == offload
@@ -163,6 +165,11 @@ def test_an_offloaded_reference_is_away_between_uses_and_changes_no_number(
     assert lines[True][0]["kl_reference"] == 0.0 < lines[True][2]["kl_reference"]
 
 
+def reference_of(trainer: Trainer) -> StepRunner:
+    (reference,) = [each for each in trainer.annotators.all if isinstance(each, ReferenceLogprobs)]
+    return reference.runner
+
+
 def held(tensors: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors.values())
 
@@ -171,8 +178,8 @@ def test_a_reference_has_no_gradients(tiny_model: Model, tmp_path: Path) -> None
     write_rollouts(tmp_path / "r.jsonl", 10)
     trainer = quiet_trainer(resumable(tiny_model("llama"), tmp_path, "run", 2))
     torch.use_deterministic_algorithms(False)
-    reference = trainer.before._reference
-    assert reference is not None and not reference.policy.weights.master
+    reference = reference_of(trainer)
+    assert not reference.policy.weights.master
     before = {name: part.clone() for name, part in reference.policy.weights.frozen.items()}
     trainer.run()
     assert all(torch.equal(before[name], part) for name, part in reference.policy.weights.frozen.items())

@@ -29,6 +29,7 @@ from truestep.observers import Computed, Observer
 from truestep.policy.tensor_parts import FOLDER, describe_parts, part_name, write_index
 from truestep.ranks.group import Ranks
 from truestep.ranks.watch import Watch
+from truestep.step.annotators import Annotator
 from truestep.step.optimizer import optimizer_parts
 from truestep.train import make_trainer
 from truestep.trainer import Trainer
@@ -68,7 +69,7 @@ def _run(task: Task) -> Ranks:
         trainer.steps = None  # the run ends with its documents: its steps are some of the user's
         witness = _Witness(trainer, task)
         trainer.save_rule = SaveRule(never=True)  # nobody resumes it
-        trainer.change_plan = witness.begin
+        trainer.annotators.all.insert(0, witness)
         trainer.observers.add(witness)
         trainer.optimizer.register_step_pre_hook(lambda _, arguments, named: witness.update(named.get("scale", 1.0)))
         trainer.run()
@@ -77,14 +78,14 @@ def _run(task: Task) -> Ranks:
 
 
 @dataclasses.dataclass
-class _Witness(Observer):
+class _Witness(Observer, Annotator):
     trainer: Trainer
     task: Task
     number: int = 0  # of the step in hand, among those that are made
     _gradients: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     _updates: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # in this step
 
-    def begin(self, plan: StepPlan) -> StepPlan:
+    def annotate(self, plan: StepPlan) -> StepPlan:
         """Go to the next of the steps that are to be made."""
         if self.number == 0 and self.trainer.ranks.first:
             rates = {step: self.trainer.learning_rate.at(step) for step in self.task.schedule}
