@@ -61,7 +61,7 @@ def open_once(path: Path, cache: Path) -> None:
     source.state()
     state = time.perf_counter() - start
     start = time.perf_counter()
-    taken = source.take(2048, 0)
+    taken = source.take(2048, 0).documents
     read = time.perf_counter() - start
     memory = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     private = sum(int(memory[name].split()[0]) for name in ("Private_Clean", "Private_Dirty")) / 2**10

@@ -221,12 +221,12 @@ def run(name: str, given: argparse.Namespace) -> None:
     import yaml
     from rich.console import Console
 
+    from truestep.checkpoint.saves import SaveRule
     from truestep.config.schema import Config
     from truestep.plan.advice import layout_of, most_of
     from truestep.plan.shape import read_shape
     from truestep.policy.loading import load
     from truestep.train import make_trainer
-    from truestep.trainer import Hooks
 
     began = time.monotonic()
     gpu = torch.cuda.is_available() and given.device != "cpu"
@@ -244,9 +244,9 @@ def run(name: str, given: argparse.Namespace) -> None:
         print(f"== {name}: {shape.total / 1e9:.2f}B weights, planned {planned / GIB:.1f} GiB", flush=True)
         trainer = make_trainer(config, Console(width=110))
         print(f"loaded after {time.monotonic() - began:.0f} s", flush=True)
-        trainer.hooks = Hooks(saves=False)
+        trainer.save_rule = SaveRule(never=True)
         lines = Lines()
-        trainer.sinks = [*trainer.sinks, lines]
+        trainer.sinks.append(lines)
         trainer.run()
     after = lines.steps[1:]
     step = sum(line["step_time"] for line in after) / len(after)

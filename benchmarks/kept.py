@@ -115,7 +115,7 @@ def main() -> None:
 
 def keep(keeper: Keeper, plan: StepPlan, scores: Sequence[DocumentScore], step: int) -> None:
     keeper.wanted(plan)
-    keeper.step(step, plan, scores)
+    keeper.trained(step, plan, scores)
 
 
 def measure(plan: StepPlan, step: int) -> None:

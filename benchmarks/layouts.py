@@ -26,11 +26,11 @@ from qwen import write_model
 from rich.console import Console
 
 from truestep.assemble.policy import join_ranks
+from truestep.checkpoint.saves import SaveRule
 from truestep.config.schema import Config
 from truestep.ranks.group import leave
 from truestep.ranks.watch import Watch
 from truestep.train import make_trainer
-from truestep.trainer import Hooks
 
 GIB = 2**30
 WARM_UP = 3  # steps that are not timed
@@ -122,8 +122,8 @@ def train(given: argparse.Namespace) -> None:
     with watch.watching():
         trainer = make_trainer(config, Console(file=io.StringIO()), ranks=ranks, watch=watch)
         lines: list[dict[str, Any]] = []
-        trainer.sinks = [_Lines(lines)]
-        trainer.hooks = Hooks(saves=False)  # a checkpoint is no part of this
+        trainer.sinks[:] = [_Lines(lines)]
+        trainer.save_rule = SaveRule(never=True)  # a checkpoint is no part of this
         on_gpu = trainer.policy.device.type == "cuda"
         if on_gpu:
             torch.cuda.empty_cache()

@@ -37,7 +37,9 @@ from truestep.config.load import load_config
 from truestep.demo.model import make_model
 from truestep.environments import sorting
 from truestep.files import read_json_lines, write_json_lines
+from truestep.observers import Observer
 from truestep.policy.policy import Policy
+from truestep.rollouts.source import Taken
 from truestep.sampler.in_process import InProcessSource
 from truestep.train import make_trainer, train
 
@@ -125,23 +127,21 @@ def to_int8(weight: torch.Tensor) -> torch.Tensor:
     return (weight / scale).round() * scale
 
 
-class OldWeights:
+class OldWeights(Observer):
     """Lets a source sample from weights of some steps ago, as a sampler with this noise has them."""
 
     def __init__(self, source: InProcessSource, trained: Policy, sampling: Policy, staleness: int, noise: str):
         self._trained, self._sampling, self._noise = trained, sampling, noise
         self._lag, self._history = staleness * DOCUMENTS, deque[dict[str, torch.Tensor]](maxlen=staleness + 1)
-        self._take, self._updated = source.take, source.updated
+        self._take = source.take
         source.policy = sampling
         source.take = self.take  # type: ignore[method-assign]
-        source.updated = self.updated  # type: ignore[method-assign]
         self.publish()
 
-    def take(self, count: int, documents_seen: int) -> list[Any]:
+    def take(self, count: int, documents_seen: int) -> Taken:
         return self._take(count, max(documents_seen - self._lag, 0))
 
-    def updated(self, documents_seen: int) -> None:
-        self._updated(documents_seen)
+    def updated(self, step: int, documents_seen: int) -> None:
         self.publish()
 
     @torch.no_grad()
@@ -181,15 +181,12 @@ def run(folder: Path, task: str, objective: str, staleness: int, noise: str, see
         source = trainer.source
         assert isinstance(source, InProcessSource)
         sampling = make_policy(others, trainer.ranks, frozen=True)
-        OldWeights(source, trainer.policy, sampling, staleness, noise)
+        trainer.observers.add(OldWeights(source, trainer.policy, sampling, staleness, noise))
         start, ended = time.perf_counter(), "steps"
         try:
             trainer.run()
         except Exception as error:  # an objective that breaks is a result
             ended = f"{type(error).__name__}: {error}"[:200]
-        finally:
-            for sink in trainer.sinks:
-                sink.close()
         steps = read_json_lines(Path(place) / "run" / "metrics.jsonl")
         evaluations = read_json_lines(Path(place) / "run" / "evaluation.jsonl")
     accuracy = {line["step"]: line["sampled_reward"] for line in evaluations}

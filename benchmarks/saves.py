@@ -40,9 +40,10 @@ from rich.console import Console
 
 from truestep.assemble.policy import join_ranks
 from truestep.config.schema import Config
+from truestep.observers import Observer
 from truestep.ranks.group import Ranks, leave
 from truestep.train import make_trainer
-from truestep.trainer import Hooks, Trainer
+from truestep.trainer import Trainer
 
 GIB = 2**30
 
@@ -199,7 +200,11 @@ def steps_of(seen: list[Gradient], given: argparse.Namespace) -> list[Step]:
 def measure(given: argparse.Namespace, trainer: Trainer) -> dict[str, Any]:
     memory, collections, seen = Memory(), Collections(), list[Gradient]()
 
-    def look(*_: object) -> None:
+    class Looks(Observer):
+        def gradient(self, *_: object) -> None:
+            look()
+
+    def look() -> None:
         if given.device == "cuda":
             torch.cuda.synchronize()
         now, processor = time.perf_counter(), time.process_time()
@@ -208,7 +213,7 @@ def measure(given: argparse.Namespace, trainer: Trainer) -> dict[str, Any]:
         if trainer.ranks.first and len(seen) % 10 == 0:
             print(f"{len(seen)} gradients after {now - started:.0f} s", file=sys.stderr, flush=True)
 
-    trainer.hooks = Hooks(on_gradient=look)
+    trainer.observers.add(Looks())
     if given.in_step:
         trainer.source.waits_for_checkpoints = True
     started = time.perf_counter()

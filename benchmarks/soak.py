@@ -30,6 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from truestep.config.schema import Config
 from truestep.demo.model import make_tokenizer
+from truestep.observers import Observer
 from truestep.train import make_trainer
 from truestep.trainer import Trainer
 
@@ -154,13 +155,12 @@ def soak(kind: str, steps: int) -> bool:
     with tempfile.TemporaryDirectory() as name:
         trainer = make_trainer(config(kind, Path(name), steps), Console(file=io.StringIO()))
         windows = Windows(steps)
-        updated = trainer.source.updated
 
-        def counted(documents_seen: int) -> None:
-            updated(documents_seen)
-            windows.step()
+        class Counts(Observer):
+            def updated(self, step: int, documents_seen: int) -> None:
+                windows.step()
 
-        trainer.source.updated = counted  # type: ignore[method-assign]
+        trainer.observers.add(Counts())
         if kind == "stream":
             arguments = (Path(name) / "sent", trainer, _DOCS * steps)
             threading.Thread(target=send, args=arguments, daemon=True).start()

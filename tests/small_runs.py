@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,12 @@ from truestep.config.schema import Config
 from truestep.demo import model as demo_model
 from truestep.environments import sorting
 from truestep.metrics.spent import of_the_machine
+from truestep.observers import Observer
 from truestep.ranks.forks import fork_context
+from truestep.step.annotators import Annotator
 from truestep.train import make_trainer, train
 from truestep.trainer import Trainer
+from truestep.types import StepPlan
 
 WORDS = tuple(f"w{number}" for number in range(VOCABULARY - 2))  # with the end and the unknown: the whole vocabulary
 
@@ -99,6 +102,16 @@ def said(config: Config) -> str:
 
 def quiet_trainer(config: Config) -> Trainer:
     return make_trainer(config, Console(file=io.StringIO()))
+
+
+def tell(trainer: Trainer, **methods: Callable[..., None]) -> None:
+    """Have functions called at the events of a run that have their names, such as `gradient`."""
+    trainer.observers.add(type("Told", (Observer,), {name: staticmethod(call) for name, call in methods.items()})())
+
+
+def change_plans(trainer: Trainer, change: Callable[[StepPlan], StepPlan]) -> None:
+    """Have a function change each step's plan before anything else is known of it."""
+    trainer.annotators.all.insert(0, type("Change", (Annotator,), {"annotate": staticmethod(change)})())
 
 
 def type_command(arguments: Sequence[str], console: Path) -> BaseProcess:

@@ -27,6 +27,7 @@ FLOORS = (
     ("head", "losses"),
     ("metrics", "rollouts", "report", "callbacks", "terminal"),
     ("kept",),
+    ("observers",),
     ("types", "config", "files", "randomness", "ranks"),
     ("disks",),
     ("custom", "progress", "text", "exact", "transfer"),

@@ -20,6 +20,7 @@ from small_runs import (
     read_lines,
     sampled_config,
     sort_prompts,
+    tell,
     word_model,
     write_lines,
     write_rollouts,
@@ -91,7 +92,7 @@ def test_a_gradient_whose_square_float32_cannot_hold_is_refused_before_it_change
     def keep() -> None:
         kept.update({name: weight.detach().clone() for name, weight in trainer.policy.weights.master.items()})
 
-    trainer.sinks = [*trainer.sinks, DoAt(1, keep)]
+    trainer.sinks.append(DoAt(1, keep))
     refused = (
         rf"^step 2: the gradient's norm is .*e\+.*gradient_clip: null.* these documents alone .*: {lines[7]['id']}\."
     )
@@ -125,7 +126,7 @@ def test_documents_are_not_blamed_for_ruined_weights(
             trainer.policy.weights.master[name].fill_(value)
             trainer.policy.weights.master["model.layers.0.mlp.gate_proj.weight"].fill_(value)
 
-    trainer.sinks = [*trainer.sinks, DoAt(1, ruin)]
+    trainer.sinks.append(DoAt(1, ruin))
     blamed = r"^step 2: the gradient's norm is nan.*; no document is to blame: .* the largest number among them is "
     with pytest.raises(TrainingError, match=blamed) as caught:
         trainer.run()
@@ -142,7 +143,7 @@ def test_nothing_is_evaluated_or_published_from_ruined_weights(tmp_path: Path) -
     words = word_model(tmp_path / "model")
     trainer = quiet_trainer(sampled_config(words, prompts, tmp_path / "run", **sections))
     told: list[int] = []
-    trainer.source.updated = told.append  # type: ignore[method-assign]
+    tell(trainer, updated=lambda step, _: told.append(step))
     with pytest.raises(TrainingError, match="^step 1: its update left weights"):
         trainer.run()
     assert [line["step"] for line in read_lines(tmp_path / "run/evaluation.jsonl")] == [0]
@@ -160,7 +161,7 @@ def test_a_state_that_is_not_finite_is_not_saved(config: Callable[..., Config], 
         state = trainer.optimizer.state[trainer.policy.weights.master[name]]
         state["exp_avg_sq"][3] = math.inf
 
-    trainer.sinks = [*trainer.sinks, DoAt(2, ruin)]
+    trainer.sinks.append(DoAt(2, ruin))
     with pytest.raises(
         SaveError, match=rf"^step 2 is not saved: .*optimizer/{name}.exp_avg_sq with values .* not finite"
     ):
@@ -187,7 +188,7 @@ def test_a_ruined_checkpoint_of_an_older_version_is_named_for_what_it_is(
             for master in trainer.policy.weights.master.values():
                 master.fill_(math.nan)
 
-    trainer.sinks = [*trainer.sinks, DoAt(2, ruin)]
+    trainer.sinks.append(DoAt(2, ruin))
     make_ruined(monkeypatch, trainer.run)
     ruined = latest(tmp_path / "run")
     assert ruined.name == "step-00000002" and read_weights(ruined)["model.norm.weight"].isnan().all()
@@ -211,7 +212,7 @@ def test_a_ruined_state_of_an_older_version_is_named(
     def ruin() -> None:
         trainer.optimizer.state[trainer.policy.weights.master[name]]["exp_avg_sq"].fill_(math.inf)
 
-    trainer.sinks = [*trainer.sinks, DoAt(1, ruin)]
+    trainer.sinks.append(DoAt(1, ruin))
     make_ruined(monkeypatch, trainer.run)
     found = rf"the optimizer's state has {name}.exp_avg_sq with values that are not finite\. Without it"
     with pytest.raises(TrainingError, match=found):
@@ -226,7 +227,7 @@ def test_float16_cannot_hold_every_weight(config: Callable[..., Config], tmp_pat
         with torch.no_grad():
             trainer.policy.weights.master["model.norm.weight"][0] = 1e5
 
-    trainer.sinks = [*trainer.sinks, DoAt(1, grow)]
+    trainer.sinks.append(DoAt(1, grow))
     trainer.run()
     export(tmp_path / "run", tmp_path / "half", "bfloat16")
     with pytest.raises(ExportError, match=r"model.norm.weight would have values that are not finite, in float16"):

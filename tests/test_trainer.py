@@ -23,24 +23,27 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from checkpoints import read_weights
 from small_runs import (
+    change_plans,
     file_config,
     file_hashes,
     quiet_trainer,
     read_lines,
     sampled_config,
     sort_prompts,
+    tell,
     without_times,
     word_model,
     write_lines,
     write_rollouts,
 )
 from tiny import label_positions
+from truestep.checkpoint.saves import SaveRule
 from truestep.config.schema import Config
 from truestep.metrics.sinks import Sink
 from truestep.metrics.spent import of_the_machine
 from truestep.rollouts.source import Interrupted
 from truestep.train import train
-from truestep.trainer import Hooks, Trainer, TrainingError
+from truestep.trainer import Trainer, TrainingError
 from truestep.types import StepPlan
 
 ALWAYS = {
@@ -87,7 +90,7 @@ def send(kind: signal.Signals) -> Callable[[], None]:
 
 def run(config: Config, *extra: Sink) -> str:
     trainer = quiet_trainer(config)
-    trainer.sinks = [*trainer.sinks, *extra]
+    trainer.sinks.extend(extra)
     return trainer.run()
 
 
@@ -195,7 +198,7 @@ def test_nan_ends_the_run_with_the_steps_number_and_updates_nothing(tiny_model: 
             seen.update({name: weight.detach().clone() for name, weight in trainer.policy.weights.master.items()})
         return plan
 
-    trainer.hooks = Hooks(change_plan=poison)
+    change_plans(trainer, poison)
     with pytest.raises(TrainingError, match=r"^step 3: the gradient's norm is nan") as caught:
         trainer.run()
     assert str(directory / "checkpoints/step-00000002") in str(caught.value)
@@ -405,7 +408,7 @@ def test_tensorboard_has_each_step_once_over_a_restart(tiny_model: Model, tmp_pa
         checkpoint={"every": 2},
     )
     trainer = quiet_trainer(config)
-    trainer.sinks = [*trainer.sinks, DoAt(3, crash)]
+    trainer.sinks.append(DoAt(3, crash))
     with pytest.raises(RuntimeError):
         trainer.run()
     for sink in trainer.sinks:
@@ -485,7 +488,7 @@ def test_the_garbage_collector_looks_at_what_is_newer_than_the_run(tiny_model: M
         seen.append((gc.get_freeze_count(), len(gc.get_objects())))
         circles.append(weakref.ref(Circle()))
 
-    trainer.hooks = Hooks(on_gradient=look)
+    tell(trainer, gradient=look)
     before = gc.get_freeze_count()
     trainer.run()
     assert len(seen) == 15
@@ -495,7 +498,7 @@ def test_the_garbage_collector_looks_at_what_is_newer_than_the_run(tiny_model: M
     assert gc.get_freeze_count() == 0
 
 
-def test_hooks_change_plans_see_gradients_and_leave_no_checkpoint(
+def test_a_run_with_changed_plans_tells_of_its_gradients_and_leaves_no_checkpoint(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     write_rollouts(tmp_path / "r.jsonl", 12)
@@ -506,7 +509,9 @@ def test_hooks_change_plans_see_gradients_and_leave_no_checkpoint(
         changed.append(dataclasses.replace(plan, micro_batches=tuple(reversed(plan.micro_batches))))
         return changed[-1]
 
-    trainer.hooks = Hooks(saves=False, change_plan=reverse, on_gradient=lambda plan, _, norm: seen.append((plan, norm)))
+    trainer.save_rule = SaveRule(never=True)
+    change_plans(trainer, reverse)
+    tell(trainer, gradient=lambda plan, _, norm: seen.append((plan, norm)))
     assert trainer.run() == "the data ended after step 3"
     assert [plan for plan, _ in seen] == changed and len(changed) == 3
     assert [norm for _, norm in seen] == [line["grad_norm"] for line in read_lines(tmp_path / "run/metrics.jsonl")]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from truestep.errors import TruestepError
+from truestep.observers import Observer
 from truestep.types import Rollout
 
 
@@ -95,27 +96,27 @@ def _read_only(rollout: Rollout) -> Rollout:
     return replace(rollout, **shown)
 
 
-@dataclass
-class Callbacks:
-    """The callbacks of a run, what they asked for, and what of it a checkpoint holds."""
+@dataclass(eq=False)
+class Callbacks(Observer):
+    """The callbacks of a run as one observer, what they asked for, and what of it a checkpoint holds."""
 
     run: Run
     callbacks: Sequence[Callback] = ()
     applied_factor: float = 1.0  # of the step in hand: the same on all ranks
     _last_checkpoint: Path | None = None
 
-    def start(self) -> None:
+    def started(self) -> None:
         self._each("on_start", lambda callback: callback.on_start(self.run))
 
-    def rollouts(self, rollouts: Sequence[Rollout]) -> None:
+    def rollouts(self, documents: Sequence[Rollout]) -> None:
         if any(type(callback).on_rollouts is not Callback.on_rollouts for callback in self.callbacks):
-            self._each("on_rollouts", lambda callback: callback.on_rollouts(self.run, [*map(_read_only, rollouts)]))
+            self._each("on_rollouts", lambda callback: callback.on_rollouts(self.run, [*map(_read_only, documents)]))
 
-    def step(self, metrics: Mapping[str, Any]) -> None:
-        self.run.step, self.run.documents_seen = metrics["step"], metrics["documents_seen"]
-        self._each("on_step", lambda callback: callback.on_step(self.run, dict(metrics)))
+    def step(self, line: Mapping[str, Any]) -> None:
+        self.run.step, self.run.documents_seen = line["step"], line["documents_seen"]
+        self._each("on_step", lambda callback: callback.on_step(self.run, dict(line)))
 
-    def evaluation(self, line: Mapping[str, Any]) -> None:
+    def evaluated(self, line: Mapping[str, Any]) -> None:
         self._each("on_evaluation", lambda callback: callback.on_evaluation(self.run, deepcopy(dict(line))))
 
     @property
@@ -123,13 +124,13 @@ class Callbacks:
         """True where one of them does something when a checkpoint is complete."""
         return any(type(callback).on_checkpoint is not Callback.on_checkpoint for callback in self.callbacks)
 
-    def checkpoint(self, path: Path) -> None:
-        if path == self._last_checkpoint:  # the run ends after the step that it was saved at
+    def saved(self, checkpoint: Path, step: int, documents_seen: int) -> None:
+        if checkpoint == self._last_checkpoint:  # the run ends after the step that it was saved at
             return
-        self._last_checkpoint = path
-        self._each("on_checkpoint", lambda callback: callback.on_checkpoint(self.run, path))
+        self._last_checkpoint = checkpoint
+        self._each("on_checkpoint", lambda callback: callback.on_checkpoint(self.run, checkpoint))
 
-    def end(self, ended: str) -> None:
+    def ended(self, ended: str, finished: bool) -> None:
         self._each("on_end", lambda callback: callback.on_end(self.run, ended))
 
     def agree(self, of_first_rank: tuple[float, str | None]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from truestep.assemble.policy import join_ranks, make_policy
 from truestep.assemble.sources import own_part, read_documents
-from truestep.assemble.step import make_before_updates, make_rule, make_runner
+from truestep.assemble.step import make_annotators, make_rule, make_runner
 from truestep.config.schema import Config
 from truestep.disks import writing
 from truestep.errors import TruestepError
@@ -62,10 +62,10 @@ def _score(config: Config, output: Path, gradients: bool, ranks: Ranks, watch: W
     plan = plan_exactly(rollouts, make_rule(config, policy), documents_seen=0)
     runner = dataclasses.replace(make_runner(config, policy), keep_scores=True)
     watch.phase("computing the step")
-    before = make_before_updates(
+    annotators = make_annotators(
         config, runner, lambda path: make_policy(config, ranks, path or config.model.path, frozen=True)
     )
-    plan = before.complete(plan)
+    plan = annotators.annotate(plan)
     accumulated = runner.accumulate(plan, backward=gradients)
     objective = runner.objective
     scored = zip(plan.documents, accumulated.scores, strict=True)
@@ -85,7 +85,7 @@ def _documents(config: Config, policy: Policy, ranks: Ranks) -> tuple[Sequence[R
     if not own_part(config):
         return documents.rollouts, documents.rejected
     source = PartedSource(FileSource(documents.rollouts, documents.rejected), ranks)
-    return source.peek(sum(ranks.gather_parts(len(documents.rollouts)))), source.drain_rejected()
+    return source.peek(sum(ranks.gather_parts(len(documents.rollouts)))), source.aside().rejected
 
 
 def _clear(output: Path, rejected: Sequence[Rejected]) -> None:

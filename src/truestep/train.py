@@ -10,13 +10,14 @@ from safetensors import SafetensorError
 
 from truestep.assemble.check import make_check
 from truestep.assemble.evaluation import make_evaluator
+from truestep.assemble.observers import make_observers
 from truestep.assemble.policy import join_ranks, make_policy
 from truestep.assemble.rewards import Raters
-from truestep.assemble.sinks import make_keeper, make_sinks, make_watching
-from truestep.assemble.sources import check_inputs, make_source
+from truestep.assemble.sinks import make_sinks, make_watching
+from truestep.assemble.sources import Supply, check_inputs, make_supply
 from truestep.assemble.step import (
     check_custom_code,
-    make_before_updates,
+    make_annotators,
     make_learning_rate,
     make_optimizer,
     make_queue,
@@ -49,12 +50,12 @@ from truestep.run_directory import RunDirectory
 from truestep.run_notes import options_before, run_notes, what_runs
 from truestep.sampler.evaluate import Evaluator
 from truestep.step.ahead import PlansAhead
+from truestep.step.annotators import Annotators
 from truestep.step.check import SamplerCheck
 from truestep.step.held_out import HeldOutLoss
 from truestep.step.optimizer import StateError, restore_optimizer
 from truestep.step.queue import PlanQueue
 from truestep.step.runner import StepRunner
-from truestep.step.scoring import BeforeUpdates
 from truestep.terminal.display import Display
 from truestep.text import keep_secrets_of, printable, shown
 from truestep.trainer import RunState, Trainer, TrainingError
@@ -91,15 +92,11 @@ def train(
         trainer = make_trainer(config, console, title, ranks, watch, callbacks, display, rates)
         display.asked_to_stop = lambda: trainer.stopped_by
         if ranks.first:
-            trainer.sinks = [*trainer.sinks, make_watching(config, trainer.directory, display), *sinks]
+            trainer.sinks.extend([make_watching(config, trainer.directory, display), *sinks])
         if config.logging.console and ranks.first and trainer.policy.device.type == "cuda":
             beside = planned_beside(running, ranks.size, display.say, rates)
-            trainer.sinks = [*trainer.sinks, *([beside] if beside else [])]
-        try:
-            trainer.run()
-        finally:
-            for sink in trainer.sinks:
-                sink.close()
+            trainer.sinks.extend([beside] if beside else [])
+        trainer.run()
     shows = [sink.sentence for sink in trainer.sinks if isinstance(sink, Watching) and sink.sentence]
     display.say(". ".join([f"{trainer.ended}; the run is in {shown(trainer.directory.path)}", *shows]))
     return trainer
@@ -125,27 +122,27 @@ def make_trainer(
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     watch.phase("loading the model")
     latest, damaged = _undamaged(store, directory, ranks)
-    policy = _policy_of(config, ranks, latest, directory)
-    if rates is not None:
-        policy.facts = policy.facts.measured(rates.attention_slowness(config.model.attention))
+    policy = _policy_of(config, ranks, latest, directory, rates)
     runner = make_runner(config, policy)
-    before = _before_updates(config, runner, directory, latest)
+    annotators = _annotators(config, runner, directory, latest)
     watch.phase("reading the data")
     say = partial(_say_one, display, config, ranks)
     raters = _make_raters(directory, ranks, say)
-    source, queue, check, evaluator = _make_data(config, runner, ranks, raters, say)
+    supply, source, queue, check, evaluator = _make_data(config, runner, ranks, raters, say)
     optimizer = make_optimizer(config, policy.weights)
     seed_random(config.seed)
     told = Callbacks(Run(directory.path), callbacks if ranks.first else ())
     progress = Progress(0, {}, (), 0) if latest is None else _restore(latest, queue, optimizer, policy, told)
-    rejected = source.drain_rejected()
+    aside = source.aside()
     sinks: list[Sink] = []
     if ranks.first:
         sinks = make_sinks(config, directory, display, title, progress.step)
-        begun = _begin(directory, config, policy, source, latest, rejected, progress, damaged)
+        begun = _begin(directory, config, policy, source, latest, aside.rejected, progress, damaged)
         _say_notes(display, config, [*begun, *raters.notes])
     if latest is not None:  # a kill may have come after its completion, and before the source was told
-        source.checkpointed(latest, progress.step, queue.documents_seen)
+        source.checkpointed(queue.documents_seen)
+        if supply.publication is not None:
+            supply.publication.saved(latest, progress.step, queue.documents_seen)
     return Trainer(
         policy=policy,
         source=source,
@@ -153,7 +150,7 @@ def make_trainer(
         ranks=ranks,
         watch=watch,
         runner=runner.with_entropy_bonus(progress.entropy_bonus),
-        before=before,
+        annotators=annotators,
         check=check,
         optimizer=optimizer,
         learning_rate=make_learning_rate(config),
@@ -162,24 +159,24 @@ def make_trainer(
         checkpoints=store,
         saves=Saves(store, ranks),
         save_rule=_save_rule(config),
-        sinks=sinks,
+        observers=make_observers(config, directory, policy, sinks, told, supply.publication, display.say),
         steps=config.schedule.steps,
         evaluator=evaluator,
         evaluate_every=config.evaluation.every if config.evaluation else 0,
         state=_state(progress, queue, ranks.share(directory.last_evaluated), latest),
-        put_aside=directory.not_in_ledger(source.drain_put_aside()),
-        keeper=make_keeper(config, directory, policy, display.say),
+        put_aside=directory.not_in_ledger(aside.put_aside),
         callbacks=told,
     )
 
 
 def _make_data(
     config: Config, runner: StepRunner, ranks: Ranks, raters: Raters, say: Callable[[str], None]
-) -> tuple[Source, PlanQueue, SamplerCheck | None, Evaluator | HeldOutLoss | None]:
+) -> tuple[Supply, Source, PlanQueue, SamplerCheck | None, Evaluator | HeldOutLoss | None]:
     policy = runner.policy
-    source = make_source(config, policy, ranks, raters)
-    check = make_check(config, runner, source, say)
-    return source, make_queue(config, policy, source), check, make_evaluator(config, policy, raters, source, check)
+    supply = make_supply(config, policy, ranks, raters)
+    check = make_check(config, runner, supply.servers, say)
+    evaluator = make_evaluator(config, policy, raters, supply.servers, check)
+    return supply, supply.source, make_queue(config, policy, supply.source), check, evaluator
 
 
 def _make_raters(directory: RunDirectory, ranks: Ranks, say: Callable[[str], None]) -> Raters:
@@ -214,11 +211,8 @@ def _check(config: Config, ranks: Ranks) -> RunDirectory:
     return directory
 
 
-def _before_updates(
-    config: Config, runner: StepRunner, directory: RunDirectory, checkpoint: Path | None
-) -> BeforeUpdates:
-    """Make what is computed before the first update on a step's documents; a run that goes on finds the weights that it
-    began with again."""
+def _annotators(config: Config, runner: StepRunner, directory: RunDirectory, checkpoint: Path | None) -> Annotators:
+    """Make what fills a step's plan in; a run that goes on finds the weights that it began with again."""
     ranks = runner.policy.weights.ranks
 
     def make_reference(path: str | None) -> Policy:
@@ -227,17 +221,22 @@ def _before_updates(
             began_with = ranks.share(lambda: directory.first_weights(config.model.path))
         return make_policy(config, ranks, path or began_with, frozen=True)
 
-    return make_before_updates(config, runner, make_reference)
+    return make_annotators(config, runner, make_reference)
 
 
-def _policy_of(config: Config, ranks: Ranks, checkpoint: Path | None, directory: RunDirectory) -> Policy:
+def _policy_of(
+    config: Config, ranks: Ranks, checkpoint: Path | None, directory: RunDirectory, rates: Rates | None
+) -> Policy:
     if checkpoint is not None and config.adapter is not None:  # which is of no use on other weights
         base = ranks.share(lambda: directory.first_weights(config.model.path))
         config = config if base == config.model.path else config.changed({"model.path": base})
     try:
-        return make_policy(config, ranks, None if checkpoint is None else str(checkpoint))
+        policy = make_policy(config, ranks, None if checkpoint is None else str(checkpoint))
     except ModelError as error:
         raise error if checkpoint is None else _damaged(checkpoint, error) from error
+    if rates is not None:
+        policy.facts = policy.facts.measured(rates.attention_slowness(config.model.attention))
+    return policy
 
 
 def _save_rule(config: Config) -> SaveRule:

@@ -16,11 +16,11 @@ from truestep.callbacks import Callbacks, Run
 from truestep.checkpoint.saves import Complete, SaveRule, Saves
 from truestep.checkpoint.store import CheckpointStore, Progress
 from truestep.errors import TruestepError
-from truestep.kept.keeper import Keeper
 from truestep.long_lived import LongLived
-from truestep.metrics.sinks import HearsOfRejected, ShowsRollouts, Sink
+from truestep.metrics.sinks import Sink, Sinks
 from truestep.metrics.spent import StepTimes
 from truestep.metrics.types import Max
+from truestep.observers import Observers
 from truestep.policy.policy import Policy
 from truestep.policy.weights.finite import UpdateCheck, some
 from truestep.progress import working
@@ -29,13 +29,13 @@ from truestep.ranks.watch import Watch
 from truestep.rollouts.source import Interrupted, Source
 from truestep.run_directory import RunDirectory
 from truestep.step.ahead import Planned, PlansAhead
+from truestep.step.annotators import Annotators
 from truestep.step.blame import find_cause
 from truestep.step.check import SamplerCheck
 from truestep.step.clipping import clip_scale, explain_useless, gradient_norm, usable
 from truestep.step.machine import gpu_metrics
 from truestep.step.optimizer import LearningRate, forget_prepared, optimizer_parts, prepare, update
 from truestep.step.runner import Accumulated, StepRunner
-from truestep.step.scoring import BeforeUpdates
 from truestep.text import printable
 from truestep.types import PutAside, Rejected, StepPlan
 
@@ -50,15 +50,6 @@ class Evaluates(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Hooks:
-    """The parts of a run that a caller may see and change besides its options, as `verify` and benchmarks do."""
-
-    saves: bool = True  # False: the run leaves no checkpoint
-    change_plan: Callable[[StepPlan], StepPlan] | None = None  # of each step, before it is computed
-    on_gradient: Callable[[StepPlan, Accumulated, float], None] | None = None  # of each step, before it is clipped
 
 
 @dataclass
@@ -88,7 +79,7 @@ class Trainer:
     directory: RunDirectory
     checkpoints: CheckpointStore
     saves: Saves
-    sinks: Sequence[Sink]
+    observers: Observers
     ranks: Ranks
     watch: Watch
     steps: int | None = None
@@ -96,12 +87,10 @@ class Trainer:
     evaluate_every: int = 0
     save_rule: SaveRule = field(default_factory=SaveRule)
     state: RunState = field(default_factory=RunState)
-    hooks: Hooks = Hooks()
     callbacks: Callbacks = field(default_factory=lambda: Callbacks(Run(Path())))
     put_aside: list[PutAside] = field(default_factory=list)  # since the last step's line of the ledger
-    before: BeforeUpdates = field(default_factory=BeforeUpdates)
+    annotators: Annotators = field(default_factory=Annotators)
     check: SamplerCheck | None = None
-    keeper: Keeper | None = None
     times: StepTimes = field(default_factory=StepTimes)
     ended: str = "not run yet"  # how the run ended, as a sentence
     finished: bool = False  # it was not stopped
@@ -115,6 +104,11 @@ class Trainer:
     @property
     def step(self) -> int:
         return self.state.step
+
+    @property
+    def sinks(self) -> list[Sink]:
+        """The places that the run's numbers go to; the list may be added to."""
+        return self.observers.of(Sinks).sinks
 
     @property
     def stopped_by(self) -> int | None:
@@ -132,20 +126,24 @@ class Trainer:
             return self.ended
         finally:
             self._long_lived.give_back()
-            if self.keeper is not None:
-                self.keeper.close()
-            self.directory.unlock()
-            if self.ranks.size == 1 or self.finished:  # ranks that end apart must not wait for one another
-                self.plans.close()
-            self.source.close(self.finished)
-            if self.evaluator is not None:
-                self.evaluator.close()
-            self.saves.close()
+            try:
+                self.observers.close()
+            finally:
+                self._close()
+
+    def _close(self) -> None:
+        self.directory.unlock()
+        if self.ranks.size == 1 or self.finished:  # ranks that end apart must not wait for one another
+            self.plans.close()
+        self.source.close(self.finished)
+        if self.evaluator is not None:
+            self.evaluator.close()
+        self.saves.close()
 
     def _run(self) -> tuple[str, bool]:
         self.source.asked_to_stop = lambda: self.stopped_by is not None
         self.source.put_rejected = self._put_rejected
-        self.callbacks.start()
+        self.observers.started()
         with self._stop_between_steps():
             if self.state.last_evaluated is None or self._evaluation_due():  # due: it was interrupted
                 self._evaluate()
@@ -161,13 +159,13 @@ class Trainer:
         if ended is not None:
             self.state.stopped_by = None  # it came too late to stop anything
         ended_by = ended or self._stopped()
-        self.callbacks.end(ended_by)
+        self.observers.ended(ended_by, ended is not None)
         return ended_by, ended is not None
 
     def _stopped(self) -> str:
         reason = self.callbacks.run.stop_reason
         by = "stopped by a signal" if self.stopped_by is not None else f"stopped by a callback ({printable(reason)})"
-        if self.hooks.saves and self.state.saved != self.step:
+        if not self.save_rule.never and self.state.saved != self.step:
             latest = self.ranks.share(self.checkpoints.latest)
             place = "starts again from the beginning" if latest is None else f"goes on from {latest}"
             late = f"it could not be saved within checkpoint.grace: {self.save_rule.grace:g}"
@@ -187,24 +185,20 @@ class Trainer:
             except Interrupted:
                 self.state.planned = self.plans.snapshot()  # what was read meanwhile is part of where the run stands
                 return None
-            finally:  # also where every document was rejected, and the error says to look there
-                self._put_rejected(self.source.drain_rejected())
             waited = time.perf_counter() - start
             self.state.planned = planned
-            self.put_aside += self.source.drain_put_aside()
+            self._put_rejected(planned.taken.rejected)
+            self.put_aside += planned.taken.put_aside
             if planned.plan is None:
                 self.directory.record_put_aside(self.step, self.state.documents_seen, self.put_aside)
                 return self._end_of_data(planned.dropped)
-            change = self.hooks.change_plan
-            plan = planned.plan if change is None else change(planned.plan)
-            self.callbacks.rollouts(plan.documents)
-            num_rejected, self._num_rejected = self._num_rejected, 0
-            self._train(plan, start, waited, num_rejected)
+            self.observers.rollouts(planned.plan.documents)
+            self._train(planned.plan, start, {"data_wait_time": waited, **planned.taken.measured})
             if self._evaluation_due():
                 self._evaluate()
             if self.save_rule.due(self.step):
                 self._save()
-            elif self.save_rule.every > 0 and self.hooks.saves:
+            elif self.save_rule.every > 0 and not self.save_rule.never:
                 self.saves.prepare(self.policy, lambda: optimizer_parts(self.optimizer, self.policy.weights))
             self._long_lived.step_made()
         return f"all {self.steps} steps are done"
@@ -212,11 +206,8 @@ class Trainer:
     def _put_rejected(self, rejected: Sequence[Rejected]) -> None:
         self.directory.record_rejected(rejected)
         self._num_rejected += len(rejected)
-        if self.keeper is not None:
-            self.keeper.rejected(rejected)
-        for sink in self.sinks:
-            if isinstance(sink, HearsOfRejected):
-                sink.rejected(record.reason for record in rejected)
+        if rejected:
+            self.observers.rejected(rejected)
 
     def _asked_to_stop(self) -> bool:
         """Agree with all ranks, so that they end after the same step, whichever of them was asked."""
@@ -238,11 +229,10 @@ class Trainer:
         note = f"; the last {dropped} documents make no whole step and were dropped" if dropped else ""
         return f"the data ended after step {self.step}{total}{note}"
 
-    def _train(self, plan: StepPlan, start: float, waited: float, num_rejected: int) -> None:
+    def _train(self, plan: StepPlan, start: float, measured: Mapping[str, float]) -> None:
+        self.watch.phase(f"computing step {self.step + 1}")
+        plan = self.annotators.annotate(plan, self.times)
         number = self.step + 1
-        self.watch.phase(f"computing step {number}")
-        plan = self._complete(plan)
-        measured = {"data_wait_time": waited, **self.source.drain_measured()}
         accumulated = self._accumulate(plan, measured)
         if (fault := self._fault(plan, accumulated)) is not None:
             raise self._unusable(number, fault)
@@ -250,8 +240,7 @@ class Trainer:
         self._check_weights()
         if not usable(norm, self.gradient_clip):
             raise self._useless(number, plan, accumulated, norm)
-        if self.hooks.on_gradient is not None:
-            self.hooks.on_gradient(plan, accumulated, norm)
+        self.observers.gradient(plan, accumulated, norm)
         rate = self.learning_rate.at(number) * self.callbacks.applied_factor
         with self.runner.stopwatch.measure("optimizer"), working("updating weights", "numbers updated"):
             scale = clip_scale(norm, self.gradient_clip)
@@ -265,10 +254,11 @@ class Trainer:
         if not self.source.plans_ahead:  # its documents may depend on the weights, or it sends them to others
             self._check_weights()
         with self.times.measure("sync"):
-            self.source.updated(self.state.documents_seen)
+            self.observers.updated(number, self.state.documents_seen)
         self.directory.record_step(number, plan, self.put_aside)
+        num_rejected, self._num_rejected = self._num_rejected, 0
         num_put_aside, self.put_aside = len(self.put_aside), []
-        kept = [] if self.keeper is None else self.keeper.step(number, plan, accumulated.scores)
+        self.observers.trained(number, plan, accumulated.scores)
         metrics = accumulated.line()
         elapsed = time.perf_counter() - start
         spent = self.times.line(elapsed, measured, self.runner.stopwatch.drain())
@@ -285,28 +275,17 @@ class Trainer:
             **spent,
             **gpu_metrics(self.policy, plan, spent),
         }
-        for sink in self.sinks:
-            sink.step(line)
-            if kept and isinstance(sink, ShowsRollouts):
-                sink.rollouts(line, kept)
-        self.callbacks.step(line)
-
-    def _complete(self, plan: StepPlan) -> StepPlan:
-        """Give the plan's documents what is known of them before the first update on them."""
-        if not self.before.has_reference:
-            return self.before.complete(plan)
-        with self.times.measure("reference"):
-            return self.before.complete(plan)
+        self.observers.step(line)
 
     def _accumulate(self, plan: StepPlan, measured: Mapping[str, float]) -> Accumulated:
         """Compute the step's metrics and gradient, and keep the scores that are wanted later."""
-        wanted = () if self.keeper is None else self.keeper.wanted(plan)
+        wanted = self.observers.wanted(plan)
         runner = self.runner
-        if self.before.keeps_own or (wanted and runner.keep_scores is not True):
-            runner = replace(runner, keep_scores=self.before.keeps_own or wanted)
+        if self.annotators.needs_scores or (wanted and runner.keep_scores is not True):
+            runner = replace(runner, keep_scores=self.annotators.needs_scores or wanted)
         extra = {name: Max(number) for name, number in measured.items()}
         accumulated = runner.accumulate(plan, extra_metrics=extra)
-        self.before.computed(plan, accumulated.scores)
+        self.annotators.computed(plan, accumulated.scores)
         return accumulated
 
     def _fault(self, plan: StepPlan, accumulated: Accumulated) -> str | None:
@@ -364,14 +343,12 @@ class Trainer:
             return
         self.state.last_evaluated = self.step
         self.directory.record_evaluation(line)
-        for sink in self.sinks:
-            sink.evaluation(line)
-        self.callbacks.evaluation(line)
+        self.observers.evaluated(line)
 
     def _save(self) -> None:
         """Begin to save; a save that is under way is waited for first."""
         self._check_weights()
-        if not self.hooks.saves:
+        if self.save_rule.never:
             return
         self._finish_save()
         self.watch.phase(f"saving after step {self.step}")
@@ -382,18 +359,18 @@ class Trainer:
             self._finish_save()
 
     def _begin_save(self) -> Complete | None:
-        kept_on_disk = None if self.keeper is None else self.keeper.write()
+        written = self.observers.saving()
 
         def sync() -> None:
-            if kept_on_disk is not None:
-                kept_on_disk()
+            for put_on_disk in written:
+                put_on_disk()
             self.directory.sync()
 
         planned = self.state.planned or self.plans.snapshot()
         progress = Progress(
             step=self.step,
             queue=planned.state(),
-            carried=self.before.carried(planned.carried),
+            carried=self.annotators.carried(planned.carried),
             rejected_bytes=self.directory.rejected_bytes(),
             ledger_bytes=self.directory.ledger_bytes(),
             callbacks=self.callbacks.state(),
@@ -423,8 +400,8 @@ class Trainer:
         if complete is None:
             return
         self.state.saved = complete.step
-        self.callbacks.checkpoint(complete.path)
-        self.source.checkpointed(complete.path, complete.step, complete.documents_seen)
+        self.source.checkpointed(complete.documents_seen)
+        self.observers.saved(complete.path, complete.step, complete.documents_seen)
 
     @contextmanager
     def _stop_between_steps(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from checkpoints import latest, read_states, read_weights
 from documents import same_bits
 from ranks.cases import on_ranks
 from ranks.test_train_over_ranks import config as over_ranks
-from small_runs import file_config, file_hashes, quiet_trainer, write_rollouts
+from small_runs import file_config, file_hashes, quiet_trainer, tell, write_rollouts
 from truestep.callbacks import Callback, Run
 from truestep.checkpoint.saves import Report, Saves, _UnderWay
 from truestep.checkpoint.staging import Staged
@@ -31,7 +31,7 @@ from truestep.config.schema import Config
 from truestep.ranks.axes import RankError
 from truestep.ranks.group import ALONE
 from truestep.train import train
-from truestep.trainer import Hooks, Trainer
+from truestep.trainer import Trainer
 
 Model = Callable[[str], Path]
 
@@ -79,7 +79,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_do_not_show_in_it(
         if trainer.step == 3:  # in the middle of step 4
             threading.Timer(0.3, disk.free.set).start()
 
-    trainer.hooks = Hooks(on_gradient=look)
+    tell(trainer, gradient=look)
     trainer.run()
     assert seen[2:4] == [(3, True, None), (4, True, None)], "two more steps were made meanwhile"
     assert disk.most == 1, "one save at a time"
@@ -110,7 +110,7 @@ def test_the_run_s_files_are_on_the_disk_before_a_checkpoint_counts_and_no_step_
             free.set()
 
     monkeypatch.setattr(os, "fsync", slow)
-    trainer.hooks = Hooks(on_gradient=look)
+    tell(trainer, gradient=look)
     trainer.run()
     assert seen[2:4] == [(3, True, None), (4, True, None)], "two more steps were made meanwhile"
     assert {"ledger.jsonl", "metrics.jsonl"} <= synced
@@ -142,7 +142,7 @@ def test_without_a_copy_later_steps_would_show(
     disk = Disk(monkeypatch)
     monkeypatch.setattr("truestep.checkpoint.staging.replace", lambda part, values: part)
     monkeypatch.setattr(Staged, "_pieces", lambda _: iter(()))
-    trainer.hooks = Hooks(on_gradient=lambda *_: disk.free.set() if trainer.step == 3 else None)
+    tell(trainer, gradient=lambda *_: disk.free.set() if trainer.step == 3 else None)
     trainer.run()
     slow, quick = (read_weights(tmp_path / run / "checkpoints" / "step-00000002") for run in ("slow", "quick"))
     assert not all(same_bits(slow[name], value) for name, value in quick.items())
@@ -167,7 +167,7 @@ def test_an_update_waits_until_what_it_changes_is_copied(
     monkeypatch.setattr(Staged, "copy", slow)
     if not waits:
         monkeypatch.setattr(Staged, "before_update", lambda _: None)
-    trainer.hooks = Hooks(on_gradient=look)
+    tell(trainer, gradient=look)
     trainer.run()
     slow_one, quick = (read_weights(tmp_path / run / "checkpoints" / "step-00000002") for run in ("slow", "quick"))
     assert all(same_bits(slow_one[name], value) for name, value in quick.items()) == waits
@@ -231,7 +231,7 @@ def test_a_run_that_ends_does_not_wait_for_all_of_a_copy(
             raise RuntimeError("planted")
 
     monkeypatch.setattr(Staged, "_pieces", slow)
-    trainer.hooks = Hooks(on_gradient=fail)
+    tell(trainer, gradient=fail)
     with pytest.raises(RuntimeError, match="planted"):
         trainer.run()
     assert copied[0] < 8, "of 84"
@@ -240,7 +240,7 @@ def test_a_run_that_ends_does_not_wait_for_all_of_a_copy(
 
 
 def stopped_in_step(trainer: Trainer, step: int) -> None:
-    trainer.hooks = Hooks(on_gradient=lambda *_: os.kill(os.getpid(), signal.SIGTERM) if trainer.step == step else None)
+    tell(trainer, gradient=lambda *_: os.kill(os.getpid(), signal.SIGTERM) if trainer.step == step else None)
 
 
 def test_a_signal_saves_within_the_grace(config: Callable[..., Config], tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_after_the_grace_the_last_complete_checkpoint_is_kept_and_named(
             os.kill(os.getpid(), signal.SIGTERM)
             disk.free.clear() if slow == "disk" else time.sleep(0.5)
 
-    trainer.hooks = Hooks(on_gradient=look)
+    tell(trainer, gradient=look)
     ended = trainer.run()
     kept = tmp_path / "run" / "checkpoints" / "step-00000003"
     assert ended == (

@@ -12,13 +12,13 @@ import torch
 from checkpoints import latest, read_states, read_weights
 from doors.own_optimizer import Momentum
 from ranks.cases import on_ranks, train_all
-from small_runs import file_config, file_hashes, quiet_trainer, read_lines, write_rollouts
+from small_runs import file_config, file_hashes, quiet_trainer, read_lines, tell, write_rollouts
 from truestep.config.load import ConfigError, load_config
 from truestep.custom import CustomError
 from truestep.errors import TruestepError
 from truestep.score import score
 from truestep.step.optimizer import OptimizerError
-from truestep.trainer import Hooks, Trainer
+from truestep.trainer import Trainer
 from truestep.verify.judge import verify
 from truestep.verify.report import complaints
 
@@ -60,7 +60,7 @@ def test_it_trains_with_its_options_and_the_runs_learning_rate(tiny_model: Model
         factor = min(1.0, 0.5 / norm)
         clipped.update({name: value * factor for name, value in trainer.policy.weights.gradients.items()})
 
-    trainer.hooks = Hooks(on_gradient=keep)
+    tell(trainer, gradient=keep)
     trainer.run()
     rate = 1e-2 * 0.75 * 0.9
     for name, weight in masters(trainer).items():

@@ -19,6 +19,7 @@ from small_runs import (
     said,
     sampled_config,
     sort_prompts,
+    tell,
     tokenised_model,
     word_model,
     write_lines,
@@ -29,7 +30,6 @@ from truestep.config.schema import Config
 from truestep.kept import files
 from truestep.kept.rows import Reader, choose
 from truestep.step.runner import Accumulated
-from truestep.trainer import Hooks
 from truestep.types import Rollout, StepPlan
 
 
@@ -58,7 +58,7 @@ def test_what_is_said_of_each_document(tiny_model: Callable[[str], Path], tmp_pa
     def note(plan: StepPlan, accumulated: Accumulated, norm: float) -> None:
         seen.update({score.id: (plan, score) for score in accumulated.scores})
 
-    trainer.hooks = Hooks(on_gradient=note)
+    tell(trainer, gradient=note)
     trainer.run()
     rows = rows_of(tmp_path / "run")
     assert [row["id"] for row in rows] == list(records)

@@ -17,7 +17,7 @@ from truestep.checkpoint.store import CheckpointStore
 from truestep.policy import tensor_files
 from truestep.policy.weights.protocol import Weights
 from truestep.sampler.server.copies import HostCopies
-from truestep.sampler.server.source import ServerSource
+from truestep.sampler.server.servers import Servers
 from truestep.sampler.server.sync import WeightsDirectory
 
 MOMENTS = ("staging", "writing", "written", "completing", "manifest", "renamed", "removing")
@@ -117,7 +117,7 @@ def die_at(moment: str, number: int) -> None:
         "gathering": lambda: _before(Weights, "on_first", die),
         "adding": lambda: _before(HostCopies, "add", die),
         "shown": lambda: _after(HostCopies, "finish", die),
-        "sent": lambda: _after(ServerSource, "send", die),
+        "sent": lambda: _after(Servers, "send", die),
         "named": lambda: _before(WeightsDirectory, "_complete", die),
     }[moment]()
 

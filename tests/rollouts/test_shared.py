@@ -60,7 +60,7 @@ def test_a_shared_source_gives_what_its_own_gives_however_it_is_looked_at(look: 
     shared, own = SharedPeekableSource(files(), ALONE), files()
     for count in (2, 1, 3):
         assert [d.id for d in shared.peek(look)] == [d.id for d in own.peek(look)]
-        assert [d.id for d in shared.take(count, 0)] == [d.id for d in own.take(count, 0)]
+        assert [d.id for d in shared.take(count, 0).documents] == [d.id for d in own.take(count, 0).documents]
         assert shared.state() == own.state()
 
 

@@ -22,7 +22,7 @@ def names(documents: list[Rollout]) -> list[str]:
 
 
 def everything(source: FileSource) -> list[str]:
-    return names(source.take(10**6, 0))
+    return names(source.take(10**6, 0).documents)
 
 
 def resumed(state: dict, *args, **options) -> FileSource:
@@ -34,11 +34,11 @@ def resumed(state: dict, *args, **options) -> FileSource:
 def test_file_order_epoch_after_epoch() -> None:
     source = FileSource(DOCUMENTS, epochs=2)
     assert names(source.peek(3)) == names(source.peek(3)) == ["d0", "d1", "d2"]
-    assert names(source.take(3, 0)) == ["d0", "d1", "d2"]
-    assert names(source.take(9, 0)) == [*names(DOCUMENTS[3:]), "d0", "d1"]
+    assert names(source.take(3, 0).documents) == ["d0", "d1", "d2"]
+    assert names(source.take(9, 0).documents) == [*names(DOCUMENTS[3:]), "d0", "d1"]
     assert names(source.peek(100)) == names(DOCUMENTS[2:])
     assert everything(source) == names(DOCUMENTS[2:])
-    assert source.take(1, 0) == source.peek(1) == []
+    assert source.take(1, 0).documents == source.peek(1) == []
 
 
 def test_each_epoch_has_its_own_permutation() -> None:
@@ -66,7 +66,7 @@ def test_any_reading_gives_the_same_order(count: int, epochs: int, seed: int | N
     got: list[str] = []
     for take, peek in reads:
         assert names(source.peek(peek)) == expected[len(got) : len(got) + peek]
-        got += names(source.take(take, 0))
+        got += names(source.take(take, 0).documents)
         source = resumed(source.state(), documents, epochs=epochs, shuffle_seed=seed)
     assert got + everything(source) == expected
 
@@ -127,5 +127,5 @@ def test_another_order_is_refused(before: int | None, after: int | None, positio
 def test_rejected_records_are_told_once() -> None:
     rejected = (Rejected("a.jsonl", 3, "no ids"),)
     source = FileSource(DOCUMENTS, rejected)
-    assert source.drain_rejected() == list(rejected)
-    assert source.drain_rejected() == []
+    assert source.take(1, 0).rejected == rejected
+    assert not source.take(1, 0).rejected and not source.aside().rejected

@@ -226,14 +226,14 @@ def test_a_source_of_tables_goes_on_exactly(tmp_path: Path) -> None:
     in_memory = load_documents([path], CHECKS).rollouts
     assert isinstance(rollouts, TableDocuments)
     expected = FileSource(in_memory, epochs=2, shuffle_seed=3)
-    ids = [document.id for document in expected.take(40, 0)]
+    ids = [document.id for document in expected.take(40, 0).documents]
     source = FileSource(rollouts, epochs=2, shuffle_seed=3)
-    taken = [document.id for document in source.take(13, 0)]
+    taken = [document.id for document in source.take(13, 0).documents]
     state = json.loads(json.dumps(source.state()))
     for documents in (rollouts, in_memory):  # a file's documents are the same either way
         resumed = FileSource(documents, epochs=2, shuffle_seed=3)
         resumed.restore(state)
-        assert taken + [document.id for document in resumed.take(40, 0)] == ids
+        assert taken + [document.id for document in resumed.take(40, 0).documents] == ids
     other = load_tables([write(tmp_path / "r.jsonl", *some(20, input_ids=[1, 2, 4]))], CHECKS, tmp_path / "cache")
     with pytest.raises(SourceError, match="no longer those in the files"):
         FileSource(other.rollouts, epochs=2, shuffle_seed=3).restore(state)

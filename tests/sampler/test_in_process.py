@@ -84,7 +84,7 @@ def expected_advantages(rewards: list[float], rule: str) -> list[float]:
 @pytest.mark.parametrize("rule", ["group_mean", "group_normalized", "leave_one_out"])
 def test_groups_and_their_advantages(rule: str, policy: Policy, tmp_path: Path) -> None:
     source = make_source(policy, tmp_path, advantage_rule=rule)
-    rollouts = source.take(12, documents_seen=40)
+    rollouts = source.take(12, documents_seen=40).documents
     assert [rollout.id for rollout in rollouts] == [f"{group}-{member}" for group in range(3) for member in range(4)]
     for start in (0, 4, 8):
         group = rollouts[start : start + 4]
@@ -99,7 +99,7 @@ def test_groups_and_their_advantages(rule: str, policy: Policy, tmp_path: Path) 
 def test_a_rollout_is_what_was_sampled(policy: Policy, tmp_path: Path) -> None:
     source = make_source(policy, tmp_path)
     prompts = {prompt.id: prompt for prompt in source.prompts}
-    rollouts = source.take(20, documents_seen=40)
+    rollouts = source.take(20, documents_seen=40).documents
     for rollout in rollouts:
         prompt = prompts[rollout.metadata["prompt_id"]]
         start = len(prompt.input_ids)
@@ -125,7 +125,7 @@ def test_the_reward_sees_the_prompt_the_text_and_the_fields(policy: Policy, tmp_
         seen.append((prompt, completion, fields))
         return 0.0
 
-    rollouts = make_source(policy, tmp_path, rater=DirectRater(reward)).take(4, 0)
+    rollouts = make_source(policy, tmp_path, rater=DirectRater(reward)).take(4, 0).documents
     for (prompt, completion, fields), _ in zip(seen, rollouts, strict=True):
         assert set(fields) == {"answer"}
         assert sorted(prompt.split()[1:-1]) == fields["answer"].split()
@@ -137,7 +137,7 @@ def test_each_epoch_is_a_seeded_permutation_of_the_prompts(policy: Policy, tmp_p
     def epochs(seed: int) -> list[list[str]]:
         source = make_source(policy, tmp_path, seed=seed, group_size=1)
         # Taken in portions that do not divide an epoch.
-        names = [rollout.metadata["prompt_id"] for count in (3, 7, 4, 1) for rollout in source.take(count, 0)]
+        names = [rollout.metadata["prompt_id"] for count in (3, 7, 4, 1) for rollout in source.take(count, 0).documents]
         return [names[start : start + 5] for start in (0, 5, 10)]
 
     first = epochs(3)
@@ -152,12 +152,12 @@ def test_a_restored_source_goes_on_bit_for_bit(taken: int, policy: Policy, tmp_p
     source = make_source(policy, tmp_path)
     source.take(taken, 0)
     state = json.loads(json.dumps(source.state()))
-    expected = source.take(8, taken)
+    expected = source.take(8, taken).documents
     restored = make_source(policy, tmp_path)
     restored.restore(state)
-    documents = restored.take(8, taken)
+    documents = restored.take(8, taken).documents
     assert all(same(mine, theirs) for mine, theirs in zip(documents, expected, strict=True))
-    assert not same(documents[0], make_source(policy, tmp_path, seed=4).take(8, taken)[0])
+    assert not same(documents[0], make_source(policy, tmp_path, seed=4).take(8, taken).documents[0])
 
 
 def test_a_file_runs_checkpoint_is_refused_in_words(policy: Policy, tmp_path: Path) -> None:
@@ -187,10 +187,11 @@ def test_a_completion_without_a_reward_is_sampled_anew_and_the_group_is_whole(
         return answer
 
     source = make_source(policy, tmp_path, rater=NumberedRater(reward), advantage_rule="leave_one_out")
-    rollouts = source.take(8, 0)
+    taken = source.take(8, 0)
+    rollouts = taken.documents
     assert [rollout.id for rollout in rollouts] == ["0-0", "0-2", "0-3", "0-4", "1-0", "1-1", "1-2", "1-3"]
-    (rejected,) = source.drain_rejected()
-    assert source.drain_rejected() == []
+    (rejected,) = taken.rejected
+    assert not source.aside().rejected
     assert (rejected.id, rejected.group_id) == ("0-1", "0")
     assert re.search(reason, rejected.reason), rejected.reason
     expected = expected_advantages([0.0, 2.0, 3.0, 4.0], "leave_one_out")
@@ -202,19 +203,19 @@ def test_a_group_that_cannot_be_completed_gives_its_place_to_the_next_prompt(pol
     """One completion of the first group is rated, and no other in four tries: nothing of it is trained on."""
     rater = NumberedRater(lambda group, member: 1.0 if group or member == 1 else None)
     source = make_source(policy, tmp_path, rater=rater)
-    rollouts = source.take(4, 0)
-    assert [rollout.id for rollout in rollouts] == ["1-0", "1-1", "1-2", "1-3"]
-    rejected = source.drain_rejected()
+    taken = source.take(4, 0)
+    assert [rollout.id for rollout in taken.documents] == ["1-0", "1-1", "1-2", "1-3"]
+    rejected = taken.rejected
     assert len(rejected) == 13
     assert rejected[-1].reason == "its group could not be completed: 1 of 13 completions rated"
-    assert [rollout.id for rollout in source.take(4, 4)] == ["2-0", "2-1", "2-2", "2-3"]
+    assert [rollout.id for rollout in source.take(4, 4).documents] == ["2-0", "2-1", "2-2", "2-3"]
 
 
 def test_completions_that_could_not_fit_are_refused_before_any_is_sampled(policy: Policy, tmp_path: Path) -> None:
     """Rejecting the long ones would train on the short ones alone, and on fewer documents than asked for."""
     with pytest.raises(SourceError, match="6 tokens of prompt prompt-0 and sampler.max_new_tokens: 6 make 12"):
         make_source(policy, tmp_path, max_tokens=11)
-    assert len(make_source(policy, tmp_path, max_tokens=12).take(20, 0)) == 20
+    assert len(make_source(policy, tmp_path, max_tokens=12).take(20, 0).documents) == 20
 
 
 def test_on_bad_record_stop_ends_the_run_at_the_first_reward_that_fails(policy: Policy, tmp_path: Path) -> None:
@@ -263,9 +264,11 @@ def test_chat_messages_go_through_the_template(policy: Policy, tmp_path: Path) -
         seen.append((prompt, fields))
         return 1.0
 
-    (rollout,) = dataclasses.replace(
-        make_source(policy, tmp_path, group_size=1, rater=DirectRater(reward)), prompts=prompts
-    ).take(1, 0)
+    (rollout,) = (
+        dataclasses.replace(make_source(policy, tmp_path, group_size=1, rater=DirectRater(reward)), prompts=prompts)
+        .take(1, 0)
+        .documents
+    )
     policy.tokenizer.chat_template = None
     assert policy.tokenizer.decode(rollout.input_ids[:4]) == "sort 7 2 ="
     assert not rollout.loss_mask[:4].any()
@@ -302,7 +305,7 @@ def test_on_policy_every_ratio_is_one(
         seed=0,
         max_tokens=64,
     )
-    documents = source.take(16, 0)
+    documents = source.take(16, 0).documents
     objective = Objective(Grpo(0.2, 0.2), Denominator("labels", None))
     # Packed in an order and in a company that sampling did not know.
     plan = make_plan(documents, [range(0, 16, 3), range(1, 16, 3), range(2, 16, 3)], 0)
@@ -341,10 +344,11 @@ def hash_of(prompt: object) -> int:
 
 def test_groups_without_a_difference_are_replaced(policy: Policy, tmp_path: Path) -> None:
     source = make_source(policy, tmp_path, rater=DirectRater(prompt_reward), replace_limit=50, count=10)
-    rollouts = [*source.take(12, 0), *source.take(8, 12)]
+    first, second = source.take(12, 0), source.take(8, 12)
+    rollouts = [*first.documents, *second.documents]
     taken = list(dict.fromkeys(str(rollout.group_id) for rollout in rollouts))
-    aside = source.drain_put_aside()
-    assert source.drain_put_aside() == []
+    aside = [*first.put_aside, *second.put_aside]
+    assert not source.aside().put_aside
     assert len(rollouts) == 20 and len(taken) == 5
     assert {document.reason for document in aside} == {
         "all advantages of its group are 0 (data.zero_advantage: replace)"
@@ -352,7 +356,9 @@ def test_groups_without_a_difference_are_replaced(policy: Policy, tmp_path: Path
     assert sorted(map(int, {*taken, *(str(document.group_id) for document in aside)})) == list(range(source._groups))
     assert all(np.any(rollout.advantages) for rollout in rollouts if rollout.group_id == taken[0])
     # It is what the same groups are without the option, in the same order.
-    plain = make_source(policy, tmp_path, rater=DirectRater(prompt_reward), count=10).take(4 * source._groups, 0)
+    plain = (
+        make_source(policy, tmp_path, rater=DirectRater(prompt_reward), count=10).take(4 * source._groups, 0).documents
+    )
     kept = [rollout for rollout in plain if str(rollout.group_id) in taken]
     assert [rollout.id for rollout in kept] == [rollout.id for rollout in rollouts]
     assert all(np.array_equal(a.input_ids, b.input_ids) for a, b in zip(kept, rollouts, strict=True))
@@ -360,14 +366,14 @@ def test_groups_without_a_difference_are_replaced(policy: Policy, tmp_path: Path
 
 def test_no_more_groups_are_replaced_than_permitted(policy: Policy, tmp_path: Path) -> None:
     source = make_source(policy, tmp_path, rater=DirectRater(one_reward), replace_limit=2)
-    rollouts = source.take(12, 0)
-    assert [rollout.group_id for rollout in rollouts[::4]] == ["2", "3", "4"]
-    assert {document.group_id for document in source.drain_put_aside()} == {"0", "1"}
+    taken = source.take(12, 0)
+    assert [rollout.group_id for rollout in taken.documents[::4]] == ["2", "3", "4"]
+    assert {document.group_id for document in taken.put_aside} == {"0", "1"}
 
 
 def test_truncated_completions_can_be_masked(policy: Policy, tmp_path: Path) -> None:
-    plain = make_source(policy, tmp_path).take(20, 0)
-    masked = make_source(policy, tmp_path, truncated="mask").take(20, 0)
+    plain = make_source(policy, tmp_path).take(20, 0).documents
+    masked = make_source(policy, tmp_path, truncated="mask").take(20, 0).documents
     assert {rollout.truncated for rollout in plain} == {True, False}
     for first, second in zip(plain, masked, strict=True):
         assert second.num_labels == (0 if first.truncated else first.num_labels)

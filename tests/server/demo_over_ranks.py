@@ -38,13 +38,13 @@ def train_until_accurate(config: dict[str, Any], folder: str) -> None:
         take = source.take
 
         def recorded(count: int, documents_seen: int) -> Any:
-            documents = take(count, documents_seen)
-            steps.append((documents_seen, list(documents)))
-            return documents
+            taken = take(count, documents_seen)
+            steps.append((documents_seen, list(taken.documents)))
+            return taken
 
         source.take = recorded
         if ranks.first:
-            trainer.sinks = [*trainer.sinks, _StopWhenAccurate(trainer)]
+            trainer.sinks.append(_StopWhenAccurate(trainer))
         trainer.run()
     if ranks.first:
         Path(folder, TAKEN).write_bytes(pickle.dumps(steps))
@@ -62,3 +62,6 @@ class _StopWhenAccurate:
     def evaluation(self, line: dict[str, Any]) -> None:
         if line["sampled_reward"] >= ENOUGH:
             self.trainer.ask_to_stop(signal.SIGTERM)
+
+    def close(self) -> None:
+        pass

@@ -20,6 +20,8 @@ from truestep.environments import sorting
 from truestep.losses.label_losses import CrossEntropy
 from truestep.losses.objective import Denominator, Objective
 from truestep.policy.policy import Policy
+from truestep.rollouts.source import Taken
+from truestep.sampler.server.shared import SharedServers
 from truestep.step.plan import make_plan
 from truestep.step.runner import StepRunner
 from truestep.trainer import Trainer
@@ -69,19 +71,20 @@ class Recorder:
 
     def __post_init__(self) -> None:
         source: Any = self.trainer.source
-        take, push = source.take, source._publish
+        self.shared: Any = self.trainer.observers.of(SharedServers)
+        take, push = source.take, self.shared.publish
 
-        def recorded_take(count: int, documents_seen: int) -> list[Rollout]:
-            documents = take(count, documents_seen)
-            self.taken += documents
-            self.steps.append((documents_seen, documents))
-            return documents
+        def recorded_take(count: int, documents_seen: int) -> Taken:
+            taken = take(count, documents_seen)
+            self.taken += taken.documents
+            self.steps.append((documents_seen, list(taken.documents)))
+            return taken
 
         def recorded_push(version: int) -> None:
             self.weights[version] = copy.deepcopy(self.trainer.policy.model.state_dict())
             push(version)
 
-        source.take, source._publish = recorded_take, recorded_push
+        source.take, self.shared.publish = recorded_take, recorded_push
 
     def worst_gap(self) -> float:
         """Between the sampler's log-prob of any label and that of the weights whose version the label has."""

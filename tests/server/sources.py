@@ -23,11 +23,15 @@ from server.fake import (
     weights_of,
 )
 from server.virtual import VirtualThread
-from truestep.sampler.server import source as server_source
+from truestep.ranks.group import ALONE
+from truestep.rollouts.source import Taken
+from truestep.sampler.server import shared
 from truestep.sampler.server.ahead import Pace
 from truestep.sampler.server.making import SamplingOptions
+from truestep.sampler.server.servers import Servers
+from truestep.sampler.server.shared import SharedServers, SharedServerSource
 from truestep.sampler.server.source import ServerSource
-from truestep.types import Rollout
+from truestep.types import PutAside, Rejected, Rollout
 
 GROUP, STEP = 2, 4  # documents
 
@@ -70,41 +74,69 @@ class Run:
         self.seen = 0
         self.steps: list[list[Rollout]] = []
         self.first_number = len(self.weights.versions)
-        self._policy: Any = SimpleNamespace(
-            tokenizer=SimpleNamespace(decode=lambda tokens, skip_special_tokens: read(tokens))
-        )
+        self.closed = False
+        self._rejected: list[Rejected] = []
+        self._put_aside: list[PutAside] = []
+        self._policy: Any = SimpleNamespace(weights=SimpleNamespace(ranks=ALONE))
         with self._patched():
-            self.source = ServerSource(
-                policy=self._policy,
+            sampling = SamplingOptions(GROUP, self.seed, 0.8, 6, frozenset({0}), VOCABULARY, self.stop_at_rejected)
+            self.talking = Servers(
                 prompts=make_prompts(),
                 make_servers=lambda: self.servers,
                 rewards=self.rewards,
-                sampling=SamplingOptions(GROUP, self.seed, 0.8, 6, frozenset({0}), VOCABULARY, self.stop_at_rejected),
+                sampling=sampling,
                 pace=Pace(STEP, STEP, self.max_staleness, self.concurrency, self.stall_timeout),
+                read=read,
                 publisher=self.weights,  # type: ignore[arg-type]
-                advantage_rule="group_mean",
                 pause=self.pause,
                 tolerance=0.01,
-                replace_limit=self.replace_limit,
                 loop=self.thread,
             )
-        self.ahead = self.source._ahead
+            self.shared = SharedServers(self.talking, self._policy, self.weights)  # type: ignore[arg-type]
+            made = ServerSource(
+                self.talking,
+                prompts=make_prompts(),
+                sampling=sampling,
+                advantage_rule="group_mean",
+                replace_limit=self.replace_limit,
+            )
+            self.source = SharedServerSource(made, self.shared, self._policy)
+        self.source.put_rejected = self._rejected.extend
+        self.snapshot = self.source.snapshot()
+        self.ahead = self.talking.ahead
 
     def _patched(self) -> Any:
         """The policy's log-probs are those of the number that its weights were written under."""
-        return mock.patch.object(
-            server_source, "expect", lambda policy, probes, version: expected(policy.number, version)
-        )
+        return mock.patch.object(shared, "expect", lambda policy, probes, version: expected(policy.number, version))
 
     def step(self) -> list[Rollout]:
         with self._patched():
-            documents = self.source.take(STEP, self.seen)
+            taken = self.source.take(STEP, self.seen)
+            self.snapshot = self.source.snapshot()
+            self._hear(taken)
+            documents = list(taken.documents)
             self.check(documents)
             self.steps.append(documents)
             self.thread.advance(self.busy)
             self.seen += STEP
-            self.source.updated(self.seen)
+            self.shared.updated(len(self.steps), self.seen)
         return documents
+
+    def _hear(self, taken: Taken) -> None:
+        self._rejected += taken.rejected
+        self._put_aside += taken.put_aside
+
+    def rejected(self) -> list[Rejected]:
+        """What was refused since the last call, also if no step has taken anything since."""
+        if not self.closed:
+            self._hear(self.source.aside())
+        rejected, self._rejected = self._rejected, []
+        return rejected
+
+    def put_aside(self) -> list[PutAside]:
+        """What steps have put aside since the last call: what the ledger has."""
+        put_aside, self._put_aside = self._put_aside, []
+        return put_aside
 
     def run(self, steps: int) -> Run:
         for _ in range(steps):
@@ -112,6 +144,9 @@ class Run:
         return self
 
     def close(self, finished: bool = True) -> None:
+        if not self.closed:
+            self._rejected += self.source.aside().rejected
+        self.closed = True
         self.source.close(finished)
 
     def check(self, documents: Sequence[Rollout]) -> None:

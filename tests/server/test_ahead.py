@@ -20,7 +20,7 @@ from truestep.sampler.server.protocol import Choice, CompletionRequest, Descript
 
 
 def reasons(run: Run) -> list[str]:
-    return [record.reason for record in run.source.drain_rejected()]
+    return [record.reason for record in run.rejected()]
 
 
 @pytest.mark.parametrize("pause", ["wait", "keep", "abort"])
@@ -381,7 +381,7 @@ def test_what_comes_too_late_is_dropped_and_its_prompt_has_another_chance() -> N
 
     run.ahead.maker.make = late_once  # type: ignore[method-assign]
     run.run(10)
-    late_ones = [record for record in run.source.drain_rejected() if "too stale: sampled" in record.reason]
+    late_ones = [record for record in run.rejected() if "too stale: sampled" in record.reason]
     assert {record.group_id for record in late_ones} == {"0"} and len(late_ones) == GROUP
     assert any(0 in numbers for numbers in run.group_numbers)
     assert run.ahead.maker.counts["stale"] == GROUP
@@ -467,11 +467,12 @@ def test_what_a_run_cannot_go_on_from_is_refused() -> None:
     with pytest.raises(SourceError, match="sampler.prompts, data.group_size or seed is not what"):
         run.source.restore(state | {"fingerprint": "other"})
     run.source.restore({name: value for name, value in state.items() if name != "open"})
+    run.shared.updated(0, 0)  # nobody has asked yet: nothing is sent
+    run.source.checkpointed(1)
+    assert not run.servers[0].calls.count("load")
+    run.shared._published = True
     with pytest.raises(ValueError, match="5 documents are not a multiple of groups of 2"):
         run.source.take(STEP + 1, 0)
-    run.source.updated(0)  # nobody has asked yet: nothing is sent
-    run.source.checkpointed(None, 1, 1)  # type: ignore[arg-type]
-    assert not run.servers[0].calls.count("load")
     run.close()
 
 

@@ -49,7 +49,7 @@ def test_the_demo_trains_through_a_server_to_its_accuracy(servers: Servers, tmp_
     for name in set(in_process["sampler"]) - (set(ServerSampler.model_fields) - {"type"}):
         del in_process["sampler"][name]  # an option of sampling in process alone
     run = Recorder(quiet_trainer(Config.model_validate(merged(in_process, changes | quiet))))
-    run.trainer.sinks = [*run.trainer.sinks, _StopWhenAccurate(run.trainer)]
+    run.trainer.sinks.append(_StopWhenAccurate(run.trainer))
     run.trainer.run()
 
     evaluations = read_lines(tmp_path / "grpo" / "evaluation.jsonl")
@@ -78,6 +78,9 @@ class _StopWhenAccurate:
     def evaluation(self, line: dict[str, Any]) -> None:
         if line["sampled_reward"] > ENOUGH:
             self.trainer.ask_to_stop(signal.SIGTERM)
+
+    def close(self) -> None:
+        pass
 
 
 def _changed(config: Config, changes: dict[str, Any]) -> Config:

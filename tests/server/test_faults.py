@@ -13,7 +13,7 @@ import pytest
 from server.conftest import Servers
 from server.proxy import Answer, Proxy, is_group
 from server.runs import completion, label_versions, recorded, server_config
-from small_runs import read_lines
+from small_runs import read_lines, tell
 from truestep.sampler.server.errors import ServerError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]  # the first test waits for the servers to start
@@ -124,16 +124,15 @@ def test_a_server_killed_and_restarted_is_given_its_weights_and_training_goes_on
 ) -> None:
     config = server_config(tmp_path, [servers.second.url], schedule={"steps": 6, "stall_timeout": 280})
     run = recorded(config)
-    updated, restarts = run.trainer.source.updated, []
+    restarts = []
 
-    def kill_after_two_steps(seen: int) -> None:
-        updated(seen)
+    def kill_after_two_steps(step: int, seen: int) -> None:
         if seen == 32:
             servers.second.kill()
             servers.second.start()
             restarts.append(seen)
 
-    run.trainer.source.updated = kill_after_two_steps  # type: ignore[method-assign]
+    tell(run.trainer, updated=kill_after_two_steps)
     assert run.trainer.run() == "all 6 steps are done"
     assert restarts == [32]
     assert run.worst_gap() < 1e-4

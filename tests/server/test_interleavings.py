@@ -130,7 +130,7 @@ def test_whatever_happens_what_is_trained_on_holds(
     names = [document.id for step in first.steps + second.steps for document in step]
     groups = [number for numbers in first.group_numbers + second.group_numbers for number in numbers]
     assert len(set(groups)) == len(groups) == len(names) / GROUP, "each group once, over both processes"
-    rejected = {int(str(record.group_id)) for run in (first, second) for record in run.source.drain_rejected()}
+    rejected = {int(str(record.group_id)) for run in (first, second) for record in run.rejected()}
     assert set(range(max(groups))) - set(groups) - rejected <= left_open
     if ahead == 0:
         for numbers in first.group_numbers + second.group_numbers:

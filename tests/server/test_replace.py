@@ -34,9 +34,8 @@ def prompt_number(document: Any) -> int:
 
 
 def put_aside(run: Run) -> list[int]:
-    """The groups, each once. The trainer notes where the source stands before it asks."""
-    run.source.snapshot()
-    return sorted({int(str(document.group_id)) for document in run.source.drain_put_aside()})
+    """The groups, each once."""
+    return sorted({int(str(document.group_id)) for document in [*run.put_aside(), *run.source.aside().put_aside]})
 
 
 @pytest.mark.parametrize("max_staleness", [0, STEP, 3 * STEP])
@@ -80,24 +79,23 @@ def test_without_the_option_nothing_is_put_aside() -> None:
     run.close()
 
 
-@pytest.mark.parametrize("written", [True, False], ids=["after its line", "before its line"])
+@pytest.mark.parametrize("waiting", [False, True], ids=["after a step", "in a wait"])
 @pytest.mark.parametrize("steps", [1, 2, 5])
-def test_a_run_that_goes_on_lists_each_group_once(steps: int, written: bool) -> None:
-    """It stops between two steps, with groups in the making: what was put aside is in the ledger before or after, never
-    in both and never in neither."""
+def test_a_run_that_goes_on_lists_each_group_once(steps: int, waiting: bool) -> None:
+    """It stops after a step, or while it waits for the next, with groups in the making: what was put aside is in the
+    ledger before or after, never in both and never in neither."""
     equal, rewards = {1, 4, 7}, {"max_staleness": 3 * STEP, "replace_limit": 100}
     first = Run([FakeServer()], rewards=Rewards(equal), **rewards).run(steps)  # type: ignore[arg-type]
-    snapshot = first.source.snapshot()
-    ledger = [str(document.id) for document in first.source.drain_put_aside()] if written else []
-    first.thread.advance(5.0)  # what is put aside meanwhile is of groups that the state has as open
-    state = snapshot()
+    ledger = [str(document.id) for document in first.put_aside()]
+    first.thread.advance(5.0)  # more groups are put aside meanwhile
+    state = (first.source.snapshot() if waiting else first.snapshot)()
     first.close(finished=False)
     second = Run([FakeServer()], rewards=Rewards(equal), weights=first.weights, **rewards)  # type: ignore[arg-type]
     second.source.restore(state)
     second.seen = first.seen
     second.run(4)
-    after = second.source.snapshot()()
-    ledger += [str(document.id) for document in second.source.drain_put_aside()]
+    after = second.snapshot()
+    ledger += [str(document.id) for document in second.put_aside()]
     assert len(set(ledger)) == len(ledger)
     trained = {int(str(document.group_id)) for run in (first, second) for step in run.steps for document in step}
     aside = {int(name.partition("-")[0]) for name in ledger}

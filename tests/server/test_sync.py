@@ -50,13 +50,13 @@ def test_only_the_newest_weights_stay_on_the_disk(servers: Servers, tmp_path: Pa
     weights = tmp_path / "shared"
     run = recorded(server_config(tmp_path, [servers.first.url], sampler={"weights_directory": str(weights)}))
     seen: list[int] = []
-    push = run.trainer.source._publish
+    push = run.shared.publish
 
     def counted(version: int) -> None:
         push(version)
         seen.append(len(list(weights.glob("*truestep-weights-*"))))
 
-    run.trainer.source._publish = counted
+    run.shared.publish = counted
     run.trainer.run()
     assert seen == [1, 2, 2, 2, 2]
     assert not weights.exists(), "a finished run's weights are in its checkpoint"

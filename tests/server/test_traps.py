@@ -202,9 +202,9 @@ def test_kept_completions_are_of_two_policies_and_say_where(servers: Servers, tm
     )
     run = recorded(config)
     run.trainer.check = None  # weights move twice after a step here: the policy is no longer what its version names
-    source, policy = run.trainer.source, run.trainer.policy
-    updated = source.updated
-    (server,) = source._ahead.fleet.servers
+    policy = run.trainer.policy
+    talking, updated = run.shared._servers, run.shared.updated
+    (server,) = talking.ahead.fleet.servers
     stream, came = server.remote.stream, [0]
 
     def counted(asked: Any, arrived: Callable[[int, int], None]) -> Any:
@@ -216,11 +216,11 @@ def test_kept_completions_are_of_two_policies_and_say_where(servers: Servers, tm
 
     server.remote.stream = counted
 
-    def with_completions_under_way(seen: int) -> None:
+    def with_completions_under_way(step: int, seen: int) -> None:
         """Each time, other weights still as soon as completions have many tokens of the last ones."""
-        updated(seen)
+        updated(step, seen)
         if seen < 32:
-            source._publishing.result(60)
+            talking._sending.result(60)
             before, deadline = came[0], time.monotonic() + 60
             while came[0] < before + 600 and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -228,9 +228,9 @@ def test_kept_completions_are_of_two_policies_and_say_where(servers: Servers, tm
                 for parameter in policy.model.parameters():
                     if len(parameter) == policy.vocabulary_size:  # other words for all but the end
                         parameter[1:] = parameter[1:].roll(1, 0)
-            source._publish(seen + 4)
+            run.shared.publish(seen + 4)
 
-    source.updated = with_completions_under_way
+    run.shared.updated = with_completions_under_way
     run.trainer.run()
     assert run.worst_gap() < 1e-4
     of_two = [rollout for rollout in run.taken if len(set(label_versions(rollout).tolist())) > 1]

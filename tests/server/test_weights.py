@@ -23,7 +23,7 @@ from truestep.environments.rater import Rater
 from truestep.policy.loading.load import load_policy
 from truestep.sampler.server.errors import BadAnswerError
 from truestep.sampler.server.probe import expect, make_probes, measure
-from truestep.sampler.server.source import AwaitedRewards, LoopThread
+from truestep.sampler.server.servers import AwaitedRewards, LoopThread
 from truestep.sampler.server.sync import WeightsDirectory
 
 Models = Callable[[str], Path]

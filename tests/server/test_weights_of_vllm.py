@@ -15,7 +15,7 @@ from server.conftest import Servers
 from server.linked_server import BY_LINK
 from server.runs import recorded, server_config
 from server.vllm_server import VllmServer
-from small_runs import read_lines
+from small_runs import read_lines, tell
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]  # the first test waits for the servers to start
 
@@ -62,14 +62,12 @@ def test_ranks_train(way: Way, parallel: dict[str, int], tmp_path: Path) -> None
 def test_a_server_that_is_started_anew_is_given_weights_anew(way: Way, tmp_path: Path) -> None:
     schedule = {"steps": 4, "stall_timeout": 280}
     run = recorded(server_config(tmp_path, [way.server.url], sampler=way.sampler, schedule=schedule))
-    updated = run.trainer.source.updated
 
-    def kill_once(seen: int) -> None:
-        updated(seen)
+    def kill_once(step: int, seen: int) -> None:
         if seen == 32:
             way.server.kill()
             way.server.start()
 
-    run.trainer.source.updated = kill_once  # type: ignore[method-assign]
+    tell(run.trainer, updated=kill_once)
     assert run.trainer.run() == "all 4 steps are done"
     assert run.worst_gap() < 1e-4

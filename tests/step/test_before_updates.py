@@ -16,14 +16,16 @@ import torch
 from documents import make_documents
 from oracles.step import oracle_logprobs, oracle_step
 from scoring import check_against_oracle, run_score, write_records
-from small_runs import file_config, quiet_trainer, read_lines, write_rollouts
+from small_runs import file_config, quiet_trainer, read_lines, tell, write_rollouts
 from tiny import make_model, make_records, set_old_logprobs
 from truestep.config.schema import Config
 from truestep.losses.labels import Labels
 from truestep.losses.reference import KlReference
 from truestep.run_directory import RunError
+from truestep.step.annotators import Annotators, OwnLogprobs, ReferenceLogprobs
 from truestep.step.plan import make_plan
-from truestep.step.scoring import BeforeUpdates
+from truestep.step.runner import StepRunner
+from truestep.trainer import Trainer
 from truestep.types import DocumentScore
 
 Model = Callable[[str], Path]
@@ -156,10 +158,9 @@ def test_an_offloaded_reference_is_away_between_uses_and_changes_no_number(
         config = resumable(model, tmp_path, str(offload), 3)
         changes = {"loss.kl_reference.offload": offload, "model.dtype": dtype, "deterministic": False}
         trainer = quiet_trainer(config.changed(changes))
-        assert trainer.before._reference is not None
-        frozen = trainer.before._reference.policy.weights.frozen
+        frozen = reference_of(trainer).policy.weights.frozen
         sizes: list[int] = []
-        trainer.hooks = replace(trainer.hooks, on_gradient=lambda *_, f=frozen, s=sizes: s.append(held(f)))
+        tell(trainer, gradient=lambda *_, f=frozen, s=sizes: s.append(held(f)))
         assert (held(frozen) == 0) == offload
         trainer.run()
         assert len(sizes) == 3 and all((size == 0) == offload for size in sizes) and (held(frozen) == 0) == offload
@@ -167,6 +168,11 @@ def test_an_offloaded_reference_is_away_between_uses_and_changes_no_number(
     names = ("loss", "kl_reference", "kl_new_reference", "reference_logprobs", "grad_norm")
     assert [[line[n] for n in names] for line in lines[True]] == [[line[n] for n in names] for line in lines[False]]
     assert lines[True][0]["kl_reference"] == 0.0 < lines[True][2]["kl_reference"]
+
+
+def reference_of(trainer: Trainer) -> StepRunner:
+    (reference,) = [each for each in trainer.annotators.all if isinstance(each, ReferenceLogprobs)]
+    return reference.runner
 
 
 def held(tensors: Mapping[str, torch.Tensor]) -> int:
@@ -177,17 +183,17 @@ def test_a_reference_has_no_gradients(tiny_model: Model, tmp_path: Path) -> None
     write_rollouts(tmp_path / "r.jsonl", 10)
     trainer = quiet_trainer(resumable(tiny_model("llama"), tmp_path, "run", 2))
     torch.use_deterministic_algorithms(False)
-    reference = trainer.before._reference
-    assert reference is not None and not reference.policy.weights.master
+    reference = reference_of(trainer)
+    assert not reference.policy.weights.master
     before = {name: part.clone() for name, part in reference.policy.weights.frozen.items()}
     trainer.run()
     assert all(torch.equal(before[name], part) for name, part in reference.policy.weights.frozen.items())
 
 
 def test_old_logprobs_are_those_of_the_first_of_many_updates() -> None:
-    before, plan = BeforeUpdates(keeps_own=True), make_plan(make_documents([4, 6]), [[0, 1]], 0)
+    annotators, plan = Annotators([OwnLogprobs()]), make_plan(make_documents([4, 6]), [[0, 1]], 0)
     for update in range(3):
-        step = before.complete(replace(plan, repeated=update > 0))
+        step = annotators.annotate(replace(plan, repeated=update > 0))
         kept = [document.recomputed_logprobs for document in step.documents]
         if update:
             values = [one[document.loss_mask] for one, document in zip(kept, step.documents, strict=True)]
@@ -195,6 +201,6 @@ def test_old_logprobs_are_those_of_the_first_of_many_updates() -> None:
         else:
             assert kept == [None, None]
         own = [np.full(document.num_labels, -1.0 - update, np.float32) for document in step.documents]
-        before.computed(
+        annotators.computed(
             step, [DocumentScore(document.id, one, one) for document, one in zip(step.documents, own, strict=True)]
         )

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from documents import make_document, make_documents, same_document
 from truestep.rollouts.documents import document_line, read_document
-from truestep.rollouts.source import FileSource, SourceError
+from truestep.rollouts.source import FileSource, SourceError, Taken
 from truestep.step.plan import StepRule
 from truestep.step.queue import PlanQueue
-from truestep.types import PutAside, Rejected, Rollout, StepPlan
+from truestep.types import Rollout, StepPlan
 
 LIMIT = 500  # plans; a queue that never ends fails instead of hanging
 
@@ -39,7 +39,7 @@ class Case:
         return PlanQueue(self.source(), self.rule, updates_per_batch=self.updates, drop_last=self.drop)
 
     def order(self) -> list[Rollout]:
-        return list(self.source().take(10**6, 0))
+        return list(self.source().take(10**6, 0).documents)
 
 
 ANY_TARGET = st.integers(0, 9)
@@ -240,11 +240,14 @@ class Sampling:
     _made: int = 0
     versions: list[int] = field(default_factory=list)
 
-    def take(self, count: int, documents_seen: int) -> Sequence[Rollout]:
+    def take(self, count: int, documents_seen: int) -> Taken:
         self.versions.append(documents_seen)
         numbers = range(self._made, self._made + count)
         self._made += count
-        return [make_document(f"s{number}", 3) for number in numbers if (number + 1) % self.reject_every]
+        return Taken([make_document(f"s{number}", 3) for number in numbers if (number + 1) % self.reject_every])
+
+    def aside(self) -> Taken:
+        return Taken()
 
     def state(self) -> dict[str, Any]:
         return {"made": self._made}
@@ -255,15 +258,6 @@ class Sampling:
 
     def restore(self, state: dict[str, Any]) -> None:
         self._made = state["made"]
-
-    def drain_measured(self) -> dict[str, float]:
-        return {}
-
-    def drain_put_aside(self) -> list[PutAside]:
-        return []
-
-    def drain_rejected(self) -> list[Rejected]:
-        return []
 
 
 @pytest.mark.parametrize("drop", [False, True])

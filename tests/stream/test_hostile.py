@@ -9,7 +9,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from truestep.rollouts.stream import directory as directory_module
 from truestep.rollouts.stream.directory import DirectoryTransport
 from truestep.rollouts.stream.redis import RedisTransport
 from truestep.rollouts.stream.source import StreamSource
+from truestep.types import Rejected
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +47,8 @@ def watching(directory: Path, **options: Any) -> StreamSource:
     return make_source(DirectoryTransport(directory), stall_timeout=60, **options)
 
 
-def reasons(source: StreamSource) -> list[str]:
-    return [one.reason for one in source.drain_rejected()]
+def reasons(records: Sequence[Rejected]) -> list[str]:
+    return [one.reason for one in records]
 
 
 NESTED = b"[" * 100_000 + b"]" * 100_000
@@ -75,8 +76,8 @@ def test_a_hostile_line_is_a_named_rejection(name: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(good(1, 2) + content + b"\n" + good(3, 4))
     (tmp_path / "END").touch()
     source = watching(tmp_path)
-    got = ids(source.take(9, 0))
-    said = reasons(source)
+    taken = source.take(9, 0)
+    got, said = ids(taken.documents), reasons(taken.rejected)
     assert [one for one in got if one != "x"] == ["1", "2", "3", "4"]
     assert len(said) == (0 if "x" in got else 1)
     assert all(one.startswith(reason) and len(one) < 500 and one.isprintable() for one in said), said
@@ -89,9 +90,10 @@ def test_one_id_many_times(tmp_path: Path) -> None:
     source = watching(tmp_path)
     sizes: list[int] = []
     source.put_rejected = lambda rejected: sizes.append(len(rejected))
-    assert ids(source.take(2, 0)) == ["same", "1"]
+    taken = source.take(2, 0)
+    assert ids(taken.documents) == ["same", "1"]
     assert sizes == [1000] * 5
-    assert reasons(source) == []
+    assert not taken.rejected
 
 
 def test_groups_of_other_sizes_than_the_run_was_told(tmp_path: Path) -> None:
@@ -99,7 +101,7 @@ def test_groups_of_other_sizes_than_the_run_was_told(tmp_path: Path) -> None:
     records = [record(f"{group}{member}", float(member), group) for group in "abcd" for member in range(3)]
     (tmp_path / "a.jsonl").write_bytes(b"".join(map(line, records)))
     source = watching(tmp_path, group_size=2)
-    assert ids(source.take(8, 0)) == ["a0", "a1", "b0", "b1", "c0", "c1", "d0", "d1"]
+    assert ids(source.take(8, 0).documents) == ["a0", "a1", "b0", "b1", "c0", "c1", "d0", "d1"]
     assert source._intake.in_open_groups == (3, 3), "the thirds, which a later group of that name would complete"
 
 
@@ -140,8 +142,9 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "e.jsonl").symlink_to(tmp_path)
     (tmp_path / "f.jsonl").write_bytes(good(1, 2))
     source = watching(tmp_path)
-    assert ids(source.take(2, 0)) == ["1", "2"]
-    assert sorted(set(reasons(source))) == ["the file cannot be read: Too many levels of symbolic links"]
+    taken = source.take(2, 0)
+    assert ids(taken.documents) == ["1", "2"]
+    assert sorted(set(reasons(taken.rejected))) == ["the file cannot be read: Too many levels of symbolic links"]
     assert "b.jsonl cannot be read" in (source._transport.hint() or "")
 
 
@@ -229,9 +232,9 @@ def test_names_with_escapes(tmp_path: Path) -> None:
     (tmp_path / "END").touch()
     source = watching(tmp_path)
     taken = source.take(9, 0)
-    assert sorted(ids(taken)) == sorted(f"{name}:1" for name in NAMES[:5])
+    assert sorted(ids(taken.documents)) == sorted(f"{name}:1" for name in NAMES[:5])
     json.dumps(source.state())
-    rejected = source.drain_rejected()
+    rejected = taken.rejected
     assert len(rejected) == 5
     assert all(one.reason.isprintable() for one in rejected)
 
@@ -324,9 +327,10 @@ def test_a_server_that_answers_garbage_and_recovers(name: str, redis_server: Red
     redis_server.end("s")
     transport = RedisTransport(url=proxy.url, stream="s", group="truestep", consumer="trainer")
     source = make_source(transport, stall_timeout=60)
-    assert ids(source.take(9, 0)) == ["1", "2", "3", "4", "5", "6"]
+    taken = source.take(9, 0)
+    assert ids(taken.documents) == ["1", "2", "3", "4", "5", "6"]
     assert proxy.left < 2
-    assert reasons(source) == []
+    assert reasons(taken.rejected) == []
     source.close(True)
     proxy.close()
 
@@ -397,8 +401,9 @@ def test_hostile_entries(redis_server: RedisServer, monkeypatch: pytest.MonkeyPa
     redis_server.end("s")
     transport = RedisTransport(url=redis_server.url, stream="s", group="truestep", consumer="trainer")
     source = make_source(transport, stall_timeout=60)
-    assert ids(source.take(9, 0)) == ["1", "2", "3", "4"]
-    said = reasons(source)
+    taken = source.take(9, 0)
+    assert ids(taken.documents) == ["1", "2", "3", "4"]
+    said = reasons(taken.rejected)
     assert len(said) == 7 + 50
     assert said[2] == "the record is not read: it has more than 1 MiB"
     source.close(True)
@@ -417,9 +422,10 @@ def test_replies_are_read_up_to_a_ceiling(redis_server: RedisServer, monkeypatch
     redis_server.end("s")
     transport = RedisTransport(url=redis_server.url, stream="s", group="truestep", consumer="trainer")
     source = make_source(transport, stall_timeout=60, ids=Path(tempfile.mkdtemp()))
-    assert ids(source.take(7, 0)) == [str(number) for number in range(1, 8)]
-    assert reasons(source) == ["the record is not read: it has more than 100,000 bytes"] * 2
-    assert ids(source.take(9, 7)) == ["8", "9"]
+    taken = source.take(7, 0)
+    assert ids(taken.documents) == [str(number) for number in range(1, 8)]
+    assert reasons(taken.rejected) == ["the record is not read: it has more than 100,000 bytes"] * 2
+    assert ids(source.take(9, 7).documents) == ["8", "9"]
     source.close(True)
 
 
@@ -435,8 +441,9 @@ def test_a_restart_behind_entries_that_are_too_large(
     for again in range(2):
         transport = RedisTransport(url=redis_server.url, stream="s", group="truestep", consumer="trainer")
         source = make_source(transport, stall_timeout=60)
-        assert ids(source.take(4, 0)) == ["1", "2", "3", "4"], again
-        assert len(reasons(source)) == 3
+        taken = source.take(4, 0)
+        assert ids(taken.documents) == ["1", "2", "3", "4"], again
+        assert len(reasons(taken.rejected)) == 3
         source._reading.close()  # and nothing is acknowledged
 
 
@@ -448,6 +455,7 @@ def test_entries_larger_than_any_record(redis_server: RedisServer) -> None:
     redis_server.send("s", numbered(1, 2))
     transport = RedisTransport(url=redis_server.url, stream="s", group="truestep", consumer="trainer")
     source = make_source(transport, stall_timeout=120)
-    assert ids(source.take(2, 0)) == ["1", "2"]
-    assert reasons(source) == ["the record is not read: it has more than 128 MiB"] * 3
+    taken = source.take(2, 0)
+    assert ids(taken.documents) == ["1", "2"]
+    assert reasons(taken.rejected) == ["the record is not read: it has more than 128 MiB"] * 3
     source.close(True)

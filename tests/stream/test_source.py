@@ -19,12 +19,13 @@ from stream.clock import Clock, ReadingOnClock
 from stream.redis_server import RedisServer, needs_redis
 from truestep.rollouts.record import Checks
 from truestep.rollouts.source import SourceError
+from truestep.rollouts.stream.announcements import Announcements
 from truestep.rollouts.stream.directory import DirectoryTransport
 from truestep.rollouts.stream.ids import SeenIds
 from truestep.rollouts.stream.redis import RedisTransport
 from truestep.rollouts.stream.source import StreamSource
 from truestep.rollouts.stream.transport import Transport
-from truestep.types import Rollout
+from truestep.types import Rejected, Rollout
 
 BAD = {"input_ids": []}
 
@@ -95,8 +96,8 @@ def test_looking_takes_nothing_and_taking_takes_once(tmp_path: Path, put: Callab
     put(numbered(1, 5))
     assert ids(source.peek(2)) == ["1", "2"]
     assert ids(source.peek(3)) == ["1", "2", "3"]
-    assert ids(source.take(2, 0)) == ["1", "2"]
-    assert ids(source.take(2, 2)) == ["3", "4"]
+    assert ids(source.take(2, 0).documents) == ["1", "2"]
+    assert ids(source.take(2, 2).documents) == ["3", "4"]
 
 
 def test_fewer_only_at_the_end(tmp_path: Path, put: Callable[..., None]) -> None:
@@ -105,7 +106,7 @@ def test_fewer_only_at_the_end(tmp_path: Path, put: Callable[..., None]) -> None
     threading.Timer(0.2, lambda: (put(numbered(4, 5)), (tmp_path / "END").touch())).start()
     assert ids(source.peek(4)) == ["1", "2", "3", "4"]
     assert ids(source.peek(9)) == ["1", "2", "3", "4", "5"]
-    assert ids(source.take(9, 0)) == ["1", "2", "3", "4", "5"]
+    assert ids(source.take(9, 0).documents) == ["1", "2", "3", "4", "5"]
     assert source.peek(1) == []
 
 
@@ -125,7 +126,7 @@ def test_records_without_ids_in_a_file_whose_name_is_used_again(how: str, tmp_pa
     lines = [json.dumps({name: value for name, value in one.items() if name != "id"}) for one in numbered(1, 5)]
     path.write_text("\n".join(lines[:3]) + "\n")
     source = make_source(DirectoryTransport(tmp_path), stall_timeout=20, ids=tmp_path)
-    assert ids(source.take(3, 0)) == ["a.jsonl:1", "a.jsonl:2", "a.jsonl:3"]
+    assert ids(source.take(3, 0).documents) == ["a.jsonl:1", "a.jsonl:2", "a.jsonl:3"]
     beside.write_text("\n".join([lines[0], lines[3], lines[2], lines[4]]) + "\n")
     if how in ("renamed", "over a restart"):
         beside.rename(path)
@@ -138,8 +139,9 @@ def test_records_without_ids_in_a_file_whose_name_is_used_again(how: str, tmp_pa
         state = json.loads(json.dumps(source.state()))
         source = make_source(DirectoryTransport(tmp_path), stall_timeout=20, ids=tmp_path)
         source.restore(state)
-    assert ids(source.take(2, 3)) == ["a.jsonl:2#2", "a.jsonl:4"]
-    assert [(one.line, one.reason) for one in source.drain_rejected()] == [
+    taken = source.take(2, 3)
+    assert ids(taken.documents) == ["a.jsonl:2#2", "a.jsonl:4"]
+    assert [(one.line, one.reason) for one in taken.rejected] == [
         (1, "id is 'a.jsonl:1': repeated, a document of this id came before"),
         (3, "id is 'a.jsonl:3': repeated, a document of this id came before"),
     ]
@@ -148,6 +150,8 @@ def test_records_without_ids_in_a_file_whose_name_is_used_again(how: str, tmp_pa
 def test_the_error_says_what_was_waited_for(tmp_path: Path, put: Callable[..., None], clock: Clock) -> None:
     source = make_source(DirectoryTransport(tmp_path), group_size=2, clock=clock)
     put([record("a", 1.0, "g"), record("b", 2.0, "g"), record("c", 1.0, "h"), record("d", 1.0) | BAD])
+    rejected: list[Rejected] = []
+    source.put_rejected = rejected.extend
     with pytest.raises(SourceError) as caught:
         source.peek(8)
     assert clock.now == pytest.approx(0.3)
@@ -156,7 +160,7 @@ def test_the_error_says_what_was_waited_for(tmp_path: Path, put: Callable[..., N
         "step waits for are there; in groups that are not complete: 1 in 1 (data.group_size); rejected meanwhile: 1, "
         "see rejected.jsonl; files are read whose names end in .jsonl"
     )
-    assert len(source.drain_rejected()) == 1
+    assert len(rejected) == 1
 
 
 def test_a_slow_sender_is_alive_and_one_that_sends_only_bad_records_is_not(
@@ -176,17 +180,21 @@ def test_a_slow_sender_is_alive_and_one_that_sends_only_bad_records_is_not(
 
 def test_only_a_new_checkpoint_acknowledges(tmp_path: Path, put: Callable[..., None]) -> None:
     """The last one of a run may be the one that was there: it does not hold what was read since."""
-    source = make_source(DirectoryTransport(tmp_path))
+    transport = DirectoryTransport(tmp_path)
+    source, announcements = make_source(transport), Announcements(transport)
     put(numbered(1, 2))
     source.take(2, 0)
-    source.updated(2)
+    announcements.updated(1, 2)
     source.state()
     assert not (tmp_path / "events.jsonl").exists(), "taken, and in no complete checkpoint"
-    source.checkpointed(tmp_path / "step-1", 1, 2)
+    source.checkpointed(2)
+    announcements.saved(tmp_path / "step-1", 1, 2)
     put(numbered(3, 4))
     source.peek(2)
     source.state()
-    source.checkpointed(tmp_path / "step-1", 1, 2)
+    source.checkpointed(2)
+    announcements.saved(tmp_path / "step-1", 1, 2)
+    announcements.ended("", finished=True)
     source.close(True)
     assert read_lines(tmp_path / "events.jsonl") == [
         {"event": "acknowledged", "files": ["1.jsonl"]},
@@ -196,7 +204,9 @@ def test_only_a_new_checkpoint_acknowledges(tmp_path: Path, put: Callable[..., N
 
 
 def test_a_run_that_stopped_early_is_not_finished(tmp_path: Path) -> None:
-    make_source(DirectoryTransport(tmp_path)).close(False)
+    transport = DirectoryTransport(tmp_path)
+    Announcements(transport).ended("", finished=False)
+    make_source(transport).close(False)
     assert not (tmp_path / "events.jsonl").exists()
 
 
@@ -210,11 +220,11 @@ def test_a_restart_has_the_open_groups_and_the_baseline_of_one_that_was_cut(
 ) -> None:
     source = make_source(DirectoryTransport(tmp_path), group_size=3, ids=tmp_path)
     put([record(f"{name}{place}", float(place), name) for place, name in enumerate("abaabcb")])
-    assert ids(source.take(2, 0)) == ["a0", "a2"]
+    assert ids(source.take(2, 0).documents) == ["a0", "a2"]
     held = json.loads(json.dumps(source.state()))
     again = make_source(DirectoryTransport(tmp_path), group_size=3, ids=tmp_path)
     again.restore(held)
-    straight, resumed = source.take(4, 2), again.take(4, 2)
+    straight, resumed = source.take(4, 2).documents, again.take(4, 2).documents
     assert ids(straight) == ids(resumed) == ["a3", "b1", "b4", "b6"]
     assert all(same_document(*pair) for pair in zip(straight, resumed, strict=True))
 
@@ -255,9 +265,10 @@ def test_a_checkpoint_is_acknowledged_by_the_restart_if_need_be(redis_server: Re
     again = over_redis(redis_server, ids=tmp_path)
     again.restore(held)
     assert len(redis_server.pending("s")) <= 1, "what the dead one read ahead of its place"
-    again.checkpointed(tmp_path, 1, 2)
+    again.checkpointed(2)
+    Announcements(again._transport).saved(tmp_path, 1, 2)
     assert [event["event"] for event in redis_server.events("s:events")] == ["weights_ready"]
-    assert ids(again.take(2, 2)) == ["3", "4"]
+    assert ids(again.take(2, 2).documents) == ["3", "4"]
 
 
 def test_a_checkpoint_acknowledges_what_it_holds_and_no_more(tmp_path: Path, put: Callable[..., None]) -> None:
@@ -266,9 +277,8 @@ def test_a_checkpoint_acknowledges_what_it_holds_and_no_more(tmp_path: Path, put
     for first in (1, 3):
         put(numbered(first, first + 1))
         source.take(2, first - 1)
-        source.updated(first + 1)
         source.state()
     for step in (1, 2):
-        source.checkpointed(tmp_path / f"step-{step}", step, 2 * step)
+        source.checkpointed(2 * step)
         events = [event for event in read_lines(tmp_path / "events.jsonl") if event["event"] == "acknowledged"]
         assert [event["files"] for event in events] == [[f"{number}.jsonl"] for number in range(1, step + 1)]

@@ -20,6 +20,7 @@ from small_runs import (
     merged,
     quiet_trainer,
     read_lines,
+    tell,
     tokenised_model,
     without_times,
     write_lines,
@@ -156,9 +157,8 @@ def test_a_run_that_waits_ends_at_the_first_signal(model: Path, tmp_path: Path) 
     put(tmp_path / "sent", "a.jsonl", [*records[:8], {"id": "bad"}])
     trainer = quiet_trainer(config)
     # Once the only step that can be made is made, and the run waits for the documents of the next.
-    updated = trainer.source.updated
     stop = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
-    trainer.source.updated = lambda seen: (updated(seen), stop.start())  # type: ignore
+    tell(trainer, updated=lambda *_: stop.start())
     assert "stopped by a signal after step 1" in trainer.run()
     assert trainer.stopped_by == signal.SIGTERM
     put(tmp_path / "sent", "b.jsonl", records[8:])

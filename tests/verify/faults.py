@@ -24,12 +24,12 @@ from truestep.policy.weights.protocol import StagePass
 from truestep.policy.weights.sharded import ShardedWeights
 from truestep.ranks.group import Ranks
 from truestep.step import runner
+from truestep.step.annotators import OwnLogprobs
 from truestep.step.chosen import Chooser
 from truestep.step.label_shares import MicroBatch
 from truestep.step.passes import Passes
 from truestep.step.runner import StepRunner
 from truestep.step.schedule import Pass
-from truestep.step.scoring import BeforeUpdates
 from truestep.types import PackedBatch, StepPlan, StepTotals
 
 train = import_module("truestep.train")  # the module: the package has the function of this name
@@ -228,13 +228,13 @@ def extremes_of_a_stage_without_a_loss() -> None:
 
 def recomputed_after_the_update() -> None:
     """Old log-probs are computed anew at every update: the ratio is always 1."""
-    BeforeUpdates.computed = lambda self, plan, scores: None  # type: ignore[method-assign]
+    OwnLogprobs.computed = lambda self, plan, scores: plan  # type: ignore[method-assign]
 
 
 def reference_that_is_trained() -> None:
     """The policy itself stands for the reference."""
-    honest = train.make_before_updates
-    train.make_before_updates = lambda config, runner, load: honest(config, runner, lambda path: runner.policy)
+    honest = train.make_annotators
+    train.make_annotators = lambda config, runner, load: honest(config, runner, lambda path: runner.policy)
 
 
 def masked_labels_leave_the_denominator() -> None:

@@ -5,15 +5,15 @@ from collections.abc import Callable
 from truestep.assemble.step import make_rule, tolerance_of
 from truestep.config.schema import Config
 from truestep.config.sections import ServerSampler
-from truestep.rollouts.source import Source
-from truestep.sampler.server.shared import SharedServerSource
-from truestep.sampler.server.source import ServerSource
+from truestep.sampler.server.shared import SharedServers
 from truestep.step.agreement import Judge
 from truestep.step.check import SamplerCheck
 from truestep.step.runner import StepRunner
 
 
-def make_check(config: Config, runner: StepRunner, source: Source, say: Callable[[str], None]) -> SamplerCheck | None:
+def make_check(
+    config: Config, runner: StepRunner, servers: SharedServers | None, say: Callable[[str], None]
+) -> SamplerCheck | None:
     """Make the check; None where no sampler makes the documents. `say` is told what is wrong with sampling in process,
     which ends no run."""
     sampler, data = config.sampler, config.data
@@ -26,11 +26,11 @@ def make_check(config: Config, runner: StepRunner, source: Source, say: Callable
     if not isinstance(sampler, ServerSampler):
         return SamplerCheck(runner, rule, judge, warn=say)
     ahead = sampler.max_staleness > 0 and sampler.check_share > 0
-    assert isinstance(source, ServerSource | SharedServerSource)
+    assert servers is not None
     return SamplerCheck(
         runner,
         rule,
         judge,
         max_staleness=sampler.max_staleness,
-        arrived=source.arrived if ahead else None,
+        arrived=servers.arrived if ahead else None,
     )

@@ -10,18 +10,16 @@ from truestep.environments.prompts import load_prompts
 from truestep.losses.objective import Denominator, Objective
 from truestep.policy.policy import Policy
 from truestep.rollouts.files import DataError
-from truestep.rollouts.source import Source
 from truestep.sampler.decode import DecodeOptions
 from truestep.sampler.evaluate import AnsweredHere, Answers, Evaluator
 from truestep.sampler.in_process import stop_ids
-from truestep.sampler.server.shared import SharedServerSource
-from truestep.sampler.server.source import ServerSource
+from truestep.sampler.server.shared import SharedServers
 from truestep.step.check import SamplerCheck
 from truestep.step.held_out import HeldOutLoss
 
 
 def make_evaluator(
-    config: Config, policy: Policy, raters: Raters, source: Source, check: SamplerCheck | None
+    config: Config, policy: Policy, raters: Raters, servers: SharedServers | None, check: SamplerCheck | None
 ) -> Evaluator | HeldOutLoss | None:
     evaluation, sampler = config.evaluation, config.sampler
     if evaluation is not None and evaluation.prompts is None:
@@ -34,8 +32,8 @@ def make_evaluator(
     held_out = load_prompts(evaluation.prompts, policy.tokenizer, policy.vocabulary_size)
     answers: Answers = AnsweredHere(policy)
     if evaluation.servers:
-        assert isinstance(source, ServerSource | SharedServerSource)
-        answers = source.answer
+        assert servers is not None
+        answers = servers.answer
     return Evaluator(
         answers=answers,
         prompts=held_out[: evaluation.max_prompts],

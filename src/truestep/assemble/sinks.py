@@ -1,13 +1,9 @@
-"""Makes the sinks that a run's numbers go to, and what keeps its rollouts."""
-
-from collections.abc import Callable, Sequence
+"""Makes the sinks that a run's numbers go to."""
 
 from truestep.config.schema import Config
 from truestep.custom import load_custom
 from truestep.files import read_json_lines
-from truestep.kept.keeper import Keeper
 from truestep.metrics.sinks import JsonLines, Sink, TensorBoardSink, TrackioSink, WandbSink
-from truestep.policy.policy import Policy
 from truestep.report.verdicts.watching import Watching
 from truestep.run_directory import RunDirectory
 from truestep.terminal.display import Display
@@ -49,24 +45,6 @@ def make_watching(config: Config, directory: RunDirectory, display: Display) -> 
         steps=read_json_lines(directory.metrics),
         evaluations=read_json_lines(directory.evaluations),
         warnings=read_json_lines(directory.warnings),
-    )
-
-
-def make_keeper(config: Config, directory: RunDirectory, policy: Policy, say: Callable[[str], None]) -> Keeper | None:
-    """Make what keeps rollouts; a model without a tokenizer has them without text."""
-    options, tokenizer = config.logging.rollouts, policy.tokenizer
-    if options is None:
-        return None
-
-    def decode(ids: Sequence[int], plain: bool) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=plain))
-
-    return Keeper(
-        directory.path,
-        **options.model_dump(),
-        decode=None if tokenizer is None else decode,
-        say=say if config.logging.console else _nowhere,
-        writes=directory.writes,
     )
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import os
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from truestep.config.sections import (
 )
 from truestep.custom import check_options, load_custom
 from truestep.environments.prompts import Prompt, find_prompts, load_prompts
+from truestep.observers import Observer
 from truestep.policy.loading.load import load_tokenizer
 from truestep.policy.policy import Policy
 from truestep.ranks.group import Ranks
@@ -32,6 +34,7 @@ from truestep.rollouts.parts import PartedSource
 from truestep.rollouts.record import Checks, Needs
 from truestep.rollouts.shared import SharedPeekableSource
 from truestep.rollouts.source import FileSource, Source, SourceError
+from truestep.rollouts.stream.announcements import Announcements
 from truestep.rollouts.stream.directory import DirectoryTransport
 from truestep.rollouts.stream.given import GivenTransport
 from truestep.rollouts.stream.ids import SeenIds
@@ -44,8 +47,9 @@ from truestep.sampler.in_process import InProcessSource, stop_ids
 from truestep.sampler.server.ahead import Pace
 from truestep.sampler.server.making import SamplingOptions
 from truestep.sampler.server.protocol import InferenceServer
-from truestep.sampler.server.shared import SharedServerSource
-from truestep.sampler.server.source import AwaitedRewards, ServerSource
+from truestep.sampler.server.servers import AwaitedRewards, Servers
+from truestep.sampler.server.shared import SharedServers, SharedServerSource
+from truestep.sampler.server.source import ServerSource
 from truestep.sampler.server.sync import Publisher, WeightsDirectory
 from truestep.text import keep_secret
 from truestep.types import PutAside, Rejected, Rollout
@@ -76,20 +80,29 @@ def check_inputs(config: Config, ranks: Ranks) -> None:
         server_maker(sampler)
 
 
-def make_source(config: Config, policy: Policy, ranks: Ranks, raters: Raters) -> Source:
+@dataclasses.dataclass(frozen=True)
+class Supply:
+    """A source of documents, and whoever is told of new weights."""
+
+    source: Source
+    publication: Observer | None = None
+    servers: SharedServers | None = None
+
+
+def make_supply(config: Config, policy: Policy, ranks: Ranks, raters: Raters) -> Supply:
     if config.data.source is not None:
-        return _make_stream_source(config, policy, ranks)
+        return _make_stream_supply(config, policy, ranks)
     if config.sampler is None:
-        return _make_file_source(config, policy, ranks)
+        return Supply(_make_file_source(config, policy, ranks))
     if isinstance(config.sampler, InProcessSampler):
-        return _make_in_process_source(config, config.sampler, policy, raters)
-    publisher = _make_publisher(config, config.sampler)
-    if ranks.size == 1:
-        return _make_server_source(config, config.sampler, policy, raters, publisher)
-    sampler, made = config.sampler, list[ServerSource]()
+        return Supply(_make_in_process_source(config, config.sampler, policy, raters))
+    sampler, made = config.sampler, list[tuple[ServerSource, Servers]]()
+    publisher = _make_publisher(config, sampler)
     # Only the first rank makes one; what that raises, all raise.
     ranks.share(lambda: made.append(_make_server_source(config, sampler, policy, raters, publisher)))
-    return SharedServerSource(made[0] if made else None, policy, publisher)
+    source, servers = made[0] if made else (None, None)
+    shared = SharedServers(servers, policy, publisher)
+    return Supply(SharedServerSource(source, shared, policy), publication=shared, servers=shared)
 
 
 def _make_file_source(config: Config, policy: Policy, ranks: Ranks) -> Source:
@@ -208,17 +221,19 @@ def make_transport(source: RedisSource | DirectorySource | CustomSource) -> Tran
     )
 
 
-def _make_stream_source(config: Config, policy: Policy, ranks: Ranks) -> Source:
+def _make_stream_supply(config: Config, policy: Policy, ranks: Ranks) -> Supply:
     data = config.data
     assert data.source is not None
     if not ranks.first:
-        return SharedPeekableSource(None, ranks)
+        return Supply(SharedPeekableSource(None, ranks))
     assert config.checkpoint.directory is not None
     ids = SeenIds(Path(config.checkpoint.directory) / IDS_FILE)
     checks = _checks(config, policy.vocabulary_size, lambda: policy.tokenizer)
     timeout = config.schedule.stall_timeout
-    source = StreamSource(make_transport(data.source), checks, timeout, ids, data.group_timeout)
-    return source if ranks.size == 1 else SharedPeekableSource(source, ranks)
+    transport = make_transport(data.source)
+    source = StreamSource(transport, checks, timeout, ids, data.group_timeout)
+    shared = source if ranks.size == 1 else SharedPeekableSource(source, ranks)
+    return Supply(shared, publication=Announcements(transport))
 
 
 def read_prompts(sampler: SamplerConfig, policy: Policy) -> list[Prompt]:
@@ -303,27 +318,28 @@ def _make_publisher(config: Config, sampler: ServerSampler) -> Publisher:
 
 def _make_server_source(
     config: Config, sampler: ServerSampler, policy: Policy, raters: Raters, publisher: Publisher
-) -> ServerSource:
+) -> tuple[ServerSource, Servers]:
     data, schedule = config.data, config.schedule
     rewards = sampler_rewards(config, policy.weights.ranks)
     assert data.group_size is not None and rewards is not None
     prompts = read_prompts(sampler, policy)
     check_lengths(prompts, sampler.max_new_tokens, data.tokens_per_microbatch)
-    return ServerSource(
-        policy=policy,
+    sampling = SamplingOptions(
+        group_size=data.group_size,
+        seed=config.seed,
+        temperature=sampler.temperature,
+        max_new_tokens=sampler.max_new_tokens,
+        stop_ids=stop_ids(policy),
+        vocabulary_size=policy.vocabulary_size,
+        stop_at_rejected=data.on_bad_record == "stop",
+        check_share=sampler.check_share if sampler.max_staleness else 0.0,
+    )
+    servers = Servers(
         prompts=prompts,
         make_servers=server_maker(sampler),
         rewards=AwaitedRewards(raters.of(rewards), config.seed),
-        sampling=SamplingOptions(
-            group_size=data.group_size,
-            seed=config.seed,
-            temperature=sampler.temperature,
-            max_new_tokens=sampler.max_new_tokens,
-            stop_ids=stop_ids(policy),
-            vocabulary_size=policy.vocabulary_size,
-            stop_at_rejected=data.on_bad_record == "stop",
-            check_share=sampler.check_share if sampler.max_staleness else 0.0,
-        ),
+        sampling=sampling,
+        read=partial(policy.tokenizer.decode, skip_special_tokens=True),
         pace=Pace(
             docs_per_step=schedule.docs_per_step,
             documents_per_take=schedule.docs_per_step * schedule.updates_per_batch,
@@ -333,11 +349,16 @@ def _make_server_source(
         ),
         publisher=publisher,
         send_from=policy.device if sampler.transfer == "nccl" else None,
-        advantage_rule=advantage_rule(config),
-        truncated=data.truncated,
-        replace_limit=_replace_limit(config),
         pause=sampler.pause,
         rolling=sampler.updates == "rolling",
         tolerance=tolerance_of(config),
-        publishes=policy.weights.ranks.size == 1,
     )
+    source = ServerSource(
+        servers,
+        prompts=prompts,
+        sampling=sampling,
+        advantage_rule=advantage_rule(config),
+        truncated=data.truncated,
+        replace_limit=_replace_limit(config),
+    )
+    return source, servers

@@ -21,6 +21,7 @@ from truestep.policy.policy import Policy
 from truestep.policy.weights.offloaded import HostCopies
 from truestep.policy.weights.protocol import Weights
 from truestep.rollouts.source import Source
+from truestep.step.annotators import Annotator, Annotators, ChosenLabels, OwnLogprobs, ReferenceLogprobs
 from truestep.step.chosen import Chooser
 from truestep.step.optimizer import (
     LearningRate,
@@ -37,7 +38,6 @@ from truestep.step.optimizers.muon import MuonOptions
 from truestep.step.plan import StepRule
 from truestep.step.queue import PlanQueue
 from truestep.step.runner import StepRunner
-from truestep.step.scoring import BeforeUpdates
 
 # The mean over likely tokens. In float32 two engines differ by rounding alone; bfloat16 keeps three digits.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
@@ -106,17 +106,25 @@ def _kl_reference(config: Config) -> KlReference | None:
     return KlReference(options.weight, options.estimator or ("k1" if in_reward else "k3"), in_reward)
 
 
-def make_before_updates(
-    config: Config, runner: StepRunner, make_reference: Callable[[str | None], Policy]
-) -> BeforeUpdates:
-    """Make what is computed of a step's documents before the first update on them. `make_reference` loads the policy of
+def make_annotators(config: Config, runner: StepRunner, make_reference: Callable[[str | None], Policy]) -> Annotators:
+    """Make what fills a step's plan in before it is computed. `make_reference` loads the policy of
     `loss.kl_reference.path`."""
+    annotators: list[Annotator] = []
+    if (reference := _reference_logprobs(config, runner, make_reference)) is not None:
+        annotators.append(reference)
+    if recomputes(config) and config.schedule.updates_per_batch > 1:
+        annotators.append(OwnLogprobs())
+    if (rule := _choice(config)) is not None:
+        annotators.append(ChosenLabels(Chooser(rule, config.seed)))
+    return Annotators(annotators)
+
+
+def _reference_logprobs(
+    config: Config, runner: StepRunner, make_reference: Callable[[str | None], Policy]
+) -> ReferenceLogprobs | None:
     options = getattr(config.loss, "kl_reference", None)
-    keeps_own = recomputes(config) and config.schedule.updates_per_batch > 1
-    rule = _choice(config)
-    chooser = None if rule is None else Chooser(rule, config.seed)
     if options is None or takes_reference_of_records(config):
-        return BeforeUpdates(keeps_own=keeps_own, chooser=chooser)
+        return None
     # Of an adapter, the first weights are those without it: they are here already.
     is_here = options.path is None and runner.policy.adapter is not None
     policy = runner.policy.without_adapter() if is_here else make_reference(options.path)
@@ -130,7 +138,7 @@ def make_before_updates(
     at_use: Callable[[], AbstractContextManager[None]] = nullcontext
     if options.offload:
         at_use = HostCopies(policy.weights).on_device
-    return BeforeUpdates(reference, keeps_own=keeps_own, chooser=chooser, at_use=at_use)
+    return ReferenceLogprobs(reference, at_use)
 
 
 def make_runner(config: Config, policy: Policy) -> StepRunner:

@@ -31,9 +31,10 @@ class SaveRule:
     every: int = 0  # steps; 0: only at the end
     hugging_face_every: int = 0  # checkpoints; 0: none of them
     grace: float | None = None  # seconds in which a run that a signal stops is saved
+    never: bool = False  # the run leaves no checkpoint
 
     def due(self, step: int) -> bool:
-        return self.every > 0 and step % self.every == 0
+        return not self.never and self.every > 0 and step % self.every == 0
 
     def is_hugging_face(self, step: int) -> bool:
         """Tell whether the checkpoint after a step is a Hugging Face directory too."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from truestep.kept import files
 from truestep.kept.rows import Reader, choose, rejected_row, row_of
+from truestep.observers import Observer
 from truestep.text import printable
 from truestep.types import DocumentScore, Rejected, StepPlan
 
@@ -15,7 +16,7 @@ _MOST_STEPS = 64  # in a file
 _SECONDS = 30.0  # after which a file is written though it has fewer
 
 
-class Keeper:
+class Keeper(Observer):
     """Takes rollouts step by step and writes them, a file for a few steps, before each checkpoint and at the end."""
 
     def __init__(
@@ -36,6 +37,7 @@ class Keeper:
         self._reader = None if decode is None else Reader(decode, longest_text)
         self._say, self._writes = say, writes and documents > 0
         self._said: set[str] = set()
+        self.latest: Sequence[dict[str, Any]] = ()  # rows of the last step
         self._rows: list[dict[str, Any]] = []  # not written yet
         self._rejected: list[Rejected] = []  # of the step in hand
         self._unsynced: list[Path] = []
@@ -43,7 +45,6 @@ class Keeper:
         self._bytes: int | None = None  # of all files, as far as they were counted
 
     def wanted(self, plan: StepPlan) -> Collection[int]:
-        """Choose the documents of a plan, by their places, whose scores are wanted; the same on every rank."""
         if not self._documents or plan.repeated:  # they were kept at the first update on them
             return ()
         return frozenset(choose(plan.documents, self._documents))
@@ -53,19 +54,18 @@ class Keeper:
         if self._writes and room > 0:
             self._rejected += [record for record in records if record.completion is not None][:room]
 
-    def step(self, step: int, plan: StepPlan, scores: Sequence[DocumentScore]) -> list[dict[str, Any]]:
-        """Keep rollouts of a step; give them as rows. `scores` are those of the documents that were wanted at least."""
-        rows: list[dict[str, Any]] = []
+    def trained(self, step: int, plan: StepPlan, scores: Sequence[DocumentScore]) -> None:
+        """Keep rollouts of a step. `scores` are those of the documents that were wanted at least."""
+        self.latest = ()
         if not self._writes:
-            return rows
+            return
         with self._harmless():
-            rows = self._rows_of(step, plan, scores)
+            self.latest = rows = self._rows_of(step, plan, scores)
             self._rows += rows
             held = step - self._rows[0]["step"] + 1 if self._rows else 0
             if held >= _MOST_STEPS or (held and time.monotonic() - self._flushed > _SECONDS):
                 self._flush()
         self._rejected = []
-        return rows
 
     def _rows_of(self, step: int, plan: StepPlan, scores: Sequence[DocumentScore]) -> list[dict[str, Any]]:
         rows = [rejected_row(record, step, self._longest) for record in self._rejected]
@@ -77,9 +77,7 @@ class Keeper:
             rows.append(row_of(document, known.get(document.id), self._reader, step, plan.documents_seen, tokens))
         return rows
 
-    def write(self) -> Callable[[], None]:
-        """Write what is left. Give what puts it on the disk, which any thread may call before a checkpoint counts on
-        it."""
+    def saving(self) -> Sequence[Callable[[], None]]:
         if self._writes:
             with self._harmless():
                 self._flush()
@@ -89,7 +87,7 @@ class Keeper:
             with self._harmless():
                 files.sync(self.folder, written)
 
-        return sync
+        return (sync,)
 
     def close(self) -> None:
         if self._writes:

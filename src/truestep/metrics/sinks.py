@@ -3,14 +3,16 @@
 import re
 import sys
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from truestep.errors import TruestepError
 from truestep.files import append_json_line, write_whole
+from truestep.observers import Observer
 from truestep.text import printable
+from truestep.types import Rejected
 
 # The columns of a tracker's table of rollouts.
 SAMPLE_COLUMNS = (
@@ -47,6 +49,34 @@ class HearsOfRejected(Protocol):
     """A sink that hears why documents are rejected, as they are."""
 
     def rejected(self, reasons: Iterable[str]) -> None: ...
+
+
+class Sinks(Observer):
+    """The sinks of a run as one observer. `kept` gives the rollouts of the step in hand that were kept, as rows."""
+
+    def __init__(self, sinks: Sequence[Sink] = (), kept: Callable[[], Sequence[Mapping[str, Any]]] = tuple):
+        self.sinks = list(sinks)
+        self._kept = kept
+
+    def rejected(self, records: Sequence[Rejected]) -> None:
+        for sink in self.sinks:
+            if isinstance(sink, HearsOfRejected):
+                sink.rejected(record.reason for record in records)
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        kept = self._kept()
+        for sink in self.sinks:
+            sink.step(line)
+            if kept and isinstance(sink, ShowsRollouts):
+                sink.rollouts(line, kept)
+
+    def evaluated(self, line: Mapping[str, Any]) -> None:
+        for sink in self.sinks:
+            sink.evaluation(line)
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
 
 
 class Samples:

@@ -7,13 +7,13 @@ its end is passed over. It depends on the parts alone, not on steps or budgets.
 import heapq
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from truestep.ranks.group import Ranks
 from truestep.rollouts.files import DataError
-from truestep.rollouts.source import FileSource, StillSource, other_source, refuse_other_kind
-from truestep.types import PutAside, Rejected, Rollout
+from truestep.rollouts.source import FileSource, StillSource, Taken, other_source, refuse_other_kind
+from truestep.types import Rollout
 
 
 def next_parts(taken: Sequence[int], sizes: Sequence[int], count: int) -> list[int]:
@@ -46,7 +46,11 @@ class PartedSource(StillSource):
             raise DataError(f"data.path: the parts of ranks {parts} both have a document {repeated[0]!r}")
         self._sizes = self.ranks.gather_parts(self.own_part.total)
         # Now, when every rank is here: the next plan's documents may be on their way when this is asked for.
-        self._put_aside = [d for part in self.ranks.gather_parts(self.own_part.drain_put_aside()) for d in part]
+        asides = self.ranks.gather_parts(self.own_part.aside())
+        self._aside = Taken(
+            rejected=[record for part in asides for record in part.rejected],
+            put_aside=[document for part in asides for document in part.put_aside],
+        )
         if not sum(self._sizes):
             raise DataError("data.path: no part has a record that can be trained on")
         self._begin()
@@ -69,13 +73,17 @@ class PartedSource(StillSource):
             self._peeked += [next(cursors[part]) for part in order[len(self._peeked) :]]
         return self._peeked[:count]
 
-    def take(self, count: int, documents_seen: int) -> list[Rollout]:
+    def take(self, count: int, documents_seen: int) -> Taken:
         documents = self.peek(count)
         for part in next_parts(self._taken, self._sizes, count):
             self._taken[part] += 1
         self.own_part.take(self._taken[self.ranks.data_rank] - self.own_part.position, documents_seen)
         self._peeked = self._peeked[len(documents) :]
-        return documents
+        return replace(self.aside(), documents=documents)
+
+    def aside(self) -> Taken:
+        aside, self._aside = self._aside, Taken()
+        return aside
 
     def state(self) -> dict[str, Any]:
         return self.snapshot()()
@@ -92,10 +100,3 @@ class PartedSource(StillSource):
             raise other_source("data.path", f"the parts of {len(parts)} ranks", f"those of {self.ranks.data}")
         self.own_part.restore(parts[self.ranks.data_rank])
         self._begin()
-
-    def drain_rejected(self) -> list[Rejected]:
-        return [record for part in self.ranks.gather_parts(self.own_part.drain_rejected()) for record in part]
-
-    def drain_put_aside(self) -> list[PutAside]:
-        put_aside, self._put_aside = self._put_aside, []
-        return put_aside

@@ -1,12 +1,11 @@
 """A source that the first rank reads for all: one process reads a stream or asks servers."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 from truestep.ranks.group import Ranks
-from truestep.rollouts.source import PeekableSource, Source, never
-from truestep.types import PutAside, Rejected, Rollout
+from truestep.rollouts.source import PeekableSource, Source, Taken, never
+from truestep.types import Rejected, Rollout
 
 
 class SharedSource:
@@ -35,8 +34,18 @@ class SharedSource:
         assert self._source is not None
         return self._source
 
-    def take(self, count: int, documents_seen: int) -> Sequence[Rollout]:
-        return self._ranks.share(lambda: self._of_first.take(count, documents_seen))
+    def take(self, count: int, documents_seen: int) -> Taken:
+        on_first: list[Taken] = []
+
+        def take() -> Sequence[Rollout]:
+            on_first.append(self._of_first.take(count, documents_seen))
+            return on_first[0].documents
+
+        documents = self._ranks.share(take)
+        return on_first[0] if on_first else Taken(documents)  # the first rank writes down what was put aside
+
+    def aside(self) -> Taken:
+        return Taken() if self._source is None else self._source.aside()
 
     @property
     def put_rejected(self) -> Callable[[Sequence[Rejected]], None] | None:
@@ -56,22 +65,9 @@ class SharedSource:
     def restore(self, state: dict[str, Any]) -> None:
         self._ranks.share(lambda: self._of_first.restore(state))
 
-    def drain_rejected(self) -> list[Rejected]:
-        return [] if self._source is None else self._source.drain_rejected()  # the first rank writes them down
-
-    def drain_measured(self) -> dict[str, float]:
-        return {}
-
-    def drain_put_aside(self) -> list[PutAside]:
-        return [] if self._source is None else self._source.drain_put_aside()
-
-    def updated(self, documents_seen: int) -> None:
+    def checkpointed(self, documents_seen: int) -> None:
         if self._source is not None:
-            self._source.updated(documents_seen)
-
-    def checkpointed(self, checkpoint: Path, step: int, documents_seen: int) -> None:
-        if self._source is not None:
-            self._source.checkpointed(checkpoint, step, documents_seen)
+            self._source.checkpointed(documents_seen)
 
     def close(self, finished: bool) -> None:
         if self._source is not None:
@@ -87,10 +83,8 @@ class SharedPeekableSource(SharedSource):
         self._peeked = self._ranks.share(lambda: cast(PeekableSource, self._of_first).peek(count))
         return self._peeked
 
-    def take(self, count: int, documents_seen: int) -> Sequence[Rollout]:
+    def take(self, count: int, documents_seen: int) -> Taken:
         peeked, self._peeked = self._peeked, ()
         if len(peeked) < count:
             return super().take(count, documents_seen)
-        if self._source is not None:
-            self._source.take(count, documents_seen)
-        return peeked[:count]
+        return Taken(peeked[:count]) if self._source is None else self._source.take(count, documents_seen)

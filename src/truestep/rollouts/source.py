@@ -1,9 +1,8 @@
 """The sources of documents: each an ordered stream with a position that a checkpoint can hold."""
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -51,6 +50,17 @@ def other_source(option: str, before: str, now: str) -> SourceError:
     )
 
 
+@dataclass(frozen=True)
+class Taken:
+    """What a source hands over: documents, and what it refused, put aside and measured since it last handed over."""
+
+    documents: Sequence[Rollout] = ()
+    rejected: Sequence[Rejected] = ()  # records that were refused, each with the reason
+    put_aside: Sequence[PutAside] = ()  # good documents that no step takes
+    # For the step's line: how its documents were made. All ranks give the same names; the largest number is logged.
+    measured: Mapping[str, float] = field(default_factory=dict)
+
+
 class Source(Protocol):
     """All that a step and a checkpoint need of any source."""
 
@@ -60,12 +70,18 @@ class Source(Protocol):
     waits_for_checkpoints: bool
     asked_to_stop: Callable[[], bool]  # a source that waits for others looks at this and raises `Interrupted`
 
-    def take(self, count: int, documents_seen: int) -> Sequence[Rollout]:
+    def take(self, count: int, documents_seen: int) -> Taken:
         """Take the next documents, which are never given again. The policy has seen `documents_seen` documents before
         this call, and what is made for it has this version."""
         ...
 
-    # Takes records that were refused while a source waits: there may be more of them than memory should hold.
+    def aside(self) -> Taken:
+        """Hand over what `take` would, without any document: before the first step, at the end of the data, and where a
+        step takes no new documents."""
+        ...
+
+    # Called with refused records that no `take` hands over: those of one that fails, and those that come while a source
+    # waits, of which there may be more than memory should hold.
     put_rejected: "Callable[[Sequence[Rejected]], None] | None"
 
     def state(self) -> dict[str, Any]:
@@ -79,25 +95,8 @@ class Source(Protocol):
 
     def restore(self, state: dict[str, Any]) -> None: ...
 
-    def drain_rejected(self) -> list[Rejected]:
-        """Hand over the records that were refused since the last call."""
-        ...
-
-    def drain_put_aside(self) -> list[PutAside]:
-        """Hand over the good documents that no step takes, of those since the last call."""
-        ...
-
-    def drain_measured(self) -> dict[str, float]:
-        """Hand over what the step's line says of how its documents were made. All ranks give the same names, and the
-        largest of their numbers is logged."""
-        ...
-
-    def updated(self, documents_seen: int) -> None:
-        """Take note that the policy has new weights, after it has seen so many documents."""
-        ...
-
-    def checkpointed(self, checkpoint: Path, step: int, documents_seen: int) -> None:
-        """Take note that a checkpoint is complete: the state in it survives any kill from now on."""
+    def checkpointed(self, documents_seen: int) -> None:
+        """Take note that a checkpoint after so many documents is complete: its state survives any kill from now on."""
         ...
 
     def close(self, finished: bool) -> None:
@@ -115,7 +114,7 @@ class PeekableSource(Source, Protocol):
 
 
 class StillSource:
-    """A base for sources that do not react to new weights, checkpoints, the end or a request to stop."""
+    """A base for sources that do not react to checkpoints, the end or a request to stop."""
 
     plans_ahead = False
     waits_for_checkpoints = False
@@ -130,15 +129,7 @@ class StillSource:
         state = self.state()
         return lambda: state
 
-    def drain_put_aside(self) -> list[PutAside]:
-        return []
-
-    def drain_measured(self) -> dict[str, float]:
-        return {}
-
-    def updated(self, documents_seen: int) -> None: ...
-
-    def checkpointed(self, checkpoint: Path, step: int, documents_seen: int) -> None: ...
+    def checkpointed(self, documents_seen: int) -> None: ...
 
     def close(self, finished: bool) -> None: ...
 
@@ -183,11 +174,16 @@ class FileSource(StillSource):
         self._peeked |= read
         return list(read.values())
 
-    def take(self, count: int, documents_seen: int) -> list[Rollout]:
-        taken = self.peek(count)
-        self.position += len(taken)
+    def take(self, count: int, documents_seen: int) -> Taken:
+        documents = self.peek(count)
+        self.position += len(documents)
         self._peeked = {at: document for at, document in self._peeked.items() if at >= self.position}
-        return taken
+        return replace(self.aside(), documents=documents)
+
+    def aside(self) -> Taken:
+        aside = Taken((), self.rejected, self.put_aside)
+        self.rejected = self.put_aside = ()
+        return aside
 
     def ids(self, start: int = 0, stop: int | None = None) -> list[str]:
         if isinstance(self.documents, TableDocuments):
@@ -224,11 +220,3 @@ class FileSource(StillSource):
                 "unless shuffled), or another checkpoint.directory"
             )
         self.position, self._peeked = state["position"], {}
-
-    def drain_rejected(self) -> list[Rejected]:
-        rejected, self.rejected = list(self.rejected), ()
-        return rejected
-
-    def drain_put_aside(self) -> list[PutAside]:
-        put_aside, self.put_aside = list(self.put_aside), ()
-        return put_aside

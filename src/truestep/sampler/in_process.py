@@ -1,7 +1,7 @@
 """Rollouts from the policy itself: a source whose documents are made when a step asks for them, never stale."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,7 @@ from truestep.environments.rewards import RewardError
 from truestep.policy.policy import Policy
 from truestep.rollouts.advantages import AdvantageRule
 from truestep.rollouts.selection import choose_truncated, has_advantage, put_group_aside
-from truestep.rollouts.source import Interrupted, SourceError, StillSource
+from truestep.rollouts.source import Interrupted, SourceError, StillSource, Taken
 from truestep.sampler.decode import Completion, DecodeOptions, Request
 from truestep.sampler.groups import (
     DRAWS,
@@ -67,17 +67,27 @@ class InProcessSource(StillSource):
     def __post_init__(self) -> None:
         check_lengths(self.prompts, self.options.max_new_tokens, self.max_tokens)
 
-    def take(self, count: int, documents_seen: int) -> list[Rollout]:
+    def take(self, count: int, documents_seen: int) -> Taken:
         """Make exactly `count` documents, in whole groups: a completion that could not be rated is sampled anew, and a
         prompt none of whose groups can be completed gives its place to the next. A group is put aside only for having
         no difference, and only when it is complete, so how long its completions are has no say. Where the run is asked
         to stop meanwhile, it is as if this had not been called."""
         before = self._groups, list(self._rejected), list(self._put_aside)
         try:
-            return self._take(count, documents_seen)
+            documents = self._take(count, documents_seen)
         except Interrupted:
             self._groups, self._rejected, self._put_aside = before
             raise
+        except Exception:
+            if self.put_rejected is not None:
+                self.put_rejected(self.aside().rejected)
+            raise
+        return replace(self.aside(), documents=documents)
+
+    def aside(self) -> Taken:
+        aside = Taken((), self._rejected, self._put_aside, self._spent.measured())
+        self._rejected, self._put_aside, self._spent = [], [], Spent()
+        return aside
 
     def _take(self, count: int, documents_seen: int) -> list[Rollout]:
         wanted, failed, replaced = num_groups(count, self.group_size), 0, 0
@@ -158,18 +168,6 @@ class InProcessSource(StillSource):
     def restore(self, state: dict[str, Any]) -> None:
         refuse_other_groups(state, self.state())
         self._groups = state["groups"]
-
-    def drain_rejected(self) -> list[Rejected]:
-        rejected, self._rejected = self._rejected, []
-        return rejected
-
-    def drain_put_aside(self) -> list[PutAside]:
-        put_aside, self._put_aside = self._put_aside, []
-        return put_aside
-
-    def drain_measured(self) -> dict[str, float]:
-        spent, self._spent = self._spent, Spent()
-        return spent.measured()
 
     def close(self, finished: bool) -> None:
         self.rater.close()

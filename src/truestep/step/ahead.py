@@ -12,6 +12,7 @@ from typing import Any
 from truestep import progress
 from truestep.ranks.axes import RankError
 from truestep.ranks.group import Ranks
+from truestep.rollouts.source import Taken
 from truestep.step.queue import PlanQueue
 from truestep.types import Rollout, StepPlan
 
@@ -24,6 +25,7 @@ class Planned:
     state: Callable[[], dict[str, Any]]  # of the queue, after this plan was taken from it; made for a checkpoint
     carried: Sequence[Rollout]
     dropped: int
+    taken: Taken  # from the source, for this plan
 
 
 class PlansAhead:
@@ -44,7 +46,7 @@ class PlansAhead:
 
     def snapshot(self) -> Planned:
         """Describe where a run stands that has taken no plan yet."""
-        return Planned(None, self._queue.snapshot(), self._queue.carried, 0)
+        return Planned(None, self._queue.snapshot(), self._queue.carried, 0, Taken())
 
     def close(self) -> None:
         """Wait for the plan that is being made, on every rank alike: they talk while they make it."""
@@ -54,7 +56,8 @@ class PlansAhead:
     def _make(self) -> Planned:
         plan = self._queue.next_plan()
         self._agree(plan)
-        return Planned(plan, self._queue.snapshot(), tuple(self._queue.carried), len(self._queue.dropped))
+        queue = self._queue
+        return Planned(plan, queue.snapshot(), tuple(queue.carried), len(queue.dropped), queue.taken)
 
     def _agree(self, plan: StepPlan | None) -> None:
         digests = self._ranks.gather(None if plan is None else plan.digest, ahead=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from truestep.rollouts.source import PeekableSource, Source, SourceError
+from truestep.rollouts.source import PeekableSource, Source, SourceError, Taken
 from truestep.step.plan import StepRule, count_packed, may_end, plan_exactly, plan_packed
 from truestep.types import Rollout, StepPlan
 
@@ -19,35 +19,39 @@ class PlanQueue:
         self._documents: list[Rollout] = []  # of the plan that is being repeated
         self.documents_seen = 0
         self.dropped: list[Rollout] = []
+        self.taken = Taken()  # for the last plan; without documents where it repeats one
 
     def next_plan(self) -> StepPlan | None:
         """Make the next step's plan; None at the end of the data."""
         repeated = self._repeats_left > 0
         if repeated:
             self._repeats_left -= 1
+            self.taken = self._source.aside()
         else:
-            documents = self._take_exact() if self._rule.exact else self._take_packed()
-            if documents is None:
+            taken = self._take_exact() if self._rule.exact else self._take_packed()
+            if taken is None:
+                self.taken = self._source.aside()
                 return None
-            self._documents = list(documents)
+            self.taken = taken
+            self._documents = list(taken.documents)
             self._repeats_left = self._updates_per_batch - 1
         make_plan = plan_exactly if self._rule.exact else plan_packed
         plan = replace(make_plan(self._documents, self._rule, self.documents_seen), repeated=repeated)
         self.documents_seen = plan.documents_seen_after
         return plan
 
-    def _take_exact(self) -> Sequence[Rollout] | None:
+    def _take_exact(self) -> Taken | None:
         wanted = self._rule.docs_per_step
         if isinstance(self._source, PeekableSource):
             waiting = self._source.peek(wanted)
             if len(waiting) < wanted and self._ends_before(waiting):
                 return None
-        documents = self._source.take(wanted, self.documents_seen)
-        if not documents:
+        taken = self._source.take(wanted, self.documents_seen)
+        if not taken.documents:
             raise SourceError("the source has no end and made no document for this step: all were rejected")
-        return documents
+        return taken
 
-    def _take_packed(self) -> Sequence[Rollout] | None:
+    def _take_packed(self) -> Taken | None:
         source, wanted = self._source, self._rule.docs_per_step + 1
         assert isinstance(source, PeekableSource), "the configuration has a sampler make exact steps"
         while True:

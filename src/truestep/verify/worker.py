@@ -23,14 +23,16 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from truestep.assemble.policy import join_ranks
+from truestep.checkpoint.saves import SaveRule
 from truestep.config.schema import Config
+from truestep.observers import Computed, Observer
 from truestep.policy.tensor_parts import FOLDER, describe_parts, part_name, write_index
 from truestep.ranks.group import Ranks
 from truestep.ranks.watch import Watch
+from truestep.step.annotators import Annotator
 from truestep.step.optimizer import optimizer_parts
-from truestep.step.runner import Accumulated
 from truestep.train import make_trainer
-from truestep.trainer import Hooks, Trainer
+from truestep.trainer import Trainer
 from truestep.types import StepPlan
 
 DONE = "seconds"  # this file shows that a layout has been run, and holds how long that took
@@ -66,7 +68,9 @@ def _run(task: Task) -> Ranks:
         trainer.runner = dataclasses.replace(trainer.runner, keep_scores=True)
         trainer.steps = None  # the run ends with its documents: its steps are some of the user's
         witness = _Witness(trainer, task)
-        trainer.hooks = Hooks(saves=False, change_plan=witness.begin, on_gradient=witness.gradient)  # nobody resumes it
+        trainer.save_rule = SaveRule(never=True)  # nobody resumes it
+        trainer.annotators.all.insert(0, witness)
+        trainer.observers.add(witness)
         trainer.optimizer.register_step_pre_hook(lambda _, arguments, named: witness.update(named.get("scale", 1.0)))
         trainer.run()
         witness.write_weights(witness.number + 1)
@@ -74,14 +78,14 @@ def _run(task: Task) -> Ranks:
 
 
 @dataclasses.dataclass
-class _Witness:
+class _Witness(Observer, Annotator):
     trainer: Trainer
     task: Task
     number: int = 0  # of the step in hand, among those that are made
     _gradients: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     _updates: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # in this step
 
-    def begin(self, plan: StepPlan) -> StepPlan:
+    def annotate(self, plan: StepPlan) -> StepPlan:
         """Go to the next of the steps that are to be made."""
         if self.number == 0 and self.trainer.ranks.first:
             rates = {step: self.trainer.learning_rate.at(step) for step in self.task.schedule}
@@ -92,13 +96,13 @@ class _Witness:
         self.write_weights(self.number)
         return _reversed(plan) if self.task.reverse else plan
 
-    def gradient(self, plan: StepPlan, accumulated: Accumulated, norm: float) -> None:
+    def gradient(self, plan: StepPlan, computed: Computed, norm: float) -> None:
         self._gradients = self._collect_gradients()
         if not self.trainer.ranks.first:
             return
         save_file(self._gradients, self._folder / "gradients.safetensors")
         line = {
-            "metrics": accumulated.line() | {"grad_norm": norm},
+            "metrics": computed.line() | {"grad_norm": norm},
             "documents": [document.id for document in plan.documents],
             "documents_seen": plan.documents_seen,
             "advantages": {
@@ -108,7 +112,7 @@ class _Witness:
             },
             "scores": [
                 {"id": score.id, "logprobs": score.logprobs.tolist(), "entropy": score.entropy.tolist()}
-                for score in accumulated.scores
+                for score in computed.scores
             ],
         }
         (self._folder / "step.json").write_text(json.dumps(line), encoding="utf-8")

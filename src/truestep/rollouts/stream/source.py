@@ -8,18 +8,18 @@ those among them that had been read ahead.
 import copy
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from truestep import progress
 from truestep.rollouts.record import Checks
-from truestep.rollouts.source import Interrupted, SourceError, never, refuse_other_kind
+from truestep.rollouts.source import Interrupted, SourceError, Taken, never, refuse_other_kind
 from truestep.rollouts.stream.ids import SeenIds
 from truestep.rollouts.stream.intake import Intake
 from truestep.rollouts.stream.reading import Arrived, Reading
 from truestep.rollouts.stream.transport import Transport
-from truestep.types import PutAside, Rejected, Rollout
+from truestep.types import Rejected, Rollout
 
 _LOOK = 0.25  # seconds between questions whether the run was asked to stop
 _MOST_REJECTED = 1000  # in memory
@@ -46,30 +46,46 @@ class StreamSource:
         self._stall_timeout = stall_timeout
         self.asked_to_stop: Callable[[], bool] = never
         self.put_rejected: Callable[[Sequence[Rejected]], None] | None = None
-        self._documents_seen = 0
         # Behind the last message that was taken from the reading: the transport's own place is ahead of it.
         self._place = copy.deepcopy(transport.state())
         self._version = 0  # of the intake: counts what changes it
         # The places that checkpoints hold, by how many documents the policy will have seen with those taken.
         self._places: dict[int, dict[str, Any]] = {}
         self._seen_with_taken = 0
-        self._announced_step: int | None = None
 
     def peek(self, count: int) -> list[Rollout]:
         """Wait for the next `count` documents; there are fewer only where the sender has announced the end."""
         self._wait_for(count)
         return list(islice(self._intake.ready, count))
 
-    def take(self, count: int, documents_seen: int) -> list[Rollout]:
+    def take(self, count: int, documents_seen: int) -> Taken:
         self._wait_for(count)
         ready = self._intake.ready
-        taken = [ready.popleft() for _ in range(min(count, len(ready)))]
+        documents = [ready.popleft() for _ in range(min(count, len(ready)))]
         self._version += 1
-        self._seen_with_taken = documents_seen + len(taken)
-        return taken
+        self._seen_with_taken = documents_seen + len(documents)
+        return replace(self.aside(), documents=documents)
+
+    def aside(self) -> Taken:
+        intake = self._intake
+        aside = Taken((), intake.rejected, intake.put_aside)
+        intake.rejected, intake.put_aside = [], []
+        return aside
 
     def _wait_for(self, count: int) -> None:
         """Wait until so many documents are ready or the data ends. Only a usable document counts as a sign of life."""
+        try:
+            self._receive(count)
+        except BaseException:
+            self._hand_over_rejected()
+            raise
+
+    def _hand_over_rejected(self) -> None:
+        if self.put_rejected is not None:
+            rejected, self._intake.rejected = self._intake.rejected, []
+            self.put_rejected(rejected)
+
+    def _receive(self, count: int) -> None:
         intake, alive = self._intake, time.monotonic()
         rejected_before, accepted = intake.num_rejected, intake.accepted
         if len(intake.ready) >= count:
@@ -99,8 +115,8 @@ class StreamSource:
             self._intake.add(arrived.message, arrived.outcome, arrived.clock)
         if arrived.message.mark is not None:
             self._transport.advance(self._place, arrived.message.mark)
-        if self.put_rejected is not None and len(self._intake.rejected) >= _MOST_REJECTED:
-            self.put_rejected(self.drain_rejected())
+        if len(self._intake.rejected) >= _MOST_REJECTED:
+            self._hand_over_rejected()
 
     def _stalled(self, count: int, rejected: int) -> str:
         waiting, groups = self._intake.in_open_groups
@@ -139,34 +155,13 @@ class StreamSource:
         self._place = copy.deepcopy(state["transport"])
         self._places = {0: state["transport"]}
 
-    def drain_rejected(self) -> list[Rejected]:
-        rejected, self._intake.rejected = self._intake.rejected, []
-        return rejected
-
-    def drain_measured(self) -> dict[str, float]:
-        return {}
-
-    def drain_put_aside(self) -> list[PutAside]:
-        put_aside, self._intake.put_aside = self._intake.put_aside, []
-        return put_aside
-
-    def updated(self, documents_seen: int) -> None:
-        self._documents_seen = documents_seen
-
-    def checkpointed(self, checkpoint: Path, step: int, documents_seen: int) -> None:
-        self._documents_seen = max(self._documents_seen, documents_seen)  # more steps may have been made since
+    def checkpointed(self, documents_seen: int) -> None:
         held = max((seen for seen in self._places if seen <= documents_seen), default=None)
         if held is not None:
             self._transport.acknowledge(self._places[held])
             self._places = {seen: place for seen, place in self._places.items() if seen >= held}
-        if step != self._announced_step:
-            self._announced_step = step
-            event = {"event": "weights_ready", "step": step, "documents_seen": documents_seen}
-            self._transport.announce(event | {"path": str(checkpoint.resolve())})
 
     def close(self, finished: bool) -> None:
         self._reading.close()
         self._intake.close()
-        if finished:
-            self._transport.announce({"event": "training_finished", "documents_seen": self._documents_seen})
         self._transport.close()

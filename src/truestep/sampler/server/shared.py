@@ -1,44 +1,54 @@
-"""Rollouts from inference servers over several ranks: the first talks to servers, and all give it the weights."""
+"""The inference servers as all ranks use them: the first talks to them, and all give it the weights."""
 
 from collections.abc import Callable, Sequence
 
 from truestep.environments.prompts import Prompt
 from truestep.environments.rater import Rates
+from truestep.observers import Observer
 from truestep.policy.policy import Policy
 from truestep.rollouts.shared import SharedSource
+from truestep.rollouts.source import Source, Taken
 from truestep.sampler.completions import DecodeOptions, Request
 from truestep.sampler.rated import Rated
 from truestep.sampler.server.probe import expect
-from truestep.sampler.server.source import ServerSource
+from truestep.sampler.server.servers import Servers
 from truestep.sampler.server.sync import Publisher
 from truestep.types import Rollout
 
 
-class SharedServerSource(SharedSource):
-    """A server source that the first rank has. Weights are written, and probes scored, by all ranks as they are laid
-    out; no rank needs the whole model."""
+class SharedServers(Observer):
+    """Every rank has one, of one process too. It publishes the policy's weights when something is first asked of the
+    servers, and then after each update. Weights are written, and probes scored, by all ranks as they are laid out; no
+    rank needs the whole model."""
 
-    def __init__(self, source: ServerSource | None, policy: Policy, publisher: Publisher):
-        """Share `source`, which is None on every rank but the first."""
-        super().__init__(source, policy.weights.ranks)
-        self._servers, self._policy, self._publisher = source, policy, publisher
+    def __init__(self, servers: Servers | None, policy: Policy, publisher: Publisher):
+        """Share `servers`, which is None on every rank but the first."""
+        self._servers, self._policy, self._publisher = servers, policy, publisher
+        self._ranks = policy.weights.ranks
         self._probes = self._ranks.share(lambda: self._of_first_rank.probes)
         self._published = False
 
     @property
-    def _of_first_rank(self) -> ServerSource:
+    def _of_first_rank(self) -> Servers:
         assert self._servers is not None
         return self._servers
 
-    def take(self, count: int, documents_seen: int) -> Sequence[Rollout]:
+    def ready(self, documents_seen: int) -> None:
+        """See to it that the servers have weights, or are being given them: the policy's, which has seen so many
+        documents."""
         if not self._published:
-            self._publish(documents_seen)
-        return super().take(count, documents_seen)
+            self.publish(documents_seen)
 
-    def updated(self, documents_seen: int) -> None:
-        super().updated(documents_seen)
+    def updated(self, step: int, documents_seen: int) -> None:
         if self._published:
-            self._publish(documents_seen)
+            self.publish(documents_seen)
+
+    def publish(self, version: int) -> None:
+        self._published = True
+        self._ranks.share(lambda: self._of_first_rank.wait_until_sent())
+        weights = self._publisher.write(self._policy, version)
+        expected = expect(self._policy, self._probes, version)
+        self._ranks.share(lambda: self._of_first_rank.send(weights, expected))
 
     def answer(
         self,
@@ -50,17 +60,23 @@ class SharedServerSource(SharedSource):
         documents_seen: int,
     ) -> list[Rated]:
         """Have the servers complete prompts with the current weights; every rank gets all completions."""
-        if not self._published:
-            self._publish(documents_seen)
-        asked = (prompts, requests, options, rater, asked_to_stop, documents_seen)
+        self.ready(documents_seen)
+        asked = (prompts, requests, options, rater, asked_to_stop)
         return self._ranks.share(lambda: self._of_first_rank.answer(*asked))
 
     def arrived(self) -> list[Rollout]:
+        """Hand over the completions to be compared with the policy, of those since the last call."""
         return self._ranks.share(lambda: self._of_first_rank.arrived())
 
-    def _publish(self, version: int) -> None:
-        self._published = True
-        self._ranks.share(lambda: self._of_first_rank.wait_until_sent())
-        weights = self._publisher.write(self._policy, version)
-        expected = expect(self._policy, self._probes, version)
-        self._ranks.share(lambda: self._of_first_rank.send(weights, expected))
+
+class SharedServerSource(SharedSource):
+    """The documents of the servers, on every rank."""
+
+    def __init__(self, source: Source | None, servers: SharedServers, policy: Policy):
+        """Share `source`, which is None on every rank but the first."""
+        super().__init__(source, policy.weights.ranks)
+        self._servers = servers
+
+    def take(self, count: int, documents_seen: int) -> Taken:
+        self._servers.ready(documents_seen)
+        return super().take(count, documents_seen)

@@ -1,0 +1,29 @@
+"""What those who send documents are told: that new weights are there to sample with, and that the run has ended."""
+
+from pathlib import Path
+
+from truestep.observers import Observer
+from truestep.rollouts.stream.transport import Transport
+
+
+class Announcements(Observer):
+    """Events of a stream: each checkpoint, whose weights others load, and the end of the training."""
+
+    def __init__(self, transport: Transport):
+        self._transport = transport
+        self._documents_seen = 0
+        self._announced_step: int | None = None
+
+    def updated(self, step: int, documents_seen: int) -> None:
+        self._documents_seen = documents_seen
+
+    def saved(self, checkpoint: Path, step: int, documents_seen: int) -> None:
+        self._documents_seen = max(self._documents_seen, documents_seen)  # more steps may have been made since
+        if step != self._announced_step:
+            self._announced_step = step
+            event = {"event": "weights_ready", "step": step, "documents_seen": documents_seen}
+            self._transport.announce(event | {"path": str(checkpoint.resolve())})
+
+    def ended(self, ended: str, finished: bool) -> None:
+        if finished:
+            self._transport.announce({"event": "training_finished", "documents_seen": self._documents_seen})
