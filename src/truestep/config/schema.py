@@ -52,34 +52,33 @@ class Config(Section, metaclass=_MadeInPython):
         ) -> None: ...
 
     preset: presets.PresetName | list[str] | None = None
-    """A published recipe, or several: names for options, which it fills in where they are not given. docs/objectives.md
-    has the options of each."""
+    """Published recipes by name. A recipe sets options that you do not set yourself; docs/objectives.md lists them."""
     model: sections.ModelConfig
     """The policy."""
     adapter: sections.AdapterConfig | None = None
-    """The adapter that is trained in place of the policy's own weights. null: the policy's own weights are trained."""
+    """Train a LoRA adapter instead of the model's own weights. null: train the model's own weights."""
     loss: LossConfig = default_loss()
-    """The loss that is minimised; `type` picks it."""
+    """The loss, by `type`."""
     data: sections.DataConfig = sections.DataConfig()
-    """The documents: their source, their advantages and how they are packed."""
+    """The training data: where documents come from, their advantages, and packing."""
     sampler: sections.SamplerConfig | None = None
-    """The sampler of rollouts. Without one they are read from data.path or data.source."""
+    """Sample rollouts while training. Without this section they come from data.path or data.source."""
     evaluation: sections.EvaluationConfig | None = None
-    """Evaluation on held-out prompts, every so many steps."""
+    """Evaluation on held-out prompts or documents."""
     schedule: sections.ScheduleConfig = sections.ScheduleConfig()
     """The size of a step and the length of the run."""
     parallel: sections.ParallelConfig = sections.ParallelConfig()
-    """The split of a step over processes."""
+    """Parallelism: how a step is split over processes."""
     optimizer: sections.OptimizerConfig = sections.AdamWConfig()
-    """The optimizer, its learning rate and the clipping of gradients."""
+    """The optimizer, the learning rate and gradient clipping."""
     checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
     """The run's directory and its checkpoints."""
     logging: sections.LoggingConfig = sections.LoggingConfig()
-    """The places that metrics are written to."""
+    """Where metrics are written."""
     seed: Annotated[int, Field(ge=0)] = 0
     """The seed of sampling, of shuffling and of the order of prompts."""
     deterministic: bool = False
-    """Refuse operations whose result differs from run to run; a resumed run is then bitwise the uninterrupted one."""
+    """Use deterministic operations only; a resumed run is then bitwise the uninterrupted one."""
 
     def changed(self, options: Mapping[str, Any]) -> "Config":
         """Make another configuration, with options given by their whole names: `{"optimizer.learning_rate": 1e-5}`."""
