@@ -5,6 +5,7 @@
 
 import json
 import re
+import textwrap
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -359,7 +360,7 @@ def markdown_reference() -> str:
     lines = [_MARKDOWN_HEAD]
     for section, options in _grouped():
         title, note = (f"`{section.name}`", _section_note(section)) if section else ("Options of no section", "")
-        lines += ["", f"## {title}", "", *([_cell(note), ""] if note else [])]
+        lines += ["", f"## {title}", "", *([textwrap.fill(_cell(note), 120), ""] if note else [])]
         lines += ["| option | type | default | meaning |", "| --- | --- | --- | --- |"]
         lines += [_markdown_row(option) for option in options]
     return "\n".join(lines) + "\n"

@@ -13,4 +13,7 @@ clipping          the norm of the gradient, and clipping by it
 blame             which documents, or weights, make a gradient that is not finite
 optimizer         the optimizer, its state in checkpoints, the learning rate; optimizers: the built-in ones
 held_out          the loss of held-out documents
+
+While a GPU computes, the host packs the next micro-batch. Within a step's passes it waits for one number only: how many
+rows of a chunk of the head have a gradient. After them it waits for the gradient's norm, then launches the update.
 """
