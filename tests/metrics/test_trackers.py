@@ -77,7 +77,7 @@ def test_mlflow_begins_anew_where_the_run_was_removed(tmp_path: Path, caplog: py
         again = MlflowSink(tmp_path, CONFIG)
     again.step(line(1))
     again.close()
-    assert "is not there any more, a new one begins" in caplog.text
+    assert "does not exist any more; a new one begins" in caplog.text
     (run,) = client.search_runs([client.get_experiment_by_name("truestep").experiment_id])
     assert run.data.metrics["loss"] == 0.5
 

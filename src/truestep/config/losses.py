@@ -104,7 +104,7 @@ class LossBase(Section):
     def _denominator_of_a_bonus(self) -> "LossBase":
         if self.entropy_normalize_by is not None and not self.entropy_bonus and self.entropy_target is None:
             raise ValueError(
-                "entropy_normalize_by is the denominator of entropy_bonus, and there is none: set entropy_bonus or "
+                "entropy_normalize_by has no effect without an entropy bonus: set entropy_bonus or "
                 "entropy_target, or leave it out"
             )
         return self
@@ -115,7 +115,7 @@ class LossBase(Section):
         if target is not None and self.entropy_bonus > target.largest_weight:
             raise ValueError(
                 f"entropy_bonus: {self.entropy_bonus:g} is above entropy_target.largest_weight: "
-                f"{target.largest_weight:g}; the weight starts between 0 and that"
+                f"{target.largest_weight:g}; the weight has to start at or below it"
             )
         return self
 
@@ -144,7 +144,7 @@ class _KlReference(Section):
     def _the_reward_has_its_estimator(self) -> "_KlReference":
         estimator = getattr(self, "estimator", None)
         if getattr(self, "in", None) == "reward" and estimator not in (None, "k1"):
-            raise ValueError(f"estimator: {estimator} is for in: loss; in the reward it is k1")
+            raise ValueError(f"estimator: {estimator} is for in: loss; in: reward always takes k1")
         return self
 
 
@@ -374,7 +374,7 @@ class CustomLoss(PolicyLoss):
             raise ValueError(f"{corrected[0]} corrects a policy loss, and {self.function} is supervised")
         if self.correction is not None and self.correction.level == "label" and self._of_whole_documents:
             raise ValueError(
-                f"correction.level: label weighs the labels of a document apart, and {self.function} is a loss of "
+                f"correction.level: label gives each label a weight of its own, and {self.function} is a loss of "
                 "whole documents; take level: document or document_mean"
             )
         if self.clip_cov is not None and self._of_whole_documents:

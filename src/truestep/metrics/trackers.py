@@ -67,7 +67,7 @@ class MlflowSink:
                 run = self._client.get_run(known)
                 self._client.set_terminated(known, "RUNNING")
             except Exception as error:  # it was removed there, or this is another server
-                log.warning("logging.mlflow: the run %s is not there any more, a new one begins: %s", known, error)
+                log.warning("logging.mlflow: the run %s does not exist any more; a new one begins: %s", known, error)
                 run = None
         if run is None:
             found = self._client.get_experiment_by_name(experiment)
