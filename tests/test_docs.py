@@ -363,7 +363,8 @@ def long_lines(text: str) -> Iterator[int]:
 
 
 def test_lines_of_prose_are_wrapped() -> None:
-    long = {str(page.path): list(long_lines((ROOT / page.path).read_text(encoding="utf-8"))) for page in pages()}
+    read = [page.path for page in pages() if page.path.parts[0] != "tests"]
+    long = {str(path): list(long_lines((ROOT / path).read_text(encoding="utf-8"))) for path in read}
     assert {name: lines for name, lines in long.items() if lines} == {}
     word = "word " * 30
     assert list(long_lines(f"{word}\n| {word} |\n```\n{word}\n```\n- {word}\n")) == [1, 6]

@@ -352,7 +352,8 @@ truestep train run.yaml --schedule.steps 200 --deterministic
 
 An override replaces what the file says: `--section.option value` or `--section.option=value`. The value is read as
 YAML (`null`, `true`, `1e-6`, `'[a.jsonl, b.jsonl]'`); an option that is true or false may stand without a value;
-`--evaluation null` removes a whole section. Unknown and contradictory options are errors."""
+`--evaluation null` removes a whole section. Unknown and contradictory options are errors. [glossary.md](glossary.md)
+explains the words."""
 
 
 def markdown_reference() -> str:
