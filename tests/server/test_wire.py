@@ -101,7 +101,7 @@ def test_a_stream_is_read_to_the_event_that_says_it_is_the_last() -> None:
         ask(stream, reply(TOKEN + LAST))
     with pytest.raises(BadAnswerError, match="an event of the stream is not JSON"):
         ask(stream, reply("data: <html>\n\n"))
-    with pytest.raises(BadAnswerError, match="another form than that of a vLLM server"):
+    with pytest.raises(BadAnswerError, match="is not in a vLLM server's format"):
         ask(stream, reply('data: {"choices": [null]}\n\n'))
     with pytest.raises(BadAnswerError, match="the stream says"):
         ask(stream, reply('data: {"error": "engine died"}\n\n'))
