@@ -353,6 +353,44 @@ def test_every_command_has_a_row_in_the_readme() -> None:
     assert commands == set(rows)
 
 
+def long_lines(text: str) -> Iterator[int]:
+    """Give the lines of prose that are too long to read: more than 140 characters, in no table and no block of code."""
+    fenced = False
+    for number, line in enumerate(text.splitlines(), 1):
+        fenced ^= line.lstrip().startswith("```")
+        if not fenced and not line.startswith(("|", "    ")) and len(line) > 140:
+            yield number
+
+
+def test_lines_of_prose_are_wrapped() -> None:
+    read = [page.path for page in pages() if page.path.parts[0] != "tests"]
+    long = {str(path): list(long_lines((ROOT / path).read_text(encoding="utf-8"))) for path in read}
+    assert {name: lines for name, lines in long.items() if lines} == {}
+    word = "word " * 30
+    assert list(long_lines(f"{word}\n| {word} |\n```\n{word}\n```\n- {word}\n")) == [1, 6]
+
+
+def test_changes_and_results_stay_short() -> None:
+    for name, most in (("CHANGELOG.md", 60), ("benchmarks/RESULTS.md", 500)):
+        assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= most, name
+
+
+def test_the_figures_of_the_readme_are_results() -> None:
+    """Each figure of README.md's table of speeds stands in RESULTS.md, and so does each command's script."""
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## How fast it is")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in section.splitlines() if "| " in line]
+    assert len(rows) > 6
+    for _, ours, peers, command in rows[2:]:
+        figures = re.findall(r"(?<![\d.-])\d[\d,]*(?:\.\d+)?(?:e-\d+)?", f"{ours} {peers}")
+        assert len(figures) >= 2
+        assert [
+            figure for figure in figures if not re.search(rf"(?<![\d,.]){re.escape(figure)}(?![\d.])", results)
+        ] == []
+        script = re.match(r"`python (benchmarks/\w+\.py)", command)
+        assert command == "the same" or (script and script[1] in results and (ROOT / script[1]).is_file()), command
+
+
 def test_each_ceiling_of_security_has_its_test() -> None:
     """Each row of SECURITY.md's table names the file of its test, and each decoder that it names is bounded there."""
     text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")

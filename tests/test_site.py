@@ -35,7 +35,12 @@ def test_every_page_is_in_the_navigation(tmp_path: Path) -> None:
 def test_what_a_page_links_to_becomes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "repository"
     for name, text in (
-        ("README.md", "# r\n[a](docs/a.md#x) [b](src) [c](https://example.org) [d](#r)\n```\n[no](link.md)\n```\n"),
+        (
+            "README.md",
+            "# r\n[a](docs/a.md#x) [b](src) [c](https://example.org) [d](#r)\n```\n[no](link.md)\n```\n"
+            "![p](docs/p.png)",
+        ),
+        ("docs/p.png", "a picture"),
         ("docs/a.md", "# A `b`\n[up](../README.md) [code](../src/x.py)\n| `a \\| b` \\| |\n"),
         ("src/x.py", '"""It | does."""\n# ```\n'),
     ):
@@ -50,6 +55,7 @@ def test_what_a_page_links_to_becomes_a_page(tmp_path: Path, monkeypatch: pytest
     assert index.startswith(
         "# r\n[a](docs/a.md#x) [b](src/index.md) [c](https://example.org) [d](#r)\n```\n[no](link.md)"
     )
+    assert index.endswith("![p](docs/p.png)\n") and (pages / "docs/p.png").read_text(encoding="utf-8") == "a picture"
     assert (pages / "docs/a.md").read_text(encoding="utf-8") == (
         "# A `b`\n[up](../index.md) [code](../src/x.py.md)\n| `a | b` \\| |\n"
     )

@@ -23,6 +23,7 @@ NAVIGATION: dict[str, list[str]] = {
         "README.md",
         "docs/tutorial.md",
         "examples/README.md",
+        "docs/glossary.md",
         "docs/terminal.md",
         "docs/troubleshooting.md",
         "docs/mistakes.md",
@@ -58,6 +59,7 @@ NAVIGATION: dict[str, list[str]] = {
     ],
 }
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".json": "json", ".toml": "toml", ".md": "markdown"}
+PICTURES = (".png", ".svg", ".webp")  # copied as they are
 LINK = re.compile(r"(?<=\]\()([^)\s#]*)(#[^)\s]*)?(?=\))")
 
 
@@ -96,6 +98,10 @@ class Site:
         name = os.path.normpath(PurePosixPath(page).parent / link[1])
         if not (ROOT / name).exists():
             raise SystemExit(f"{page}: {link[0]}: there is no {name}")
+        if name.endswith(PICTURES):
+            (self.directory / "pages" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, self.directory / "pages" / name)
+            return os.path.relpath(name, place)
         if name not in self.pages:
             self.make(name)
         return os.path.relpath(on_site(name), place) + (link[2] or "")

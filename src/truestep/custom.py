@@ -145,7 +145,7 @@ def import_path(option: str, given: Any) -> str:
         kind = "a lambda" if "<lambda>" in name else "not at the top level of its module"
         raise CustomError(f"{what} is {kind}. {advice}")
     if getattr(sys.modules.get(module), name, None) is not given:
-        raise CustomError(f"{what} is not what {module} has under this name. {advice}")
+        raise CustomError(f"{what} is not the object that {module} has under this name. {advice}")
     return f"{_name_of_main(what) if module == '__main__' else module}:{name}"
 
 

@@ -44,7 +44,9 @@ def export(
     if adapter is None and (model is not None or adapter_alone):
         raise ExportError(f"{checkpoint} is a whole model: --model and --adapter are for the checkpoints of an adapter")
     if not (base / "config.json").is_file():
-        raise ExportError(f"{checkpoint} is the adapter of a model at {base}, which is not there: name it with --model")
+        raise ExportError(
+            f"{checkpoint} is an adapter of the model at {base}, which does not exist: give its new place with --model"
+        )
     if output.exists():
         raise ExportError(f"{output} is there already; name a directory that is not")
     if (damage := find_damage(checkpoint)) is not None:

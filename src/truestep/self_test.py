@@ -13,5 +13,5 @@ def serves(what: str, instead: str, check: Callable[[], str | None]) -> bool:
     except Exception as error:  # a compiler's errors have no common type
         problem = f"{type(error).__name__}: {error}"
     if problem:
-        log.warning("%s does not serve on this machine, %s: %s", what, instead, problem)
+        log.warning("%s does not work on this machine, %s: %s", what, instead, problem)
     return not problem

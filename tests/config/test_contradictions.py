@@ -79,17 +79,17 @@ CASES = [
     ),
     (
         "model: {path: m, activation_offload: true}\n",
-        "1: model.activation_offload moves the inputs of recomputed layers: set model.activation_checkpointing too, "
+        "1: model.activation_offload is for the inputs of recomputed layers: set model.activation_checkpointing too, "
         "full or selective",
     ),
     (
         "model: {path: m, activation_offload: true, activation_checkpointing: elementwise, compile: true}\n",
-        "1: model.activation_offload moves the inputs of recomputed layers, and model.activation_checkpointing: "
-        "elementwise runs no compiled layer again: set it to full or selective",
+        "1: model.activation_offload is for the inputs of recomputed layers, and model.activation_checkpointing: "
+        "elementwise recomputes no compiled layer: set it to full or selective",
     ),
     (
         MODEL + "optimizer: {type: adamw, offload_room: 8}\n",
-        "2: optimizer.offload_room is for what offload moves: set optimizer.offload too, states or all",
+        "2: optimizer.offload_room has no effect without offload: set optimizer.offload too, states or all",
     ),
     (
         "model: {path: m, attention: flash, dtype: float32}\n",
@@ -105,7 +105,7 @@ CASES = [
     ),
     (
         sampled() + "loss: {type: cross_entropy}\n",
-        "5, run.yaml:4: loss.type: cross_entropy learns from given completions: it takes data.path, not a sampler",
+        "5, run.yaml:4: loss.type: cross_entropy is supervised: give data.path instead of a sampler",
     ),
     (sampled(data=""), "3: sampler needs data.group_size: how many completions each prompt gets"),
     (
@@ -175,7 +175,7 @@ CASES = [
         MODEL
         + "".join(SAMPLED.values())
         + "sampler: {type: server, prompts: p, reward: r, model: m, urls: [http://a, http://b, http://a/]}\n",
-        "4: sampler.urls names a server twice: its weights would be replaced under its own completions",
+        "4: sampler.urls names a server twice",
     ),
     (
         MODEL + "".join(SAMPLED.values()) + "sampler: {prompts: p, reward: r, exact: true, engine: false}\n",
@@ -231,19 +231,19 @@ CASES = [
     ),
     (
         sampled() + "parallel: {pipeline: 2}\n",
-        "5, run.yaml:4: parallel.pipeline: 2 leaves no rank all layers to sample with: set sampler.type: server, "
-        "remove sampler (and train on data.path or data.source), or set parallel.pipeline: 1 (sampling works with "
-        "parallel.tensor)",
+        "5, run.yaml:4: parallel.pipeline: 2 leaves no rank with all layers, which sampling needs: set "
+        "sampler.type: server, remove sampler (and train on data.path or data.source), or set "
+        "parallel.pipeline: 1 (sampling works with parallel.tensor)",
     ),
     (
         MODEL + "evaluation: {prompts: p, reward: r}\nparallel: {pipeline: 4}\n",
-        "3, run.yaml:2: parallel.pipeline: 4 leaves no rank all layers to generate with: remove evaluation, set "
-        "evaluation.servers: true with servers that sample, or set parallel.pipeline: 1 (generating works with "
-        "parallel.tensor)",
+        "3, run.yaml:2: parallel.pipeline: 4 leaves no rank with all layers, which evaluation needs: remove "
+        "evaluation, set evaluation.servers: true with servers that sample, or set "
+        "parallel.pipeline: 1 (generating works with parallel.tensor)",
     ),
     (
         sampled().replace("reward: r", "reward: r, exact: true") + "parallel: {tensor: 2}\n",
-        "4, run.yaml:5: sampler.exact: true adds up products in one order, and parallel.tensor: 2 adds them up over "
+        "4, run.yaml:5: sampler.exact: true needs products on one rank, and parallel.tensor: 2 sums them over "
         "ranks: leave out sampler.exact, or set parallel.tensor: 1",
     ),
     (
@@ -347,11 +347,11 @@ SECTION_CASES = [
     ),
     (
         MODEL + "loss:\n  kl_reference: {weight: 1.0, in: reward, estimator: k3}\n",
-        "3: loss.kl_reference: estimator: k3 is for in: loss; in the reward it is k1",
+        "3: loss.kl_reference: estimator: k3 is for in: loss; in: reward always takes k1",
     ),
     (
         MODEL + "loss:\n  entropy_normalize_by: labels\n",
-        "3: loss: entropy_normalize_by is the denominator of entropy_bonus, and there is none: set entropy_bonus or "
+        "3: loss: entropy_normalize_by has no effect without an entropy bonus: set entropy_bonus or "
         "entropy_target, or leave it out",
     ),
     (
@@ -364,7 +364,8 @@ SECTION_CASES = [
     ),
     (
         MODEL + "loss: {entropy_bonus: 0.2, entropy_target: {entropy: 0.5}}\n",
-        "2: loss: entropy_bonus: 0.2 is above entropy_target.largest_weight: 0.1; the weight starts between 0 and that",
+        "2: loss: entropy_bonus: 0.2 is above entropy_target.largest_weight: 0.1; the weight has to "
+        "start at or below it",
     ),
 ]
 

@@ -83,7 +83,7 @@ def test_no_field_of_the_schema_is_left_out() -> None:
             "loss.dual_clip",
             "float > 1 | null",
             "null",
-            "A number c > 1: where the advantage is negative, the loss is at most -c x advantage.",
+            "Dual clipping, c > 1: where the advantage is negative, the loss is at most -c x advantage. null: none.",
             ("grpo", "gspo"),
         ),
     ],
@@ -118,7 +118,7 @@ def test_types_and_defaults(name: str, type_text: str, default: str) -> None:
 
 def test_a_field_redeclared_without_a_docstring_means_what_its_parent_says() -> None:
     assert losses.GspoLoss.model_fields["epsilon_low"].description is None  # or this test tests nothing
-    meaning = "The ratio is clipped at 1 - epsilon_low from below (gmpo: its logarithm at -epsilon_low)."
+    meaning = "The ratio is clipped below 1 - epsilon_low (gmpo: the log-ratio below -epsilon_low)."
     assert options()["loss.epsilon_low"].meaning == meaning
 
 

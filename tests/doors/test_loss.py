@@ -134,7 +134,7 @@ def test_a_supervised_loss_needs_no_advantage(tiny_model: Callable[[str], Path],
         (
             "{type: custom, function: doors.toy_losses:Saturating, options: {sharpness: 1.0}, "
             "correction: {type: mask, high: 2.0}}",
-            "correction.level: label weighs the labels of a document apart",
+            "correction.level: label gives each label a weight of its own",
         ),
         (
             "{type: custom, function: doors.toy_losses:Saturating, options: {sharpness: 1.0}, clip_cov: {}}",

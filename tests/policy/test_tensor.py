@@ -41,13 +41,13 @@ def test_the_models_own_plan_says_what_is_cut(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "traits", "reason"),
     [
-        ("gpt2", {}, "gpt2 comes without a plan of how its layers are cut"),
-        ("phi3", {}, "phi3's plan has layers.*.self_attn.qkv_proj as colwise_gather_output"),
-        ("olmo2", {}, "olmo2's plan has layers.*.self_attn.q_proj as colwise_gather_output"),
+        ("gpt2", {}, "gpt2 has no plan for tensor parallelism (base_model_tp_plan)"),
+        ("phi3", {}, "phi3's plan has layers.*.self_attn.qkv_proj: colwise_gather_output"),
+        ("olmo2", {}, "olmo2's plan has layers.*.self_attn.q_proj: colwise_gather_output"),
         ("qwen3_moe", {}, "qwen3_moe's plan has layers.*.mlp.experts"),
         ("llama", {"num_attention_heads": 2}, "num_attention_heads is 2, which 4 tensor ranks do not divide"),
         ("llama", {"intermediate_size": 50}, "intermediate_size is 50, which 4 tensor ranks do not divide"),
-        ("llama", {"vocab_size": 5}, "a vocabulary of 5 leaves nothing for the last of 4 tensor ranks"),
+        ("llama", {"vocab_size": 5}, "a vocabulary of 5 is too small for 4 tensor ranks: the last one has no row"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_by_its_configuration(kind: str, traits: dict[str, Any], reason: str) -> None:

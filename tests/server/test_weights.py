@@ -113,7 +113,7 @@ def test_a_probe_that_is_answered_with_nonsense_shows_nothing(answer: dict[int, 
         async def next_token(self, *asked: Any, **options: Any) -> dict[int, float]:
             return answer
 
-    with pytest.raises(BadAnswerError, match="log-probs that are none, or of tokens that do not exist"):
+    with pytest.raises(BadAnswerError, match="log-probs that are NaN, or of tokens that do not exist"):
         run(measure(Nonsense(), expected(0, 0)))
 
 

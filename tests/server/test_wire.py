@@ -97,11 +97,11 @@ def test_a_reply_that_never_comes(call: Any) -> None:
 def test_a_stream_is_read_to_the_event_that_says_it_is_the_last() -> None:
     (choice,) = ask(stream, reply(TOKEN + LAST + "data: [DONE]\n\n"))
     assert (choice.token_ids, choice.logprobs, choice.stopped) == ([7, 0], [-1.0, -1.0], True)
-    with pytest.raises(UnreachableError, match="the stream ended before its end"):
+    with pytest.raises(UnreachableError, match="the stream ended early"):
         ask(stream, reply(TOKEN + LAST))
     with pytest.raises(BadAnswerError, match="an event of the stream is not JSON"):
         ask(stream, reply("data: <html>\n\n"))
-    with pytest.raises(BadAnswerError, match="another form than that of a vLLM server"):
+    with pytest.raises(BadAnswerError, match="is not in a vLLM server's format"):
         ask(stream, reply('data: {"choices": [null]}\n\n'))
     with pytest.raises(BadAnswerError, match="the stream says"):
         ask(stream, reply('data: {"error": "engine died"}\n\n'))

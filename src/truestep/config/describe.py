@@ -5,6 +5,7 @@
 
 import json
 import re
+import textwrap
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -351,7 +352,8 @@ truestep train run.yaml --schedule.steps 200 --deterministic
 
 An override replaces what the file says: `--section.option value` or `--section.option=value`. The value is read as
 YAML (`null`, `true`, `1e-6`, `'[a.jsonl, b.jsonl]'`); an option that is true or false may stand without a value;
-`--evaluation null` removes a whole section. Unknown and contradictory options are errors."""
+`--evaluation null` removes a whole section. Unknown and contradictory options are errors. [glossary.md](glossary.md)
+explains the words."""
 
 
 def markdown_reference() -> str:
@@ -359,7 +361,7 @@ def markdown_reference() -> str:
     lines = [_MARKDOWN_HEAD]
     for section, options in _grouped():
         title, note = (f"`{section.name}`", _section_note(section)) if section else ("Options of no section", "")
-        lines += ["", f"## {title}", "", *([_cell(note), ""] if note else [])]
+        lines += ["", f"## {title}", "", *([textwrap.fill(_cell(note), 120), ""] if note else [])]
         lines += ["| option | type | default | meaning |", "| --- | --- | --- | --- |"]
         lines += [_markdown_row(option) for option in options]
     return "\n".join(lines) + "\n"

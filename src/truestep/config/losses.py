@@ -34,20 +34,21 @@ def short(value: float) -> str:
 
 class EntropyTargetConfig(Section):
     entropy: NotNegative
-    """The entropy to hold, in nats: of the metric entropy, the mean over documents of each one's labels."""
+    """The entropy to hold, in nats. It is compared with the metric `entropy`, the mean over documents of the mean over
+    a document's labels."""
     rate: Positive = 0.005
-    """After each step the weight grows by rate x (this entropy less the step's), so it falls above the target."""
+    """After each step the weight grows by rate x (target - the step's entropy); above the target it falls."""
     largest_weight: Positive = 0.1
     """The weight stays between 0 and this."""
 
 
 class ClipCovConfig(Section):
     share: Share = 2e-4
-    """The share of the step's labels that are chosen, at least one, at random among those in the band."""
+    """The share of the step's labels to drop from the loss (at least one), at random among those in the band."""
     low: Finite = 1.0
-    """Labels are chosen among those whose covariance is above this."""
+    """The lower end of the band of covariances."""
     high: Finite = 5.0
-    """Labels are chosen among those whose covariance is below this."""
+    """The upper end of the band of covariances."""
 
     @model_validator(mode="after")
     def _band_is_one(self) -> "ClipCovConfig":
@@ -58,35 +59,36 @@ class ClipCovConfig(Section):
 
 class KlCovConfig(Section):
     share: Share = 2e-4
-    """The share of the step's labels that are chosen, at least one: those of the highest covariance above 0."""
+    """The share of the step's labels to penalise (at least one): those with the highest covariance above 0."""
     weight: Positive = 1.0
-    """The weight of the divergence of the old policy from the new at the chosen labels."""
+    """The weight of the KL term at the chosen labels."""
 
 
 class LossBase(Section):
     supervised: ClassVar[bool] = False  # True: the loss needs no advantage and no log-probs of a sampler
 
     normalize_by: NormalizeBy = "labels"
-    """The denominator of every term. labels: all labels of the step. documents: its documents. document_means: each
-    document's own labels, and then the documents. constant: documents x max_labels (Dr. GRPO)."""
+    """The denominator of every term of the loss. labels: all labels of the step. documents: all documents of the step.
+    document_means: the mean over each document's labels, then over documents. constant: documents x max_labels (Dr.
+    GRPO)."""
     max_labels: Count | None = None
-    """The constant of normalize_by: constant. It is usually the longest completion allowed."""
+    """The constant of normalize_by: constant; usually the longest completion allowed."""
     gradient_divisor: Literal["none", "deepspeed"] | Positive = "none"
-    """The gradient is divided once more by this, and the reported loss is not, so that clip thresholds that were tuned
-    elsewhere carry over. deepspeed: by the step's documents, as DeepSpeed does (1 / (accumulation x world)) where its
-    batches hold one document a step of each rank."""
+    """Divide the gradient (not the reported loss) by this too, so that clip thresholds tuned in other trainers carry
+    over. deepspeed: by the number of documents in the step, as DeepSpeed does (1 / (accumulation x world)) with one
+    document in each batch."""
     entropy_bonus: NotNegative = 0.0
-    """The weight w of the term -w x entropy, which has the same denominator as the loss."""
+    """The weight w of the term -w x entropy. Its denominator is that of the loss."""
     entropy_normalize_by: Literal["labels", "documents", "document_means"] | None = None
-    """The denominator of the entropy bonus alone. null: that of the loss."""
+    """A denominator for the entropy bonus alone. null: that of the loss."""
     entropy_target: EntropyTargetConfig | None = None
-    """An entropy that the weight of the bonus follows: it starts at entropy_bonus, and moves after each step. null: the
-    weight stays."""
+    """Adjust the weight of the entropy bonus after each step so that the entropy stays at a target; it starts at
+    entropy_bonus. null: a constant weight."""
     z_loss: NotNegative = 0.0
-    """The weight of the term logsumexp squared, which has the same denominator as the loss."""
+    """The weight of the term logsumexp squared. Its denominator is that of the loss."""
     metrics: Literal["none", "basic", "full"] = "basic"
-    """The metrics that are logged. none: only those that every run has. basic: ratios, advantages, rewards and
-    staleness too. full: percentiles of the log-ratio too."""
+    """Which metrics are logged. none: only those of every run. basic: also ratios, advantages, rewards and staleness.
+    full: also percentiles of the log-ratio."""
 
     def formulas(self) -> Iterator[Line]:
         """Write out the loss l of a label, with every bound that is on."""
@@ -102,7 +104,7 @@ class LossBase(Section):
     def _denominator_of_a_bonus(self) -> "LossBase":
         if self.entropy_normalize_by is not None and not self.entropy_bonus and self.entropy_target is None:
             raise ValueError(
-                "entropy_normalize_by is the denominator of entropy_bonus, and there is none: set entropy_bonus or "
+                "entropy_normalize_by has no effect without an entropy bonus: set entropy_bonus or "
                 "entropy_target, or leave it out"
             )
         return self
@@ -113,18 +115,18 @@ class LossBase(Section):
         if target is not None and self.entropy_bonus > target.largest_weight:
             raise ValueError(
                 f"entropy_bonus: {self.entropy_bonus:g} is above entropy_target.largest_weight: "
-                f"{target.largest_weight:g}; the weight starts between 0 and that"
+                f"{target.largest_weight:g}; the weight has to start at or below it"
             )
         return self
 
 
 class CorrectionConfig(Section):
     type: Literal["truncate", "mask", "reject"]
-    """The weight of a label, from its importance ratio c. truncate: c, held between low and high. mask: c inside
-    [low, high], else 0. reject: 1 inside [low, high], else 0."""
+    """The weight of a label, by its importance ratio c. truncate: c clamped to [low, high]. mask: c inside [low,
+    high], else 0. reject: 1 inside [low, high], else 0."""
     level: Literal["label", "document", "document_mean"] = "label"
-    """label: c is each label's own. document: the product over the document's labels. document_mean: the geometric
-    mean over them."""
+    """Whose ratio c is. label: the label's own. document: the product over the document's labels. document_mean: their
+    geometric mean."""
     high: Positive
     """The largest c."""
     low: NotNegative = 0.0
@@ -142,7 +144,7 @@ class _KlReference(Section):
     def _the_reward_has_its_estimator(self) -> "_KlReference":
         estimator = getattr(self, "estimator", None)
         if getattr(self, "in", None) == "reward" and estimator not in (None, "k1"):
-            raise ValueError(f"estimator: {estimator} is for in: loss; in the reward it is k1")
+            raise ValueError(f"estimator: {estimator} is for in: loss; in: reward always takes k1")
         return self
 
 
@@ -151,38 +153,37 @@ KlReferenceConfig = create_model(
     "KlReferenceConfig",
     __base__=_KlReference,
     **{
-        "weight": (Positive, Field(description="The weight of the divergence.")),
+        "weight": (Positive, Field(description="The weight of the KL penalty.")),
         "estimator": (
             Literal["k1", "k2", "k3", "unbiased"] | None,
             Field(
                 None,
-                description="The estimate at each label, with r its log-prob less the reference's. k1: r. k2: r "
-                "squared, halved. k3: exp(-r) - 1 + r. unbiased: the importance ratio times k3. null: k3 in the "
-                "loss, k1 in the reward.",
+                description="The KL estimator, with r = log-prob - reference's log-prob. k1: r. k2: r² / 2. "
+                "k3: exp(-r) - 1 + r. unbiased: the importance ratio times k3. null: k3 in the loss, k1 in the reward.",
             ),
         ),
         "in": (
             Literal["loss", "reward"],
             Field(
                 "loss",
-                description="loss: a term of the loss, with its denominator. reward: each label's advantage is less by "
-                "the weight times the old log-prob less the reference's.",
+                description="loss: a term of the loss, with the loss's denominator. reward: weight x (old log-prob - "
+                "reference's log-prob) is subtracted from each label's advantage.",
             ),
         ),
         "path": (
             str | None,
             Field(
                 None,
-                description="The reference: a Hugging Face directory of the same vocabulary. null: the run's first "
-                "weights. records: the records' own reference_logprobs.",
+                description="The reference model: a Hugging Face directory with the same vocabulary. null: the "
+                "weights that the run started with. records: no model; the records have reference_logprobs.",
             ),
         ),
         "offload": (
             bool,
             Field(
                 False,
-                description="true: the reference's weights lie in host memory, and are copied to the device for the "
-                "pass of each step that needs them. It changes no number.",
+                description="Keep the reference's weights in host memory, and copy them to the GPU for its forward "
+                "pass in each step. It changes no number.",
             ),
         ),
     },  # type: ignore[call-overload]
@@ -193,24 +194,24 @@ class PolicyLoss(LossBase):
     """The losses that learn from advantages."""
 
     old_logprobs: Literal["sampler", "recompute"] = "sampler"
-    """The log-probs that the importance ratio starts from. sampler: the record's. recompute: the trainer's own, of the
-    weights before the first update on the documents. The ratio is then what the updates moved, and corrections are of
-    what the sampler's log-probs differ by. It takes no further pass over the model."""
+    """Where the old log-probs of the importance ratio come from. sampler: from the record. recompute: from the
+    trainer, with the weights before the first update on the documents. The ratio then shows what the updates changed,
+    and `correction` the gap between sampler and trainer. It costs no extra forward pass."""
     kl_reference: KlReferenceConfig | None = None  # type: ignore[valid-type]
-    """The divergence from a reference whose weights are not trained. null: none."""
+    """A KL penalty against a frozen reference model. null: none."""
 
     correction: CorrectionConfig | None = None
-    """A constant weight on the policy loss of each label, from how far its probability is from the sampler's. A label
-    that weighs 0 still counts in the denominator. null: none."""
+    """Importance weights for a sampler that is not quite the policy: a constant weight on each label's policy loss. A
+    label of weight 0 still counts in the denominator. null: none."""
     off_policy_mask: NotNegative | None = None
-    """Labels of negative advantage weigh 0 in a document whose mean of the sampler's log-prob less the policy's is
+    """Mask the labels with negative advantage in documents whose mean of (sampler's log-prob - policy's log-prob) is
     above this. null: none."""
     clip_cov: ClipCovConfig | None = None
-    """Some labels lose their policy loss: a small share, at random, of those whose covariance of log-prob and advantage
-    lies in a band. They still count in the denominator. null: none."""
+    """Clip-Cov: drop from the policy loss a small random share of the labels whose covariance of log-prob and
+    advantage lies in a band. They still count in the denominator. null: none."""
     kl_cov: KlCovConfig | None = None
-    """The labels with the highest covariance of log-prob and advantage are held near to the old policy, by a divergence
-    that is a term of the loss. null: none."""
+    """KL-Cov: a KL penalty towards the old policy at the labels with the highest covariance of log-prob and advantage.
+    null: none."""
 
     @model_validator(mode="after")
     def _one_choice_of_labels(self) -> "PolicyLoss":
@@ -221,9 +222,9 @@ class PolicyLoss(LossBase):
 
 class Clipped(PolicyLoss):
     epsilon_low: NotNegative = 0.2
-    """The ratio is clipped at 1 - epsilon_low from below (gmpo: its logarithm at -epsilon_low)."""
+    """The ratio is clipped below 1 - epsilon_low (gmpo: the log-ratio below -epsilon_low)."""
     epsilon_high: NotNegative = 0.2
-    """The ratio is clipped at 1 + epsilon_high from above (gmpo: its logarithm at epsilon_high)."""
+    """The ratio is clipped above 1 + epsilon_high (gmpo: the log-ratio above epsilon_high)."""
 
     def _clip(self, ratio: str) -> str:
         return f"clip({ratio}, {short(1 - self.epsilon_low)}, {short(1 + self.epsilon_high)})"
@@ -231,7 +232,7 @@ class Clipped(PolicyLoss):
 
 class DualClipped(Clipped):
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
-    """A number c > 1: where the advantage is negative, the loss is at most -c x advantage."""
+    """Dual clipping, c > 1: where the advantage is negative, the loss is at most -c x advantage. null: none."""
 
     def _surrogate(self, ratio: str) -> Iterator[Line]:
         yield f"l = -min({ratio} · A, {self._clip(ratio)} · A)", ""
@@ -242,7 +243,7 @@ class DualClipped(Clipped):
 
 class GrpoLoss(DualClipped):
     type: Literal["grpo"] = "grpo"
-    """The importance ratio of each label is clipped."""
+    """Clips the importance ratio of each label."""
 
     def formulas(self) -> Iterator[Line]:
         yield from self._surrogate("ρ")
@@ -251,7 +252,7 @@ class GrpoLoss(DualClipped):
 
 class GspoLoss(DualClipped):
     type: Literal["gspo"]
-    """The importance ratio of each document, the geometric mean over its labels, is clipped."""
+    """Clips the importance ratio of each document: the geometric mean over its labels."""
     normalize_by: NormalizeBy = "document_means"
     epsilon_low: NotNegative = 3e-4
     epsilon_high: NotNegative = 4e-4
@@ -263,9 +264,9 @@ class GspoLoss(DualClipped):
 
 class ReinforceLoss(PolicyLoss):
     type: Literal["reinforce"]
-    """The log-prob is weighted by the importance ratio, which is capped and held constant."""
+    """Policy gradient with the importance ratio, capped and detached, as a weight."""
     ratio_cap: Positive | None = None
-    """The importance ratio counts as at most this. null: it is not capped."""
+    """The largest importance ratio. null: no cap."""
 
     def formulas(self) -> Iterator[Line]:
         ratio = "ρ" if self.ratio_cap is None else f"min(ρ, {short(self.ratio_cap)})"
@@ -275,7 +276,7 @@ class ReinforceLoss(PolicyLoss):
 
 class CispoLoss(Clipped):
     type: Literal["cispo"]
-    """The log-prob is weighted by the clipped importance ratio, held constant: no label loses its gradient."""
+    """Policy gradient with the clipped importance ratio, detached, as a weight: no label loses its gradient."""
     epsilon_low: NotNegative = 1.0
     epsilon_high: NotNegative = 4.0
 
@@ -286,11 +287,11 @@ class CispoLoss(Clipped):
 
 class SapoLoss(PolicyLoss):
     type: Literal["sapo"]
-    """A soft gate in place of a clip: the gradient falls off smoothly as the ratio moves away from 1."""
+    """A soft gate instead of a clip: the gradient decreases smoothly as the ratio moves away from 1."""
     tau_positive: Positive = 1.0
-    """How fast the gradient falls off where the advantage is not negative."""
+    """How fast the gradient decreases where the advantage is 0 or positive."""
     tau_negative: Positive = 1.05
-    """How fast the gradient falls off where the advantage is negative."""
+    """How fast the gradient decreases where the advantage is negative."""
 
     def formulas(self) -> Iterator[Line]:
         tau = f"τ = {short(self.tau_positive)} where A ≥ 0, and {short(self.tau_negative)} where A < 0"
@@ -300,7 +301,7 @@ class SapoLoss(PolicyLoss):
 
 class GmpoLoss(Clipped):
     type: Literal["gmpo"]
-    """The geometric mean over the document of ratios that are clipped one by one."""
+    """The geometric mean over each document of its labels' clipped ratios."""
     normalize_by: NormalizeBy = "document_means"
     epsilon_low: NotNegative = 0.4
     epsilon_high: NotNegative = 0.4
@@ -314,12 +315,12 @@ class GmpoLoss(Clipped):
 
 class DppoLoss(PolicyLoss):
     type: Literal["dppo"]
-    """Labels that move outward lose their gradient once their probability has moved too far from the old one."""
+    """Masks labels whose probability has moved too far from the old one, if the update would move it further."""
     divergence: Literal["tv", "kl"] = "tv"
-    """How far a label's probability has moved. tv: the absolute difference. kl: the divergence of the old from the new,
-    of the label against all other tokens."""
+    """How far a label's probability has moved. tv: |new - old|. kl: the KL divergence of the old from the new
+    distribution, of the label against all other tokens."""
     threshold: Positive = 0.2
-    """The largest divergence of a label that moves outward."""
+    """Labels with a larger divergence are masked."""
 
     def formulas(self) -> Iterator[Line]:
         moved = (
@@ -333,7 +334,7 @@ class DppoLoss(PolicyLoss):
 
 class CrossEntropyLoss(LossBase):
     type: Literal["cross_entropy"]
-    """Supervised learning: it needs neither advantages nor the sampler's log-probs."""
+    """Supervised learning, without advantages or the sampler's log-probs."""
     supervised: ClassVar[bool] = True
 
     def formulas(self) -> Iterator[Line]:
@@ -342,12 +343,12 @@ class CrossEntropyLoss(LossBase):
 
 class CustomLoss(PolicyLoss):
     type: Literal["custom"]
-    """A loss of your own, by import path."""
+    """Your own loss, by import path."""
     function: str
-    """The loss, as package.module:Class: a frozen dataclass that derives from truestep's LabelLoss. Its fields are its
+    """Your loss, as package.module:Class: a frozen dataclass derived from truestep's LabelLoss. Its fields are its
     options."""
     options: dict[str, Any] | None = None
-    """The options of the loss, by the names of its fields; checked like any other option."""
+    """The options of your loss, by the names of its fields; checked like any other option."""
 
     @cached_property
     def custom(self) -> Any:
@@ -373,7 +374,7 @@ class CustomLoss(PolicyLoss):
             raise ValueError(f"{corrected[0]} corrects a policy loss, and {self.function} is supervised")
         if self.correction is not None and self.correction.level == "label" and self._of_whole_documents:
             raise ValueError(
-                f"correction.level: label weighs the labels of a document apart, and {self.function} is a loss of "
+                f"correction.level: label gives each label a weight of its own, and {self.function} is a loss of "
                 "whole documents; take level: document or document_mean"
             )
         if self.clip_cov is not None and self._of_whole_documents:

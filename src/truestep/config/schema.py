@@ -52,34 +52,33 @@ class Config(Section, metaclass=_MadeInPython):
         ) -> None: ...
 
     preset: presets.PresetName | list[str] | None = None
-    """A published recipe, or several: names for options, which it fills in where they are not given. docs/objectives.md
-    has the options of each."""
+    """Published recipes by name. A recipe sets options that you do not set yourself; docs/objectives.md lists them."""
     model: sections.ModelConfig
     """The policy."""
     adapter: sections.AdapterConfig | None = None
-    """The adapter that is trained in place of the policy's own weights. null: the policy's own weights are trained."""
+    """Train a LoRA adapter instead of the model's own weights. null: train the model's own weights."""
     loss: LossConfig = default_loss()
-    """The loss that is minimised; `type` picks it."""
+    """The loss, by `type`."""
     data: sections.DataConfig = sections.DataConfig()
-    """The documents: their source, their advantages and how they are packed."""
+    """The training data: where documents come from, their advantages, and packing."""
     sampler: sections.SamplerConfig | None = None
-    """The sampler of rollouts. Without one they are read from data.path or data.source."""
+    """Sample rollouts while training. Without this section they come from data.path or data.source."""
     evaluation: sections.EvaluationConfig | None = None
-    """Evaluation on held-out prompts, every so many steps."""
+    """Evaluation on held-out prompts or documents."""
     schedule: sections.ScheduleConfig = sections.ScheduleConfig()
     """The size of a step and the length of the run."""
     parallel: sections.ParallelConfig = sections.ParallelConfig()
-    """The split of a step over processes."""
+    """Parallelism: how a step is split over processes."""
     optimizer: sections.OptimizerConfig = sections.AdamWConfig()
-    """The optimizer, its learning rate and the clipping of gradients."""
+    """The optimizer, the learning rate and gradient clipping."""
     checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
     """The run's directory and its checkpoints."""
     logging: sections.LoggingConfig = sections.LoggingConfig()
-    """The places that metrics are written to."""
+    """Where metrics are written."""
     seed: Annotated[int, Field(ge=0)] = 0
     """The seed of sampling, of shuffling and of the order of prompts."""
     deterministic: bool = False
-    """Refuse operations whose result differs from run to run; a resumed run is then bitwise the uninterrupted one."""
+    """Use deterministic operations only; a resumed run is then bitwise the uninterrupted one."""
 
     def changed(self, options: Mapping[str, Any]) -> "Config":
         """Make another configuration, with options given by their whole names: `{"optimizer.learning_rate": 1e-5}`."""
@@ -140,20 +139,20 @@ def _activations(config: "Config") -> Iterator[str]:
     how, moves = config.model.activation_checkpointing, config.model.activation_offload is True
     if moves and not how:
         yield (
-            "model.activation_offload moves the inputs of recomputed layers: set model.activation_checkpointing too, "
+            "model.activation_offload is for the inputs of recomputed layers: set model.activation_checkpointing too, "
             "full or selective"
         )
     if moves and how == "elementwise" and config.model.compile:
         yield (
-            "model.activation_offload moves the inputs of recomputed layers, and model.activation_checkpointing: "
-            "elementwise runs no compiled layer again: set it to full or selective"
+            "model.activation_offload is for the inputs of recomputed layers, and model.activation_checkpointing: "
+            "elementwise recomputes no compiled layer: set it to full or selective"
         )
 
 
 def _offload(config: "Config") -> Iterator[str]:
     room = getattr(config.optimizer, "offload_room", 0)
     if room and getattr(config.optimizer, "offload", "none") == "none":
-        yield "optimizer.offload_room is for what offload moves: set optimizer.offload too, states or all"
+        yield "optimizer.offload_room has no effect without offload: set optimizer.offload too, states or all"
 
 
 def _documents(config: "Config") -> Iterator[str]:
@@ -191,7 +190,7 @@ def _sampled_groups(config: "Config") -> Iterator[str]:
         return
     group_size, docs_per_step = config.data.group_size, config.schedule.docs_per_step
     if config.loss.supervised:
-        yield f"loss.type: {config.loss.type} learns from given completions: it takes data.path, not a sampler"
+        yield f"loss.type: {config.loss.type} is supervised: give data.path instead of a sampler"
     if group_size is None:
         yield "sampler needs data.group_size: how many completions each prompt gets"
     elif group_size == 1 and learns_from_groups_alone(config):
@@ -223,7 +222,7 @@ def _sampled_groups(config: "Config") -> Iterator[str]:
         yield "data.temperature is for files; a sampler's is sampler.temperature"
     urls = [url.rstrip("/") for url in config.sampler.urls] if config.sampler.type == "server" else []
     if len(set(urls)) < len(urls):
-        yield "sampler.urls names a server twice: its weights would be replaced under its own completions"
+        yield "sampler.urls names a server twice"
 
 
 def _exact(config: "Config") -> Iterator[str]:
@@ -234,8 +233,8 @@ def _exact(config: "Config") -> Iterator[str]:
         yield "sampler.exact: true is computed by the engine: leave out sampler.engine: false"
     if config.parallel.tensor > 1:
         yield (
-            f"sampler.exact: true adds up products in one order, and parallel.tensor: {config.parallel.tensor} adds "
-            "them up over ranks: leave out sampler.exact, or set parallel.tensor: 1"
+            f"sampler.exact: true needs products on one rank, and parallel.tensor: {config.parallel.tensor} sums "
+            "them over ranks: leave out sampler.exact, or set parallel.tensor: 1"
         )
 
 
@@ -352,15 +351,15 @@ def _ranks(config: "Config") -> Iterator[str]:
     parallel, evaluation = config.parallel, config.evaluation
     if parallel.pipeline > 1 and config.sampler is not None and config.sampler.type == "in_process":
         yield (
-            f"parallel.pipeline: {parallel.pipeline} leaves no rank all layers to sample with: set sampler.type: "
-            "server, remove sampler (and train on data.path or data.source), or set parallel.pipeline: 1 (sampling "
-            "works with parallel.tensor)"
+            f"parallel.pipeline: {parallel.pipeline} leaves no rank with all layers, which sampling needs: set "
+            "sampler.type: server, remove sampler (and train on data.path or data.source), or set parallel.pipeline: 1 "
+            "(sampling works with parallel.tensor)"
         )
     if parallel.pipeline > 1 and evaluation is not None and evaluation.prompts is not None and not evaluation.servers:
         yield (
-            f"parallel.pipeline: {parallel.pipeline} leaves no rank all layers to generate with: remove evaluation, "
-            "set evaluation.servers: true with servers that sample, or set parallel.pipeline: 1 (generating works "
-            "with parallel.tensor)"
+            f"parallel.pipeline: {parallel.pipeline} leaves no rank with all layers, which evaluation needs: remove "
+            "evaluation, set evaluation.servers: true with servers that sample, or set parallel.pipeline: 1 "
+            "(generating works with parallel.tensor)"
         )
     if parallel.stages_per_rank > 1 and parallel.pipeline == 1:
         yield "parallel.stages_per_rank is for pipelines: it needs parallel.pipeline > 1"

@@ -200,7 +200,7 @@ class Exactly(TorchDispatchMode):
             return _elementwise(operation, args, options) if on_cpu else operation(*args, **options)
         except InexactError as error:
             raise InexactError(
-                f"sampler.exact: this model computes {error} ({operation}), of which it is not known that a row's "
+                f"sampler.exact: this model computes {error} ({operation}), for which there is no proof that a row's "
                 "result depends on that row alone: leave out sampler.exact"
             ) from None
 

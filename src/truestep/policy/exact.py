@@ -56,7 +56,7 @@ def exact_attention(
     """Attend exactly; transformers calls this."""
     layer: Any = getattr(module, "layer_idx", None)
     if exact is None or layer is None:
-        raise InexactError(f"sampler.exact: {type(module).__name__} does not tell its attention what it needs")
+        raise InexactError(f"sampler.exact: {type(module).__name__} passes no keyword arguments on to its attention")
     if not getattr(module, "is_causal", True):
         raise InexactError(f"sampler.exact: {type(module).__name__} is not causal")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

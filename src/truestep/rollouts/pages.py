@@ -172,7 +172,7 @@ class _Thrift:
             number |= (byte & 0x7F) << shift
             shift += 7
             if shift > 70:
-                raise ParquetError("a page of it has a number that is none")
+                raise ParquetError("a page of it has a malformed number")
         return number | byte << shift
 
     def _struct(self, depth: int) -> dict[int, Any]:
@@ -198,7 +198,7 @@ class _Thrift:
             if self._place > len(self._content):
                 raise IndexError
             return None
-        raise ParquetError("a page of it has a header of another form")
+        raise ParquetError("a page of it has a malformed header")
 
 
 def _signed(number: int) -> int:

@@ -1,1 +1,6 @@
-"""What a person at a terminal sees while a command works: what it does, how far it has come, a run's numbers."""
+"""What a person at a terminal sees while a command works.
+
+run               a run's bar and numbers; in a file, a line a step
+display           the lines at the bottom, drawn by one thread that the run never waits for
+words             amounts and durations in few words
+"""

@@ -52,22 +52,22 @@ def tensor_plan(config: Any, ranks: int) -> TensorPlan:
     plan: Mapping[str, str] = getattr(text, "base_model_tp_plan", None) or {}
     of_layers = {name: style for name, style in plan.items() if "*" in name and style not in _UNCUT}
     if not of_layers:
-        raise _refusal(f"{kind} comes without a plan of how its layers are cut")
+        raise _refusal(f"{kind} has no plan for tensor parallelism (base_model_tp_plan)")
     for name, style in of_layers.items():
         if style not in ("colwise", "rowwise"):
-            raise _refusal(f"{kind}'s plan has {name} as {style}, which is not a matrix cut by columns or rows alone")
+            raise _refusal(f"{kind}'s plan has {name}: {style}; only colwise and rowwise are supported")
     columns = tuple(name for name, style in of_layers.items() if style == "colwise")
     cut = TensorPlan(columns, tuple(name for name in of_layers if name not in columns))
     unpaired = cut.halves ^ {_parent(name) for name in cut.rows}
     if unpaired:
-        raise _refusal(f"{kind}'s plan cuts {min(unpaired)} by columns or by rows and not by both")
+        raise _refusal(f"{kind}'s plan cuts {min(unpaired)} either by columns or by rows; both are needed")
     for name in ("num_attention_heads", "intermediate_size"):
         size = getattr(text, name, None)
         if isinstance(size, int) and size % ranks:
             raise _refusal(f"{name} is {size}, which {ranks} tensor ranks do not divide")
     vocabulary = text.vocab_size
     if slice_at(vocabulary, ranks, ranks - 1)[1] == 0:
-        raise _refusal(f"a vocabulary of {vocabulary} leaves nothing for the last of {ranks} tensor ranks")
+        raise _refusal(f"a vocabulary of {vocabulary} is too small for {ranks} tensor ranks: the last one has no row")
     return cut
 
 

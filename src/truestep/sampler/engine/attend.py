@@ -96,7 +96,7 @@ def paged_attention(
     """Attend over the cache; transformers calls this."""
     layer: Any = getattr(module, "layer_idx", None)
     if paged is None or layer is None:
-        raise UnservedError(f"{type(module).__name__} does not tell its attention what the engine passes on")
+        raise UnservedError(f"{type(module).__name__} passes no keyword arguments on to its attention")
     step = paged.step
     if isinstance(step, Recorded):
         if layer in step.layers:

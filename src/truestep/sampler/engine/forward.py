@@ -98,14 +98,14 @@ def shapes_of(policy: Policy) -> list[LayerShape]:
         kinds = getattr(module, "rope_type", None)
         kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
         if kinds & {"dynamic", "longrope"}:
-            raise UnservedError("its rotary embedding changes with the longest sequence of a batch")
+            raise UnservedError("its RoPE changes with the longest sequence of a batch")
     recorded = Recorded()
     device = policy.device
     with paged(policy):
         run_model(policy, torch.zeros(2, dtype=torch.int64, device=device), torch.arange(2, device=device), recorded)
     count = policy.model.config.get_text_config().num_hidden_layers
     if set(recorded.layers) != set(range(count)):
-        raise UnservedError(f"{len(recorded.layers)} of its {count} layers attend: others keep a state of their own")
+        raise UnservedError(f"{len(recorded.layers)} of its {count} layers attend: the others keep another state")
     return [recorded.layers[layer] for layer in range(count)]
 
 
@@ -159,4 +159,4 @@ def probe(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
     worst = float(difference.max())
     allowed = _TOLERANCE.get(policy.weights.dtype, _HALF_TOLERANCE)
     if not worst <= allowed:
-        raise UnservedError(f"over the cache its hidden states differ by {worst:.0e} from those of training")
+        raise UnservedError(f"with the paged KV cache its hidden states differ by {worst:.0e} from those of training")

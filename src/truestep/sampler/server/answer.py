@@ -57,9 +57,9 @@ def _check_end(choice: Choice, request: CompletionRequest) -> None:
     tokens = choice.token_ids
     inner = tokens[:-1] if choice.stopped else tokens
     if any(token in request.stop_ids for token in inner):
-        raise BadAnswerError("a completion goes on behind a stop token")
+        raise BadAnswerError("a completion goes on after a stop token")
     if choice.stopped and tokens[-1] not in request.stop_ids:
-        raise BadAnswerError(f"finish_reason is stop, and the last token, {tokens[-1]}, is no stop token")
+        raise BadAnswerError(f"finish_reason is stop, and the last token, {tokens[-1]}, is not a stop token")
     if choice.stopped and len(tokens) > request.max_new_tokens:
         raise BadAnswerError(f"{len(tokens)} tokens where {request.max_new_tokens} were asked for")
     if not choice.stopped and len(tokens) != request.max_new_tokens:

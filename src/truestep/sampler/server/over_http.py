@@ -121,10 +121,8 @@ class HttpServer(InferenceServer):
                     try:
                         read(event)
                     except (AttributeError, TypeError) as error:
-                        raise BadAnswerError(
-                            f"an event of the stream has another form than that of {self.advice.kind}"
-                        ) from error
-        raise UnreachableError(f"{path}: the stream ended before its end")
+                        raise BadAnswerError(f"an event of the stream is not in {self.advice.kind}'s format") from error
+        raise UnreachableError(f"{path}: the stream ended early")
 
     async def _check(self, path: str, response: httpx.Response) -> None:
         """Refuse an answer by its status, of whose text no more is read than is shown."""
@@ -166,7 +164,7 @@ async def _pieces(path: str, response: httpx.Response, most: float = math.inf) -
     encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise BadAnswerError(
-            f"{path}: the answer is compressed ({printable(encoding, 60)}), which was not asked for: it is not read"
+            f"{path}: the answer is compressed ({printable(encoding, 60)}), which was not requested: it is not read"
         )
     read = 0
     async for piece in response.aiter_raw():

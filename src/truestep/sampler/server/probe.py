@@ -65,7 +65,7 @@ async def measure(server: InferenceServer, expected: Expected, *, past_the_cache
         count = min(_TOP_TOKENS, vocabulary_size)
         answer = await server.next_token(prompt, TEMPERATURE, count, past_the_cache=past_the_cache)
         if not answer or any(not 0 <= token < vocabulary_size or math.isnan(value) for token, value in answer.items()):
-            raise BadAnswerError("a probe was answered with log-probs that are none, or of tokens that do not exist")
+            raise BadAnswerError("the answer to a probe has log-probs that are NaN, or of tokens that do not exist")
         gaps.append([_gap(answer, logprobs[number]) for logprobs in (expected.logprobs, expected.raw)])
     return Gap(*np.array(gaps).max(axis=0).tolist())
 

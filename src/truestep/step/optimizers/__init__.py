@@ -1,1 +1,7 @@
-"""The built-in optimizers: rules for one weight at a time, and what brings weights and their states together."""
+"""The built-in optimizers, each a rule for one weight at a time.
+
+by_weight         a torch optimizer that applies a rule to each weight
+adamw, eight_bits AdamW, and AdamW with 8-bit moments, each with its Triton kernel
+muon              orthogonalised momentum; exchange: whole matrices of which ranks have parts
+conveyor          states on their way between host and GPU, overlapped with the passes
+"""
