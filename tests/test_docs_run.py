@@ -241,7 +241,7 @@ def typed(command: str) -> None:
     assert fits and (words[0] == "plan" or result.exit_code == 0), (command, result.output, result.exception)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_commands_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """README's first: what it trains is what the others look at."""
     monkeypatch.chdir(folder)
@@ -274,7 +274,7 @@ def small(train: Callable[..., Any]) -> Callable[..., Any]:
     return trained
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", range(7))
 def test_the_python_runs(number: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = python_here()

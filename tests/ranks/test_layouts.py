@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from oracles.step import LOSS_TYPES, oracle_logprobs, oracle_step
 from ranks.cases import on_ranks, score_all, score_compiled
 from scoring import Scored, check_against_oracle, write_records
-from selection import long_except
 from tiny import make_records, set_old_logprobs
 from truestep.verify.oracle.step import OracleResult
 
@@ -106,11 +105,6 @@ def gradient_error(output: Path, oracle: OracleResult) -> float:
     return squares**0.5 / oracle.grad_norm
 
 
-@pytest.mark.parametrize(("size", "kind"), [(2, "llama"), (4, "gemma2")])
-def test_every_loss_under_every_layout_is_the_oracles(size: int, kind: str, tiny_model: Model, tmp_path: Path) -> None:
-    check_losses(size, kind, LAYOUTS[size], tiny_model, tmp_path)
-
-
 def test_more_ranks_than_documents(tiny_model: Model, tmp_path: Path) -> None:
     """Three of the four run passes of no weight, and one document has no label at all."""
     model = tiny_model("llama")
@@ -129,11 +123,10 @@ def test_more_ranks_than_documents(tiny_model: Model, tmp_path: Path) -> None:
     assert all(not gradient.any() for gradient in none.gradients.values())
 
 
-@pytest.mark.parametrize("kind", long_except(["llama", "qwen3_tied"], "qwen3_tied"))
-def test_recomputed_activations_and_half_precision(kind: str, tiny_model: Model, tmp_path: Path) -> None:
+def test_recomputed_activations_and_half_precision(tiny_model: Model, tmp_path: Path) -> None:
     """In bfloat16 a layout's error against float64 is at most 1.5 times the one process's."""
     loss = {"type": "grpo", "metrics": "full"}
-    model, rollouts, records = make_case(kind, loss, tiny_model, tmp_path)
+    model, rollouts, records = make_case("qwen3_tied", loss, tiny_model, tmp_path)
     plain = options(model, rollouts, loss, ({}, 1, 64))
     recomputed = plain | {"model": {**plain["model"], "activation_checkpointing": True}}
     half = plain | {"model": {**plain["model"], "dtype": "bfloat16", "head": {"fp32_lm_head": True}}}

@@ -88,6 +88,7 @@ def check_proof(output: Path) -> None:
     assert (output / "verify.svg").read_text(encoding="utf-8").startswith("<svg")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["grpo"])
 def test_an_example_passes_under_every_layout_as_a_user_types_it(name: str, examples: Path, tmp_path: Path) -> None:
     """A loss of labels; the next test has those of whole documents. How long it takes: benchmarks/verify.py."""
@@ -96,6 +97,17 @@ def test_an_example_passes_under_every_layout_as_a_user_types_it(name: str, exam
     assert done.returncode == 0, done.stdout + done.stderr
     assert "within 1e-05 of float64" in done.stdout
     check_proof(tmp_path / "out")
+
+
+def test_the_command_writes_what_it_found(examples: Path, tmp_path: Path) -> None:
+    """Over one rank, in this process; under every layout, as a user types it, in the test above."""
+    arguments = ["verify", str(examples / "grpo.yaml"), "--output", str(tmp_path / "out"), "--ranks", "1"]
+    done = CliRunner().invoke(main, [*arguments, "--documents", "6"])
+    assert done.exit_code == 0, done.output
+    assert "within 1e-05 of float64" in done.stdout
+    said = json.loads((tmp_path / "out" / "verify.json").read_text(encoding="utf-8"))
+    assert said["passed"] and len(said["layouts"]) >= 9
+    assert (tmp_path / "out" / "verify.svg").read_text(encoding="utf-8").startswith("<svg")
 
 
 def some_layouts(layout: Layout) -> bool:
