@@ -147,6 +147,7 @@ def test_recomputed_activations_and_half_precision(tiny_model: Model, tmp_path: 
     assert 1e-4 < gradient_error(tmp_path / "half", oracle) <= 1.5 * gradient_error(tmp_path / "one", oracle)
 
 
+@pytest.mark.long
 def test_a_run_moves_between_layouts(tiny_model: Model, tmp_path: Path) -> None:
     """Two steps on four context ranks, two more on two data ranks of two, the rest on one process."""
     write_rollouts(tmp_path / "rollouts.jsonl", 40)
@@ -173,6 +174,7 @@ def test_parts_belong_to_data_ranks(tiny_model: Model, tmp_path: Path) -> None:
     assert len(read_lines(tmp_path / "scored" / "scores.jsonl")) == 25
 
 
+@pytest.mark.long
 def test_sampling_and_evaluation_need_no_other_rank(tmp_path: Path) -> None:
     prompts = write_lines(tmp_path / "prompts.jsonl", sort_prompts(5))
     model = word_model(tmp_path / "model")

@@ -34,6 +34,7 @@ def make_case(kind: str, loss: dict[str, Any], directory: Path, layers: int = 4)
     return model, write_records(directory / f"{kind}-{loss['type']}.jsonl", records), records
 
 
+@pytest.mark.long
 def test_steps_of_other_numbers_of_micro_batches_and_checkpoints_that_move(tmp_path: Path) -> None:
     """Two steps through four ranks, two through two stages each of two, two over data as well, the rest on one rank."""
     write_rollouts(tmp_path / "rollouts.jsonl", 60)

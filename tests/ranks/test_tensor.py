@@ -122,18 +122,13 @@ def test_what_ranks_share_stays_the_same_to_the_last_bit(
                 assert torch.equal(first["gradients"][name], other["gradients"][name]), name
 
 
-@pytest.mark.parametrize(
-    ("kind", "parallel"),
-    long_except([("llama", {"tensor": 2}), ("qwen3_tied", {"tensor": 4})], ("llama", {"tensor": 2})),
-)
-def test_a_run_its_checkpoints_and_its_export_are_those_of_one_process(
-    kind: str, parallel: dict[str, Any], tiny_model: Model, tmp_path: Path
-) -> None:
+@pytest.mark.long
+def test_a_run_its_checkpoints_and_its_export_are_those_of_one_process(tiny_model: Model, tmp_path: Path) -> None:
     """Two of its steps on one process, begun and ended on tensor ranks; every file that a run leaves."""
     write_rollouts(tmp_path / "rollouts.jsonl", 31)
-    model, moved, still = tiny_model(kind), tmp_path / "moved", tmp_path / "still"
-    rollouts = tmp_path / "rollouts.jsonl"
-    size = parallel["tensor"]
+    model, moved, still = tiny_model("llama"), tmp_path / "moved", tmp_path / "still"
+    rollouts, size = tmp_path / "rollouts.jsonl", 2
+    parallel = {"tensor": size}
     on_ranks(size, train_all, [config(model, rollouts, moved, parallel=parallel, schedule={"steps": 2})])
     on_ranks(1, train_all, [config(model, rollouts, moved, schedule={"steps": 4})])
     on_ranks(size, train_all, [config(model, rollouts, moved, parallel=parallel)])
