@@ -13,6 +13,7 @@ import gc
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -162,6 +163,7 @@ class _Fresh:
         self._random = random.getstate()
         self._numpy = np.random.get_state()
         self._torch = torch.get_rng_state()
+        self._signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def restore(self) -> None:
         os.environ.clear()
@@ -169,6 +171,8 @@ class _Fresh:
         random.setstate(self._random)
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)
+        for number, handler in self._signals.items():
+            signal.signal(number, handler)
         torch.set_num_threads(1)
         torch.set_default_dtype(torch.float32)
         _forget_modules_of_cases()

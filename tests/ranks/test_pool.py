@@ -39,6 +39,7 @@ def leave_variables() -> None:
     os.environ["LEFT"] = "by a case"
     torch.set_default_dtype(torch.float64)
     sys.path.append("left by a case")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def leave_functions_and_values() -> None:
@@ -51,6 +52,7 @@ def leave_functions_and_values() -> None:
 
 def find_none_of_them() -> None:
     assert Watch.phase.__module__ == Watch.__module__
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert "model_validate" not in vars(Config)
     assert launch._FOLDER != "elsewhere" and dist.all_reduce is not print
 
