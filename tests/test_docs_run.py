@@ -31,8 +31,9 @@ from truestep.rollouts.advantages import RULES
 
 # Commands that are run elsewhere, or by hand, by what they begin with; and by which test or for what reason.
 COMMANDS = {
-    r"make (demo|test|test-long|tutorial|small-model|format|docs|site)\b": "`.ci/run` runs make test (check, site and "
-    "suite) and make test-long; make demo runs `truestep demo`; make tutorial types docs/tutorial.md with a real model",
+    r"make (demo|test|test-long|test-nightly|tutorial|small-model|format|docs|site)\b": "`.ci/run` runs make test "
+    "(check, site and suite), make test-long and what a change concerns of make test-nightly; make demo runs "
+    "`truestep demo`; make tutorial types docs/tutorial.md with a real model",
     r"\.venv/bin/pre-commit install": "it changes the clone",
     r"\. \.venv/bin/activate": "tests/test_tutorial.py",
     r"pip install": "the Makefile installs the same package; the extras are those of pyproject.toml",
