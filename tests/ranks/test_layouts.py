@@ -1,16 +1,16 @@
-"""One step over ranks is the step of one process: loss, metrics, gradients and scores against the float64 oracle."""
+"""One step over ranks is the step of one process, against the float64 oracle: what `verify` does not ask of it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from oracles.step import LOSS_TYPES, oracle_logprobs, oracle_step
+from oracles.step import oracle_logprobs, oracle_step
 from ranks.cases import on_ranks, score_all, score_compiled
 from scoring import Scored, check_against_oracle, write_records
 from tiny import make_records, set_old_logprobs
@@ -20,16 +20,6 @@ Model = Callable[[str], Path]
 
 # parallel section, breadth-first micro-batches, tokens of a micro-batch
 Layout = tuple[dict[str, Any], int, int]
-
-LAYOUTS: dict[int, list[Layout]] = {
-    2: [({}, 1, 40), ({"data_replicate": 2}, 1, 40), ({"reshard_after_forward": False}, 2, 64)],
-    4: [
-        ({}, 1, 64),
-        ({"data_replicate": 2}, 2, 40),
-        ({"data_replicate": 4}, 1, 30),
-        ({"reduce_each_micro_batch": True}, 1, 24),
-    ],
-}
 
 
 def read(output: Path) -> Scored:
@@ -64,38 +54,6 @@ def loss_of(kind: str) -> dict[str, Any]:
     if kind in ("grpo", "gspo", "cispo"):
         loss |= {"epsilon_low": 0.2, "epsilon_high": 0.2}
     return loss
-
-
-def losses_for(kind: str) -> tuple[str, ...]:
-    """All five; for a model that differs in its layers alone, one of labels and one of whole documents. (A tied Qwen3
-    goes through all of them in `verify`'s own tests.)"""
-    return tuple(LOSS_TYPES) if kind in ("llama", "qwen3_tied") else ("grpo", "gspo")
-
-
-def check_losses(
-    size: int,
-    kind: str,
-    layouts: Sequence[Layout],
-    tiny_model: Model,
-    directory: Path,
-    losses: Sequence[str] | None = None,
-) -> None:
-    """These losses, or every one that the kind of model is to go through, under each layout of so many ranks."""
-    runs, cases = [], []
-    for name in losses or losses_for(kind):
-        loss = loss_of(name)
-        model, rollouts, records = make_case(kind, loss, tiny_model, directory)
-        oracle = oracle_step(model, records, options(model, rollouts, loss, ({}, 1, 64)))
-        for number, layout in enumerate(layouts):
-            output = directory / f"{name}-{number}"
-            runs.append((options(model, rollouts, loss, layout), str(output)))
-            cases.append((oracle, output))
-    on_ranks(size, score_all, runs)
-    for oracle, output in cases:
-        scored = read(output)
-        if "clipped_ratio_fraction" in scored.step:
-            assert scored.step["clipped_ratio_fraction_low"] > 0 < scored.step["clipped_ratio_fraction_high"]
-        check_against_oracle(scored, oracle)
 
 
 def gradient_error(output: Path, oracle: OracleResult) -> float:

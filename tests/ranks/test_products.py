@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ranks.test_layouts import Layout, Model, check_losses
+from oracles.step import oracle_step
+from ranks.cases import on_ranks, score_all
+from ranks.test_layouts import Layout, Model, loss_of, make_case, options, read
+from scoring import check_against_oracle
 
 OF_EIGHT: list[Layout] = [
     ({"data_replicate": 2, "context": 2, "tensor": 2}, 1, 40),
@@ -22,4 +25,17 @@ OF_EIGHT: list[Layout] = [
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_products_of_eight_ranks(kind: str, tiny_model: Model, tmp_path: Path) -> None:
     """A loss of labels and one of whole documents."""
-    check_losses(8, kind, OF_EIGHT, tiny_model, tmp_path, ("grpo", "gspo"))
+    runs, cases = [], []
+    for name in ("grpo", "gspo"):
+        loss = loss_of(name)
+        model, rollouts, records = make_case(kind, loss, tiny_model, tmp_path)
+        oracle = oracle_step(model, records, options(model, rollouts, loss, ({}, 1, 64)))
+        for number, layout in enumerate(OF_EIGHT):
+            output = tmp_path / f"{name}-{number}"
+            runs.append((options(model, rollouts, loss, layout), str(output)))
+            cases.append((oracle, output))
+    on_ranks(8, score_all, runs)
+    for oracle, output in cases:
+        scored = read(output)
+        assert scored.step["clipped_ratio_fraction_low"] > 0 < scored.step["clipped_ratio_fraction_high"]
+        check_against_oracle(scored, oracle)
