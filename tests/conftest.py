@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 
 # Where there is no GPU, Triton's own functions must be interpreted ones from their first import. The variable is taken
@@ -19,6 +20,7 @@ if not list(Path("/dev").glob("nvidia[0-9]*")) or os.environ.get("CUDA_VISIBLE_D
 import pytest
 import torch
 
+from guard import Guard
 from tiny import make_model
 
 # A Python that a test starts, and the server that ranks are forked from, must find what the test itself imports: pytest
@@ -30,9 +32,21 @@ torch.set_num_threads(1)
 _LONGEST = ("verify", "ranks", "test_demo.py", "test_kill.py")  # directories and files
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("usepdb"):
+        config.pluginmanager.register(Guard())
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first: at the end, processes have little left that only one of them can do."""
     items.sort(key=lambda item: item.path.parent.name not in _LONGEST and item.path.name not in _LONGEST)
+
+
+@pytest.fixture(autouse=True)
+def _ranks_of_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layouts that a test verifies run on the session's ranks. Who types the command starts the command's own."""
+    if (judge := sys.modules.get("truestep.verify.judge")) is not None:
+        monkeypatch.setattr(judge, "run_ranks", import_module("ranks.pool").run_ranks)
 
 
 @pytest.fixture(autouse=True)

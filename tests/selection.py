@@ -1,4 +1,4 @@
-"""What `make test` takes of a test that has many parameters, what `make test-long`, and what `make test-release`."""
+"""What `make test` takes of a test that has many parameters, and what the other suites take."""
 
 from __future__ import annotations
 
@@ -14,14 +14,27 @@ def long_except(values: Iterable[Any], *short: Any) -> list[Any]:
     return in_tiers(values, short, [value for value in values if value not in short])
 
 
+def nightly_except(values: Iterable[Any], *short: Any) -> list[Any]:
+    """All of the values as parameters, marked `nightly` except for those that are named."""
+    return [value if value in short else _marked(value, pytest.mark.nightly) for value in _known(values, short)]
+
+
 def in_tiers(values: Iterable[Any], short: Iterable[Any], long: Iterable[Any]) -> list[Any]:
     """All of the values as parameters: those of `long` are marked so, and what is in neither is marked `release`."""
-    values, short, long = list(values), list(short), list(long)
-    unknown = [value for value in (*short, *long) if value not in values]
+    short, long = list(short), list(long)
+
+    def mark(value: Any) -> pytest.MarkDecorator:
+        return pytest.mark.long if value in long else pytest.mark.release
+
+    return [value if value in short else _marked(value, mark(value)) for value in _known(values, [*short, *long])]
+
+
+def _known(values: Iterable[Any], named: Iterable[Any]) -> list[Any]:
+    values = list(values)
+    unknown = [value for value in named if value not in values]
     assert not unknown, f"no such parameters: {unknown}"
+    return values
 
-    def marked(value: Any) -> Any:
-        given = value if isinstance(value, tuple) else (value,)
-        return pytest.param(*given, marks=pytest.mark.long if value in long else pytest.mark.release)
 
-    return [value if value in short else marked(value) for value in values]
+def _marked(value: Any, mark: pytest.MarkDecorator) -> Any:
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark)

@@ -16,6 +16,7 @@ from truestep.files import read_json_lines
 from truestep.train import train
 
 
+@pytest.mark.long
 def test_the_demo_learns_to_sort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # `make demo` names a relative directory
     outcome = demo.run(Path("runs/demo"), 0, Console(file=io.StringIO()))

@@ -31,8 +31,9 @@ from truestep.rollouts.advantages import RULES
 
 # Commands that are run elsewhere, or by hand, by what they begin with; and by which test or for what reason.
 COMMANDS = {
-    r"make (demo|test|test-long|tutorial|small-model|format|docs|site)\b": "`.ci/run` runs make test (check, site and "
-    "suite) and make test-long; make demo runs `truestep demo`; make tutorial types docs/tutorial.md with a real model",
+    r"make (demo|test|test-long|test-nightly|tutorial|small-model|format|docs|site)\b": "`.ci/run` runs make test "
+    "(check, site and suite), make test-long and what a change concerns of make test-nightly; make demo runs "
+    "`truestep demo`; make tutorial types docs/tutorial.md with a real model",
     r"\.venv/bin/pre-commit install": "it changes the clone",
     r"\. \.venv/bin/activate": "tests/test_tutorial.py",
     r"pip install": "the Makefile installs the same package; the extras are those of pyproject.toml",
@@ -241,7 +242,7 @@ def typed(command: str) -> None:
     assert fits and (words[0] == "plan" or result.exit_code == 0), (command, result.output, result.exception)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_commands_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """README's first: what it trains is what the others look at."""
     monkeypatch.chdir(folder)
@@ -274,7 +275,7 @@ def small(train: Callable[..., Any]) -> Callable[..., Any]:
     return trained
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", range(7))
 def test_the_python_runs(number: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = python_here()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pages import ROOT
-from selection import long_except
+from selection import nightly_except
 from small_runs import quiet_trainer, read_lines, sort_prompts, word_model, write_lines
 from tiny import make_model
 from truestep.config.load import load_config
@@ -20,7 +20,7 @@ HELD_BACK = ("dppo",)  # a random model is far from the records' sampler, so its
 QUICK = ("gspo", "lora-8b")
 
 
-@pytest.mark.parametrize("name", long_except([name for name in EXAMPLES if name not in ELSEWHERE], *QUICK))
+@pytest.mark.parametrize("name", nightly_except([name for name in EXAMPLES if name not in ELSEWHERE], *QUICK))
 def test_an_example_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     over = {

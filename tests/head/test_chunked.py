@@ -68,13 +68,14 @@ def check(rows: HeadRows, result: HeadResult, buffer: torch.Tensor, wanted: Expe
     assert relative(buffer, wanted.weight_gradient) < tolerance
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["f64", "f32"])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "softcap", "scale"),
+    [(torch.float64, 1e-12, None, 1.0), (torch.float64, 1e-12, 2.0, 0.3), (torch.float32, 1e-5, 2.0, 0.3)],
+)
 def test_both_gradients_equal_autograd(
     dtype: torch.dtype, tolerance: float, softcap: float | None, scale: float
 ) -> None:
-    for labels, vocabulary, equal, with_b in itertools.product((0, 1, 16), (1, 3, 31), (False, True), (False, True)):
+    for labels, vocabulary, equal, with_b in itertools.product((0, 1, 16), (1, 31), (False, True), (False, True)):
         settings = HeadSettings(softcap=softcap, scale=scale)
         rows = make_rows(labels, vocabulary, dtype=dtype, equal_temperatures=equal, settings=settings)
         coefficients = make_coefficients(labels, with_b=with_b, like=rows.hidden)
@@ -294,8 +295,8 @@ def test_weight_gradients_are_accumulated_in_float32(device: str) -> None:
     """Many chunks and calls. A GPU rounds each logit's gradient once, to bfloat16, for its product: 2e-3, no more."""
     once = 1e-5 if device == "cpu" else 3e-3
     settings = HeadSettings(fp32=True, chunk_size=2)
-    rows = make_rows(512, 300, 512, dtype=torch.bfloat16, device=device, settings=settings)
-    coefficients = Coefficients(*(torch.ones(512, device=device), None, torch.ones(512, device=device)))
+    rows = make_rows(256, 150, 256, dtype=torch.bfloat16, device=device, settings=settings)
+    coefficients = Coefficients(*(torch.ones(256, device=device), None, torch.ones(256, device=device)))
     wanted = expected(rows, coefficients)
     buffer = buffer_for(rows)
     assert buffer.dtype == torch.float32
@@ -306,7 +307,7 @@ def test_weight_gradients_are_accumulated_in_float32(device: str) -> None:
     assert many_chunks < once
     assert relative(result.hidden_gradient, wanted.hidden_gradient) < once
     few = buffer_for(rows)
-    run(with_settings(rows, chunk_size=512), coefficients, few)
+    run(with_settings(rows, chunk_size=256), coefficients, few)
     assert many_chunks < 2 * relative(few, wanted.weight_gradient) + 1e-6, "the error must not grow with the chunks"
     for _ in range(7):
         run(rows, coefficients, buffer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -47,11 +46,13 @@ def run(rows: HeadRows, coefficients: Coefficients) -> tuple[Any, torch.Tensor]:
     return forward_backward(rows, lambda chunk, _: coefficients[chunk], weight_gradient=buffer), buffer
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("with_b", [False, True])
-@pytest.mark.parametrize("vocabulary", [1, 2, 16, 17, 61])
+# One token, a whole block, one more than that, and more than four blocks of the statistics.
+@pytest.mark.parametrize(
+    ("vocabulary", "with_b", "softcap"),
+    [(1, False, None), (2, True, 2.0), (16, False, 2.0), (17, True, None), (41, True, 2.0), (41, False, None)],
+)
 def test_both_gradients_equal_autograd(vocabulary: int, with_b: bool, softcap: float | None) -> None:
-    for labels, chunk in itertools.product((0, 1, 9), (4, None)):
+    for labels, chunk in ((0, None), (1, 4), (9, 4), (9, None)):
         settings = HeadSettings(softcap=softcap, scale=0.7, chunk_size=chunk, fp32=True)
         rows = make_rows(labels, vocabulary, dtype=torch.float32, device=DEVICE, settings=settings)
         coefficients = make_coefficients(labels, with_b=with_b, like=rows.hidden)
@@ -92,7 +93,7 @@ def test_extreme_logits_stay_finite(softcap: float | None, b: float | None) -> N
 @pytest.mark.parametrize("fp32", [True, False])
 def test_half_precision_logits_and_weights(fp32: bool) -> None:
     settings = HeadSettings(fp32=fp32, chunk_size=5)
-    rows = make_rows(12, 100, 64, dtype=torch.bfloat16, device=DEVICE, settings=settings)
+    rows = make_rows(12, 40, 32, dtype=torch.bfloat16, device=DEVICE, settings=settings)
     coefficients = make_coefficients(12, like=rows.hidden)
     wanted = expected(rows, coefficients)
     result, buffer = run(rows, coefficients)
@@ -114,7 +115,7 @@ def test_score_with_kernels_equals_the_oracle(
 ) -> None:
     """Losses of each kind of coefficients: kernels see these and no more. `test_score_oracle` has every loss."""
     model = tiny_model(kind)
-    records = records_for(model, loss)
+    records = records_for(model, loss)[: 12 if DEVICE == "cuda" else 3]
     file = write_records(tmp_path / "rollouts.jsonl", records)
     config = config_for(model, file, {"type": loss, "entropy_bonus": 0.1, "z_loss": 0.01, **OPTIONS[loss]})
     config["model"]["head"] = {"logits_chunk_size": 7}

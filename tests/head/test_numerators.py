@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import itertools
 import math
 import os
 import subprocess
@@ -69,10 +68,9 @@ def check(rows: HeadRows, coefficients: Coefficients, wanted: Expected, statisti
 
 @on_cpu
 @pytest.mark.usefixtures("plain")
-@pytest.mark.parametrize("with_b", [False, True])
-@pytest.mark.parametrize("vocabulary", [1, 2, 16, 17, 61])
+@pytest.mark.parametrize(("vocabulary", "with_b"), [(1, False), (2, True), (16, True), (17, False), (41, True)])
 def test_both_gradients_equal_autograd(vocabulary: int, with_b: bool) -> None:
-    for labels, chunk in itertools.product((0, 1, 9), (4, None)):
+    for labels, chunk in ((0, None), (1, 4), (9, 4), (9, None)):
         settings = HeadSettings(scale=0.7, chunk_size=chunk, fp32=True)
         rows = make_rows(labels, vocabulary, dtype=torch.float32, settings=settings)
         coefficients = make_coefficients(labels, with_b=with_b, like=rows.hidden)
@@ -177,14 +175,12 @@ def test_score_equals_the_oracle(loss: str, tiny_model: Callable[[str], Path], t
     """A loss of documents, one of labels, and one without ratios. The head sees a loss's coefficients and no more:
     `test_score_oracle` has them all."""
     model = tiny_model("qwen3_tied")
-    records = records_for(model, loss)
+    records = records_for(model, loss)[:4]
     file = write_records(tmp_path / "rollouts.jsonl", records)
-    for bonus in (0.0, 0.1):
-        config = config_for(model, file, {"type": loss, "entropy_bonus": bonus, "z_loss": 0.01, **OPTIONS[loss]})
-        config["model"]["head"] = {"logits_chunk_size": 7}
-        config["data"]["tokens_per_microbatch"] = 50
-        out = run_score(config, tmp_path / f"out_{bonus}")
-        check_against_oracle(out, oracle_step(model, records, config))
+    config = config_for(model, file, {"type": loss, "entropy_bonus": 0.1, "z_loss": 0.01, **OPTIONS[loss]})
+    config["model"]["head"] = {"logits_chunk_size": 7}
+    config["data"]["tokens_per_microbatch"] = 50
+    check_against_oracle(run_score(config, tmp_path / "out"), oracle_step(model, records, config))
 
 
 @pytest.mark.long

@@ -6,14 +6,13 @@ The samplers here are transformers' own models, used as a server would use them 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -21,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from adapters import write_adapter, write_merged
 from small_runs import merged
 from tiny import label_positions, make_model, make_records
+from truestep.cli import main
 from truestep.config.schema import Config
 from truestep.parity.gap import Parity, parity
 
@@ -221,15 +221,15 @@ def test_rope_settings(model: Path, tmp_path: Path) -> None:
     check_named(look(model, records, tmp_path), "rope settings", "rope_theta: 10000 for")
 
 
-def test_the_command(model: Path, old: Path, tmp_path: Path) -> None:
+def test_the_command(model: Path, old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load(old)
     records = sampled(documents(), lambda record: logits_of(engine, record["input_ids"]))
     (tmp_path / "r.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     config = f"model: {{path: {model}, dtype: float32}}\ndata: {{path: r.jsonl, advantages: none}}\n"
     (tmp_path / "c.yaml").write_text(config, encoding="utf-8")
-    command = [sys.executable, "-m", "truestep", "parity", "c.yaml", "--output", "out", "--older", str(old)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, ["parity", "c.yaml", "--output", "out", "--older", str(old)])
+    assert done.exit_code == 0, done.output
     assert "stale weights (weights of old) explains 100% of the gap" in done.stdout
     assert "worst: document" in done.stdout
     said = json.loads((tmp_path / "out" / "parity.json").read_text(encoding="utf-8"))

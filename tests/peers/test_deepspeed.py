@@ -29,7 +29,7 @@ def plain(record: Record) -> dict[str, Any]:
     return {"input_ids": document.input_ids, "temperature": document.temperature, **values}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @needs_peers
 def test_the_gradient_is_that_of_deepspeeds_engine(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     """With one document in a micro-batch, `deepspeed` divides as the engine does; with two, the half of that number."""

@@ -230,7 +230,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[torch.Te
     return {pair.name: result for pair, result in zip(PAIRS, made, strict=True)}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @needs_peers
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
 def test_loss_and_gradient_are_trls(pair: Pair, theirs: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -69,7 +69,7 @@ def our_step(model: Path, documents: list[Rollout]) -> tuple[float, float]:
     return float(done.metrics["loss"].value()), float(gradient_norm(policy.weights))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @needs_peers
 def test_trl_makes_our_step(beside_trl: ModuleType, tmp_path: Path) -> None:
     # A padding token's row of the embedding would have no gradient.
@@ -88,7 +88,7 @@ def test_trl_makes_our_step(beside_trl: ModuleType, tmp_path: Path) -> None:
     assert rows[1]["padding"] < rows[0]["padding"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @needs_peers
 def test_a_row_that_fails_says_so_and_the_next_one_runs(beside_trl: ModuleType, tmp_path: Path) -> None:
     model = tiny.make_model(tmp_path / "model", "qwen3_tied", pad_token_id=None)

@@ -45,7 +45,7 @@ WHY = {
     "reason": "it says why something is so",
     "others": "it speaks of another program",
 }
-MARKS = ("gpu", "release")
+MARKS = ("gpu", "nightly", "release")
 
 
 @dataclass(frozen=True)

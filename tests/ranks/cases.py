@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from ranks import pool
 from scoring import loaded_once
 from truestep.assemble.policy import join_ranks
 from truestep.config.schema import Config
@@ -28,6 +29,12 @@ TESTS = str(Path(__file__).parents[1])
 
 
 def on_ranks(size: int, target: Callable[..., None], *arguments: Any, timeout: float = 280.0) -> None:
+    """On ranks that run case after case (`pool`)."""
+    pool.run_ranks(size, target, arguments, timeout=timeout)
+
+
+def on_fresh_ranks(size: int, target: Callable[..., None], *arguments: Any, timeout: float = 280.0) -> None:
+    """On ranks of the case's own: where it ends them, or measures what a process has when it begins."""
     run_ranks(size, target, arguments, timeout=timeout)
 
 

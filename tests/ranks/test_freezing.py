@@ -104,6 +104,7 @@ def test_a_frozen_weight_is_kept_once_in_the_compute_type(dtype: str, tmp_path: 
     assert not torch.equal(weights.master["model.norm.weight"], before["model.norm.weight"])
 
 
+@pytest.mark.long
 def test_a_run_goes_on_at_another_layout(tmp_path: Path) -> None:
     """The whole lower half is frozen: with a pipeline the first rank has nothing to train."""
     freeze = ["model.embed_tokens.*", "model.layers.0.*"]

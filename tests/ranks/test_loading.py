@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from documents import same_bits
-from ranks.cases import on_ranks
+from ranks.cases import on_fresh_ranks, on_ranks
 from selection import in_tiers
 from tiny import KINDS, make_model
 from truestep.policy.loading.load import load_policy
@@ -163,7 +163,7 @@ def test_a_rank_never_holds_more_than_its_part_and_a_layer(
     size: int, parallel: dict[str, int], large: tuple[str, int, int], tiny_model: Any, tmp_path: Path
 ) -> None:
     model, whole, layer = large
-    on_ranks(size, measure, str(tiny_model("llama")), model, parallel, str(tmp_path / "found"))
+    on_fresh_ranks(size, measure, str(tiny_model("llama")), model, parallel, str(tmp_path / "found"))
     for rank in range(size):
         found = json.loads(Path(tmp_path / f"found-{rank}").read_text(encoding="utf-8"))
         assert found["part"] <= 1.02 * whole / size

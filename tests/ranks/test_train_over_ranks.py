@@ -12,7 +12,6 @@ import torch
 
 from checkpoints import latest, read_states, read_weights
 from ranks.cases import on_ranks, train_all
-from selection import long_except
 from small_runs import merged, read_lines, sort_prompts, without_times, word_model, write_lines, write_rollouts
 from tiny import make_records
 from truestep.kept.files import list_files, read_rows
@@ -65,10 +64,9 @@ def check_same_run(run: Path, reference: Path) -> None:
         assert difference < 1e-5, name
 
 
-@pytest.mark.parametrize("kind", long_except(["llama", "qwen3_tied"], "qwen3_tied"))
-def test_seven_documents_a_step_on_1_2_and_4_ranks(kind: str, tiny_model: Model, tmp_path: Path) -> None:
+def test_seven_documents_a_step_on_1_2_and_4_ranks(tiny_model: Model, tmp_path: Path) -> None:
     write_rollouts(tmp_path / "rollouts.jsonl", 31)
-    model = tiny_model(kind)
+    model = tiny_model("qwen3_tied")
     for size in (1, 2, 4):
         on_ranks(size, train_all, [config(model, tmp_path / "rollouts.jsonl", tmp_path / f"on{size}")])
     assert [line["num_documents"] for line in read_lines(tmp_path / "on4" / "ledger.jsonl")] == [7, 7, 7, 7, 3]
@@ -92,6 +90,7 @@ def test_ranks_share_one_table_of_a_large_file(tiny_model: Model, tmp_path: Path
     assert len(list(tables.glob("*/table.json"))) == 1
 
 
+@pytest.mark.long
 def test_a_checkpoint_moves_between_layouts(tiny_model: Model, tmp_path: Path) -> None:
     """Four steps on two ranks, two more on four replicas of two shards, the rest on one."""
     write_rollouts(tmp_path / "rollouts.jsonl", 60)

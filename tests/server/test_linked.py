@@ -89,14 +89,12 @@ def test_a_server_that_restarts_joins_again(moment: str, served: Path, tmp_path:
             lost()
 
     fake.before_start, fake.before_update, fake.before_chunk = before_start, before, before_chunk
-    began = time.monotonic()
     with serving(fake) as url:
         on_ranks(1, train_all, [linked(tmp_path, [url], optimizer={"learning_rate": 1e-2})])
     check_on_policy(tmp_path / "run")
     assert fake.paths.count("/init_weight_transfer_engine") == 2
     names = [name for line in read_lines(tmp_path / "run" / "ledger.jsonl") for name in line["documents"]]
     assert len(names) == len(set(names)) == 64
-    assert time.monotonic() - began < 60
 
 
 def test_a_server_that_stands_still_is_left_and_asked_again(served: Path, tmp_path: Path) -> None:

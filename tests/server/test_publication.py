@@ -119,7 +119,7 @@ CASES = [
     for size, parallel in (EXPERTS if kind == "experts" else LAYOUTS)
 ]
 SHORT = [case for case in CASES if case[:2] == ("qwen3_tied", 2)]
-LONG = [case for case in CASES if case not in SHORT and case[0] != "llama"]
+LONG = [case for case in CASES if case not in SHORT and case[0] in ("qwen3_tied", "experts")]
 
 
 @pytest.mark.parametrize(("kind", "size", "parallel"), in_tiers(CASES, SHORT, LONG))

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from scoring import write_records
-from selection import long_except
 from step.test_score_oracle import config_for, records_for
 from truestep.assemble.policy import make_policy
 from truestep.assemble.sources import read_documents
@@ -23,8 +22,7 @@ from truestep.step.plan import plan_exactly
 from truestep.types import PackedBatch
 
 
-@pytest.mark.parametrize("loss", ["grpo", "gspo", "reinforce", "cispo", "cross_entropy"])
-@pytest.mark.parametrize("kind", long_except(["qwen3", "gemma2"], "gemma2"))
+@pytest.mark.parametrize(("kind", "loss"), [("gemma2", "gspo"), ("qwen3", "grpo")])
 def test_poisoned_padding_changes_no_bit(
     kind: str, loss: str, tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

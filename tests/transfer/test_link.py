@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -146,10 +145,8 @@ def test_a_server_that_takes_nothing_is_waited_for_so_long() -> None:
     sender = Sender(Kept(Never), patience=0.05)
     sender.begin([Entry("a", torch.float32, (2,))])
     sender.add({"a": torch.zeros(2)})
-    began = time.monotonic()
     with pytest.raises(LinkError, match=r"not taken in 0\.05 s"):
         sender.finish()
-    assert time.monotonic() - began < 5
 
 
 def test_what_a_server_says_meanwhile_ends_the_waiting() -> None:

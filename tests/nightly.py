@@ -1,0 +1,70 @@
+"""Say which groups of `make test-nightly` test what has changed. `.ci/run` runs these; every night runs all.
+
+    python tests/nightly.py [REF]
+
+prints the files of tests of those groups, for `make test-nightly FILES="..."`. What has changed is what differs from
+the last commit that this branch has in common with REF (`origin/main`, if none is given), or, on that branch itself,
+from the commit before. In a clone that has no such commit, everything has changed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable
+from fnmatch import fnmatch
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# What runs them all, and what all of them are made from.
+ALL = ("Makefile", "constraints.txt", "pyproject.toml", "tests/nightly.py", "tests/conftest.py", "tests/small_runs.py")
+# The files of tests of a group, and what they are about. A `*` stands for any part of a path.
+GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "documentation": (
+        ("tests/test_docs_run.py",),
+        ("README.md", "docs/*", "src/truestep/config/*", "src/truestep/cli.py", "src/truestep/__init__.py"),
+    ),
+    "examples": (
+        ("tests/test_examples_train.py",),
+        ("examples/*", "src/truestep/config/*", "src/truestep/losses/*", "src/truestep/assemble/*"),
+    ),
+    "peers": (
+        ("tests/peers",),
+        ("benchmarks/step.py", "src/truestep/losses/*", "src/truestep/head/*", "src/truestep/step/*"),
+    ),
+}
+
+
+def groups_of(changed: Iterable[str]) -> list[str]:
+    """Name the groups that test one of these files, or are one of them."""
+    files = list(changed)
+
+    def concerned(tests: tuple[str, ...], about: tuple[str, ...]) -> bool:
+        patterns = (*tests, *(f"{test}/*" for test in tests), *about, *ALL)
+        return any(fnmatch(file, pattern) for file in files for pattern in patterns)
+
+    return [name for name, (tests, about) in GROUPS.items() if concerned(tests, about)]
+
+
+def changed_files(root: Path, ref: str) -> list[str] | None:
+    """List what differs from the commit that the branch began at; None if there is no such commit."""
+    base, head = _git(root, "merge-base", "HEAD", ref), _git(root, "rev-parse", "HEAD")
+    if base is not None and base == head:
+        base = _git(root, "rev-parse", "--verify", "--quiet", "HEAD^")
+    listed = None if base is None else _git(root, "diff", "--name-only", base)
+    return None if listed is None else listed.splitlines()
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def main(arguments: list[str], root: Path = ROOT) -> str:
+    changed = changed_files(root, arguments[0] if arguments else "origin/main")
+    names = list(GROUPS) if changed is None else groups_of(changed)
+    return " ".join(test for name in names for test in GROUPS[name][0])
+
+
+if __name__ == "__main__":
+    print(main(sys.argv[1:]))
