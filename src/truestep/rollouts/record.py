@@ -3,37 +3,22 @@
 Nothing of a record is trusted. Each check has one message that names the field, the index and the value.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from truestep.rollouts import values
+from truestep.rollouts import fields, values
 from truestep.rollouts.advantages import AdvantageRule, as_rule
 from truestep.rollouts.chat import ChatTemplate
+from truestep.rollouts.fields import Field
+from truestep.rollouts.rows import read_rows
 from truestep.rollouts.values import BadRecord, Check, checked, checked_array, describe, plain
 from truestep.types import Rollout
-
-FIELDS = (
-    "input_ids",
-    "loss_mask",
-    "prompt_length",
-    "logprobs",
-    "advantage",
-    "reward",
-    "group_id",
-    "temperature",
-    "model_version",
-    "truncated",
-    "reference_logprobs",
-    "rewards",
-    "messages",
-    "tools",
-    "id",
-    "metadata",
-)
 
 LONGEST_TEXT = 4096  # characters of an id: every step's line of the ledger repeats them
 
@@ -62,14 +47,30 @@ class Checks:
     stop_at_rejected: bool = False
     chat: ChatTemplate | None = None  # which makes tokens of messages; None: they are not looked at
     truncated: str = "keep"  # what becomes of documents that ended at a length limit: keep, mask or drop
+    fields: tuple[Field, ...] = ()  # a user's own, beside those of the table
+
+    @cached_property
+    def read(self) -> tuple["_Reading", ...]:
+        """The fields that are read from a record, and how."""
+        return tuple(
+            _Reading(
+                field,
+                field.in_record,
+                _READERS[field.level],
+                None if field.name in _ATTRIBUTES else _PLACE[field.level],
+                field in self.fields or field.name in _INSTEAD or field.dtype is dict,
+            )
+            for field in fields.from_records(self.fields)
+        )
 
 
 def parse_record(raw: Any, where: str, checks: Checks) -> Rollout:
     """Check one record. Raises `BadRecord` and nothing else, whatever `raw` is.
 
     `where` ("file.jsonl:12") is the id of a record without one. A null field is an absent field, and fields that are
-    not in `FIELDS` are ignored. What the loss needs is never None in the result, save for advantages that are still
-    to come from the rewards of the group. A document without labels gets zeros for a needed field that it lacks.
+    neither in the table nor a user's own are ignored. What the loss needs is never None in the result, save for
+    advantages that are still to come from the rewards of the group. A document without labels gets zeros for a needed
+    field that it lacks.
     """
     record = plain(raw, "the record")
     if not isinstance(record, Mapping):
@@ -79,23 +80,9 @@ def parse_record(raw: Any, where: str, checks: Checks) -> Rollout:
         record = _with_tokens(record, checks.chat)
         input_ids = _input_ids(record, checks)
         loss_mask = _labels(record, len(input_ids))
-        reward = _single(record, "reward", values.reward)
-        temperature = _single(record, "temperature", values.temperature)
-        group_id = _text(record, "group_id")
+        found, others = _read_fields(record, loss_mask, checks)
         return Rollout(
-            id=where if identifier is None else identifier,
-            input_ids=input_ids,
-            loss_mask=loss_mask,
-            logprobs=_logprobs(record, loss_mask, checks.needs),
-            advantages=_advantages(record, loss_mask, reward is not None, group_id is not None, checks.needs),
-            reward=reward,
-            group_id=group_id,
-            temperature=float(checks.default_temperature) if temperature is None else temperature,
-            model_version=_on_labels(record, "model_version", values.version, loss_mask),
-            reference_logprobs=_reference_logprobs(record, loss_mask, checks.needs),
-            truncated=_single(record, "truncated", values.true_or_false),
-            rewards=_rewards(record),
-            metadata=_metadata(record),
+            id=where if identifier is None else identifier, input_ids=input_ids, loss_mask=loss_mask, **found, **others
         )
     except BadRecord as error:
         identity = {"id": readable_text(record, "id"), "group_id": readable_text(record, "group_id")}
@@ -172,68 +159,159 @@ def _prompt_mask(record: Record, num_tokens: int) -> np.ndarray | None:
     return from_prompt
 
 
-def _logprobs(record: Record, loss_mask: np.ndarray, needs: Needs) -> np.ndarray | None:
-    _list(record, "logprobs")  # one number for all labels is no log-probability of any
-    logprobs = _on_labels(record, "logprobs", values.logprob, loss_mask)
-    if logprobs is not None or not needs.logprobs:
-        return logprobs
-    if loss_mask.any():
-        raise BadRecord("logprobs is missing: this run's loss needs the sampler's log-probabilities")
-    return np.zeros(len(loss_mask), dtype=np.float32)
+_PLACE = {"label": "fields", "token": "token_fields", "document": "document_fields"}  # in a rollout
+_ATTRIBUTES = frozenset(item.name for item in dataclasses.fields(Rollout))
 
 
-def _advantages(
-    record: Record, loss_mask: np.ndarray, has_reward: bool, has_group: bool, needs: Needs
-) -> np.ndarray | None:
-    """Read the record's own advantages; None where they are not needed or come from the rewards of its group."""
-    advantages = _on_labels(record, "advantage", values.advantage, loss_mask)
-    from_rewards = as_rule(needs.advantage_rule).from_rewards
-    from_group = from_rewards and has_reward and has_group
-    if advantages is not None or from_group or not needs.advantages:
-        return advantages
-    if not loss_mask.any():
-        return np.zeros(len(loss_mask), dtype=np.float32)
-    if not from_rewards:
-        raise BadRecord("advantage is missing: with data.advantages: none each record carries its own")
-    if not has_reward:
-        raise BadRecord("advantage and reward are missing: this run's loss needs one of them")
-    raise BadRecord("group_id is missing: advantages come from the rewards of the record's group")
+def _read_fields(
+    record: Record, loss_mask: np.ndarray, checks: Checks
+) -> tuple[dict[str, Any], dict[str, dict[str, np.ndarray]]]:
+    """Read all fields but the tokens and labels: the attributes of a rollout, and its mappings of others."""
+    found: dict[str, Any] = {}
+    others: dict[str, dict[str, np.ndarray]] = {}
+    for field, in_record, read, place, stands_in in checks.read:
+        value = None if record.get(in_record) is None else read(record, field, loss_mask)
+        if value is None and stands_in:
+            value = _instead(field, found, loss_mask, checks)
+        if place is None:
+            found[field.name] = value
+        elif value is not None:
+            others.setdefault(place, {})[field.name] = np.asarray(value)
+    return found, others
 
 
-def _reference_logprobs(record: Record, loss_mask: np.ndarray, needs: Needs) -> np.ndarray | None:
-    _list(record, "reference_logprobs")  # as with logprobs, one number is none of any label's
-    found = _on_labels(record, "reference_logprobs", values.logprob, loss_mask)
-    if found is None and needs.reference_logprobs and loss_mask.any():
-        raise BadRecord("reference_logprobs is missing: this run's loss takes the reference from the records")
-    return found
+def _of_document(record: Record, field: Field, loss_mask: np.ndarray) -> Any:
+    if field.dtype is str:
+        return _text(record, field.in_record)
+    if field.dtype is dict:
+        return _metadata(record, field) if field.check is None else _parts(record, field)
+    single = field.check.single if isinstance(field.check, Check) else field.check
+    value = _single(record, field.in_record, single)
+    return field.dtype(value) if value is not None and field.name not in _ATTRIBUTES else value
 
 
-def _rewards(record: Record) -> dict[str, float]:
-    """Read the parts of the reward; one that is null is absent, as a row of Parquet has to write it."""
-    parts = plain(record.get("rewards"), "rewards")
-    if parts is None:
+def _of_labels(record: Record, field: Field, loss_mask: np.ndarray) -> np.ndarray | None:
+    if not field.one_for_all:
+        _list(record, field.in_record)  # one number for all labels is no log-probability of any
+    return _on_labels(record, field.in_record, field.check, loss_mask)
+
+
+def _of_tokens(record: Record, field: Field, loss_mask: np.ndarray) -> np.ndarray | None:
+    value = record.get(field.in_record)
+    return None if value is None else read_rows(field, value, len(loss_mask))
+
+
+_Reader = Callable[[Record, Field, np.ndarray], Any]
+
+
+class _Reading(NamedTuple):
+    """How one field is read."""
+
+    field: Field
+    in_record: str
+    read: _Reader
+    place: str | None  # the mapping of a rollout that it lies in; None: it is an attribute
+    stands_in: bool  # something may stand for it where a record lacks it
+
+
+_READERS: Mapping[str, _Reader] = {
+    "document": _of_document,
+    "label": _of_labels,
+    "token": _of_tokens,
+}
+
+
+_INSTEAD = ("temperature", "logprobs", "reference_logprobs", "advantages")
+
+
+def _instead(field: Field, found: Mapping[str, Any], loss_mask: np.ndarray, checks: Checks) -> Any:
+    """Give what stands for a field that a record lacks, or refuse the record. A document without labels gets zeros for
+    what is needed of labels."""
+    if field.name == "temperature":
+        return float(checks.default_temperature)
+    if field.dtype is dict:
         return {}
+    if field.default is not None:
+        return _default(field, loss_mask)
+    reason = _needed(field, found, checks)
+    if reason is None:
+        return None
+    if loss_mask.any() or not field.masked:
+        raise BadRecord(reason)
+    return None if field.name == "reference_logprobs" else np.zeros(len(loss_mask), dtype=field.dtype)
+
+
+def _default(field: Field, loss_mask: np.ndarray) -> Any:
+    if field.level == "label":
+        return np.where(loss_mask, field.default, 0).astype(field.dtype)
+    return np.asarray(field.default, field.dtype)
+
+
+def with_defaults(rollout: Rollout, declared: Sequence[Field]) -> Rollout:
+    """Give a document that was read without a run's checks what its user's fields have in their place where it has
+    none: their defaults, and of a document without labels zeros."""
+    for field in declared:
+        if rollout.value(field.name) is None:
+            value = np.zeros(rollout.num_tokens, field.dtype) if field.required else _default(field, rollout.loss_mask)
+            place = _PLACE[field.level]
+            rollout = dataclasses.replace(rollout, **{place: {**getattr(rollout, place), field.name: value}})
+    return rollout
+
+
+def _needed(field: Field, found: Mapping[str, Any], checks: Checks) -> str | None:
+    """Say why a run cannot do without a field of a document with labels; None where it can."""
+    needs, name = checks.needs, field.name
+    if field.required:
+        return f"{name} is missing: data.fields has no default for it"
+    if name == "logprobs" and needs.logprobs:
+        return "logprobs is missing: this run's loss needs the sampler's log-probabilities"
+    if name == "reference_logprobs" and needs.reference_logprobs:
+        return "reference_logprobs is missing: this run's loss takes the reference from the records"
+    if name == "advantages" and needs.advantages:
+        return _no_advantages(found["reward"] is not None, found["group_id"] is not None, needs)
+    return None
+
+
+def _no_advantages(has_reward: bool, has_group: bool, needs: Needs) -> str | None:
+    """Say why a record without advantages has none; None where they come from the rewards of its group."""
+    from_rewards = as_rule(needs.advantage_rule).from_rewards
+    if from_rewards and has_reward and has_group:
+        return None
+    if not from_rewards:
+        return "advantage is missing: with data.advantages: none each record carries its own"
+    if not has_reward:
+        return "advantage and reward are missing: this run's loss needs one of them"
+    return "group_id is missing: advantages come from the rewards of the record's group"
+
+
+def _parts(record: Record, field: Field) -> dict[str, float] | None:
+    """Read numbers by name; one that is null is absent, as a row of Parquet has to write it."""
+    whole = field.in_record
+    parts = plain(record.get(whole), whole)
+    if parts is None:
+        return None
     if not isinstance(parts, Mapping):
-        raise BadRecord(f"rewards is {describe(parts)}: expected an object of numbers by name")
+        raise BadRecord(f"{whole} is {describe(parts)}: expected an object of numbers by name")
     checked_parts: dict[str, float] = {}
     for name, value in parts.items():
         if not isinstance(name, str) or not name.isprintable() or not name.strip():
-            raise BadRecord(f"rewards has a part {describe(name)}: its name is not printable text")
-        if plain(value, "rewards") is not None:
-            checked_parts[name] = checked(values.reward, value, f"rewards[{describe(name)}]")
+            raise BadRecord(f"{whole} has a part {describe(name)}: its name is not printable text")
+        if plain(value, whole) is not None:
+            checked_parts[name] = checked(field.check, value, f"{whole}[{describe(name)}]")
     return checked_parts
 
 
-def _metadata(record: Record) -> dict[str, Any]:
-    metadata = plain(record.get("metadata"), "metadata")
+def _metadata(record: Record, field: Field) -> dict[str, Any] | None:
+    whole = field.in_record
+    metadata = plain(record.get(whole), whole)
     if metadata is None:
-        return {}
+        return None
     if not isinstance(metadata, Mapping):
-        raise BadRecord(f"metadata is {describe(metadata)}: expected an object")
+        raise BadRecord(f"{whole} is {describe(metadata)}: expected an object")
     try:  # it is carried through to outputs that are JSON
         json.dumps(dict(metadata))
     except (TypeError, ValueError, RecursionError) as error:
-        raise BadRecord(f"metadata holds what JSON cannot: {error}") from None
+        raise BadRecord(f"{whole} holds what JSON cannot: {error}") from None
     return dict(metadata)
 
 
