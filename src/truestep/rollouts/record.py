@@ -55,10 +55,11 @@ class Checks:
         return tuple(
             _Reading(
                 field,
+                field.name,
                 field.in_record,
-                _READERS[field.level],
+                _reader_of(field),
                 None if field.name in _ATTRIBUTES else _PLACE[field.level],
-                field in self.fields or field.name in _INSTEAD or field.dtype is dict,
+                field in self.fields or field.name in _INSTEAD,
             )
             for field in fields.from_records(self.fields)
         )
@@ -169,56 +170,66 @@ def _read_fields(
     """Read all fields but the tokens and labels: the attributes of a rollout, and its mappings of others."""
     found: dict[str, Any] = {}
     others: dict[str, dict[str, np.ndarray]] = {}
-    for field, in_record, read, place, stands_in in checks.read:
-        value = None if record.get(in_record) is None else read(record, field, loss_mask)
+    labels = _Labels(loss_mask, np.flatnonzero(loss_mask))
+    for field, name, in_record, read, place, stands_in in checks.read:
+        value = None if record.get(in_record) is None else read(record, field, labels)
         if value is None and stands_in:
             value = _instead(field, found, loss_mask, checks)
+        if value is None:
+            continue
         if place is None:
-            found[field.name] = value
-        elif value is not None:
-            others.setdefault(place, {})[field.name] = np.asarray(value)
+            found[name] = value
+        else:
+            others.setdefault(place, {})[name] = np.asarray(value)
     return found, others
 
 
-def _of_document(record: Record, field: Field, loss_mask: np.ndarray) -> Any:
-    if field.dtype is str:
-        return _text(record, field.in_record)
-    if field.dtype is dict:
-        return _metadata(record, field) if field.check is None else _parts(record, field)
+def _number(record: Record, field: Field, labels: "_Labels") -> Any:
     single = field.check.single if isinstance(field.check, Check) else field.check
-    value = _single(record, field.in_record, single)
-    return field.dtype(value) if value is not None and field.name not in _ATTRIBUTES else value
+    return _single(record, field.in_record, single)
 
 
-def _of_labels(record: Record, field: Field, loss_mask: np.ndarray) -> np.ndarray | None:
-    if not field.one_for_all:
-        _list(record, field.in_record)  # one number for all labels is no log-probability of any
-    return _on_labels(record, field.in_record, field.check, loss_mask)
+def _own_number(record: Record, field: Field, labels: "_Labels") -> Any:
+    value = _number(record, field, labels)
+    return None if value is None else field.dtype(value)
 
 
-def _of_tokens(record: Record, field: Field, loss_mask: np.ndarray) -> np.ndarray | None:
-    value = record.get(field.in_record)
-    return None if value is None else read_rows(field, value, len(loss_mask))
+def _of_labels(record: Record, field: Field, labels: "_Labels") -> np.ndarray | None:
+    value = _value(record, field.in_record) if field.one_for_all else _list(record, field.in_record)
+    return None if value is None else _on_labels(value, field, labels)
 
 
-_Reader = Callable[[Record, Field, np.ndarray], Any]
+def _reader_of(field: Field) -> "_Reader":
+    if field.level == "token":
+        return lambda record, field, labels: read_rows(field, record.get(field.in_record), len(labels.mask))
+    if field.level == "label":
+        return _of_labels
+    if field.dtype is str:
+        return lambda record, field, labels: _text(record, field.in_record)
+    if field.dtype is dict:
+        return _metadata if field.check is None else _parts
+    return _number if field.name in _ATTRIBUTES else _own_number
+
+
+class _Labels(NamedTuple):
+    """Where a document's labels are."""
+
+    mask: np.ndarray
+    places: np.ndarray
+
+
+_Reader = Callable[[Record, Field, _Labels], Any]
 
 
 class _Reading(NamedTuple):
     """How one field is read."""
 
     field: Field
+    name: str
     in_record: str
     read: _Reader
     place: str | None  # the mapping of a rollout that it lies in; None: it is an attribute
     stands_in: bool  # something may stand for it where a record lacks it
-
-
-_READERS: Mapping[str, _Reader] = {
-    "document": _of_document,
-    "label": _of_labels,
-    "token": _of_tokens,
-}
 
 
 _INSTEAD = ("temperature", "logprobs", "reference_logprobs", "advantages")
@@ -229,8 +240,6 @@ def _instead(field: Field, found: Mapping[str, Any], loss_mask: np.ndarray, chec
     what is needed of labels."""
     if field.name == "temperature":
         return float(checks.default_temperature)
-    if field.dtype is dict:
-        return {}
     if field.default is not None:
         return _default(field, loss_mask)
     reason = _needed(field, found, checks)
@@ -268,7 +277,7 @@ def _needed(field: Field, found: Mapping[str, Any], checks: Checks) -> str | Non
     if name == "reference_logprobs" and needs.reference_logprobs:
         return "reference_logprobs is missing: this run's loss takes the reference from the records"
     if name == "advantages" and needs.advantages:
-        return _no_advantages(found["reward"] is not None, found["group_id"] is not None, needs)
+        return _no_advantages("reward" in found, "group_id" in found, needs)
     return None
 
 
@@ -284,7 +293,7 @@ def _no_advantages(has_reward: bool, has_group: bool, needs: Needs) -> str | Non
     return "group_id is missing: advantages come from the rewards of the record's group"
 
 
-def _parts(record: Record, field: Field) -> dict[str, float] | None:
+def _parts(record: Record, field: Field, labels: _Labels) -> dict[str, float] | None:
     """Read numbers by name; one that is null is absent, as a row of Parquet has to write it."""
     whole = field.in_record
     parts = plain(record.get(whole), whole)
@@ -301,7 +310,7 @@ def _parts(record: Record, field: Field) -> dict[str, float] | None:
     return checked_parts
 
 
-def _metadata(record: Record, field: Field) -> dict[str, Any] | None:
+def _metadata(record: Record, field: Field, labels: _Labels) -> dict[str, Any] | None:
     whole = field.in_record
     metadata = plain(record.get(whole), whole)
     if metadata is None:
@@ -354,24 +363,21 @@ def _list(record: Record, field: str) -> Sequence[Any] | np.ndarray | None:
     raise BadRecord(f"{field} is {describe(value)}: expected a list")
 
 
-def _on_labels(record: Record, field: str, check: Check, loss_mask: np.ndarray) -> np.ndarray | None:
+def _on_labels(value: Any, field: Field, labels: _Labels) -> np.ndarray:
     """Read one value for all labels, or a list of one a token or one a label. 0 off the mask, whatever stood there."""
-    value = _value(record, field)
-    if value is None:
-        return None
-    spread = np.zeros(len(loss_mask), dtype=check.stored)
-    labels = np.flatnonzero(loss_mask)
+    name, check, (mask, places) = field.in_record, field.check, labels
+    spread = np.zeros(len(mask), dtype=check.stored)
     if not isinstance(value, list | tuple | np.ndarray):
-        spread[labels] = checked(check.single, value, field)
+        spread[places] = checked(check.single, value, name)
     # Never ambiguous: position 0 is no label, so there are always fewer labels than tokens.
-    elif len(value) == len(loss_mask):
-        indices = labels.tolist()
-        on_labels = value[labels] if isinstance(value, np.ndarray) else [value[index] for index in indices]
-        spread[labels] = checked_array(check, on_labels, field, indices, " on a label")
-    elif len(value) == len(labels):
-        spread[labels] = checked_array(check, value, field, place=" on a label")
+    elif len(value) == len(mask):
+        indices = places.tolist()
+        on_labels = value[places] if isinstance(value, np.ndarray) else [value[index] for index in indices]
+        spread[places] = checked_array(check, on_labels, name, indices, " on a label")
+    elif len(value) == len(places):
+        spread[places] = checked_array(check, value, name, place=" on a label")
     else:
         raise BadRecord(
-            f"{field} has {len(value)} values: expected {len(loss_mask)} (one a token) or {len(labels)} (one a label)"
+            f"{name} has {len(value)} values: expected {len(mask)} (one a token) or {len(places)} (one a label)"
         )
     return spread
