@@ -9,6 +9,7 @@ torch.
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -41,15 +42,15 @@ class Field:
     required: bool = False  # a record without it is bad
     default: Any = None  # what a record without it gets; None: it stays without
 
-    @property
+    @cached_property
     def in_record(self) -> str:
         return self.record or self.name
 
-    @property
+    @cached_property
     def among_labels(self) -> str:
         return self.labels or self.name
 
-    @property
+    @cached_property
     def numeric(self) -> bool:
         return isinstance(self.dtype, type) and issubclass(self.dtype, np.generic)
 
@@ -135,7 +136,7 @@ class FieldError(TruestepError):
 
 def declare(options: Mapping[str, Mapping[str, Any]] | None) -> tuple[Field, ...]:
     """Make fields of a user's declarations, `data.fields`. One without a default is required."""
-    taken: Collection[str] = {name for field in TABLE for name in (field.name, field.in_record, field.among_labels)}
+    taken = {name for field in TABLE for name in (field.name, field.in_record, field.among_labels)}
     taken |= {item.name for item in dataclasses.fields(Rollout)}
     return tuple(_declare(name, given, taken) for name, given in (options or {}).items())
 

@@ -164,15 +164,14 @@ _PLACE = {"label": "fields", "token": "token_fields", "document": "document_fiel
 _ATTRIBUTES = frozenset(item.name for item in dataclasses.fields(Rollout))
 
 
-def _read_fields(
-    record: Record, loss_mask: np.ndarray, checks: Checks
-) -> tuple[dict[str, Any], dict[str, dict[str, np.ndarray]]]:
+def _read_fields(record: Record, loss_mask: np.ndarray, checks: Checks) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read all fields but the tokens and labels: the attributes of a rollout, and its mappings of others."""
     found: dict[str, Any] = {}
-    others: dict[str, dict[str, np.ndarray]] = {}
+    others: dict[str, Any] = {}
     labels = _Labels(loss_mask, np.flatnonzero(loss_mask))
     for field, name, in_record, read, place, stands_in in checks.read:
-        value = None if record.get(in_record) is None else read(record, field, labels)
+        given = record.get(in_record)
+        value = None if given is None else read(given, labels)
         if value is None and stands_in:
             value = _instead(field, found, loss_mask, checks)
         if value is None:
@@ -184,41 +183,32 @@ def _read_fields(
     return found, others
 
 
-def _number(record: Record, field: Field, labels: "_Labels") -> Any:
-    single = field.check.single if isinstance(field.check, Check) else field.check
-    return _single(record, field.in_record, single)
-
-
-def _own_number(record: Record, field: Field, labels: "_Labels") -> Any:
-    value = _number(record, field, labels)
-    return None if value is None else field.dtype(value)
-
-
-def _of_labels(record: Record, field: Field, labels: "_Labels") -> np.ndarray | None:
-    value = _value(record, field.in_record) if field.one_for_all else _list(record, field.in_record)
-    return None if value is None else _on_labels(value, field, labels)
-
-
 def _reader_of(field: Field) -> "_Reader":
+    """Make what reads a field of a record that has it, given its value there."""
+    name = field.in_record
     if field.level == "token":
-        return lambda record, field, labels: read_rows(field, record.get(field.in_record), len(labels.mask))
+        return lambda given, labels: read_rows(field, given, len(labels.mask))
     if field.level == "label":
-        return _of_labels
+        as_given = _as_value if field.one_for_all else _as_list
+        return lambda given, labels: _on_labels(as_given(given, name), field, labels)
     if field.dtype is str:
-        return lambda record, field, labels: _text(record, field.in_record)
+        return lambda given, labels: _as_text(given, name)
     if field.dtype is dict:
-        return _metadata if field.check is None else _parts
-    return _number if field.name in _ATTRIBUTES else _own_number
+        return lambda given, labels: _object(given, name) if field.check is None else _parts(given, name, field.check)
+    single = field.check.single if isinstance(field.check, Check) else field.check
+    if field.name in _ATTRIBUTES:
+        return lambda given, labels: _as_number(given, name, single)
+    return lambda given, labels: None if (value := _as_number(given, name, single)) is None else field.dtype(value)
 
 
 class _Labels(NamedTuple):
-    """Where a document's labels are."""
+    """The labels of a document: a mask over its tokens, and their places."""
 
     mask: np.ndarray
     places: np.ndarray
 
 
-_Reader = Callable[[Record, Field, _Labels], Any]
+_Reader = Callable[[Any, _Labels], Any]
 
 
 class _Reading(NamedTuple):
@@ -263,7 +253,8 @@ def with_defaults(rollout: Rollout, declared: Sequence[Field]) -> Rollout:
         if rollout.value(field.name) is None:
             value = np.zeros(rollout.num_tokens, field.dtype) if field.required else _default(field, rollout.loss_mask)
             place = _PLACE[field.level]
-            rollout = dataclasses.replace(rollout, **{place: {**getattr(rollout, place), field.name: value}})
+            held: dict[str, Any] = {place: {**getattr(rollout, place), field.name: value}}
+            rollout = dataclasses.replace(rollout, **held)
     return rollout
 
 
@@ -293,10 +284,9 @@ def _no_advantages(has_reward: bool, has_group: bool, needs: Needs) -> str | Non
     return "group_id is missing: advantages come from the rewards of the record's group"
 
 
-def _parts(record: Record, field: Field, labels: _Labels) -> dict[str, float] | None:
+def _parts(given: Any, whole: str, check: Callable[[Any], Any]) -> dict[str, float] | None:
     """Read numbers by name; one that is null is absent, as a row of Parquet has to write it."""
-    whole = field.in_record
-    parts = plain(record.get(whole), whole)
+    parts = plain(given, whole)
     if parts is None:
         return None
     if not isinstance(parts, Mapping):
@@ -306,13 +296,12 @@ def _parts(record: Record, field: Field, labels: _Labels) -> dict[str, float] | 
         if not isinstance(name, str) or not name.isprintable() or not name.strip():
             raise BadRecord(f"{whole} has a part {describe(name)}: its name is not printable text")
         if plain(value, whole) is not None:
-            checked_parts[name] = checked(field.check, value, f"{whole}[{describe(name)}]")
+            checked_parts[name] = checked(check, value, f"{whole}[{describe(name)}]")
     return checked_parts
 
 
-def _metadata(record: Record, field: Field, labels: _Labels) -> dict[str, Any] | None:
-    whole = field.in_record
-    metadata = plain(record.get(whole), whole)
+def _object(given: Any, whole: str) -> dict[str, Any] | None:
+    metadata = plain(given, whole)
     if metadata is None:
         return None
     if not isinstance(metadata, Mapping):
@@ -325,7 +314,11 @@ def _metadata(record: Record, field: Field, labels: _Labels) -> dict[str, Any] |
 
 
 def _text(record: Record, field: str) -> str | None:
-    text = plain(record.get(field), field)
+    return _as_text(record.get(field), field)
+
+
+def _as_text(given: Any, field: str) -> str | None:
+    text = plain(given, field)
     if text is None:
         return None
     if isinstance(text, int) and not isinstance(text, bool):
@@ -344,27 +337,36 @@ def _text(record: Record, field: str) -> str | None:
 
 
 def _single(record: Record, field: str, check: Callable[[Any], Any]) -> Any:
-    value = plain(record.get(field), field)
+    return _as_number(record.get(field), field, check)
+
+
+def _as_number(given: Any, field: str, check: Callable[[Any], Any]) -> Any:
+    value = plain(given, field)
     return None if value is None else checked(check, value, field)
 
 
-def _value(record: Record, field: str) -> Any:
+def _as_value(value: Any, field: str) -> Any:
     """Get a field that may be a list. An array of numbers stays one: `checked_array` takes it as it is."""
-    value = record.get(field)
     if type(value) is np.ndarray and value.ndim == 1 and value.dtype in (np.int64, np.float64):
         return value
     return plain(value, field)
 
 
 def _list(record: Record, field: str) -> Sequence[Any] | np.ndarray | None:
-    value: Any = _value(record, field)
+    return _as_list(record.get(field), field)
+
+
+def _as_list(given: Any, field: str) -> Sequence[Any] | np.ndarray | None:
+    value: Any = _as_value(given, field)
     if value is None or isinstance(value, list | tuple | np.ndarray):
         return value
     raise BadRecord(f"{field} is {describe(value)}: expected a list")
 
 
-def _on_labels(value: Any, field: Field, labels: _Labels) -> np.ndarray:
+def _on_labels(value: Any, field: Field, labels: _Labels) -> np.ndarray | None:
     """Read one value for all labels, or a list of one a token or one a label. 0 off the mask, whatever stood there."""
+    if value is None:
+        return None
     name, check, (mask, places) = field.in_record, field.check, labels
     spread = np.zeros(len(mask), dtype=check.stored)
     if not isinstance(value, list | tuple | np.ndarray):
