@@ -15,12 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollouts.rollout_records import EVERYTHING, GOOD, MISSING, NOTHING, changed, parse
 from rollouts.test_record_properties import anything, assert_readable
 from truestep import bounded
+from truestep.cli import main
 from truestep.policy.model.context import Context
 from truestep.rollouts import fields, values
 from truestep.rollouts.check import check_files
@@ -298,6 +300,28 @@ def test_data_check_counts_what_lacks_a_field(tmp_path: Path) -> None:
     summary = check_files([str(path)], fields=DECLARED)
     assert dict(summary.fields) == {"my_weight": 1, "bonus": 3, "liked": 3, "difficulty": 2}
     assert summary.rejected == 1
+
+
+def test_data_check_takes_declarations_and_names_what_is_wrong_in_them(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in own_records()[:3]))
+    runner = CliRunner()
+    shown = runner.invoke(main, ["data", "check", str(path), "--fields", "{my_weight: {level: label}}"])
+    assert re.search(r"my_weight\s+missing in 1 of 3 documents with labels", shown.output)
+    for text, said in (
+        ("{my_weight: {level: token}}", "--fields: my_weight.level: "),
+        ("{my_weight: [", "--fields is not YAML"),
+        ("{logprobs: {level: label}}", "data.fields.logprobs: truestep has a field of this name already"),
+    ):
+        wrong = runner.invoke(main, ["data", "check", str(path), "--fields", text])
+        assert wrong.exit_code
+        assert said in wrong.output + wrong.stderr
+
+
+def test_documents_of_older_checkpoints_have_none() -> None:
+    line = document_line(parse(GOOD))
+    older = {name: value for name, value in line.items() if name not in ("fields", "token_fields", "document_fields")}
+    assert not fields_in(read_document(older))
 
 
 # ---- routed_experts: tokens, layers, k

@@ -54,12 +54,12 @@ class Checks:
         """The fields that are read from a record, and how."""
         return tuple(
             _Reading(
-                field,
-                field.name,
                 field.in_record,
+                field in self.fields or field.name in _INSTEAD,
+                field.name,
                 _reader_of(field),
                 None if field.name in _ATTRIBUTES else _PLACE[field.level],
-                field in self.fields or field.name in _INSTEAD,
+                field,
             )
             for field in fields.from_records(self.fields)
         )
@@ -168,9 +168,11 @@ def _read_fields(record: Record, loss_mask: np.ndarray, checks: Checks) -> tuple
     """Read all fields but the tokens and labels: the attributes of a rollout, and its mappings of others."""
     found: dict[str, Any] = {}
     others: dict[str, Any] = {}
-    labels = _Labels(loss_mask, np.flatnonzero(loss_mask))
-    for field, name, in_record, read, place, stands_in in checks.read:
-        given = record.get(in_record)
+    labels, get = _Labels(loss_mask, np.flatnonzero(loss_mask)), record.get
+    for in_record, stands_in, name, read, place, field in checks.read:
+        given = get(in_record)
+        if given is None and not stands_in:
+            continue
         value = None if given is None else read(given, labels)
         if value is None and stands_in:
             value = _instead(field, found, loss_mask, checks)
@@ -214,12 +216,12 @@ _Reader = Callable[[Any, _Labels], Any]
 class _Reading(NamedTuple):
     """How one field is read."""
 
-    field: Field
-    name: str
     in_record: str
+    stands_in: bool  # something may stand for it where a record lacks it
+    name: str
     read: _Reader
     place: str | None  # the mapping of a rollout that it lies in; None: it is an attribute
-    stands_in: bool  # something may stand for it where a record lacks it
+    field: Field
 
 
 _INSTEAD = ("temperature", "logprobs", "reference_logprobs", "advantages")
