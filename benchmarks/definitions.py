@@ -23,7 +23,8 @@ from torch import Tensor
 from truestep.assemble.step import make_objective
 from truestep.config.schema import Config
 from truestep.losses.labels import Labels
-from truestep.types import OPTIONAL_FIELDS, StepTotals
+from truestep.rollouts.fields import names_in_has
+from truestep.types import StepTotals
 
 GROUPS, GROUP, MICRO_BATCHES = 32, 8, 16
 
@@ -98,7 +99,7 @@ def ours(step: Step, loss: dict[str, Any], chosen: Tensor | None = None) -> Tens
         reward=step.rewards,
         rewards={},
         truncated=~there,
-        has=dict.fromkeys((*OPTIONAL_FIELDS, "recomputed_logprobs"), there),
+        has=dict.fromkeys((*names_in_has(), "recomputed_logprobs"), there),
         weight=objective.denominator.label_weights(lengths[step.document], totals),
     )
     return -objective.coefficients(objective.prepare(labels), totals).c

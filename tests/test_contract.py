@@ -9,7 +9,7 @@ from typing import get_args
 from truestep.config.describe import options
 from truestep.config.losses import NormalizeBy
 from truestep.rollouts.advantages import RULES
-from truestep.rollouts.record import FIELDS
+from truestep.rollouts.fields import record_names
 
 ROOT = Path(__file__).parents[1]
 CONTRACT = (ROOT / "docs" / "contract.md").read_text(encoding="utf-8")
@@ -49,7 +49,7 @@ def test_every_loss_denominator_rule_and_field_is_named() -> None:
     assert set(options()["loss.type"].choices) - {"custom"} <= set(re.findall(r"^\| `(\w+)`", section("Losses"), re.M))
     assert set(get_args(NormalizeBy)) <= set(re.findall(r"^\| `(\w+)`", section("Denominators and terms"), re.M))
     assert {*RULES, "none"} <= set(re.findall(r"`(\w+)`", section("Advantages")))
-    assert set(FIELDS) <= set(re.findall(r"`(\w+)`", section("Records")))
+    assert set(record_names()) <= set(re.findall(r"`(\w+)`", section("Records")))
 
 
 def test_every_option_that_it_names_exists() -> None:

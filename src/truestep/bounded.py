@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 MIB = 2**20
 RECORD = 128 * MIB  # bytes of a line, a message or a row: one record
+TOKEN_FIELD = 96 * MIB  # bytes of the numbers of one document's tokens, such as routed_experts
 SETTINGS = 16 * MIB  # bytes of a JSON file of settings
 _PIECE = MIB
 _UNCOUNTED = MIB  # bytes of JSON that are harmless whatever they hold

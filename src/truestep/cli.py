@@ -337,6 +337,7 @@ def data() -> None:
     help="The temperature of records that have none.",
 )
 @click.option("--group-size", type=click.IntRange(min=1), help="The run's data.group_size, which must fit a group.")
+@click.option("--fields", help="The run's data.fields, as YAML: '{my_weight: {level: label}}'.")
 @_guarded
 def check(
     files: tuple[str, ...],
@@ -344,6 +345,7 @@ def check(
     tokens_per_microbatch: int | None,
     temperature: float,
     group_size: int | None,
+    fields: str | None,
 ) -> None:
     """Show what is in rollout FILES, and what is rejected and why. Counts, lengths and groups are shown."""
     with _display():
@@ -351,9 +353,33 @@ def check(
 
         vocabulary_size = None if model is None else _vocabulary_size(model)
         summary = check_files(
-            files, vocabulary_size, temperature, tokens_per_microbatch, _chat_template(model), group_size
+            files,
+            vocabulary_size,
+            temperature,
+            tokens_per_microbatch,
+            _chat_template(model),
+            group_size,
+            None if fields is None else _declared_fields(fields),
         )
     Console().print(render(summary))
+
+
+def _declared_fields(text: str) -> dict[str, Any]:
+    """Read the fields of a user's own that are declared on the command line."""
+    import yaml
+    from pydantic import ValidationError
+
+    from truestep.config.sections import DataConfig
+
+    try:
+        found: dict[str, Any] = DataConfig.model_validate({"fields": yaml.safe_load(text)}).model_dump()["fields"]
+    except yaml.YAMLError as error:
+        raise TruestepError(f"--fields is not YAML: {printable(str(error))}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"][1:]))
+        raise TruestepError(f"--fields: {where}: {printable(first['msg'])}") from error
+    return found
 
 
 def _chat_template(model: Path | None) -> Any:

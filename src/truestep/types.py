@@ -44,6 +44,24 @@ class Rollout:
     # The reward less its group's baseline, where it is to be scaled over the whole step and the step is not known yet.
     difference: float | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    # By name, all other fields of `rollouts/fields.py` and of a user's `data.fields` that the document has.
+    fields: Mapping[str, np.ndarray] = field(default_factory=dict)  # [L] of labels; 0 off the mask
+    token_fields: Mapping[str, np.ndarray] = field(default_factory=dict)  # [L, ...], or fewer rows at the end
+    document_fields: Mapping[str, np.ndarray] = field(default_factory=dict)  # [] of the document
+
+    def value(self, name: str) -> Any:
+        """Give a field by its name, wherever it is; None where the document has none."""
+        if (
+            name in _ATTRIBUTES
+        ):  # in a frozen dataclass they are all here, and this is read for every field and document
+            return self.__dict__[name]
+        return next((held[name] for held in (getattr(self, place) for place in PLACES) if name in held), None)
+
+    def with_values(self, values: Mapping[str, Any]) -> Rollout:
+        """Give the document with other values of fields of labels that it has."""
+        own = {name: value for name, value in values.items() if name in _ATTRIBUTES}
+        others = {name: value for name, value in values.items() if name not in _ATTRIBUTES}
+        return replace(self, **own, fields={**self.fields, **others})
 
     @property
     def num_tokens(self) -> int:
@@ -54,16 +72,8 @@ class Rollout:
         return int(self.loss_mask.sum())
 
 
-# A rollout's fields that a loss or a metric may need and a record may lack.
-OPTIONAL_FIELDS = (
-    "logprobs",
-    "advantages",
-    "model_version",
-    "reward",
-    "reference_logprobs",
-    "truncated",
-    "recomputed_logprobs",
-)
+PLACES = ("fields", "token_fields", "document_fields")  # of values that are no attributes of a rollout
+_ATTRIBUTES = frozenset(item.name for item in fields(Rollout))
 
 
 @dataclass(frozen=True)
@@ -161,44 +171,54 @@ class PackedTokens:
     # [D + 1] int32, or [D + 2] with padding: cumulative lengths, from 0 to S. On the host, which lays out attention.
     segments: torch.Tensor
     num_documents: int  # D
+    # [S, ...] by name: the fields of tokens that were asked for, and that one of the documents has.
+    fields: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
     def to(self, device: torch.device) -> PackedTokens:
         input_ids, position_ids = (sent(ids, device) for ids in (self.input_ids, self.position_ids))
-        return replace(self, input_ids=input_ids, position_ids=position_ids)
+        others = {name: sent(values, device) for name, values in self.fields.items()}
+        return replace(self, input_ids=input_ids, position_ids=position_ids, fields=others)
+
+    def fields_of(self, here: slice) -> dict[str, torch.Tensor]:
+        """Cut the fields of tokens as the tokens are cut, for the rank that has those of `here`."""
+        return {name: values[here] for name, values in self.fields.items()}
 
 
-def per_label(rollout_field: str | None = None, dtype: type = np.int64) -> Mapping[str, Any]:
-    """Mark a tensor [T]. With `rollout_field`, it is packed from that field of the rollouts; 0 where one has none."""
-    return {"per_label": True, "rollout_field": rollout_field, "dtype": dtype}
+def per_label() -> Mapping[str, Any]:
+    """Mark a tensor [T]."""
+    return {"per_label": True}
 
 
 @dataclass(frozen=True, eq=False)
 class PackedLabels:
-    """The data of a micro-batch's T labels, in order, and of its D documents. Every field is listed here alone.
+    """The data of a micro-batch's T labels, in order, and of its D documents.
 
     The hidden state that predicts the token at position t is that of t - 1: `rows` is shifted, once, before anything
     is cut. Example: documents `[5, 6, 7]` and `[8, 9]` whose last token is a label: rows = [1, 3], ids = [7, 9].
     """
 
     rows: torch.Tensor = field(metadata=per_label())  # index into S of the predicting position
-    ids: torch.Tensor = field(metadata=per_label("input_ids"))
+    ids: torch.Tensor = field(metadata=per_label())
     document: torch.Tensor = field(metadata=per_label())  # index into D
-    temperature: torch.Tensor = field(metadata=per_label(dtype=np.float32))
-    old_logprobs: torch.Tensor = field(metadata=per_label("logprobs", np.float32))
-    advantages: torch.Tensor = field(metadata=per_label("advantages", np.float32))
-    model_version: torch.Tensor = field(metadata=per_label("model_version"))
-    recomputed_logprobs: torch.Tensor = field(metadata=per_label("recomputed_logprobs", np.float32))
-    reference_logprobs: torch.Tensor = field(metadata=per_label("reference_logprobs", np.float32))
-    chosen: torch.Tensor = field(metadata=per_label("chosen"))  # 1 where loss.clip_cov or loss.kl_cov holds it back
+    temperature: torch.Tensor = field(metadata=per_label())
+    old_logprobs: torch.Tensor = field(metadata=per_label())
+    advantages: torch.Tensor = field(metadata=per_label())
+    model_version: torch.Tensor = field(metadata=per_label())
+    recomputed_logprobs: torch.Tensor = field(metadata=per_label())
+    reference_logprobs: torch.Tensor = field(metadata=per_label())
+    chosen: torch.Tensor = field(metadata=per_label())  # 1 where loss.clip_cov or loss.kl_cov holds it back
     # Per document.
     num_labels: torch.Tensor  # [D] int64
     reward: torch.Tensor  # [D] float32; 0 where the document has none
     rewards: Mapping[str, torch.Tensor]  # [D] float32 by name, of every part that a document has; NaN where one has not
     truncated: torch.Tensor  # [D] bool; False where it is not known
     has: Mapping[str, torch.Tensor]  # [D] bool by rollout field: whether the document has it
+    # By name, all other fields of `rollouts/fields.py` and of a user's `data.fields`.
+    fields: Mapping[str, torch.Tensor] = field(default_factory=dict, kw_only=True)  # [T]
+    document_fields: Mapping[str, torch.Tensor] = field(default_factory=dict, kw_only=True)  # [D]
 
     @classmethod
     def label_fields(cls) -> list[Field[Any]]:
@@ -210,7 +230,8 @@ class PackedLabels:
 
     def __getitem__(self, labels: slice | torch.Tensor) -> Self:
         """Select some of the labels. The documents stay the same."""
-        return replace(self, **{item.name: getattr(self, item.name)[labels] for item in self.label_fields()})
+        chosen = {item.name: getattr(self, item.name)[labels] for item in self.label_fields()}
+        return replace(self, **chosen, fields={name: values[labels] for name, values in self.fields.items()})
 
     def to(self, device: torch.device) -> Self:
         def moved(value: Any) -> Any:

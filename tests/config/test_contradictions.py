@@ -139,6 +139,11 @@ CASES = [
         "3, run.yaml:4: schedule.last_step: drop is for files; a sampler's documents never end",
     ),
     (
+        sampled(data="data: {group_size: 4, fields: {mine: {level: label}}}\n"),
+        "2, run.yaml:4: data.fields is for the records of data.path and data.source; what a sampler makes has no other "
+        "fields",
+    ),
+    (
         sampled(data="data: {group_size: 4, temperature: 0.7}\n"),
         "2, run.yaml:4: data.temperature is for files; a sampler's is sampler.temperature",
     ),

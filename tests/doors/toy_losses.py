@@ -45,3 +45,25 @@ class Imitation(LabelLoss):
 
 class NoLoss:
     """It does not derive from LabelLoss."""
+
+
+@dataclass(frozen=True)
+class Weighed(LabelLoss):
+    """Cross-entropy whose labels have weights of the user's own, and whose documents have one more."""
+
+    supervised: ClassVar[bool] = True
+
+    def __call__(self, labels: Labels) -> LabelTerm:
+        weight = labels.fields["my_weight"] * labels.document_fields["difficulty"][labels.document]
+        weight = weight + labels.fields["bonus"]
+        return LabelTerm(-weight * labels.logprobs, -weight)
+
+
+@dataclass(frozen=True)
+class WeighedPolicy(LabelLoss):
+    """A policy gradient that is weighed so."""
+
+    def __call__(self, labels: Labels) -> LabelTerm:
+        weight = labels.fields["my_weight"] * labels.document_fields["difficulty"][labels.document]
+        slope = -weight * labels.advantages * labels.log_ratio.exp()
+        return LabelTerm(slope, slope)

@@ -47,3 +47,8 @@ def clash(labels: Labels, step: StepFacts) -> dict[str, Metric]:
 def planted_count(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     """Wrong on purpose: it counts micro-batches, so it depends on the layout."""
     return {"micro_batches_seen": Sum(1.0)}
+
+
+def weights(labels: Labels, step: StepFacts) -> dict[str, Metric]:
+    """The sum of a user's own weights over the labels."""
+    return {"weights": Sum(labels.fields["my_weight"].double().sum())}

@@ -27,7 +27,8 @@ from truestep.losses.label_losses import (
 )
 from truestep.losses.labels import Labels
 from truestep.losses.objective import Denominator, Objective
-from truestep.types import OPTIONAL_FIELDS, StepTotals
+from truestep.rollouts.fields import names_in_has
+from truestep.types import StepTotals
 
 DENOMINATORS: tuple[dict[str, Any], ...] = (
     {"normalize_by": "labels"},
@@ -174,7 +175,7 @@ def labels_of(**known: Any) -> Labels:
     dtype = known["logprobs"].dtype
     per_label = {item.name: torch.zeros(count, dtype=dtype) for item in Labels.label_fields()}
     integers = {name: torch.zeros(count, dtype=torch.int64) for name in ("rows", "ids", "model_version", "chosen")}
-    has = {name: torch.ones(documents, dtype=torch.bool) for name in OPTIONAL_FIELDS}
+    has = {name: torch.ones(documents, dtype=torch.bool) for name in names_in_has()}
     per_document = {
         "reward": torch.zeros(documents, dtype=dtype),
         "rewards": {},

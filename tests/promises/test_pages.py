@@ -46,8 +46,8 @@ from truestep.policy.weights import unread
 from truestep.report import rollouts as page_rollouts
 from truestep.report import series
 from truestep.rollouts import advantages
+from truestep.rollouts.fields import record_names
 from truestep.rollouts.files import Checks
-from truestep.rollouts.record import FIELDS
 from truestep.rollouts.stream import ids, intake, reading
 from truestep.rollouts.table import documents as tables
 from truestep.sampler import decode, groups
@@ -85,7 +85,7 @@ def config(tiny_model: Callable[[str], Path], tmp_path: Path) -> truestep.Config
 
 
 def test_every_field_of_a_record_has_a_row() -> None:
-    assert set(FIELDS) <= named_in_rows("docs/rollouts.md")
+    assert set(record_names()) <= named_in_rows("docs/rollouts.md")
 
 
 def test_every_command_but_the_demo_is_a_function() -> None:

@@ -43,3 +43,7 @@ def exits(group):
 
 def nothing(group):
     return None
+
+
+def by_difficulty(group):
+    return [float(rollout.reward * rollout.document_fields["difficulty"]) for rollout in group]

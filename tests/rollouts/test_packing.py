@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from documents import make_document, make_documents, pack_all
+from truestep.rollouts.fields import names_in_has
 from truestep.rollouts.packing import first_fit_decreasing, pack, split_to_multiple
 from truestep.step.plan import make_plan
-from truestep.types import OPTIONAL_FIELDS, PackedLabels, PackedTokens, Rollout
+from truestep.types import PackedLabels, PackedTokens, Rollout
 
 BUDGET = 24
 LENGTHS = st.lists(st.integers(1, BUDGET), max_size=30)
@@ -103,8 +104,8 @@ def _by_hand(documents: list[Rollout], padding: int) -> dict[str, list]:
     """Everything that `pack` makes, one token at a time."""
     made: dict[str, list] = {item.name: [] for item in dataclasses.fields(PackedTokens)}
     made |= {item.name: [] for item in dataclasses.fields(PackedLabels)}
-    made |= {f"has {name}": [] for name in OPTIONAL_FIELDS}
-    del made["num_documents"], made["has"], made["rewards"]
+    made |= {f"has {name}": [] for name in names_in_has()}
+    del made["num_documents"], made["has"], made["rewards"], made["fields"], made["document_fields"]
     for part in sorted({part for document in documents for part in document.rewards}):
         made[f"rewards {part}"] = [np.float32(document.rewards.get(part, math.nan)) for document in documents]
     made["segments"].append(0)
@@ -147,8 +148,10 @@ def _by_hand(documents: list[Rollout], padding: int) -> dict[str, list]:
 DTYPES = {"segments": torch.int32} | dict.fromkeys(
     ("temperature", "old_logprobs", "advantages", "reward", "reference_logprobs", "recomputed_logprobs"), torch.float32
 )
-DTYPES |= {"truncated": torch.bool} | dict.fromkeys(("rewards format", "rewards unit"), torch.float32)
-DTYPES |= {f"has {name}": torch.bool for name in OPTIONAL_FIELDS}
+DTYPES |= {"truncated": torch.bool, "chosen": torch.uint8} | dict.fromkeys(
+    ("rewards format", "rewards unit"), torch.float32
+)
+DTYPES |= {f"has {name}": torch.bool for name in names_in_has()}
 
 
 @settings(max_examples=100, deadline=None)
@@ -186,7 +189,7 @@ def test_padding_is_last_and_no_document_has_it() -> None:
     assert padded.tokens.num_documents == 3
     for item in dataclasses.fields(PackedLabels):
         without, with_padding = getattr(bare.labels, item.name), getattr(padded.labels, item.name)
-        if item.name in ("has", "rewards"):
+        if item.name in ("has", "rewards", "fields", "document_fields"):
             assert without.keys() == with_padding.keys()
             for name in without:
                 torch.testing.assert_close(without[name], with_padding[name], rtol=0, atol=0, equal_nan=True)

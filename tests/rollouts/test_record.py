@@ -5,7 +5,8 @@ import pyarrow as pa
 import pytest
 
 from rollouts.rollout_records import GOOD, MISSING, NOTHING, POISON, changed, parse, reason, same
-from truestep.rollouts.record import FIELDS, BadRecord, Needs
+from truestep.rollouts.fields import record_names
+from truestep.rollouts.record import BadRecord, Needs
 
 
 def test_a_good_record():
@@ -46,7 +47,9 @@ def test_a_bad_record_keeps_its_readable_identity():
         assert (caught.value.id, caught.value.group_id) == identity
 
 
-@pytest.mark.parametrize("field", [name for name in FIELDS if name not in ("input_ids", "loss_mask", "prompt_length")])
+@pytest.mark.parametrize(
+    "field", [name for name in record_names() if name not in ("input_ids", "loss_mask", "prompt_length")]
+)
 def test_null_is_absent(field):
     needs = NOTHING
     assert same(parse(changed(**{field: None}), needs), parse(changed(**{field: MISSING}), needs))

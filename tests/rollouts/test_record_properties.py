@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollouts.rollout_records import EVERYTHING, GOOD, NOTHING, POISON, parse, same
-from truestep.rollouts.record import FIELDS, BadRecord, Needs
+from truestep.rollouts.fields import record_names
+from truestep.rollouts.record import BadRecord, Needs
 from truestep.types import Rollout
 
 anything = st.recursive(
@@ -23,8 +24,8 @@ anything = st.recursive(
 
 @settings(max_examples=600, deadline=None)
 @given(
-    record=anything | st.dictionaries(st.sampled_from(FIELDS), anything),
-    replaced=st.dictionaries(st.sampled_from(FIELDS), anything, max_size=2),
+    record=anything | st.dictionaries(st.sampled_from(record_names()), anything),
+    replaced=st.dictionaries(st.sampled_from(record_names()), anything, max_size=2),
     needs=st.sampled_from([EVERYTHING, NOTHING]),
     vocabulary_size=st.none() | st.just(9),
 )

@@ -29,6 +29,7 @@ from truestep.policy.policy import Policy
 from truestep.ranks.group import Ranks
 from truestep.rollouts.advantages import AdvantageRule, OverlongPenalty, check_group_sizes
 from truestep.rollouts.chat import ChatTemplate
+from truestep.rollouts.fields import Field, declare
 from truestep.rollouts.files import DataError, Documents, expand_paths
 from truestep.rollouts.parts import PartedSource
 from truestep.rollouts.record import Checks, Needs
@@ -61,6 +62,7 @@ def check_inputs(config: Config, ranks: Ranks) -> None:
     """Refuse wrong inputs before the model is loaded, which can take minutes."""
     data, sampler = config.data, config.sampler
     advantage_rule(config)
+    declared_fields(config)
     if data.path is None and data.source is None and sampler is None:
         raise SourceError(
             "documents come from data.path (rollout files), from data.source (sent while the run goes on) or from a "
@@ -156,7 +158,13 @@ def _checks(config: Config, vocabulary_size: int, tokenizer: Callable[[], Any]) 
         stop_at_rejected=data.on_bad_record == "stop",
         chat=ChatTemplate(tokenizer) if supervised else None,
         truncated=data.truncated,
+        fields=declared_fields(config),
     )
+
+
+def declared_fields(config: Config) -> tuple[Field, ...]:
+    """Make the fields that the user declares."""
+    return declare(config.data.model_dump()["fields"])
 
 
 def own_part(config: Config) -> bool:

@@ -20,6 +20,7 @@ from truestep.policy.errors import ModelError
 from truestep.policy.policy import Policy
 from truestep.policy.weights.offloaded import HostCopies
 from truestep.policy.weights.protocol import Weights
+from truestep.rollouts.fields import declare
 from truestep.rollouts.source import Source
 from truestep.step.annotators import Annotator, Annotators, ChosenLabels, OwnLogprobs, ReferenceLogprobs
 from truestep.step.chosen import Chooser
@@ -153,6 +154,7 @@ def make_runner(config: Config, policy: Policy) -> StepRunner:
         stopwatch=Stopwatch(policy.device),
         exact=getattr(config.sampler, "exact", False),
         compares=None if config.sampler is None else tolerance_of(config),
+        fields=declare(config.data.model_dump()["fields"]),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import yaml
@@ -151,7 +152,11 @@ def markdown_table() -> str:
         "",
         "The names were read in their sources:",
         "",
-        *(f"- {trainer}: {read}" for trainer, read in table().read.items()),
+        *(
+            line
+            for trainer, read in table().read.items()
+            for line in wrap(f"- {trainer}: {read}", 120, subsequent_indent="  ")
+        ),
         "",
         "Those of transformers and DeepSpeed are of their documentation. Another version may have other names.",
     ]

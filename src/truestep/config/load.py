@@ -240,6 +240,8 @@ def _problems(detail: ErrorDetails, source: _Source) -> list[str]:
     cause = detail.get("ctx", {}).get("error")
     if cause is not None:
         return [_disagreement(str(cause), name, source)]
+    if (beyond := _beyond(detail["loc"], name, source)) is not None:
+        return [f"{where}: {dotted(beyond)}: {detail['msg'][0].lower()}{detail['msg'][1:]}"]
     if detail["type"] == "missing":
         required = [option for option in describe.options().values() if option.default == describe.REQUIRED]
         inside = [option.name for option in required if option.section == dotted(name)]
@@ -249,6 +251,16 @@ def _problems(detail: ErrorDetails, source: _Source) -> list[str]:
     if detail["type"].startswith("union_tag") and isinstance(source.value(name), dict):
         name = (*name, "type")
     return [f"{source.where(name)}: {describe.explain_wrong(dotted(name), source.value(name))}"]
+
+
+def _beyond(location: tuple[int | str, ...], name: Name, source: _Source) -> Name | None:
+    """Find the name of what is wrong inside an option whose value is a mapping of the user's own names, such as
+    data.fields; None where it is no such option."""
+    value = source.value(name)
+    if dotted(name) not in describe.options() or not isinstance(value, dict) or len(location) <= len(name):
+        return None
+    inside = tuple(str(part) for part in location[len(name) :] if part != "[key]")
+    return (*name, *inside) if inside[0] in value else None
 
 
 def _unknowns(name: Name, variant: str, source: _Source) -> list[str]:

@@ -218,6 +218,8 @@ def _sampled_groups(config: "Config") -> Iterator[str]:
         yield "schedule.overshoot: keep is for files; a sampler makes exactly schedule.docs_per_step documents"
     if config.schedule.last_step == "drop":
         yield "schedule.last_step: drop is for files; a sampler's documents never end"
+    if config.data.fields:
+        yield "data.fields is for the records of data.path and data.source; what a sampler makes has no other fields"
     if config.data.temperature != 1.0:
         yield "data.temperature is for files; a sampler's is sampler.temperature"
     urls = [url.rstrip("/") for url in config.sampler.urls] if config.sampler.type == "server" else []

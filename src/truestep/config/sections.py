@@ -130,6 +130,18 @@ OverlongPenaltyConfig = create_model(
 )
 
 
+class FieldConfig(Section):
+    level: Literal["label", "document"]
+    """label: a value of each label, which a record gives as it gives `advantage`. document: one value."""
+    dtype: Literal["float32", "int64", "bool"] = "float32"
+    """The type of its values."""
+    default: bool | int | float | None = None
+    """What a record without the field gets. null: such a record is rejected."""
+
+
+FieldName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+
 class DataConfig(Section):
     path: str | list[str] | None = None
     """Rollout files: JSONL (.jsonl) or Parquet (.parquet). A glob's files are read in sorted order. With {rank} in it,
@@ -181,6 +193,9 @@ class DataConfig(Section):
     on_bad_record: Literal["reject", "stop"] = "reject"
     """reject: a bad record is written to rejected.jsonl and the run goes on. stop: the first bad record ends the run.
     """
+    fields: dict[FieldName, FieldConfig] | None = None
+    """Fields of your own in the records, by name, for your own loss, metrics and advantages. Each is {level: label or
+    document, dtype: float32, int64 or bool, default: a number}; without a default, a record must have it."""
     shuffle: bool = False
     """Shuffle the documents of files, by `seed`, in each epoch."""
     epochs: Count = 1

@@ -31,6 +31,8 @@ def columns() -> Any:
             ("completion", arrow.string()),
             ("reward", arrow.float64()),
             ("rewards", arrow.map_(arrow.string(), arrow.float64())),
+            # A user's own fields; of one of labels, the mean.
+            ("fields", arrow.map_(arrow.string(), arrow.float64())),
             ("advantage", arrow.float64()),
             ("length", arrow.int64()),
             ("tokens", arrow.int64()),

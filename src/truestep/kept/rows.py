@@ -96,6 +96,10 @@ def row_of(
         row["completion"] = reader.text(document.input_ids[first:], True)
     if not len(labels):
         return row
+    row["fields"] = [
+        *((name, float(values[mask].mean(dtype=np.float64))) for name, values in document.fields.items()),
+        *((name, float(value)) for name, value in document.document_fields.items()),
+    ]
     if document.advantages is not None:
         row["advantage"] = float(document.advantages[mask].mean(dtype=np.float64))
     if document.model_version is not None:

@@ -1,8 +1,9 @@
 """The command `truestep data check`: a summary of rollout files, before a run is spent on finding out."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from rich.console import Group, RenderableType
@@ -13,12 +14,14 @@ from rich.text import Text
 from truestep import progress
 from truestep.rollouts.advantages import check_group_sizes
 from truestep.rollouts.chat import ChatTemplate
+from truestep.rollouts.fields import Field, declare, from_records, optional
 from truestep.rollouts.files import expand_paths, load_documents
 from truestep.rollouts.record import Checks, Needs
 from truestep.rollouts.rejects import reason_kind
 from truestep.types import Rejected, Rollout
 
 EXAMPLES = 3  # of each kind of rejection
+_SHOWN = ("logprobs", "advantages", "model_version")  # on lines of their own
 HISTOGRAM_ROWS = 8
 HISTOGRAM_WIDTH = 40
 
@@ -69,6 +72,8 @@ class DataSummary:
     without_advantages: int  # neither an advantage nor a reward with a group
     temperatures: tuple[tuple[float, int], ...]
     model_versions: tuple[int, int] | None  # lowest and highest
+    # All other fields of labels and tokens, and a user's own, that a document has: how many with labels lack each.
+    fields: tuple[tuple[str, int], ...]
     rejected: int
     rejections: tuple[Rejection, ...]  # the most frequent first
 
@@ -80,10 +85,13 @@ def check_files(
     max_tokens: int | None = None,
     chat: ChatTemplate | None = None,
     group_size: int | None = None,
+    fields: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> DataSummary:
-    """Summarise the files. What a loss will need is not known here: what is missing is counted, not rejected."""
+    """Summarise the files. What a loss will need is not known here: what is missing is counted, not rejected.
+    `fields`: the run's `data.fields`."""
+    declared = optional(declare(fields))
     nothing = Needs(logprobs=False, advantages=False, advantage_rule="none")
-    checks = Checks(nothing, vocabulary_size, default_temperature, max_tokens, chat=chat)
+    checks = Checks(nothing, vocabulary_size, default_temperature, max_tokens, chat=chat, fields=declared)
     progress.phase("reading the records")
     documents = load_documents(expand_paths(paths if isinstance(paths, str) else list(paths)), checks)
     rollouts, rejected = documents.rollouts, documents.rejected
@@ -111,6 +119,7 @@ def check_files(
         without_advantages=sum(not _has_advantage(rollout) for rollout in labelled),
         temperatures=tuple(sorted(Counter(rollout.temperature for rollout in rollouts).items())),
         model_versions=_model_versions(rollouts),
+        fields=_other_fields(labelled, declared),
         rejected=len(rejected),
         rejections=_rejections(rejected),
     )
@@ -142,6 +151,13 @@ def _model_versions(rollouts: Iterable[Rollout]) -> tuple[int, int] | None:
     labels = [item.model_version[item.loss_mask] for item in rollouts if item.model_version is not None]
     versions = np.concatenate([*labels, np.zeros(0, np.int64)])
     return (int(versions.min()), int(versions.max())) if len(versions) else None
+
+
+def _other_fields(labelled: Sequence[Rollout], declared: Sequence[Field]) -> tuple[tuple[str, int], ...]:
+    """Count the documents that lack each field that no other line of the page is about."""
+    others = [field for field in from_records() if field.level != "document" and field.name not in _SHOWN]
+    counts = [(field.name, sum(item.value(field.name) is None for item in labelled)) for field in (*others, *declared)]
+    return tuple((name, count) for name, count in counts if count < len(labelled))
 
 
 def _rejections(rejected: Iterable[Rejected]) -> tuple[Rejection, ...]:
@@ -189,6 +205,8 @@ def _facts(summary: DataSummary) -> Table:
     if summary.model_versions is not None:
         lowest, highest = summary.model_versions
         table.add_row("model versions", f"{lowest:,}" if lowest == highest else f"{lowest:,} to {highest:,}")
+    for name, missing in summary.fields:
+        table.add_row(name, _presence(missing, labelled))
     return table
 
 

@@ -1,34 +1,46 @@
 """The conversion of a document to a line of JSON and back, every bit kept."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from truestep.types import Rollout
+from truestep.rollouts import fields
+from truestep.rollouts.rows import decode, encode
+from truestep.types import PLACES, Rollout
 
-# float32 goes through Python's float64 and back unchanged.
-ARRAYS: dict[str, type] = {
-    "input_ids": np.int64,
-    "loss_mask": np.bool_,
-    "logprobs": np.float32,
-    "advantages": np.float32,
-    "model_version": np.int64,
-    "reference_logprobs": np.float32,
-    "recomputed_logprobs": np.float32,
-    "chosen": np.uint8,
-}
+_ATTRIBUTES = {item.name for item in dataclasses.fields(Rollout)}
+
+
+def arrays() -> dict[str, Any]:
+    """Name the attributes of a rollout that are arrays, with their types: those of labels behind those of tokens."""
+    of_labels = {field.name: field.dtype for field in fields.of_labels() if field.name in _ATTRIBUTES}
+    return {"input_ids": np.int64, "loss_mask": np.bool_, **of_labels}
+
+
+def others_of(document: Rollout) -> dict[str, dict[str, Any]]:
+    """Write the fields that are no attributes, as JSON can hold them."""
+    held: dict[str, Mapping[str, np.ndarray]] = {place: getattr(document, place) for place in PLACES}
+    return {place: {name: encode(values) for name, values in found.items()} for place, found in held.items() if found}
+
+
+def read_others(line: Mapping[str, Any]) -> dict[str, dict[str, np.ndarray]]:
+    """Read what `others_of` wrote."""
+    return {place: {name: decode(value) for name, value in line[place].items()} for place in PLACES if place in line}
 
 
 def document_line(document: Rollout) -> dict[str, Any]:
     line = {item.name: getattr(document, item.name) for item in dataclasses.fields(document)}
-    for name in ARRAYS:
+    # float32 goes through Python's float64 and back unchanged.
+    for name in arrays():
         line[name] = None if line[name] is None else line[name].tolist()
-    return line | {"metadata": dict(document.metadata), "rewards": dict(document.rewards)}
+    line |= {"metadata": dict(document.metadata), "rewards": dict(document.rewards)}
+    return line | {place: {} for place in PLACES} | others_of(document)
 
 
 def read_document(line: dict[str, Any]) -> Rollout:
-    arrays: dict[str, Any] = {
-        name: None if line.get(name) is None else np.array(line[name], dtype=kind) for name, kind in ARRAYS.items()
+    read: dict[str, Any] = {
+        name: None if line.get(name) is None else np.array(line[name], dtype=kind) for name, kind in arrays().items()
     }
-    return Rollout(**(line | arrays))
+    return Rollout(**(line | read | read_others(line)))

@@ -15,6 +15,7 @@ from truestep.bounded import TooLargeError, check_json, read_line, read_lines, t
 from truestep.disks import no_file
 from truestep.errors import TruestepError
 from truestep.rollouts.advantages import assign_advantages
+from truestep.rollouts.fields import Field
 from truestep.rollouts.parquet import bad_row, read_parquet
 from truestep.rollouts.record import BadRecord, Checks, parse_record
 from truestep.rollouts.selection import choose_truncated
@@ -67,12 +68,13 @@ def _matches(pattern: str) -> list[Path]:
     return files
 
 
-def read_records(paths: Iterable[Path]) -> Iterator[tuple[Path, int, Any]]:
-    """Stream (file, line or row from 1, the record or a `BadRecord`). A file that cannot be read: `DataError`."""
+def read_records(paths: Iterable[Path], declared: Sequence[Field] = ()) -> Iterator[tuple[Path, int, Any]]:
+    """Stream (file, line or row from 1, the record or a `BadRecord`). A file that cannot be read: `DataError`.
+    `declared`: a user's own fields, which are columns of Parquet that are read too."""
     for path in paths:
-        read = read_parquet if path.suffix.lower() == ".parquet" else _read_jsonl
         try:
-            for line, record in read(path):
+            is_parquet = path.suffix.lower() == ".parquet"
+            for line, record in read_parquet(path, declared=declared) if is_parquet else _read_jsonl(path):
                 progress.made("records read")
                 yield path, line, record
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:  # UnicodeDecodeError: a column's name
@@ -88,7 +90,7 @@ def load_documents(paths: Sequence[Path], checks: Checks) -> Documents:
     names = short_names(paths)
     first_places: dict[str, str] = {}
     items: list[Rollout | Rejected] = []
-    for file, line, record in read_records(paths):
+    for file, line, record in read_records(paths, checks.fields):
         try:
             rollout = parse_record(readable(record), f"{names[file]}:{line}", checks)
             _check_new(rollout, first_places, f"{file}:{line}")

@@ -1,14 +1,19 @@
 """The division of documents into micro-batches of a token budget, and of a micro-batch into tensors. Deterministic."""
 
+import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from truestep.types import OPTIONAL_FIELDS, PackedBatch, PackedLabels, PackedTokens, Rollout
+from truestep.rollouts import fields
+from truestep.rollouts.fields import Field, FieldError
+from truestep.text import printable
+from truestep.types import PackedBatch, PackedLabels, PackedTokens, Rollout
 
 
 def fill_in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -160,10 +165,23 @@ def _halve(members: list[int], lengths: Sequence[int]) -> tuple[list[int], list[
     return members[:cut], members[cut:]
 
 
-def pack(documents: Sequence[Rollout], pad_to_multiple: int = 1) -> PackedBatch:
-    """Lay documents end to end as the tensors of one micro-batch, on the host."""
+def pack(
+    documents: Sequence[Rollout],
+    pad_to_multiple: int = 1,
+    declared: Sequence[Field] = (),
+    of_tokens: Collection[str] = (),
+) -> PackedBatch:
+    """Lay documents end to end as the tensors of one micro-batch, on the host. `declared`: a user's own fields.
+    `of_tokens`: the fields of tokens that are asked for."""
     tokens = pack_tokens([document.input_ids for document in documents], pad_to_multiple)
-    return PackedBatch(tokens, _pack_labels(documents, tokens.segments.numpy().astype(np.int64)))
+    if of_tokens:
+        starts = tokens.segments.numpy()
+        asked = (field for field in (*fields.TABLE, *declared) if field.name in of_tokens)
+        packed = {field.name: _at_tokens(documents, field, starts, len(tokens)) for field in asked}
+        tokens = dataclasses.replace(
+            tokens, fields={name: values for name, values in packed.items() if values is not None}
+        )
+    return PackedBatch(tokens, _pack_labels(documents, declared))
 
 
 def pack_tokens(documents: Sequence[np.ndarray], pad_to_multiple: int = 1) -> PackedTokens:
@@ -183,38 +201,87 @@ def pack_tokens(documents: Sequence[np.ndarray], pad_to_multiple: int = 1) -> Pa
     )
 
 
-def _pack_labels(documents: Sequence[Rollout], starts: np.ndarray) -> PackedLabels:
-    counts = np.array([document.num_labels for document in documents], dtype=np.int64)
-    positions = [np.flatnonzero(document.loss_mask) for document in documents]
-    rows = [start + at - 1 for start, at in zip(starts[: len(documents)], positions, strict=True)]
-    temperatures = np.array([document.temperature for document in documents], dtype=np.float32)
+def _at_tokens(
+    documents: Sequence[Rollout], field: Field, starts: np.ndarray, total: int
+) -> torch.Tensor | None:  # [S, ...]
+    """Lay a token-level field of all documents end to end; None where its dimensions are theirs and none has it."""
+    found = [document.value(field.name) for document in documents]
+    pairs = zip(documents, found, strict=True)
+    shapes = {values.shape[1:]: document.id for document, values in pairs if values is not None}
+    if len(shapes) > 1:
+        first, second, *_ = ((list(shape), name) for shape, name in shapes.items())
+        raise ValueError(
+            f"{field.name} is {first[0]} for each token of {first[1]} and {second[0]} for each of {second[1]}"
+        )
+    if not shapes and any(isinstance(size, str) for size in field.shape):
+        return None
+    packed = np.full((total, *next(iter(shapes), field.shape)), field.missing, field.dtype)
+    for start, values in zip(starts, found, strict=False):
+        if values is not None:
+            packed[start : start + len(values)] = values
+    return torch.from_numpy(packed)
+
+
+# The attributes of labels; True where one is a value of each label, and not of each document.
+_ATTRIBUTES = {item.name: bool(item.metadata.get("per_label")) for item in dataclasses.fields(PackedLabels)}
+
+
+def _pack_labels(documents: Sequence[Rollout], declared: Sequence[Field]) -> PackedLabels:
+    counts = np.array([np.count_nonzero(document.loss_mask) for document in documents], dtype=np.int64)
+    # Places of labels among the tokens of all documents: each field is laid end to end and then read there, once.
+    places = np.flatnonzero(_end_to_end([document.loss_mask for document in documents], np.bool_))
+    attributes: dict[str, torch.Tensor] = {}
+    others: dict[str, dict[str, torch.Tensor]] = {"label": {}, "document": {}}
+    has: dict[str, torch.Tensor] = {}
+    for field in fields.packed(declared):
+        found = [document.value(field.name) for document in documents]
+        there = [values is not None for values in found]
+        if field.required and not all(there):
+            raise _missing(documents[there.index(False)], field)
+        if field.has:
+            has[field.name] = torch.tensor(there, dtype=torch.bool)
+        if field.level == "document":
+            packed = np.array([field.missing if value is None else value for value in found], dtype=field.dtype)
+        elif not any(there):
+            packed = np.full(len(places), field.missing, field.dtype)
+        else:
+            packed = _end_to_end(_filled(documents, found, field), field.dtype)[places]
+        name = field.among_labels
+        if name not in _ATTRIBUTES:
+            others[field.level][name] = torch.from_numpy(packed)
+            continue
+        spread = field.level == "document" and _ATTRIBUTES[name]
+        attributes[name] = torch.from_numpy(np.repeat(packed, counts) if spread else packed)
     return PackedLabels(
-        rows=torch.from_numpy(np.concatenate([*rows, np.zeros(0, np.int64)]).astype(np.int64)),
+        rows=torch.from_numpy(places - 1),
+        ids=torch.from_numpy(_end_to_end([document.input_ids for document in documents], np.int64)[places]),
         document=torch.from_numpy(np.repeat(np.arange(len(documents)), counts)),
-        temperature=torch.from_numpy(np.repeat(temperatures, counts)),
-        **{
-            item.name: _at_labels(documents, item.metadata["rollout_field"], item.metadata["dtype"])
-            for item in PackedLabels.label_fields()
-            if item.metadata["rollout_field"] is not None
-        },
         num_labels=torch.from_numpy(counts),
-        reward=torch.tensor([document.reward or 0.0 for document in documents], dtype=torch.float32),
         rewards={
             name: torch.tensor([document.rewards.get(name, math.nan) for document in documents], dtype=torch.float32)
             for name in sorted({name for document in documents for name in document.rewards})
         },
-        truncated=torch.tensor([bool(document.truncated) for document in documents], dtype=torch.bool),
-        has={
-            name: torch.tensor([getattr(document, name) is not None for document in documents], dtype=torch.bool)
-            for name in OPTIONAL_FIELDS
-        },
+        has=has,
+        fields=others["label"],
+        document_fields=others["document"],
+        **attributes,
     )
 
 
-def _at_labels(documents: Sequence[Rollout], name: str, dtype: type) -> torch.Tensor:
-    """Read a per-token field at the labels of all documents; 0 where a document lacks it."""
-    parts: list[np.ndarray] = [np.zeros(0, dtype)]
-    for document in documents:
-        values, mask = getattr(document, name), document.loss_mask
-        parts.append(np.zeros(int(mask.sum()), dtype) if values is None else values[mask].astype(dtype))
-    return torch.from_numpy(np.concatenate(parts))
+def _end_to_end(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype, casting="unsafe")
+
+
+def _filled(documents: Sequence[Rollout], found: Sequence[Any], field: Field) -> list[np.ndarray]:
+    """Give a field of all tokens of each document; what is missing where a document lacks it."""
+    return [
+        np.full(document.num_tokens, field.missing, field.dtype) if values is None else values
+        for document, values in zip(documents, found, strict=True)
+    ]
+
+
+def _missing(document: Rollout, field: Field) -> FieldError:
+    return FieldError(
+        f"document {printable(document.id)} has no {field.name}, which data.fields declares without a default: it was "
+        "read before that was declared"
+    )

@@ -4,19 +4,26 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from truestep import bounded
+from truestep.rollouts.fields import Field, record_names
 from truestep.rollouts.pages import batches, checked_groups
-from truestep.rollouts.record import FIELDS, readable_text
+from truestep.rollouts.record import readable_text
 from truestep.rollouts.values import BadRecord, describe
 
 
-def read_parquet(path: Path, groups: Sequence[int] | None = None) -> Iterator[tuple[int, Any]]:
-    """Read rows, numbered from 1; with `groups`, of these row groups alone and numbered within them."""
+def read_parquet(
+    path: Path, groups: Sequence[int] | None = None, declared: Sequence[Field] = ()
+) -> Iterator[tuple[int, Any]]:
+    """Read rows, numbered from 1; with `groups`, of these row groups alone and numbered within them. `declared`: a
+    user's own fields."""
+    wanted = record_names(declared)
     with pq.ParquetFile(path, pre_buffer=False) as file:
-        columns = [name for name in file.schema_arrow.names if name in FIELDS]
+        columns = [name for name in file.schema_arrow.names if name in wanted]
         repeated = next((name for name in columns if columns.count(name) > 1), None)
         if repeated is not None or not columns:
             # Nothing is worth reading: each row is rejected, as each line of the same JSONL would be.
@@ -53,7 +60,24 @@ def _to_python(scalar: Any) -> Any:
     kind: Any = elements.type if isinstance(elements, pa.Array) and not elements.null_count else pa.null()
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
         return elements.to_numpy(zero_copy_only=False).tolist()  # as to_pylist, and many times faster
-    return scalar.as_py(maps_as_pydicts="strict")
+    array = _array_of(elements)
+    return scalar.as_py(maps_as_pydicts="strict") if array is None else array
+
+
+def _array_of(elements: Any) -> np.ndarray | None:
+    """Make an array of integers in lists in lists, all of one length; None where they are anything else."""
+    if not isinstance(elements, pa.Array) or not pa.types.is_nested(elements.type):
+        return None
+    shape = [len(elements)]
+    while isinstance(elements, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
+        lengths = elements.value_lengths()
+        if elements.null_count or not len(elements) or pc.min(lengths) != pc.max(lengths):
+            return None
+        shape.append(lengths[0].as_py())
+        elements = elements.flatten()
+    if elements.null_count or not pa.types.is_integer(elements.type):
+        return None
+    return elements.to_numpy(zero_copy_only=False).reshape(shape)
 
 
 def bad_row(reason: str, trusted: dict[str, Any]) -> BadRecord:

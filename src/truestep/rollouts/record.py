@@ -3,37 +3,22 @@
 Nothing of a record is trusted. Each check has one message that names the field, the index and the value.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from truestep.rollouts import values
+from truestep.rollouts import fields, values
 from truestep.rollouts.advantages import AdvantageRule, as_rule
 from truestep.rollouts.chat import ChatTemplate
+from truestep.rollouts.fields import Field
+from truestep.rollouts.rows import read_rows
 from truestep.rollouts.values import BadRecord, Check, checked, checked_array, describe, plain
 from truestep.types import Rollout
-
-FIELDS = (
-    "input_ids",
-    "loss_mask",
-    "prompt_length",
-    "logprobs",
-    "advantage",
-    "reward",
-    "group_id",
-    "temperature",
-    "model_version",
-    "truncated",
-    "reference_logprobs",
-    "rewards",
-    "messages",
-    "tools",
-    "id",
-    "metadata",
-)
 
 LONGEST_TEXT = 4096  # characters of an id: every step's line of the ledger repeats them
 
@@ -62,14 +47,31 @@ class Checks:
     stop_at_rejected: bool = False
     chat: ChatTemplate | None = None  # which makes tokens of messages; None: they are not looked at
     truncated: str = "keep"  # what becomes of documents that ended at a length limit: keep, mask or drop
+    fields: tuple[Field, ...] = ()  # a user's own, beside those of the table
+
+    @cached_property
+    def read(self) -> tuple["_Reading", ...]:
+        """The fields that are read from a record, and how."""
+        return tuple(
+            _Reading(
+                field.in_record,
+                field in self.fields or field.name in _INSTEAD,
+                field.name,
+                _reader_of(field),
+                None if field.name in _ATTRIBUTES else _PLACE[field.level],
+                field,
+            )
+            for field in fields.from_records(self.fields)
+        )
 
 
 def parse_record(raw: Any, where: str, checks: Checks) -> Rollout:
     """Check one record. Raises `BadRecord` and nothing else, whatever `raw` is.
 
     `where` ("file.jsonl:12") is the id of a record without one. A null field is an absent field, and fields that are
-    not in `FIELDS` are ignored. What the loss needs is never None in the result, save for advantages that are still
-    to come from the rewards of the group. A document without labels gets zeros for a needed field that it lacks.
+    neither in the table nor a user's own are ignored. What the loss needs is never None in the result, save for
+    advantages that are still to come from the rewards of the group. A document without labels gets zeros for a needed
+    field that it lacks.
     """
     record = plain(raw, "the record")
     if not isinstance(record, Mapping):
@@ -79,23 +81,9 @@ def parse_record(raw: Any, where: str, checks: Checks) -> Rollout:
         record = _with_tokens(record, checks.chat)
         input_ids = _input_ids(record, checks)
         loss_mask = _labels(record, len(input_ids))
-        reward = _single(record, "reward", values.reward)
-        temperature = _single(record, "temperature", values.temperature)
-        group_id = _text(record, "group_id")
+        found, others = _read_fields(record, loss_mask, checks)
         return Rollout(
-            id=where if identifier is None else identifier,
-            input_ids=input_ids,
-            loss_mask=loss_mask,
-            logprobs=_logprobs(record, loss_mask, checks.needs),
-            advantages=_advantages(record, loss_mask, reward is not None, group_id is not None, checks.needs),
-            reward=reward,
-            group_id=group_id,
-            temperature=float(checks.default_temperature) if temperature is None else temperature,
-            model_version=_on_labels(record, "model_version", values.version, loss_mask),
-            reference_logprobs=_reference_logprobs(record, loss_mask, checks.needs),
-            truncated=_single(record, "truncated", values.true_or_false),
-            rewards=_rewards(record),
-            metadata=_metadata(record),
+            id=where if identifier is None else identifier, input_ids=input_ids, loss_mask=loss_mask, **found, **others
         )
     except BadRecord as error:
         identity = {"id": readable_text(record, "id"), "group_id": readable_text(record, "group_id")}
@@ -172,73 +160,167 @@ def _prompt_mask(record: Record, num_tokens: int) -> np.ndarray | None:
     return from_prompt
 
 
-def _logprobs(record: Record, loss_mask: np.ndarray, needs: Needs) -> np.ndarray | None:
-    _list(record, "logprobs")  # one number for all labels is no log-probability of any
-    logprobs = _on_labels(record, "logprobs", values.logprob, loss_mask)
-    if logprobs is not None or not needs.logprobs:
-        return logprobs
-    if loss_mask.any():
-        raise BadRecord("logprobs is missing: this run's loss needs the sampler's log-probabilities")
-    return np.zeros(len(loss_mask), dtype=np.float32)
+_PLACE = {"label": "fields", "token": "token_fields", "document": "document_fields"}  # in a rollout
+_ATTRIBUTES = frozenset(item.name for item in dataclasses.fields(Rollout))
 
 
-def _advantages(
-    record: Record, loss_mask: np.ndarray, has_reward: bool, has_group: bool, needs: Needs
-) -> np.ndarray | None:
-    """Read the record's own advantages; None where they are not needed or come from the rewards of its group."""
-    advantages = _on_labels(record, "advantage", values.advantage, loss_mask)
+def _read_fields(record: Record, loss_mask: np.ndarray, checks: Checks) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read all fields but the tokens and labels: the attributes of a rollout, and its mappings of others."""
+    found: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    labels, get = _Labels(loss_mask, np.flatnonzero(loss_mask)), record.get
+    for in_record, stands_in, name, read, place, field in checks.read:
+        given = get(in_record)
+        if given is None and not stands_in:
+            continue
+        value = None if given is None else read(given, labels)
+        if value is None and stands_in:
+            value = _instead(field, found, loss_mask, checks)
+        if value is None:
+            continue
+        if place is None:
+            found[name] = value
+        else:
+            others.setdefault(place, {})[name] = np.asarray(value)
+    return found, others
+
+
+def _reader_of(field: Field) -> "_Reader":
+    """Make what reads a field of a record that has it, given its value there."""
+    name = field.in_record
+    if field.level == "token":
+        return lambda given, labels: read_rows(field, given, len(labels.mask))
+    if field.level == "label":
+        as_given = _as_value if field.one_for_all else _as_list
+        return lambda given, labels: _on_labels(as_given(given, name), field, labels)
+    if field.dtype is str:
+        return lambda given, labels: _as_text(given, name)
+    if field.dtype is dict:
+        return lambda given, labels: _object(given, name) if field.check is None else _parts(given, name, field.check)
+    single = field.check.single if isinstance(field.check, Check) else field.check
+    if field.name in _ATTRIBUTES:
+        return lambda given, labels: _as_number(given, name, single)
+    return lambda given, labels: None if (value := _as_number(given, name, single)) is None else field.dtype(value)
+
+
+class _Labels(NamedTuple):
+    """The labels of a document: a mask over its tokens, and their places."""
+
+    mask: np.ndarray
+    places: np.ndarray
+
+
+_Reader = Callable[[Any, _Labels], Any]
+
+
+class _Reading(NamedTuple):
+    """How one field is read."""
+
+    in_record: str
+    stands_in: bool  # something may stand for it where a record lacks it
+    name: str
+    read: _Reader
+    place: str | None  # the mapping of a rollout that it lies in; None: it is an attribute
+    field: Field
+
+
+_INSTEAD = ("temperature", "logprobs", "reference_logprobs", "advantages")
+
+
+def _instead(field: Field, found: Mapping[str, Any], loss_mask: np.ndarray, checks: Checks) -> Any:
+    """Give what stands for a field that a record lacks, or refuse the record. A document without labels gets zeros for
+    what is needed of labels."""
+    if field.name == "temperature":
+        return float(checks.default_temperature)
+    if field.default is not None:
+        return _default(field, loss_mask)
+    reason = _needed(field, found, checks)
+    if reason is None:
+        return None
+    if loss_mask.any() or not field.masked:
+        raise BadRecord(reason)
+    return None if field.name == "reference_logprobs" else np.zeros(len(loss_mask), dtype=field.dtype)
+
+
+def _default(field: Field, loss_mask: np.ndarray) -> Any:
+    if field.level == "label":
+        return np.where(loss_mask, field.default, 0).astype(field.dtype)
+    return np.asarray(field.default, field.dtype)
+
+
+def with_defaults(rollout: Rollout, declared: Sequence[Field]) -> Rollout:
+    """Give a document that was read without a run's checks what its user's fields have in their place where it has
+    none: their defaults, and of a document without labels zeros."""
+    for field in declared:
+        if rollout.value(field.name) is None:
+            value = np.zeros(rollout.num_tokens, field.dtype) if field.required else _default(field, rollout.loss_mask)
+            place = _PLACE[field.level]
+            held: dict[str, Any] = {place: {**getattr(rollout, place), field.name: value}}
+            rollout = dataclasses.replace(rollout, **held)
+    return rollout
+
+
+def _needed(field: Field, found: Mapping[str, Any], checks: Checks) -> str | None:
+    """Say why a run cannot do without a field of a document with labels; None where it can."""
+    needs, name = checks.needs, field.name
+    if field.required:
+        return f"{name} is missing: data.fields has no default for it"
+    if name == "logprobs" and needs.logprobs:
+        return "logprobs is missing: this run's loss needs the sampler's log-probabilities"
+    if name == "reference_logprobs" and needs.reference_logprobs:
+        return "reference_logprobs is missing: this run's loss takes the reference from the records"
+    if name == "advantages" and needs.advantages:
+        return _no_advantages("reward" in found, "group_id" in found, needs)
+    return None
+
+
+def _no_advantages(has_reward: bool, has_group: bool, needs: Needs) -> str | None:
+    """Say why a record without advantages has none; None where they come from the rewards of its group."""
     from_rewards = as_rule(needs.advantage_rule).from_rewards
-    from_group = from_rewards and has_reward and has_group
-    if advantages is not None or from_group or not needs.advantages:
-        return advantages
-    if not loss_mask.any():
-        return np.zeros(len(loss_mask), dtype=np.float32)
+    if from_rewards and has_reward and has_group:
+        return None
     if not from_rewards:
-        raise BadRecord("advantage is missing: with data.advantages: none each record carries its own")
+        return "advantage is missing: with data.advantages: none each record carries its own"
     if not has_reward:
-        raise BadRecord("advantage and reward are missing: this run's loss needs one of them")
-    raise BadRecord("group_id is missing: advantages come from the rewards of the record's group")
+        return "advantage and reward are missing: this run's loss needs one of them"
+    return "group_id is missing: advantages come from the rewards of the record's group"
 
 
-def _reference_logprobs(record: Record, loss_mask: np.ndarray, needs: Needs) -> np.ndarray | None:
-    _list(record, "reference_logprobs")  # as with logprobs, one number is none of any label's
-    found = _on_labels(record, "reference_logprobs", values.logprob, loss_mask)
-    if found is None and needs.reference_logprobs and loss_mask.any():
-        raise BadRecord("reference_logprobs is missing: this run's loss takes the reference from the records")
-    return found
-
-
-def _rewards(record: Record) -> dict[str, float]:
-    """Read the parts of the reward; one that is null is absent, as a row of Parquet has to write it."""
-    parts = plain(record.get("rewards"), "rewards")
+def _parts(given: Any, whole: str, check: Callable[[Any], Any]) -> dict[str, float] | None:
+    """Read numbers by name; one that is null is absent, as a row of Parquet has to write it."""
+    parts = plain(given, whole)
     if parts is None:
-        return {}
+        return None
     if not isinstance(parts, Mapping):
-        raise BadRecord(f"rewards is {describe(parts)}: expected an object of numbers by name")
+        raise BadRecord(f"{whole} is {describe(parts)}: expected an object of numbers by name")
     checked_parts: dict[str, float] = {}
     for name, value in parts.items():
         if not isinstance(name, str) or not name.isprintable() or not name.strip():
-            raise BadRecord(f"rewards has a part {describe(name)}: its name is not printable text")
-        if plain(value, "rewards") is not None:
-            checked_parts[name] = checked(values.reward, value, f"rewards[{describe(name)}]")
+            raise BadRecord(f"{whole} has a part {describe(name)}: its name is not printable text")
+        if plain(value, whole) is not None:
+            checked_parts[name] = checked(check, value, f"{whole}[{describe(name)}]")
     return checked_parts
 
 
-def _metadata(record: Record) -> dict[str, Any]:
-    metadata = plain(record.get("metadata"), "metadata")
+def _object(given: Any, whole: str) -> dict[str, Any] | None:
+    metadata = plain(given, whole)
     if metadata is None:
-        return {}
+        return None
     if not isinstance(metadata, Mapping):
-        raise BadRecord(f"metadata is {describe(metadata)}: expected an object")
+        raise BadRecord(f"{whole} is {describe(metadata)}: expected an object")
     try:  # it is carried through to outputs that are JSON
         json.dumps(dict(metadata))
     except (TypeError, ValueError, RecursionError) as error:
-        raise BadRecord(f"metadata holds what JSON cannot: {error}") from None
+        raise BadRecord(f"{whole} holds what JSON cannot: {error}") from None
     return dict(metadata)
 
 
 def _text(record: Record, field: str) -> str | None:
-    text = plain(record.get(field), field)
+    return _as_text(record.get(field), field)
+
+
+def _as_text(given: Any, field: str) -> str | None:
+    text = plain(given, field)
     if text is None:
         return None
     if isinstance(text, int) and not isinstance(text, bool):
@@ -257,43 +339,49 @@ def _text(record: Record, field: str) -> str | None:
 
 
 def _single(record: Record, field: str, check: Callable[[Any], Any]) -> Any:
-    value = plain(record.get(field), field)
+    return _as_number(record.get(field), field, check)
+
+
+def _as_number(given: Any, field: str, check: Callable[[Any], Any]) -> Any:
+    value = plain(given, field)
     return None if value is None else checked(check, value, field)
 
 
-def _value(record: Record, field: str) -> Any:
+def _as_value(value: Any, field: str) -> Any:
     """Get a field that may be a list. An array of numbers stays one: `checked_array` takes it as it is."""
-    value = record.get(field)
     if type(value) is np.ndarray and value.ndim == 1 and value.dtype in (np.int64, np.float64):
         return value
     return plain(value, field)
 
 
 def _list(record: Record, field: str) -> Sequence[Any] | np.ndarray | None:
-    value: Any = _value(record, field)
+    return _as_list(record.get(field), field)
+
+
+def _as_list(given: Any, field: str) -> Sequence[Any] | np.ndarray | None:
+    value: Any = _as_value(given, field)
     if value is None or isinstance(value, list | tuple | np.ndarray):
         return value
     raise BadRecord(f"{field} is {describe(value)}: expected a list")
 
 
-def _on_labels(record: Record, field: str, check: Check, loss_mask: np.ndarray) -> np.ndarray | None:
+def _on_labels(value: Any, field: Field, labels: _Labels) -> np.ndarray | None:
     """Read one value for all labels, or a list of one a token or one a label. 0 off the mask, whatever stood there."""
-    value = _value(record, field)
     if value is None:
         return None
-    spread = np.zeros(len(loss_mask), dtype=check.stored)
-    labels = np.flatnonzero(loss_mask)
+    name, check, (mask, places) = field.in_record, field.check, labels
+    spread = np.zeros(len(mask), dtype=check.stored)
     if not isinstance(value, list | tuple | np.ndarray):
-        spread[labels] = checked(check.single, value, field)
+        spread[places] = checked(check.single, value, name)
     # Never ambiguous: position 0 is no label, so there are always fewer labels than tokens.
-    elif len(value) == len(loss_mask):
-        indices = labels.tolist()
-        on_labels = value[labels] if isinstance(value, np.ndarray) else [value[index] for index in indices]
-        spread[labels] = checked_array(check, on_labels, field, indices, " on a label")
-    elif len(value) == len(labels):
-        spread[labels] = checked_array(check, value, field, place=" on a label")
+    elif len(value) == len(mask):
+        indices = places.tolist()
+        on_labels = value[places] if isinstance(value, np.ndarray) else [value[index] for index in indices]
+        spread[places] = checked_array(check, on_labels, name, indices, " on a label")
+    elif len(value) == len(places):
+        spread[places] = checked_array(check, value, name, place=" on a label")
     else:
         raise BadRecord(
-            f"{field} has {len(value)} values: expected {len(loss_mask)} (one a token) or {len(labels)} (one a label)"
+            f"{name} has {len(value)} values: expected {len(mask)} (one a token) or {len(places)} (one a label)"
         )
     return spread

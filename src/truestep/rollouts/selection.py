@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from truestep.rollouts.fields import of_labels
 from truestep.types import PutAside, Rollout
 
 NO_DIFFERENCE = "all advantages of its group are 0 (data.zero_advantage: replace)"
@@ -30,12 +31,11 @@ def choose_truncated(rollouts: Iterable[Rollout], rule: str) -> tuple[list[Rollo
 
 def _without_labels(rollout: Rollout) -> Rollout:
     """Mask every label: the document counts as one, and adds nothing else."""
-    masked = replace(rollout, loss_mask=np.zeros_like(rollout.loss_mask))
-    for name in ("logprobs", "advantages", "model_version", "reference_logprobs"):
-        values = getattr(rollout, name)
-        if values is not None:  # as everywhere, 0 off the mask
-            masked = replace(masked, **{name: np.zeros_like(values)})
-    return masked
+    names = {field.name for field in of_labels()} | set(rollout.fields)
+    values = {name: value for name in names if (value := rollout.value(name)) is not None}
+    # As everywhere, 0 off the mask.
+    masked = rollout.with_values({name: np.zeros_like(value) for name, value in values.items()})
+    return replace(masked, loss_mask=np.zeros_like(rollout.loss_mask))
 
 
 def has_advantage(rollout: Rollout) -> bool:

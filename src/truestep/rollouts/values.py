@@ -19,6 +19,7 @@ LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)  # below it float32 loses precision, and then it is 0
 LARGEST_INT64 = 2**63 - 1
+LARGEST_EXPERT = 2**16 - 1
 
 _PLAIN = frozenset({type(None), bool, int, float, str, list, dict})  # as JSON gives them
 
@@ -115,6 +116,13 @@ def _count(value: Any) -> int:
     return count
 
 
+def _expert(value: Any) -> int:
+    number = integer(value)
+    if not 0 <= number <= LARGEST_EXPERT:
+        raise UnfitError(f"an expert's number is 0 to {LARGEST_EXPERT:,}")
+    return number
+
+
 def reward(value: Any) -> float:
     number = _number(value)
     if abs(number) > LARGEST_REWARD:
@@ -146,6 +154,8 @@ NUMBER = frozenset({int, float})
 zero_or_one = Check(_zero_or_one, frozenset({int, bool}), np.int64, lambda a: (a == 0) | (a == 1), np.bool_)
 logprob = Check(_logprob, NUMBER, np.float64, lambda a: (a <= 0) & (a >= -LARGEST_FLOAT32), np.float32)
 advantage = Check(_number, NUMBER, np.float64, lambda a: np.abs(a) <= LARGEST_FLOAT32, np.float32)
+whole_number = Check(integer, INTEGER, np.int64, lambda a: a >= -LARGEST_INT64, np.int64)
+expert = Check(_expert, INTEGER, np.int64, lambda a: (a >= 0) & (a <= LARGEST_EXPERT), np.uint16)
 version = Check(_count, INTEGER, np.int64, lambda a: a >= 0, np.int64)
 
 

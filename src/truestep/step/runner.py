@@ -21,6 +21,7 @@ from truestep.metrics.types import Metric, Sum, merge, on_host, values
 from truestep.policy.policy import Policy
 from truestep.ranks import marks
 from truestep.ranks.group import Ranks
+from truestep.rollouts.fields import Field
 from truestep.rollouts.packing import pack
 from truestep.rollouts.selection import has_advantage
 from truestep.step.beside import Beside
@@ -69,6 +70,7 @@ class StepRunner:
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     exact: bool = False  # log-probs are computed exactly, as the sampler's were
     compares: float | None = None  # the sampler's log-probs with the policy's, in this unit (nats); None: not
+    fields: tuple[Field, ...] = ()  # a user's own, which are packed beside those of the table
 
     def steered(self, metrics: Mapping[str, Metric]) -> "StepRunner":
         """Give the runner of the step after one with these metrics: its entropy may move the weight of the bonus."""
@@ -175,7 +177,7 @@ class StepRunner:
     def _pack(self, plan: StepPlan, members: tuple[int, ...], exact: Mapping[int, torch.Tensor]) -> MicroBatch:
         """Pack a micro-batch of the plan, and move it to this rank's device."""
         documents = [plan.documents[index] for index in members]
-        packed = pack(documents, self._multiple)
+        packed = pack(documents, self._multiple, self.fields)
         share = LabelShare.of(packed, self.policy.context)
         counts = tuple(document.num_labels for document in documents)
         packed = packed.to(self.policy.device)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from truestep.assemble.sources import advantage_rule, read_documents
+from truestep.assemble.sources import advantage_rule, declared_fields, read_documents
 from truestep.assemble.step import FROM_RECORDS, make_objective
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
@@ -25,6 +25,7 @@ from truestep.policy.model.context import check_heads
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks
 from truestep.rollouts.advantages import GroupFunction, GroupSizeError, check_group_sizes
+from truestep.rollouts.fields import Field, declare
 from truestep.rollouts.record import Checks, Needs, parse_record
 from truestep.types import Rollout
 from truestep.verify.layouts import Layout
@@ -107,6 +108,7 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
         model = reduce_model(model, scratch / "model", seed, remote)
     adapter = None if config.adapter is None else _adapter(config, model, scratch, full)
     rule = None if config.loss.supervised else advantage_rule(config)
+    own = config.data.model_dump()["fields"]
     records = _invented(config, documents) if config.data.path is None else _of_user(config, documents)
     if not full:
         records = [reduce_record(record, _MOST_TOKENS) for record in records]
@@ -115,9 +117,9 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
         objective = make_objective(config)
         if config.model.dtype == "bfloat16":
             half = copy.deepcopy(records)
-            redraw_logprobs(model, half, objective, seed, remote, adapter, half_precision=True)
+            redraw_logprobs(model, half, objective, seed, remote, adapter, half_precision=True, declared=own)
             write_json_lines(scratch / HALF, half)
-        redraw_logprobs(model, records, objective, seed, remote, adapter)
+        redraw_logprobs(model, records, objective, seed, remote, adapter, declared=own)
     reference, loss = _reference(config, model, scratch, full)
     longest = max(len(record["input_ids"]) for record in records)
     budget = config.data.tokens_per_microbatch if full else 3 * longest
@@ -125,7 +127,7 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
     freeze = config.model.freeze
     if freeze and not full:
         freeze = still_matching(model, freeze, remote)
-    function = None if rule is None or rule.function is None else _called_with_records(rule.function)
+    function = None if rule is None or rule.function is None else _called_with_records(rule.function, declare(own))
     options: dict[str, Any] = {
         "model": config.model.model_dump() | {"path": str(model), "dtype": "float32", "freeze": freeze},
         "adapter": None if adapter is None else {"path": str(adapter)},
@@ -133,6 +135,7 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
         "data": {
             "path": str(scratch / "rollouts.jsonl"),
             **({"advantages": "none"} if rule is None else _advantages(config, records, full)),
+            "fields": own,
             "tokens_per_microbatch": budget,
             "on_bad_record": "stop",
             "zero_advantage": "skip" if config.data.zero_advantage == "skip" else "keep",
@@ -203,9 +206,9 @@ def _advantages(config: Config, records: Sequence[Record], full: bool) -> dict[s
     return options
 
 
-def _called_with_records(function: GroupFunction) -> Callable[[list[Record]], list[float]]:
+def _called_with_records(function: GroupFunction, declared: Sequence[Field]) -> Callable[[list[Record]], list[float]]:
     """Have a user's function take records, as the oracle has them."""
-    checks = Checks(Needs(logprobs=False, advantages=False, advantage_rule="none"))
+    checks = Checks(Needs(logprobs=False, advantages=False, advantage_rule="none"), fields=tuple(declared))
 
     def called(group: list[Record]) -> list[float]:
         return [float(value) for value in function([parse_record(record, record["id"], checks) for record in group])]
@@ -247,7 +250,8 @@ def _of_user(config: Config, documents: int) -> list[Record]:
     some = [rollout for rollout in islice(rollouts, _LOOKED_AT * documents) if _can_be_used(rollout, config)]
     if not some:
         raise VerifyError(f"data.path: no record of {config.data.path} can be trained on")
-    return [record_of(rollout) for rollout in _chosen(some, documents)]
+    declared = declared_fields(config)
+    return [record_of(rollout, declared) for rollout in _chosen(some, documents)]
 
 
 def _can_be_used(rollout: Rollout, config: Config) -> bool:
@@ -287,9 +291,17 @@ def _invented(config: Config, documents: int) -> list[Record]:
                 "reward": float(draw.normal()),
                 "temperature": 1.0,
                 "truncated": number % 5 == 3,
+                **{field.name: _draw_field(field, draw, length) for field in declared_fields(config)},
             }
         )
     return records
+
+
+def _draw_field(field: Field, draw: np.random.Generator, length: int) -> Any:
+    """Draw a user's field for an invented document: numbers of 0 to 2."""
+    count = length if field.level == "label" else 1
+    values = draw.uniform(0, 2, count).astype(field.dtype).tolist()
+    return values if field.level == "label" else values[0]
 
 
 def in_parts(layout: Layout, case: Case, folder: Path) -> list[Record]:

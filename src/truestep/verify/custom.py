@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from truestep.losses.label_losses import LabelLoss
 from truestep.losses.labels import Labels
-from truestep.types import OPTIONAL_FIELDS
+from truestep.rollouts.fields import names_in_has
 from truestep.verify.oracle.records import Document
 from truestep.verify.oracle.values import LabelValues
 
@@ -43,16 +44,19 @@ def document_labels(
     def vector(values: Sequence[float] | None, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         return torch.zeros(count, dtype=dtype) if values is None else torch.tensor(values, dtype=dtype)
 
-    optional = (
-        document.old_logprobs,
-        document.advantages,
-        document.versions,
-        document.reward,
-        document.reference_logprobs,
-        document.truncated,
-        None,
-    )
-    has = zip(OPTIONAL_FIELDS, optional, strict=True)
+    def exact(values: list[Any]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64 if any(isinstance(value, float) for value in values) else None)
+
+    known = {
+        "logprobs": document.old_logprobs,
+        "advantages": document.advantages,
+        "model_version": document.versions,
+        "reward": document.reward,
+        "reference_logprobs": document.reference_logprobs,
+        "truncated": document.truncated,
+        **document.fields,
+    }
+    has = [*names_in_has(), *document.fields]
     return Labels(
         rows=torch.tensor(document.positions) - 1,
         ids=torch.tensor([document.input_ids[position] for position in document.positions]),
@@ -70,7 +74,11 @@ def document_labels(
         reward=torch.tensor([document.reward or 0.0], dtype=torch.float64),
         rewards={name: torch.tensor([value]) for name, value in document.rewards.items()},
         truncated=torch.tensor([bool(document.truncated)]),
-        has={name: torch.tensor([value is not None]) for name, value in has},
+        has={name: torch.tensor([known.get(name) is not None]) for name in has},
+        fields={name: exact(value) for name, value in document.fields.items() if isinstance(value, list)},
+        document_fields={
+            name: exact([value]) for name, value in document.fields.items() if not isinstance(value, list)
+        },
         logprobs=logprobs,
         entropy=entropy,
         logsumexp=logsumexp,

@@ -9,11 +9,12 @@ one's, so the sampler's are made anew around them, with ratios on both sides of 
 import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from truestep.config.sections import AdapterConfig
@@ -22,6 +23,7 @@ from truestep.losses.objective import Objective
 from truestep.policy.adapter_files import read_adapter, write_adapter
 from truestep.policy.errors import ModelError
 from truestep.policy.model.adapter import DOWN, Adapter, attach, matches, target_modules
+from truestep.rollouts.fields import Field, from_records
 from truestep.types import Rollout
 from truestep.verify.custom import document_labels
 from truestep.verify.oracle.records import Document, Record, read_document
@@ -144,29 +146,21 @@ def _modules(model: Any, targets: str | Sequence[str]) -> tuple[str, ...]:
     return target_modules(model, left or within)
 
 
-def record_of(document: Rollout) -> Record:
-    """Write a document as one line of a rollout file."""
+def record_of(document: Rollout, declared: Sequence[Field] = ()) -> Record:
+    """Write a document as one line of a rollout file. `declared`: a user's own fields."""
     record: Record = {
         "id": document.id,
         "input_ids": document.input_ids.tolist(),
         "loss_mask": document.loss_mask.astype(int).tolist(),
         "temperature": document.temperature,
     }
-    lists = {
-        "logprobs": document.logprobs,
-        "advantage": document.advantages,
-        "model_version": document.model_version,
-        "reference_logprobs": document.reference_logprobs,
-    }
-    record |= {name: values.tolist() for name, values in lists.items() if values is not None}
-    facts = {
-        "reward": document.reward,
-        "group_id": document.group_id,
-        "truncated": document.truncated,
-        "rewards": dict(document.rewards) or None,
-        "metadata": dict(document.metadata) or None,
-    }
-    return record | {name: value for name, value in facts.items() if value is not None}
+    for field in from_records(declared):
+        value = document.value(field.name)
+        if isinstance(value, Mapping):
+            value = dict(value) or None
+        if value is not None:
+            record[field.in_record] = value.tolist() if isinstance(value, np.ndarray) else value
+    return record
 
 
 def reduce_record(record: Record, most: int) -> Record:
@@ -187,11 +181,13 @@ def redraw_logprobs(
     adapter: Path | None = None,
     *,
     half_precision: bool = False,
+    declared: dict[str, Any] | None = None,
 ) -> None:
     """Draw the records' log-probs anew, in place: on both sides of every bound of the objective, and never so near one
-    that float32 would decide on which side; with `half_precision`, nor that bfloat16 would for a whole document."""
+    that float32 would decide on which side; with `half_precision`, nor that bfloat16 would for a whole
+    document. `declared`: a user's own fields, as `data.fields` has them."""
     new = oracle_logprobs(Reference(model, None, trust_remote_code, adapter), list(records))
-    documents = [read_document(record, 1.0) for record in records]
+    documents = [read_document(record, 1.0, declared) for record in records]
     for spread in _SPREADS:
         draw = random.Random(seed)
         sides: dict[int, list[int]] = {}  # of each bound of labels: how many of them are below and above

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,9 +25,10 @@ from zlib_ng.zlib_ng import crc32
 
 from truestep import progress
 from truestep.files import sync_directory, sync_tree
+from truestep.rollouts.fields import Field
 from truestep.rollouts.files import DataError
 from truestep.rollouts.table.convert import convert, jobs_of
-from truestep.rollouts.table.layout import FORMAT, ROWS, PartReader, map_arrow, write_arrow
+from truestep.rollouts.table.layout import ROWS, PartReader, format_of, map_arrow, write_arrow
 from truestep.text import printable
 
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
@@ -99,6 +100,12 @@ class Table:
         values: np.ndarray = self.rows.column(name).to_numpy()
         return values
 
+    def has(self, name: str) -> np.ndarray:
+        """Tell which records have a field."""
+        found = pc.match_substring(self.rows.column("has"), f" {name} ")
+        values: np.ndarray = pc.fill_null(found, False).to_numpy()
+        return values
+
     def flags(self, name: str) -> np.ndarray:
         """Give a column of truth values; absent is False."""
         values: np.ndarray = pc.fill_null(self.rows.column(name), False).to_numpy()
@@ -106,19 +113,20 @@ class Table:
 
 
 @contextlib.contextmanager
-def table_of(path: Path, cache: Path) -> Iterator[Table]:
-    """Open a file's table, which is made if it has to be. While the block runs, no other process changes it."""
+def table_of(path: Path, cache: Path, declared: Sequence[Field] = ()) -> Iterator[Table]:
+    """Open a file's table, which is made if it has to be. While the block runs, no other process changes it.
+    `declared`: a user's own fields."""
     try:
         identity = identity_of(path)
     except OSError as error:
         raise DataError(f"{printable(path)} cannot be read: {printable(error)}") from error
-    key = hashlib.sha256(f"{FORMAT}\n{identity['path']}".encode()).hexdigest()[:24]
+    key = hashlib.sha256(f"{format_of(declared)}\n{identity['path']}".encode()).hexdigest()[:24]
     with _told(cache):
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(cache / f"{key}.lock", cache, path):
             table = _open(path, cache / key, identity)
             if table is None:
-                _make(path, cache / key, identity)
+                _make(path, cache / key, identity, declared)
                 table = _open(path, cache / key, identity)
                 if table is None:
                     raise DataError(f"data.cache_directory: what was written to {printable(cache)} cannot be read back")
@@ -184,13 +192,13 @@ def _checksum(path: Path) -> int:
     return total
 
 
-def _make(path: Path, directory: Path, identity: dict[str, Any]) -> None:
+def _make(path: Path, directory: Path, identity: dict[str, Any], declared: Sequence[Field]) -> None:
     """Convert a file. The table is written beside its place, synced, and renamed when it is complete."""
     for leftover in directory.parent.glob(f".{directory.name}.*"):  # of a process that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     work = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
-        _convert_into(path, work)
+        _convert_into(path, work, declared)
         try:
             changed = identity_of(path) != identity
         except OSError:
@@ -211,9 +219,9 @@ def _make(path: Path, directory: Path, identity: dict[str, Any]) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _convert_into(path: Path, work: Path) -> None:
+def _convert_into(path: Path, work: Path, declared: Sequence[Field]) -> None:
     try:
-        jobs = jobs_of(path, work)
+        jobs = jobs_of(path, work, declared)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{printable(path)} cannot be read: {printable(error)}") from error
     with progress.working(f"converting {printable(path.name, 40)}", "bytes read", sum(job.size for job in jobs)):

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from truestep import progress
 from truestep.bounded import read_lines as read_bounded_lines
 from truestep.ranks.processes import usable_cores
+from truestep.rollouts.fields import Field, declarations, declare, optional
 from truestep.rollouts.files import DataError, line_content, parse_json, readable
 from truestep.rollouts.parquet import read_parquet
 from truestep.rollouts.record import Checks, Needs, parse_record
@@ -45,17 +46,23 @@ class Job:
     end: int
     size: int  # in bytes, for the progress
     output: str  # without its suffix
+    fields: dict[str, dict[str, Any]] = field(default_factory=dict)  # a user's own, as they are declared
+
+    @property
+    def checks(self) -> Checks:
+        """The checks of values: whether a field may be missing depends on the run."""
+        return replace(NEUTRAL, fields=optional(declare(self.fields)))
 
 
 def is_parquet(path: str | Path) -> bool:
     return Path(path).suffix.lower() == ".parquet"
 
 
-def jobs_of(path: Path, directory: Path) -> list[Job]:
+def jobs_of(path: Path, directory: Path, declared: Sequence[Field] = ()) -> list[Job]:
     """Divide a file into parts."""
     bounds = _row_group_bounds(path) if is_parquet(path) else _line_bounds(path)
     return [
-        Job(str(path), start, end, size, str(directory / f"{number:06d}"))
+        Job(str(path), start, end, size, str(directory / f"{number:06d}"), declarations(declared))
         for number, (start, end, size) in enumerate(bounds)
     ]
 
@@ -85,16 +92,16 @@ def _row_group_bounds(path: Path) -> Iterator[tuple[int, int, int]]:
         yield start, len(sizes), size
 
 
-def rollouts_of(lines: Sequence[bytes]) -> Iterator[Rollout | None]:
+def rollouts_of(lines: Sequence[bytes], checks: Checks = NEUTRAL) -> Iterator[Rollout | None]:
     """Read lines. A line is bad only if `parse_json` and the checks of its values, number by number, say so."""
-    for line, record in zip(lines, read_lines(lines), strict=True):
-        rollout = None if record is None else _judged(record)
-        yield _judged(parse_json(line)) if rollout is None else rollout
+    for line, record in zip(lines, read_lines(lines, checks.fields), strict=True):
+        rollout = None if record is None else _judged(record, checks)
+        yield _judged(parse_json(line), checks) if rollout is None else rollout
 
 
-def _judged(record: Any) -> Rollout | None:
+def _judged(record: Any, checks: Checks) -> Rollout | None:
     try:
-        return parse_record(readable(record), "", NEUTRAL)
+        return parse_record(readable(record), "", checks)
     except BadRecord:
         return None
 
@@ -113,7 +120,7 @@ def lines_between(job: Job) -> Iterator[tuple[int, int, bytes | None]]:
 
 def _add_lines(job: Job, writer: PartWriter) -> int:
     """Write the lines of a part. Give their number, with empty ones."""
-    number, size = 0, 0
+    number, size, checks = 0, 0, job.checks
     block: list[tuple[int, int, bytes]] = []  # line from 1 within the part, its first byte, its content
     for number, offset, line in lines_between(job):
         content = None if line is None else line_content(line, first=offset == 0)
@@ -121,31 +128,31 @@ def _add_lines(job: Job, writer: PartWriter) -> int:
             block.append((number, offset, content))
             size += len(content)
         if size >= BLOCK_BYTES or line is None:
-            _add_block(block, writer)
+            _add_block(block, writer, checks)
             block, size = [], 0
         if line is None:
             writer.add(number, offset, None)
-    _add_block(block, writer)
+    _add_block(block, writer, checks)
     return number
 
 
-def _add_block(block: Sequence[tuple[int, int, bytes]], writer: PartWriter) -> None:
-    rollouts = rollouts_of([content for *_, content in block])
+def _add_block(block: Sequence[tuple[int, int, bytes]], writer: PartWriter, checks: Checks) -> None:
+    rollouts = rollouts_of([content for *_, content in block], checks)
     for (number, offset, _), rollout in zip(block, rollouts, strict=True):
         writer.add(number, offset, rollout)
 
 
 def _add_rows(job: Job, writer: PartWriter) -> int:
     """Write the rows of a part, and give their number."""
-    row = 0
-    for row, record in read_parquet(Path(job.file), list(range(job.start, job.end))):
-        writer.add(row, 0, _judged(record))
+    row, checks = 0, job.checks
+    for row, record in read_parquet(Path(job.file), list(range(job.start, job.end)), checks.fields):
+        writer.add(row, 0, _judged(record, checks))
     return row
 
 
 def convert_part(job: Job) -> dict[str, Any]:
     """Write a part, and give its number of lines."""
-    writer = PartWriter()
+    writer = PartWriter(declare(job.fields))
     lines = (_add_rows if is_parquet(job.file) else _add_lines)(job, writer)
     writer.write(Path(job.output))
     return {"lines": lines}

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from truestep import progress
 from truestep.rollouts.advantages import as_rule, assign_advantages
+from truestep.rollouts.fields import Field
 from truestep.rollouts.files import (
     DataError,
     Documents,
@@ -23,7 +24,7 @@ from truestep.rollouts.files import (
     short_names,
 )
 from truestep.rollouts.parquet import read_parquet
-from truestep.rollouts.record import Checks, parse_record
+from truestep.rollouts.record import Checks, parse_record, with_defaults
 from truestep.rollouts.table.cache import Table, default_directory, table_of
 from truestep.rollouts.table.convert import is_parquet
 from truestep.rollouts.table.layout import checksum, make_rollout
@@ -61,7 +62,7 @@ def load_tables(paths: Sequence[Path], checks: Checks, cache: Path) -> Documents
     """Give the documents that `load_documents` gives, and hold none of them in memory."""
     tables, refused = [], []
     for path in paths:
-        with table_of(path, cache) as table:
+        with table_of(path, cache, checks.fields) as table:
             tables.append(table)
             refused.append(_refused(table, checks))
     names = short_names(paths)
@@ -87,6 +88,8 @@ def _refused(table: Table, checks: Checks) -> pa.Table:
         checks.needs.logprobs,
         checks.needs.advantages,
         _from_rewards(checks),
+        checks.needs.reference_logprobs,
+        [field.name for field in checks.fields if field.required],
     )
     key = hashlib.sha256(repr(demands).encode()).hexdigest()[:16]
     kept = table.directory / f"refused-{key}"
@@ -117,9 +120,14 @@ def _doubtful(table: Table, checks: Checks) -> np.ndarray:
         bad |= valid & (table.column("largest_id") >= checks.vocabulary_size)
     labelled = valid & (table.column("num_labels") > 0)
     if needs.logprobs:
-        bad |= labelled & ~table.flags("has_logprobs")
+        bad |= labelled & ~table.has("logprobs")
+    if needs.reference_logprobs:
+        bad |= labelled & ~table.has("reference_logprobs")
+    for field in checks.fields:
+        if field.required:
+            bad |= (labelled if field.masked else valid) & ~table.has(field.name)
     if needs.advantages:
-        present = table.flags("has_advantages")
+        present = table.has("advantages")
         if _from_rewards(checks):
             has = [pc.is_valid(table.rows.column(name)).to_numpy() for name in ("reward", "group_id")]
             present = present | (has[0] & has[1])
@@ -130,7 +138,7 @@ def _doubtful(table: Table, checks: Checks) -> np.ndarray:
 def _refuse(table: Table, checks: Checks, rows: np.ndarray) -> pa.Table:
     """Read these records again from their file, so that each has the reason that its first fault gives."""
     found: dict[str, list[Any]] = {name: [] for name in _REFUSED.names}
-    for row, record in zip(rows.tolist(), _records(table, rows), strict=True):
+    for row, record in zip(rows.tolist(), _records(table, rows, checks.fields), strict=True):
         progress.made("records read")
         try:
             parse_record(readable(record), "?", checks)
@@ -142,12 +150,14 @@ def _refuse(table: Table, checks: Checks, rows: np.ndarray) -> pa.Table:
     return pa.table(found, schema=_REFUSED)
 
 
-def _records(table: Table, rows: np.ndarray) -> Iterator[Any]:
+def _records(table: Table, rows: np.ndarray, declared: Sequence[Field]) -> Iterator[Any]:
     try:
         if is_parquet(table.file):
             wanted = set(rows.tolist())
             if wanted:
-                yield from (record for number, record in read_parquet(table.file) if number - 1 in wanted)
+                yield from (
+                    record for number, record in read_parquet(table.file, declared=declared) if number - 1 in wanted
+                )
             return
         offsets = table.column("offset")
         with table.file.open("rb") as file:
@@ -374,4 +384,4 @@ def _completed(rollout: Rollout, checks: Checks) -> Rollout:
     )
     if needs.advantages and rollout.advantages is None and not from_group:
         rollout = replace(rollout, advantages=zeros)
-    return rollout
+    return with_defaults(rollout, checks.fields)

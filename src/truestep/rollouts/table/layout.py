@@ -7,7 +7,7 @@ the token ids, the spans of labels, each array field at its labels alone, and al
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +15,28 @@ import numpy as np
 import pyarrow as pa
 from zlib_ng.zlib_ng import crc32
 
-from truestep.rollouts.documents import ARRAYS
-from truestep.types import Rollout
+from truestep.rollouts.documents import arrays, others_of, read_others
+from truestep.rollouts.fields import TABLE, Field, declarations
+from truestep.types import PLACES, Rollout
 
 ABSENT_TEMPERATURE = -1.0  # no record can have it: a record without a temperature takes the run's
-LABEL_ARRAYS = {name: kind for name, kind in ARRAYS.items() if name not in ("input_ids", "loss_mask")}
+LABEL_ARRAYS = {name: kind for name, kind in arrays().items() if name not in ("input_ids", "loss_mask")}
 _IN_ROWS = ("id", "group_id", "reward")
 OTHERS = tuple(
-    item.name for item in dataclasses.fields(Rollout) if item.name not in (*ARRAYS, *_IN_ROWS)
+    item.name for item in dataclasses.fields(Rollout) if item.name not in (*arrays(), *_IN_ROWS, *PLACES)
 )  # stored as JSON
 _DEFAULTS = {
     item.name: item.default_factory() if callable(item.default_factory) else item.default
     for item in dataclasses.fields(Rollout)
     if item.name in OTHERS
 }
-# Tables of another version, or of documents with other fields, are made anew.
-FORMAT = f"1 {' '.join((*ARRAYS, *OTHERS))}"
+
+
+def format_of(declared: Sequence[Field]) -> str:
+    """Name the format of a table: tables of another version, or of documents with other fields, are made anew."""
+    names = [f"{field.name}:{field.level}" for field in (*TABLE, *declared)]
+    return f"2 {' '.join((*arrays(), *OTHERS, *names))} {declarations(declared)}"
+
 
 ROWS = pa.schema(
     [
@@ -42,8 +48,7 @@ ROWS = pa.schema(
         ("num_tokens", pa.int64()),
         ("num_labels", pa.int64()),
         ("largest_id", pa.int64()),
-        ("has_logprobs", pa.bool_()),
-        ("has_advantages", pa.bool_()),
+        ("has", pa.large_string()),  # the names of fields that it has, each with a space before and behind
         ("reward", pa.float64()),
         ("id", pa.large_string()),
         ("group_id", pa.large_string()),
@@ -90,7 +95,8 @@ def from_labels(stored: np.ndarray, loss_mask: np.ndarray) -> np.ndarray:
 def _others(rollout: Rollout) -> str:
     """Write the fields that are neither arrays nor columns, where they are not the default, as JSON."""
     fields = {name: value for name in OTHERS if (value := getattr(rollout, name)) != _DEFAULTS[name]}
-    return json.dumps({name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()})
+    written = {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
+    return json.dumps(written | others_of(rollout))
 
 
 def checksum(arrays: list[np.ndarray | None], others: str) -> int:
@@ -106,7 +112,8 @@ def checksum(arrays: list[np.ndarray | None], others: str) -> int:
 class PartWriter:
     """The rows of one part, in the order they come."""
 
-    def __init__(self) -> None:
+    def __init__(self, declared: Sequence[Field] = ()) -> None:
+        self._fields = [field.name for field in (*TABLE, *declared) if field.has and field.source == "record"]
         self._rows: dict[str, list[Any]] = {name: [] for name in ROWS.names if name not in ("part", "index")}
         self._arrays: dict[str, list[np.ndarray | None]] = {name: [] for name in ("input_ids", "bounds", *LABEL_ARRAYS)}
         self._others: list[str] = []
@@ -137,14 +144,16 @@ class PartWriter:
             num_tokens=len(ids),
             num_labels=np.count_nonzero(mask),
             largest_id=largest,
-            has_logprobs=rollout.logprobs is not None,
-            has_advantages=rollout.advantages is not None,
+            has=self._has(rollout),
             reward=rollout.reward,
             id=rollout.id or None,
             group_id=rollout.group_id,
             digest=content_digest(ids, mask),
             checksum=checksum(stored, others),
         )
+
+    def _has(self, rollout: Rollout) -> str:
+        return f" {' '.join(name for name in self._fields if rollout.value(name) is not None)} "
 
     def _refuse(self, line: int, offset: int) -> None:
         """Add the place of a bad record: it is read again from its file, with the checks of a run."""
@@ -227,6 +236,7 @@ def make_rollout(
         for name, stored in zip(LABEL_ARRAYS, rest, strict=True)
     }
     fields = json.loads(others)
+    fields |= read_others(fields)
     if fields.get("temperature") == ABSENT_TEMPERATURE:
         fields["temperature"] = float(default_temperature)
     return Rollout(

@@ -11,33 +11,28 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from truestep.rollouts.fields import Field, number_lists
 from truestep.rollouts.files import parse_json
 
-_KINDS = {
-    "input_ids": pa.int64(),
-    "loss_mask": pa.int64(),
-    "model_version": pa.int64(),
-    "logprobs": pa.float64(),
-    "reference_logprobs": pa.float64(),
-    "advantage": pa.float64(),
-}
-_LIST = re.compile(rb'"(%s)"\s*:\s*\[' % "|".join(_KINDS).encode())
 _AFTER_ZERO = np.isin(np.arange(256), list(b".eE"))
 _CUT = "<a list of numbers>"  # stands in the rest of a line where a list was
 _CUT_TEXT = f'"{_CUT}"'.encode()
 
 
-def read_lines(lines: Sequence[bytes]) -> list[dict[str, Any] | None]:
-    """Read lines as `parse_json` does, with arrays for lists of numbers, and NaN for null in them; None: doubtful."""
+def read_lines(lines: Sequence[bytes], declared: Sequence[Field] = ()) -> list[dict[str, Any] | None]:
+    """Read lines as `parse_json` does, with arrays for lists of numbers, and NaN for null in them; None: doubtful.
+    `declared`: a user's own fields."""
+    kinds = number_lists(declared)
+    found_list = re.compile(rb'"(%s)"\s*:\s*\[' % "|".join(kinds).encode())
     records: list[dict[str, Any] | None] = []
-    lists: dict[str, list[tuple[int, bytes]]] = {name: [] for name in _KINDS}
+    lists: dict[str, list[tuple[int, bytes]]] = {name: [] for name in kinds}
     for number, line in enumerate(lines):
-        record, texts = _cut(line)
+        record, texts = _cut(line, found_list)
         records.append(record)
         for name, text in texts.items():
             lists[name].append((number, text))
     for name, found in lists.items():
-        arrays = _arrays([text for _, text in found], name)
+        arrays = _arrays([text for _, text in found], kinds[name])
         for (number, _), array in zip(found, arrays, strict=True):
             if array is None:
                 records[number] = None
@@ -46,12 +41,12 @@ def read_lines(lines: Sequence[bytes]) -> list[dict[str, Any] | None]:
     return records
 
 
-def _cut(line: bytes) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+def _cut(line: bytes, a_list: "re.Pattern[bytes]") -> tuple[dict[str, Any] | None, dict[str, bytes]]:
     """Cut the lists of numbers out of a line. Give what is left, read, and the lists without brackets by name."""
     texts: dict[str, bytes] = {}
     pieces: list[bytes] = []
     place = 0
-    while found := _LIST.search(line, place):
+    while found := a_list.search(line, place):
         name, end = found[1].decode(), line.find(b"]", found.end())
         if end < 0:
             return None, {}
@@ -68,19 +63,19 @@ def _cut(line: bytes) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
     return record, texts
 
 
-def _arrays(texts: Sequence[bytes], name: str) -> list[np.ndarray | None]:
+def _arrays(texts: Sequence[bytes], kind: Any) -> list[np.ndarray | None]:
     """Read lists of numbers, all together or, where one of them is doubtful, each alone."""
     if not texts:
         return []
     separator = b", " if b", " in texts[0] else b","
     joined = separator.join(texts)
-    if name == "loss_mask":
+    if kind is np.bool_:
         joined = joined.replace(b"false", b"0").replace(b"true", b"1")
     if b"n" in joined:
         joined = joined.replace(b"null", b"NaN")
-    numbers = _numbers(joined, separator, _KINDS[name])
+    numbers = _numbers(joined, separator, pa.float64() if issubclass(kind, np.floating) else pa.int64())
     if numbers is None:
-        return [None] if len(texts) == 1 else [array for text in texts for array in _arrays([text], name)]
+        return [None] if len(texts) == 1 else [array for text in texts for array in _arrays([text], kind)]
     sizes = [np.count_nonzero(np.frombuffer(text, np.uint8) == ord(",")) + 1 for text in texts]
     return list(np.split(numbers, np.cumsum(sizes)[:-1]))
 

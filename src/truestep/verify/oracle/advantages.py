@@ -6,6 +6,7 @@ from typing import Any
 
 Record = dict[str, Any]
 
+LABEL_FIELDS = ("logprobs", "advantage", "model_version", "reference_logprobs")  # values of labels, in a record
 _SCALES = {"group_normalized": "group", "batch_normalized": "step"}  # baselines that name a scale
 
 
@@ -23,7 +24,10 @@ def prepare(records: Sequence[Record], data: dict[str, Any]) -> list[Record]:
     rule = data.get("truncated", "keep")
     if rule == "drop":
         return [record for record in prepared if not record.get("truncated")]
-    return [_without_labels(record) if rule == "mask" and record.get("truncated") else record for record in prepared]
+    own = [name for name, options in (data.get("fields") or {}).items() if options["level"] == "label"]
+    return [
+        _without_labels(record, own) if rule == "mask" and record.get("truncated") else record for record in prepared
+    ]
 
 
 def _groups(records: Sequence[Record], group_size: int | None) -> list[list[Record]]:
@@ -98,8 +102,8 @@ def label_positions(record: Record) -> list[int]:
     return list(range(record["prompt_length"], len(record["input_ids"])))
 
 
-def _without_labels(record: Record) -> Record:
-    lists = ("logprobs", "advantage", "model_version", "reference_logprobs", "prompt_length")
+def _without_labels(record: Record, own: Sequence[str] = ()) -> Record:
+    lists = (*LABEL_FIELDS, "prompt_length", *own)
     kept = {name: value for name, value in record.items() if name not in lists}
     advantage = {"advantage": 0.0} if "advantage" in record else {}
     return kept | advantage | {"loss_mask": [0] * len(record["input_ids"])}

@@ -26,13 +26,17 @@ class Document:
     sampler_logprobs: list[float] | None = None  # where old_logprobs are the trainer's own
     group_id: str | None = None
     chosen: list[bool] | None = None  # by clip_cov or kl_cov; None: no label is
+    fields: dict[str, Any] = field(
+        default_factory=dict
+    )  # a user's own: a list over the labels, or the document's value
 
 
 def read_documents(records: list[Record], data_config: dict[str, Any]) -> list[Document]:
     """Read a step's records, which may be what `prepare` made of the records of a whole run (`prepared`)."""
     if not data_config.get("prepared"):
         records = prepare(records, data_config)
-    documents = [read_document(record, data_config.get("temperature", 1.0)) for record in records]
+    declared = data_config.get("fields")
+    documents = [read_document(record, data_config.get("temperature", 1.0), declared) for record in records]
     differences = [record["difference"] for record in records if "difference" in record]
     for record, document in zip(records, documents, strict=True):
         if "difference" in record:
@@ -41,7 +45,8 @@ def read_documents(records: list[Record], data_config: dict[str, Any]) -> list[D
     return documents
 
 
-def read_document(record: Record, default_temperature: float) -> Document:
+def read_document(record: Record, default_temperature: float, declared: dict[str, Any] | None = None) -> Document:
+    """Read a record; `declared` are a user's own fields, as `data.fields` has them."""
     input_ids = record["input_ids"]
     positions = label_positions(record)
     if 0 in positions:
@@ -65,7 +70,23 @@ def read_document(record: Record, default_temperature: float) -> Document:
         truncated=record.get("truncated"),
         group_id=record.get("group_id"),
         rewards={name: value for name, value in (record.get("rewards") or {}).items() if value is not None},
+        fields={
+            name: _declared(record.get(name), options, positions, len(input_ids))
+            for name, options in (declared or {}).items()
+        },
     )
+
+
+_TYPES = {"float32": float, "int64": int, "bool": bool}
+
+
+def _declared(value: Any, options: dict[str, Any], positions: list[int], length: int) -> Any:
+    """Read a user's field of a document, or of each of its labels."""
+    kind = _TYPES[options.get("dtype", "float32")]
+    value = options.get("default") if value is None else value
+    if options["level"] == "document":
+        return kind(value)
+    return [kind(each) for each in (on_labels(value, positions, length) or [])]
 
 
 def on_labels(value: Any, positions: list[int], length: int) -> list[Any] | None:
