@@ -24,15 +24,15 @@ from qwen import write_model
 from truestep.head.logits import HeadSettings
 from truestep.losses.label_losses import Grpo
 from truestep.losses.objective import Denominator, Objective
-from truestep.policy.loading.load import load_policy
-from truestep.step.agreement import Judge
-from truestep.step.check import SamplerCheck
-from truestep.step.clipping import clip_scale, gradient_norm
-from truestep.step.optimizer import kernels_serve, make_adamw, prepare, update
-from truestep.step.optimizers.adamw import AdamWOptions
-from truestep.step.plan import StepRule, plan_exactly
-from truestep.step.runner import StepRunner
-from truestep.step.scoring import score_documents, with_logprobs
+from truestep.model.loading.load import load_policy
+from truestep.step.before.agreement import Judge
+from truestep.step.before.check import SamplerCheck
+from truestep.step.before.scoring import score_documents, with_logprobs
+from truestep.step.compute.runner import StepRunner
+from truestep.step.plan.plan import StepRule, plan_exactly
+from truestep.step.update.clipping import clip_scale, gradient_norm
+from truestep.step.update.optimizer import kernels_serve, make_adamw, prepare, update
+from truestep.step.update.optimizers.adamw import AdamWOptions
 from truestep.types import Rollout
 
 

@@ -26,11 +26,11 @@ import torch.distributed as dist
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from truestep.assemble.policy import join_ranks
 from truestep.config.schema import Config
 from truestep.ranks.group import Ranks
-from truestep.step.ahead import Planned
-from truestep.train import make_trainer
+from truestep.run.assemble.policy import join_ranks
+from truestep.run.train import make_trainer
+from truestep.step.plan.ahead import Planned
 
 LENGTH = 64
 WARM_UP = 2  # steps of each round

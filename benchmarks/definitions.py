@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from truestep.assemble.step import make_objective
 from truestep.config.schema import Config
 from truestep.losses.labels import Labels
 from truestep.rollouts.fields import names_in_has
+from truestep.run.assemble.step import make_objective
 from truestep.types import StepTotals
 
 GROUPS, GROUP, MICRO_BATCHES = 32, 8, 16

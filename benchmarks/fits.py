@@ -183,9 +183,9 @@ def made_up(device: str, directory: Path, *_: Any) -> tuple[Any, None]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from truestep.policy.loading.parts import _weights_without_values
-    from truestep.policy.model import attention
-    from truestep.policy.weights.unread import Unread, replace_parameters
+    from truestep.model.loading.from_parts import _weights_without_values
+    from truestep.model.mixers import attention
+    from truestep.weights.lazy import Unread, replace_parameters
 
     with _weights_without_values():
         config = AutoConfig.from_pretrained(directory)
@@ -221,12 +221,12 @@ def run(name: str, given: argparse.Namespace) -> None:
     import yaml
     from rich.console import Console
 
-    from truestep.checkpoint.saves import SaveRule
     from truestep.config.schema import Config
+    from truestep.model.loading import load
     from truestep.plan.advice import layout_of, most_of
     from truestep.plan.shape import read_shape
-    from truestep.policy.loading import load
-    from truestep.train import make_trainer
+    from truestep.run.checkpoint.saves import SaveRule
+    from truestep.run.train import make_trainer
 
     began = time.monotonic()
     gpu = torch.cuda.is_available() and given.device != "cpu"
@@ -275,7 +275,7 @@ def show_exhausted(config: Any, room: float) -> None:
     from rich.console import Console
 
     from truestep.plan.exhausted import MemoryExhaustedError
-    from truestep.train import train
+    from truestep.run.train import train
 
     torch.cuda.set_per_process_memory_fraction(room * GIB / torch.cuda.mem_get_info()[1])
     try:

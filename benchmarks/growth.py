@@ -37,7 +37,7 @@ def figure(name: str, value: float, unit: str, goal: float) -> None:
 
 def write_run(directory: Path, steps: int, documents: int) -> None:
     """Write the files of a run as the trainer does, with as many metrics."""
-    from truestep.files import json_line
+    from truestep.files.whole import json_line
 
     names = ["loss", "new_logprobs", "old_logprobs", "grad_norm", "ratio_new_old", "kl_new_old", "reward", "entropy"]
     names += ["clipped_ratio_fraction", "advantage", "max_advantage", "min_advantage", "effective_sample_size"]
@@ -119,7 +119,7 @@ def ids() -> None:
 @section
 def prompts() -> None:
     """Time how the prompts of a step of 128 groups are chosen among a million."""
-    from truestep.sampler.groups import prompt_of
+    from truestep.generate.groups import prompt_of
 
     for count in (100_000, 1_000_000):
         many = range(count)  # stands for the list of prompts: they are only picked from
@@ -137,7 +137,7 @@ def prompts() -> None:
 def rejects() -> None:
     """Time what ten more rejected records cost, and the place in rejected.jsonl that a save asks for."""
     from truestep.rollouts.rejects import write_rejected
-    from truestep.run_directory import RunDirectory
+    from truestep.run.directory import RunDirectory
     from truestep.types import Rejected
 
     one = Rejected("data/rollouts.jsonl", 7, "loss_mask has 4 values: expected 5, one for each of input_ids", "id")

@@ -19,10 +19,10 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from truestep.config.sections import RolloutsConfig
-from truestep.kept.keeper import Keeper
-from truestep.kept.rows import choose
 from truestep.metrics.spent import Stopwatch
-from truestep.step.groups import measure_answers
+from truestep.rollouts.kept.keeper import Keeper
+from truestep.rollouts.kept.rows import choose
+from truestep.step.compute.groups import measure_answers
 from truestep.types import DocumentScore, Rollout, StepPlan, StepTotals
 
 DOCUMENTS, GROUP, STEPS = 256, 8, 40

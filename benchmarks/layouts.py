@@ -25,12 +25,12 @@ import transformers
 from qwen import write_model
 from rich.console import Console
 
-from truestep.assemble.policy import join_ranks
-from truestep.checkpoint.saves import SaveRule
 from truestep.config.schema import Config
 from truestep.ranks.group import leave
 from truestep.ranks.watch import Watch
-from truestep.train import make_trainer
+from truestep.run.assemble.policy import join_ranks
+from truestep.run.checkpoint.saves import SaveRule
+from truestep.run.train import make_trainer
 
 GIB = 2**30
 WARM_UP = 3  # steps that are not timed

@@ -32,16 +32,16 @@ import torch
 import yaml
 from rich.console import Console
 
-from truestep.assemble.policy import make_policy
 from truestep.config.load import load_config
-from truestep.demo.model import make_model
 from truestep.environments import sorting
-from truestep.files import read_json_lines, write_json_lines
-from truestep.observers import Observer
-from truestep.policy.policy import Policy
+from truestep.files.whole import read_json_lines, write_json_lines
+from truestep.generate.in_process import InProcessSource
+from truestep.metrics.observers import Observer
+from truestep.model.policy import Policy
 from truestep.rollouts.source import Taken
-from truestep.sampler.in_process import InProcessSource
-from truestep.train import make_trainer, train
+from truestep.run.assemble.policy import make_policy
+from truestep.run.train import make_trainer, train
+from truestep.tools.demo.model import make_model
 
 TIS = {"type": "truncate", "high": 2.0}
 ICEPOP = {"type": "mask", "low": 0.5, "high": 2.0}

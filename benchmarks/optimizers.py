@@ -22,11 +22,11 @@ import torch
 from rich.console import Console
 
 from truestep.config.schema import Config
-from truestep.demo import run as demo
-from truestep.demo.model import make_model
 from truestep.environments import sorting
-from truestep.files import read_json_lines
-from truestep.train import train
+from truestep.files.whole import read_json_lines
+from truestep.run.train import train
+from truestep.tools.demo import run as demo
+from truestep.tools.demo.model import make_model
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"type": "adamw"},

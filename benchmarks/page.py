@@ -21,9 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from truestep.files import json_line
-from truestep.kept import files
+from truestep.files.whole import json_line
 from truestep.report import write_report
+from truestep.rollouts.kept import files
 
 STEPS, KEPT, GROUP, WITH_TOKENS, FILE = 10_000, 10, 5, 4, 50
 OPENED = 5

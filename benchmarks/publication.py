@@ -20,13 +20,13 @@ from pathlib import Path
 
 import torch
 
-from truestep.policy.loading.load import load_policy
-from truestep.policy.policy import Policy
-from truestep.sampler.server.probe import expect, measure
-from truestep.sampler.server.protocol import CompletionRequest
-from truestep.sampler.server.sync import Publisher, WeightsDirectory
-from truestep.sampler.server.vllm import Vllm
-from truestep.transfer.link import CHUNK
+from truestep.generate.servers.probe import expect, measure
+from truestep.generate.servers.protocol import CompletionRequest
+from truestep.generate.servers.vllm import Vllm
+from truestep.generate.servers.weight_files import Publisher, WeightsDirectory
+from truestep.model.loading.load import load_policy
+from truestep.model.policy import Policy
+from truestep.publish.link import CHUNK
 
 
 def options() -> argparse.Namespace:

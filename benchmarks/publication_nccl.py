@@ -37,15 +37,15 @@ import torch
 import torch.distributed as dist
 from fits import drawn, made_up
 
-from truestep.policy.loading import load
-from truestep.policy.policy import Policy
-from truestep.policy.tensor_stream import TensorStream
+from truestep.model.loading import load
+from truestep.model.policy import Policy
+from truestep.model.tensor_stream import TensorStream
+from truestep.publish import link
+from truestep.publish.link import Sender, Sending
+from truestep.publish.nccl import Nccl, NcclWire
+from truestep.publish.packed import as_bytes, update_info
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks, join, leave
-from truestep.transfer import link
-from truestep.transfer.link import Sender, Sending
-from truestep.transfer.nccl import Nccl, NcclWire
-from truestep.transfer.packed import as_bytes, update_info
 
 LINK = 10**9  # bytes of a plain broadcast
 LIMIT = datetime.timedelta(seconds=120)

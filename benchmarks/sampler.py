@@ -14,9 +14,9 @@ import time
 from collections.abc import Sequence
 
 from truestep.environments.prompts import Prompt
-from truestep.sampler.server.fleet import Fleet
-from truestep.sampler.server.making import Group, GroupMaker, SamplingOptions
-from truestep.sampler.server.vllm import Vllm
+from truestep.generate.servers.fleet import Fleet
+from truestep.generate.servers.group_maker import Group, GroupMaker, SamplingOptions
+from truestep.generate.servers.vllm import Vllm
 
 VOCABULARY = 1000
 

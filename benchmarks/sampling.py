@@ -27,16 +27,16 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
+from truestep.generate.completions import Completion, DecodeOptions, Request
+from truestep.generate.decode import decode_here, decode_plainly
+from truestep.generate.engine.engine import Counts, Engine, Limits, Session, engine_of
 from truestep.head.logits import HeadSettings
-from truestep.policy.model import attention
-from truestep.policy.policy import ModelFacts, Policy
-from truestep.policy.weights.whole import WholeWeights
+from truestep.model.mixers import attention
+from truestep.model.policy import ModelFacts, Policy
 from truestep.rollouts.packing import pack_tokens
-from truestep.sampler.completions import Completion, DecodeOptions, Request
-from truestep.sampler.decode import decode_here, decode_plainly
-from truestep.sampler.engine.engine import Counts, Engine, Limits, Session, engine_of
-from truestep.step.exact import score_exactly
+from truestep.step.compute.exact import score_exactly
 from truestep.types import Rollout
+from truestep.weights.whole import WholeWeights
 
 VOCABULARY = 151_936
 PLACE = "cuda"
@@ -413,9 +413,9 @@ def bfloat16_case(policy: Policy) -> None:
 
 def attention_rate(rates: Rates) -> None:
     """The attention kernel alone, over the cache of one layer, in a graph."""
-    from truestep.sampler.engine import attend_kernels
-    from truestep.sampler.engine.attend import Rows
-    from truestep.sampler.engine.cache import LayerShape, PagedCache
+    from truestep.generate.engine import attend_kernels
+    from truestep.generate.engine.attend import Rows
+    from truestep.generate.engine.cache import LayerShape, PagedCache
 
     place = torch.empty(0, device=PLACE).device
     for rows, length in ((256, 320), (256, 1100), (1024, 384), (32, 2000)):

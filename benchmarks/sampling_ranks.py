@@ -22,12 +22,12 @@ from fits import made_up
 from sampling import SIZES, VOCABULARY, Rates, half_way, options, profiled, requests
 from transformers import Qwen3Config
 
-from truestep.policy.loading import load
-from truestep.policy.policy import Policy
+from truestep.generate.decode import decode
+from truestep.generate.engine.engine import Engine, engine_of
+from truestep.model.loading import load
+from truestep.model.policy import Policy
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks, join, leave
-from truestep.sampler.decode import decode
-from truestep.sampler.engine.engine import Engine, engine_of
 
 LAYOUTS = {"data": RankLayout(data_shard=2), "tensor": RankLayout(tensor=2)}
 

@@ -38,12 +38,12 @@ import transformers
 from qwen import write_model
 from rich.console import Console
 
-from truestep.assemble.policy import join_ranks
 from truestep.config.schema import Config
-from truestep.observers import Observer
+from truestep.metrics.observers import Observer
 from truestep.ranks.group import Ranks, leave
-from truestep.train import make_trainer
-from truestep.trainer import Trainer
+from truestep.run.assemble.policy import join_ranks
+from truestep.run.train import make_trainer
+from truestep.run.trainer import Trainer
 
 GIB = 2**30
 

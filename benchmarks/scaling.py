@@ -28,15 +28,15 @@ from qwen import write_model
 from truestep.head.logits import HeadSettings
 from truestep.losses.label_losses import Grpo
 from truestep.losses.objective import Denominator, Objective
-from truestep.policy.loading.load import load_policy
-from truestep.policy.policy import Policy
+from truestep.model.loading.load import load_policy
+from truestep.model.policy import Policy
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks, join
-from truestep.step.clipping import clip_scale, gradient_norm
-from truestep.step.optimizer import kernels_serve, make_adamw, update
-from truestep.step.optimizers.adamw import AdamWOptions
-from truestep.step.plan import StepRule, plan_exactly
-from truestep.step.runner import StepRunner
+from truestep.step.compute.runner import StepRunner
+from truestep.step.plan.plan import StepRule, plan_exactly
+from truestep.step.update.clipping import clip_scale, gradient_norm
+from truestep.step.update.optimizer import kernels_serve, make_adamw, update
+from truestep.step.update.optimizers.adamw import AdamWOptions
 from truestep.types import Rollout
 
 GIB = 2**30

@@ -29,10 +29,10 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from truestep.config.schema import Config
-from truestep.demo.model import make_tokenizer
-from truestep.observers import Observer
-from truestep.train import make_trainer
-from truestep.trainer import Trainer
+from truestep.metrics.observers import Observer
+from truestep.run.train import make_trainer
+from truestep.run.trainer import Trainer
+from truestep.tools.demo.model import make_tokenizer
 
 WORDS = [str(number) for number in range(10)]
 _WINDOWS, _DOCS = 10, 2

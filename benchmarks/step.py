@@ -33,19 +33,19 @@ from torch.autograd import DeviceType
 from truestep.head.logits import HeadSettings
 from truestep.losses.label_losses import Grpo
 from truestep.losses.objective import Denominator, Objective
-from truestep.policy.loading.load import load_policy
-from truestep.policy.model.adapter import AdapterSettings, AdapterSource
-from truestep.policy.policy import Policy
-from truestep.policy.weights.finite import UpdateCheck
-from truestep.policy.weights.protocol import Weights
-from truestep.step.clipping import clip_scale, gradient_norm
-from truestep.step.optimizer import kernels_serve, make_adamw, make_adamw_8bit, make_muon, prepare, update
-from truestep.step.optimizers.adamw import AdamWOptions
-from truestep.step.optimizers.by_weight import Home
-from truestep.step.optimizers.muon import MuonOptions
-from truestep.step.plan import StepRule, plan_exactly
-from truestep.step.runner import StepRunner
+from truestep.model.adapter import AdapterSettings, AdapterSource
+from truestep.model.loading.load import load_policy
+from truestep.model.policy import Policy
+from truestep.step.compute.runner import StepRunner
+from truestep.step.plan.plan import StepRule, plan_exactly
+from truestep.step.update.clipping import clip_scale, gradient_norm
+from truestep.step.update.optimizer import kernels_serve, make_adamw, make_adamw_8bit, make_muon, prepare, update
+from truestep.step.update.optimizers.adamw import AdamWOptions
+from truestep.step.update.optimizers.by_weight import Home
+from truestep.step.update.optimizers.muon import MuonOptions
 from truestep.types import Rollout
+from truestep.weights.finite import UpdateCheck
+from truestep.weights.protocol import Weights
 
 
 def options() -> argparse.Namespace:

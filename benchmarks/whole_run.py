@@ -27,8 +27,8 @@ import yaml
 from rich.console import Console
 
 from truestep.config.load import load_config
-from truestep.demo.model import make_tokenizer
-from truestep.train import train
+from truestep.run.train import train
+from truestep.tools.demo.model import make_tokenizer
 
 REWARD = """
 def reward(prompt, completion):

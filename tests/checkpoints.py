@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from truestep.checkpoint.saves import Saves
-from truestep.checkpoint.store import CheckpointStore, Progress
-from truestep.policy.policy import Policy
-from truestep.policy.tensor_parts import STATE, WEIGHT, Box, StoredTensors, TensorPart
-from truestep.policy.weights.protocol import Weights
-from truestep.step.optimizer import optimizer_parts
+from truestep.model.policy import Policy
+from truestep.run.checkpoint.saves import Saves
+from truestep.run.checkpoint.store import CheckpointStore, Progress
+from truestep.step.update.optimizer import optimizer_parts
+from truestep.weights.protocol import Weights
+from truestep.weights.tensor_parts import STATE, WEIGHT, Box, StoredTensors, TensorPart
 
 Tensors = dict[str, torch.Tensor]
 

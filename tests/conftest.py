@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _ranks_of_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layouts that a test verifies run on the session's ranks. Who types the command starts the command's own."""
-    if (judge := sys.modules.get("truestep.verify.judge")) is not None:
+    if (judge := sys.modules.get("truestep.tools.verify.judge")) is not None:
         monkeypatch.setattr(judge, "run_ranks", import_module("ranks.pool").run_ranks)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from truestep.cli import main
+from truestep.commands.cli import main
 from truestep.ranks.forks import fork_context
 
 _NEW_NAMESPACES = 0x10000000 | 0x00020000  # of users, and of mounts

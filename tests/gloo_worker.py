@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 
 from truestep.config.schema import Config
-from truestep.score import score
-from truestep.train import train
+from truestep.run.train import train
+from truestep.tools.score import score
 
 
 def score_all(configs: list[tuple[dict[str, Any], str]]) -> None:

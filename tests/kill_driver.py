@@ -25,8 +25,8 @@ from types import TracebackType
 
 import torch
 
-import truestep.train  # noqa: F401  (imported before the fork, and not in each child)
-from truestep.cli import main
+import truestep.run.train  # noqa: F401  (imported before the fork, and not in each child)
+from truestep.commands.cli import main
 from truestep.ranks.forks import fork_context
 
 Kill = tuple[str, float]

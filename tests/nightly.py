@@ -22,11 +22,11 @@ ALL = ("Makefile", "constraints.txt", "pyproject.toml", "tests/nightly.py", "tes
 GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "documentation": (
         ("tests/test_docs_run.py",),
-        ("README.md", "docs/*", "src/truestep/config/*", "src/truestep/cli.py", "src/truestep/__init__.py"),
+        ("README.md", "docs/*", "src/truestep/config/*", "src/truestep/commands/cli.py", "src/truestep/__init__.py"),
     ),
     "examples": (
         ("tests/test_examples_train.py",),
-        ("examples/*", "src/truestep/config/*", "src/truestep/losses/*", "src/truestep/assemble/*"),
+        ("examples/*", "src/truestep/config/*", "src/truestep/losses/*", "src/truestep/run/assemble/*"),
     ),
     "peers": (
         ("tests/peers",),

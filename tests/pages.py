@@ -16,7 +16,7 @@ import yaml
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from truestep.cli import ConfigCommand, main
+from truestep.commands.cli import ConfigCommand, main
 from truestep.config.load import ConfigError, load_config
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from oracles.step import OracleResult
 from truestep.config.schema import Config
-from truestep.policy.policy import Policy
+from truestep.model.policy import Policy
 from truestep.ranks.group import Ranks
-from truestep.score import score
+from truestep.tools.score import score
 
 TOLERANCE = 1e-5
 # Percentiles of a histogram are no sums of terms; they are tested against numpy where they are made.
@@ -53,7 +53,7 @@ def run_score(config: dict[str, Any], output: Path) -> Scored:
 def loaded_once() -> Iterator[None]:
     """Scores of the same model over the same ranks go on with the policy that the first of them loaded, as a run's
     steps do."""
-    load, loaded = import_module("truestep.score").make_policy, {}
+    load, loaded = import_module("truestep.tools.score").make_policy, {}
 
     def make_policy(config: Config, ranks: Ranks) -> Policy:
         adapter = config.adapter and config.adapter.model_dump_json()
@@ -62,7 +62,7 @@ def loaded_once() -> Iterator[None]:
             loaded[known] = load(config, ranks)
         return loaded[known]
 
-    with patch("truestep.score.make_policy", make_policy):
+    with patch("truestep.tools.score.make_policy", make_policy):
         yield
 
 

@@ -15,16 +15,16 @@ import torch
 from rich.console import Console
 
 from tiny import VOCABULARY, make_model, make_records
-from truestep.cli import main
+from truestep.commands.cli import main
 from truestep.config.schema import Config
-from truestep.demo import model as demo_model
 from truestep.environments import sorting
+from truestep.metrics.observers import Observer
 from truestep.metrics.spent import of_the_machine
-from truestep.observers import Observer
 from truestep.ranks.forks import fork_context
-from truestep.step.annotators import Annotator
-from truestep.train import make_trainer, train
-from truestep.trainer import Trainer
+from truestep.run.train import make_trainer, train
+from truestep.run.trainer import Trainer
+from truestep.step.before.annotators import Annotator
+from truestep.tools.demo import model as demo_model
 from truestep.types import StepPlan
 
 WORDS = tuple(f"w{number}" for number in range(VOCABULARY - 2))  # with the end and the unknown: the whole vocabulary

@@ -16,19 +16,19 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from truestep import bounded
-from truestep.bounded import MIB
 from truestep.config.load import ConfigError, load_config
 from truestep.environments import frames
 from truestep.environments.prompts import PromptError, load_prompts
-from truestep.policy.adapter_files import read_adapter
-from truestep.policy.errors import ModelError
-from truestep.policy.loading.load import load_policy
-from truestep.policy.tensor_files import tensor_places
+from truestep.files import bounded
+from truestep.files.bounded import MIB
+from truestep.files.tensors import tensor_places
+from truestep.model.adapter_files import read_adapter
+from truestep.model.loading.load import load_policy
 from truestep.rollouts import rendering
 from truestep.rollouts.files import read_records
 from truestep.rollouts.rendering import TemplateStoppedError, within_bounds
 from truestep.rollouts.values import BadRecord
+from truestep.weights.errors import ModelError
 
 
 def said(path: Path) -> list[str]:

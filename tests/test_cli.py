@@ -21,7 +21,7 @@ from checkpoints import read_weights
 from small_runs import read_lines, sort_prompts, word_model, write_lines, write_rollouts
 from tiny import label_positions
 from truestep import __version__
-from truestep.cli import main
+from truestep.commands.cli import main
 from truestep.config.describe import list_options, sections
 from truestep.errors import TruestepError
 
@@ -356,7 +356,7 @@ def test_report_writes_a_page(files: dict[str, Any]) -> None:
 
 
 def test_a_demo_never_removes_what_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from truestep.demo import run as demo
+    from truestep.tools.demo import run as demo
 
     Path("precious").mkdir()
     Path("precious/thesis.tex").write_text("years of work")

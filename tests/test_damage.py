@@ -29,13 +29,11 @@ from small_runs import (
     write_lines,
     write_rollouts,
 )
-from truestep.checkpoint import checksums
-from truestep.checkpoint.checksums import find_damage, write_checksums
-from truestep.cli import main
+from truestep.commands.cli import main
 from truestep.config.load import ConfigError, check_secrets, dump_config, load_config
 from truestep.config.schema import Config
 from truestep.environments.prompts import PromptError
-from truestep.files import (
+from truestep.files.whole import (
     DEEPEST,
     Line,
     LineError,
@@ -47,9 +45,11 @@ from truestep.files import (
     read_json_lines,
     scan_lines,
 )
-from truestep.run_directory import RunDirectory, RunError
-from truestep.train import make_trainer
-from truestep.trainer import TrainingError
+from truestep.run.checkpoint import checksums
+from truestep.run.checkpoint.checksums import find_damage, write_checksums
+from truestep.run.directory import RunDirectory, RunError
+from truestep.run.train import make_trainer
+from truestep.run.trainer import TrainingError
 
 Model = Callable[[str], Path]
 
@@ -146,7 +146,7 @@ def test_damaged_lines_are_left_out_with_one_warning(tmp_path: Path, caplog: pyt
 
 
 def test_a_line_without_an_end_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("truestep.files.LONGEST_LINE", 1000)
+    monkeypatch.setattr("truestep.files.whole.LONGEST_LINE", 1000)
     path = tmp_path / "f.jsonl"
     path.write_bytes(b'{"a": 1}\n{"b": "' + b"x" * 30_000_000 + b'"}\n{"a": 2}\n')
     tracemalloc.start()

@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from truestep.config.schema import Config
-from truestep.demo import run as demo
-from truestep.files import read_json_lines
-from truestep.train import train
+from truestep.files.whole import read_json_lines
+from truestep.run.train import train
+from truestep.tools.demo import run as demo
 
 
 @pytest.mark.long

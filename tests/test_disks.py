@@ -30,13 +30,13 @@ from small_runs import (
     without_times,
     write_rollouts,
 )
-from truestep.cli import main
+from truestep.commands.cli import main
 from truestep.config.load import dump_config
 from truestep.config.schema import Config
-from truestep.disks import DiskError, no_file, writing
 from truestep.errors import TruestepError
-from truestep.files import append_json_line, write_whole
-from truestep.policy.loading.load import load_policy
+from truestep.files.disks import DiskError, no_file, writing
+from truestep.files.whole import append_json_line, write_whole
+from truestep.model.loading.load import load_policy
 
 PLENTY = 1 << 26
 FULL = "the disk is full (No space left on device); of the "
@@ -234,7 +234,7 @@ def test_a_pipe_that_the_process_was_given_is_read() -> None:
 def test_a_publication_names_what_has_no_room(limit: int, tmp_path: Path) -> None:
     """Of weights that servers are to read: whether transformers writes the file or we do."""
     pytest.importorskip("httpx")
-    from truestep.sampler.server.sync import WeightsDirectory
+    from truestep.generate.servers.weight_files import WeightsDirectory
 
     policy = load_policy(tokenised_model(tmp_path / "model", "llama"), device="cpu")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -25,7 +25,7 @@ import truestep
 from documents import make_documents
 from pages import ROOT, Block, Page, all_pages, shell_commands, truestep_arguments
 from small_runs import merged, quiet_trainer, sort_prompts, word_model, write_lines
-from truestep.cli import main
+from truestep.commands.cli import main
 from truestep.config.load import load_config
 from truestep.rollouts.advantages import RULES
 
@@ -57,12 +57,12 @@ BLOCKS = {
     ("docs/objectives.md", "from dataclasses"): "tests/doors/test_objective_of_the_docs.py",
     ("docs/python.md", "def rollouts(start"): "a sketch; tests/api/test_objects.py has sources that run",
     ("docs/rollouts.md", "connection.xadd"): "tests/stream/test_redis.py",
-    ("docs/adapters.md", "from peft"): "tests/policy/test_adapter.py",
+    ("docs/adapters.md", "from peft"): "tests/model/test_adapter.py",
     ("docs/tutorial.md", "import json"): "tests/test_tutorial.py",
     ("docs/tutorial.md", "def reward"): "tests/test_tutorial.py",
     ("docs/tutorial.md", "from reward"): "tests/test_tutorial.py",
     ("docs/sft.md", '{"id": "7"'): "tests/test_sft.py",
-    ("docs/engine.md", "key = "): "tests/sampler/engine/test_engine.py",
+    ("docs/engine.md", "key = "): "tests/generate/engine/test_engine.py",
 }
 
 # What commands print: numbers of real runs. Messages among them are compared with the sources by tests/test_docs.py.

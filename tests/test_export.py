@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM
 from checkpoints import read_weights, save
 from documents import same_bits
 from small_runs import word_model
-from truestep.checkpoint.store import CheckpointStore, Progress
-from truestep.export import ExportError, export
-from truestep.policy.loading.load import load_policy
-from truestep.run_directory import RunDirectory
+from truestep.model.loading.load import load_policy
+from truestep.run.checkpoint.store import CheckpointStore, Progress
+from truestep.run.directory import RunDirectory
+from truestep.tools.export import ExportError, export
 
-export_module = import_module("truestep.export")  # the package has the function of this name
+export_module = import_module("truestep.tools.export")  # the package has the function of this name
 
 Made = Callable[[str], Path]
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from truestep.files import append_json_line, json_line, read_json_lines, write_json_lines, write_whole
+from truestep.files.whole import append_json_line, json_line, read_json_lines, write_json_lines, write_whole
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])

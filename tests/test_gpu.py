@@ -20,23 +20,23 @@ from small_runs import file_config, merged, quiet_trainer, write_rollouts
 from step.test_conveyor import Moves
 from step.test_score_oracle import LOSSES, OPTIONS, config_for, records_for
 from tiny import make_model
-from truestep.checkpoint.staging import Staging
 from truestep.config.schema import Config
+from truestep.gpu.pinned_counter import Window, count_true
 from truestep.head.chunked import HeadRows, forward_backward
 from truestep.head.logits import HeadSettings, row_statistics, scaled_logits
 from truestep.losses.label_losses import Grpo
 from truestep.losses.objective import Denominator, Objective
-from truestep.policy.loading.load import load_policy
-from truestep.policy.model import attention, flash
-from truestep.policy.tensor_parts import TensorPart
-from truestep.policy.weights.whole import WholeWeights
+from truestep.model.loading.load import load_policy
+from truestep.model.mixers import attention, flash
 from truestep.rollouts.packing import pack, pack_tokens
 from truestep.rollouts.record import Checks, Needs, parse_record
-from truestep.step.optimizers.conveyor import Streams
-from truestep.step.plan import StepRule, plan_exactly
-from truestep.step.runner import StepRunner
+from truestep.run.checkpoint.staging import Staging
+from truestep.step.compute.runner import StepRunner
+from truestep.step.plan.plan import StepRule, plan_exactly
+from truestep.step.update.optimizers.conveyor import Streams
 from truestep.types import Coefficients
-from truestep.window import Window, count_true
+from truestep.weights.tensor_parts import TensorPart
+from truestep.weights.whole import WholeWeights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -345,7 +345,7 @@ def test_what_is_on_the_host_moves_beside_the_passes_and_takes_no_more_memory(
     write_rollouts(tmp_path / "rollouts.jsonl", 40)
     many = {"num_hidden_layers": 12, "layer_types": ["full_attention"] * 12}  # room for one is left free
     model = make_model(tmp_path / "model", "qwen3_tied", **many)
-    monkeypatch.setattr("truestep.step.optimizers.by_weight._NUMBERS", 2000)
+    monkeypatch.setattr("truestep.step.update.optimizers.by_weight._NUMBERS", 2000)
     moves = Moves(monkeypatch)
     for way, stream in (("fetch", "_coming"), ("send", "_going")):
         monkeypatch.setattr(Streams, way, _late(getattr(Streams, way), stream))

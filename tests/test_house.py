@@ -65,7 +65,7 @@ def test_every_loss_is_known_here() -> None:
 
 def test_no_loss_is_named_outside_its_own_places() -> None:
     """Its class, its options, presets, names of other trainers, and the float64 oracle, which shares nothing."""
-    places = ("losses/", "config/losses.py", "config/presets.py", "config/foreign.py", "verify/oracle/")
+    places = ("losses/", "config/losses.py", "config/presets.py", "config/foreign.py", "tools/verify/oracle/")
     wrong = {name: found for name, tree in sources() if not name.startswith(places) and (found := said_names(tree))}
     assert not wrong
 

@@ -14,26 +14,20 @@ ROOT = Path(truestep.__file__).parent
 # From the top of the house to its ground. Rooms of one floor do not know each other.
 FLOORS = (
     ("__main__",),
-    ("cli",),
-    ("init", "api"),
-    ("demo", "verify", "parity"),
-    ("train", "score", "export"),
-    ("trainer", "assemble", "run_notes"),
-    ("checkpoint",),
-    ("run_directory",),
-    ("sampler",),
+    ("commands",),
+    ("tools",),
+    ("run",),
+    ("generate",),
     ("step", "plan"),
-    ("policy", "environments"),
-    ("head", "losses"),
-    ("metrics", "rollouts", "report", "callbacks", "terminal"),
-    ("kept",),
-    ("observers",),
-    ("types", "config", "files", "randomness", "ranks"),
-    ("disks",),
-    ("custom", "progress", "text", "exact", "transfer"),
-    ("bounded", "errors", "long_lived", "operators", "self_test", "window"),
+    ("environments", "model", "report"),
+    ("head", "rollouts", "weights"),
+    ("losses", "ranks"),
+    ("config", "metrics", "numerics"),
+    ("files", "gpu", "publish", "types"),
+    ("errors", "process", "text"),
     ("__init__",),
 )
+MOST_ROOMS = 24
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 
@@ -72,17 +66,34 @@ def imported_modules(source: str, modules: Collection[str]) -> set[str]:
 
 def circles(sources: Mapping[str, str]) -> list[set[str]]:
     """Find the sets of modules that import each other, directly or through others."""
-    reached = {module: imported_modules(source, sources) for module, source in sources.items()}
-    for middle in sources:
+    return _circles({module: imported_modules(source, sources) for module, source in sources.items()})
+
+
+def _circles(reached: dict[str, set[str]]) -> list[set[str]]:
+    for middle in reached:
         for module, others in reached.items():
             if middle in others:
                 reached[module] = others | reached[middle]
     found: list[set[str]] = []
-    for module in sources:
+    for module in reached:
         circle = {other for other in reached[module] if module in reached[other]}
         if circle and circle not in found:
             found.append(circle)
     return found
+
+
+def circles_of_folders(sources: Mapping[str, str]) -> dict[str, list[set[str]]]:
+    """Find, in each folder, the sets of its files and sub-folders that import each other."""
+    levels: dict[str, dict[str, set[str]]] = {}
+    for module, source in sources.items():
+        for other in imported_modules(source, sources):
+            mine, theirs = module.split("."), other.split(".")
+            depth = next((i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), None)
+            if depth is not None:  # None: a folder's own __init__ is one of the two
+                level = levels.setdefault(".".join(mine[:depth]), {})
+                level.setdefault(mine[depth], set()).add(theirs[depth])
+                level.setdefault(theirs[depth], set())
+    return {folder: found for folder, level in levels.items() if (found := _circles(level))}
 
 
 def module_of(path: Path) -> str:
@@ -104,6 +115,27 @@ def test_no_import_runs_back_up() -> None:
 
 def test_no_modules_import_each_other() -> None:
     assert not circles({module_of(path): path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py")})
+
+
+def test_no_folders_import_each_other() -> None:
+    assert not circles_of_folders({module_of(path): path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py")})
+
+
+def test_a_circle_of_folders_is_caught() -> None:
+    sources = {
+        "truestep.a.low.first": "",
+        "truestep.a.low.second": "from truestep.a.high.first import work\n",
+        "truestep.a.high.first": "",
+        "truestep.a.high.second": "",
+    }
+    assert not circles_of_folders(sources)
+    sources["truestep.a.high.second"] = "import truestep.a.low.first\n"
+    assert circles_of_folders(sources) == {"truestep.a": [{"low", "high"}]}
+    assert not circles(sources), "no two files import each other"
+
+
+def test_there_are_few_rooms() -> None:
+    assert len([room for room in FLOOR if not room.startswith("__")]) <= MOST_ROOMS
 
 
 def test_a_circle_of_imports_is_caught() -> None:
@@ -128,10 +160,11 @@ def test_every_room_has_a_floor() -> None:
 
 def test_an_import_that_runs_back_up_is_caught() -> None:
     assert wrong_imports("losses", "from truestep.step.runner import StepRunner\n") == ["step"]
-    assert wrong_imports("losses", "def late():\n    import truestep.cli\n") == ["cli"]
-    assert wrong_imports("head", "from truestep import losses\n") == ["losses"]
+    assert wrong_imports("losses", "def late():\n    import truestep.commands.cli\n") == ["commands"]
+    assert wrong_imports("losses", "from truestep import head\n") == ["head"]
 
 
 def test_the_configuration_imports_no_torch() -> None:
-    code = "import sys, truestep.config.load, truestep.config.describe, truestep.cli; sys.exit('torch' in sys.modules)"
+    modules = "truestep.config.load, truestep.config.describe, truestep.commands.cli"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,8 +13,8 @@ import pytest
 
 from truestep.config.load import load_config
 from truestep.errors import TruestepError
-from truestep.files import read_json_lines
-from truestep.init.make import HELD_OUT, PROMPTS, init
+from truestep.files.whole import read_json_lines
+from truestep.tools.init.make import HELD_OUT, PROMPTS, init
 
 Model = Callable[[str], Path]
 

@@ -13,10 +13,10 @@ import yaml
 
 from kill_driver import Driver, Kill
 from tiny import make_records
-from truestep.demo.model import make_model
 from truestep.environments import sorting
-from truestep.kept.files import list_files, read_rows
 from truestep.metrics.spent import of_the_machine
+from truestep.rollouts.kept.files import list_files, read_rows
+from truestep.tools.demo.model import make_model
 
 
 def _file_config(directory: Path, model: Path, documents: int = 203) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.distributed.run import get_args_parser
 
 from pages import ROOT, all_pages, refused, shell_commands
 from small_runs import write_rollouts
-from truestep.files import read_json_lines
+from truestep.files.whole import read_json_lines
 
 LAUNCH = ROOT / "examples" / "launch"
 # What the schedulers set on the second of two machines with eight GPUs each.

@@ -12,11 +12,11 @@ from click.testing import CliRunner
 
 from small_runs import file_config, said, sort_prompts, tokenised_model, write_lines
 from tiny import label_positions, make_records
-from truestep.cli import main
+from truestep.commands.cli import main
 from truestep.config.load import dump_config
 from truestep.environments.rewards import RewardError, call, load_reward
 from truestep.rollouts.advantages import GroupSizeError, check_group_sizes
-from truestep.run_directory import RunDirectory
+from truestep.run.directory import RunDirectory
 
 PAGE = Path(__file__).parents[1] / "docs" / "mistakes.md"
 REWARDS = """

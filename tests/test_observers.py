@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from small_runs import file_config, quiet_trainer, write_rollouts
-from truestep.observers import Observer, Observers
+from truestep.metrics.observers import Observer, Observers
 from truestep.rollouts.source import FileSource
-from truestep.trainer import Trainer, TrainingError
+from truestep.run.trainer import Trainer, TrainingError
 
 
 class Notes(Observer):
@@ -87,7 +87,7 @@ def test_an_observer_is_told_of_everything_in_its_turn(
 def test_a_run_that_fails_is_not_finished(
     tiny_model: Callable[[str], Path], tmp_path: Path, told: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("truestep.trainer.gradient_norm", lambda *_, **__: float("nan"))
+    monkeypatch.setattr("truestep.run.trainer.gradient_norm", lambda *_, **__: float("nan"))
     with pytest.raises(TrainingError, match="norm is nan"):
         observed(tiny_model("llama"), tmp_path, told).run()
     assert told == [("started",), ("rollouts", 5), ("close",), ("source close", False)]

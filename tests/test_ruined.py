@@ -26,15 +26,15 @@ from small_runs import (
     write_rollouts,
 )
 from test_trainer import DoAt
-from truestep.checkpoint.saves import SaveError
-from truestep.checkpoint.staging import Staged
 from truestep.config.schema import Config
-from truestep.export import ExportError, export
-from truestep.policy.errors import ModelError
-from truestep.policy.weights.finite import UpdateCheck
-from truestep.policy.weights.whole import WholeWeights
-from truestep.score import score
-from truestep.trainer import TrainingError
+from truestep.run.checkpoint.saves import SaveError
+from truestep.run.checkpoint.staging import Staged
+from truestep.run.trainer import TrainingError
+from truestep.tools.export import ExportError, export
+from truestep.tools.score import score
+from truestep.weights.errors import ModelError
+from truestep.weights.finite import UpdateCheck
+from truestep.weights.whole import WholeWeights
 
 Model = Callable[[str], Path]
 

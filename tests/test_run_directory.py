@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from documents import make_documents
-from truestep.files import append_json_line, read_json_lines
-from truestep.run_directory import RunDirectory, RunError
-from truestep.step.plan import make_plan
+from truestep.files.whole import append_json_line, read_json_lines
+from truestep.run.directory import RunDirectory, RunError
+from truestep.step.plan.plan import make_plan
 from truestep.types import PutAside, Rejected
 
 DOCUMENTS = make_documents([3, 4, 5])

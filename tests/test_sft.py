@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from rollouts.chat_models import FAMILIES, make_chat_model
 from small_runs import file_config, quiet_trainer, read_lines, write_lines
-from truestep.cli import main
+from truestep.commands.cli import main
 from truestep.config.load import load_config
-from truestep.export import export
-from truestep.policy.loading.load import load_tokenizer
+from truestep.model.loading.load import load_tokenizer
 from truestep.rollouts.chat import ChatTemplate
-from truestep.score import score
+from truestep.tools.export import export
+from truestep.tools.score import score
 
 
 def conversations(count: int, first: int = 0) -> list[dict[str, Any]]:

@@ -32,9 +32,9 @@ from small_runs import (
 )
 from truestep.config.load import dump_config
 from truestep.config.schema import Config
-from truestep.demo import model as demo_model
-from truestep.run_notes import longer_by, what_next
-from truestep.train import make_trainer
+from truestep.run.notes import longer_by, what_next
+from truestep.run.train import make_trainer
+from truestep.tools.demo import model as demo_model
 
 Model = Callable[[str], Path]
 

@@ -37,13 +37,13 @@ from small_runs import (
     write_rollouts,
 )
 from tiny import label_positions
-from truestep.checkpoint.saves import SaveRule
 from truestep.config.schema import Config
 from truestep.metrics.sinks import Sink
 from truestep.metrics.spent import of_the_machine
 from truestep.rollouts.source import Interrupted
-from truestep.train import train
-from truestep.trainer import Trainer, TrainingError
+from truestep.run.checkpoint.saves import SaveRule
+from truestep.run.train import train
+from truestep.run.trainer import Trainer, TrainingError
 from truestep.types import StepPlan
 
 ALWAYS = {

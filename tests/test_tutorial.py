@@ -15,7 +15,7 @@ import pytest
 
 from pages import ROOT
 from truestep.config.load import load_config
-from truestep.init.make import init
+from truestep.tools.init.make import init
 
 sys.path.insert(0, str(ROOT / "examples" / "tutorial"))
 try:

@@ -17,30 +17,30 @@ _HOME = {  # of each public name
     "load_config": "truestep.config.load",
     "dump_config": "truestep.config.load",
     "TruestepError": "truestep.errors",
-    "train": "truestep.api.running",
-    "TrainingResult": "truestep.api.running",
-    "score": "truestep.api.looking",
-    "verify": "truestep.api.looking",
-    "parity": "truestep.api.looking",
-    "plan": "truestep.api.looking",
-    "export": "truestep.api.looking",
-    "Verification": "truestep.api.looking",
-    "MemoryPlan": "truestep.api.looking",
-    "Score": "truestep.score",
-    "Parity": "truestep.parity.gap",
-    "init": "truestep.init.make",
+    "train": "truestep.commands.running",
+    "TrainingResult": "truestep.commands.running",
+    "score": "truestep.commands.looking",
+    "verify": "truestep.commands.looking",
+    "parity": "truestep.commands.looking",
+    "plan": "truestep.commands.looking",
+    "export": "truestep.commands.looking",
+    "Verification": "truestep.commands.looking",
+    "MemoryPlan": "truestep.commands.looking",
+    "Score": "truestep.tools.score",
+    "Parity": "truestep.tools.parity.gap",
+    "init": "truestep.tools.init.make",
     "write_report": "truestep.report",
     "check_files": "truestep.rollouts.check",
     "DataSummary": "truestep.rollouts.check",
-    "Callback": "truestep.callbacks",
-    "CallbackError": "truestep.callbacks",
-    "Run": "truestep.callbacks",
+    "Callback": "truestep.run.callbacks",
+    "CallbackError": "truestep.run.callbacks",
+    "Run": "truestep.run.callbacks",
     "Rollout": "truestep.types",
     "Sink": "truestep.metrics.sinks",
     "LabelLoss": "truestep.losses.label_losses",
     "LabelTerm": "truestep.losses.label_losses",
     "Labels": "truestep.losses.labels",
-    "InferenceServer": "truestep.sampler.server.protocol",
+    "InferenceServer": "truestep.generate.servers.protocol",
 }
 
 __all__ = ["__version__", *_HOME]
@@ -57,7 +57,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps the public names of functions that modules have too: importing `truestep.train` sets no `train` here."""
+    """Keeps the public names of functions that modules have too: importing `truestep.plan` sets no `plan` here."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _HOME and isinstance(value, ModuleType)):

@@ -1,3 +1,3 @@
-from truestep.cli import main
+from truestep.commands.cli import main
 
 main(prog_name="truestep")

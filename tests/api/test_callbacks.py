@@ -17,8 +17,8 @@ from small_runs import file_config, read_lines, sampled_config, sort_prompts, wi
 from small_runs import write_rollouts as write
 from tiny import make_model
 from truestep import Callback, CallbackError, Rollout, Run, TruestepError
-from truestep.checkpoint.store import CheckpointStore
 from truestep.config.schema import Config
+from truestep.run.checkpoint.store import CheckpointStore
 
 
 class Journal(Callback):

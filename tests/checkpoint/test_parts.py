@@ -17,14 +17,16 @@ from safetensors.torch import save_file
 from checkpoints import latest, read_states, read_weights
 from documents import same_bits
 from small_runs import file_config, quiet_trainer, read_lines, without_times, write_rollouts
-from truestep import progress
-from truestep.checkpoint.checksums import RunningChecksums, find_damage, write_checksums
-from truestep.checkpoint.staging import Staging
-from truestep.policy.loading.load import load_policy, read_model
-from truestep.policy.policy import Policy
-from truestep.policy.save import save_policy
-from truestep.policy.tensor_files import write_image
-from truestep.policy.tensor_parts import (
+from truestep.files.tensors import write_image
+from truestep.model.loading.load import load_policy, read_model
+from truestep.model.policy import Policy
+from truestep.model.save import save_policy
+from truestep.process import progress
+from truestep.process.randomness import random_state, random_tensors
+from truestep.run.checkpoint.checksums import RunningChecksums, find_damage, write_checksums
+from truestep.run.checkpoint.staging import Staging
+from truestep.weights.lazy import Unread
+from truestep.weights.tensor_parts import (
     FOLDER,
     STATE,
     WEIGHT,
@@ -36,8 +38,6 @@ from truestep.policy.tensor_parts import (
     unread_weight,
     write_index,
 )
-from truestep.policy.weights.unread import Unread
-from truestep.randomness import random_state, random_tensors
 
 Model = Callable[[str], Path]
 
@@ -123,7 +123,7 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
 def test_checksums_made_while_writing_are_those_of_the_file(
     sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("truestep.checkpoint.checksums.STRETCH", 64)
+    monkeypatch.setattr("truestep.run.checkpoint.checksums.STRETCH", 64)
     (tmp_path / FOLDER).mkdir()
     content = random.Random(1).randbytes(sum(sizes))
     (tmp_path / "file").write_bytes(content)
@@ -181,7 +181,7 @@ class FakeStream:
 
 def test_a_gpu_is_asked_for_a_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small copies that a step waits for come through between the pieces."""
-    monkeypatch.setattr("truestep.checkpoint.staging._PIECE", 4096)
+    monkeypatch.setattr("truestep.run.checkpoint.staging._PIECE", 4096)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     generator = torch.Generator().manual_seed(0)
     shapes = [(7,), (5000,), (), (300, 77), (4096,), (2, 3)]
@@ -217,7 +217,7 @@ def test_a_save_fails_with_what_the_thread_that_makes_its_memory_failed_with(mon
     def refused(*_: object, **__: object) -> torch.Tensor:
         raise MemoryError("planted")
 
-    monkeypatch.setattr("truestep.checkpoint.staging.mapped", refused)
+    monkeypatch.setattr("truestep.run.checkpoint.staging.mapped", refused)
     staging = Staging()
     parts = [TensorPart("one", (100, 7), (0, 0), torch.zeros(100, 7))]
     staging.make_room_beside(parts)

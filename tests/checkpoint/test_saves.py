@@ -23,15 +23,15 @@ from documents import same_bits
 from ranks.cases import on_ranks
 from ranks.test_train_over_ranks import config as over_ranks
 from small_runs import file_config, file_hashes, quiet_trainer, tell, write_rollouts
-from truestep.callbacks import Callback, Run
-from truestep.checkpoint.saves import Report, Saves, _UnderWay
-from truestep.checkpoint.staging import Staged
-from truestep.checkpoint.store import CheckpointStore, Progress
 from truestep.config.schema import Config
 from truestep.ranks.axes import RankError
 from truestep.ranks.group import ALONE
-from truestep.train import train
-from truestep.trainer import Trainer
+from truestep.run.callbacks import Callback, Run
+from truestep.run.checkpoint.saves import Report, Saves, _UnderWay
+from truestep.run.checkpoint.staging import Staged
+from truestep.run.checkpoint.store import CheckpointStore, Progress
+from truestep.run.train import train
+from truestep.run.trainer import Trainer
 
 Model = Callable[[str], Path]
 
@@ -140,7 +140,7 @@ def test_without_a_copy_later_steps_would_show(
     quiet_trainer(config("quick")).run()
     trainer = quiet_trainer(config("slow"))
     disk = Disk(monkeypatch)
-    monkeypatch.setattr("truestep.checkpoint.staging.replace", lambda part, values: part)
+    monkeypatch.setattr("truestep.run.checkpoint.staging.replace", lambda part, values: part)
     monkeypatch.setattr(Staged, "_pieces", lambda _: iter(()))
     tell(trainer, gradient=lambda *_: disk.free.set() if trainer.step == 3 else None)
     trainer.run()
@@ -177,8 +177,8 @@ FAILS = """
 import sys
 import torch
 from truestep import trainer
-from truestep.checkpoint import staging
-from truestep.cli import main
+from truestep.run.checkpoint import staging
+from truestep.commands.cli import main
 
 made, clipped = staging.{owner}, []
 

@@ -16,14 +16,14 @@ import torch
 from checkpoints import read_states, read_weights
 from checkpoints import save as save_checkpoint
 from documents import make_documents, same_bits, same_document
-from truestep.checkpoint import store as store_module
-from truestep.checkpoint.checksums import find_damage
-from truestep.checkpoint.staging import Staging
-from truestep.checkpoint.store import CheckpointStore, Progress, read_progress
-from truestep.policy.loading.load import load_policy
-from truestep.policy.policy import Policy
-from truestep.policy.tensor_parts import STATE, TensorPart
-from truestep.randomness import random_state, random_tensors, restore_random
+from truestep.model.loading.load import load_policy
+from truestep.model.policy import Policy
+from truestep.process.randomness import random_state, random_tensors, restore_random
+from truestep.run.checkpoint import store as store_module
+from truestep.run.checkpoint.checksums import find_damage
+from truestep.run.checkpoint.staging import Staging
+from truestep.run.checkpoint.store import CheckpointStore, Progress, read_progress
+from truestep.weights.tensor_parts import STATE, TensorPart
 
 Made = Callable[[str], Path]
 

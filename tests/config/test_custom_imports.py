@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from truestep import custom
-from truestep.custom import keep_path_clean, load_custom
+from truestep.config import custom
+from truestep.config.custom import keep_path_clean, load_custom
 
 LATE = """
 import importlib.util, sys
@@ -19,7 +19,7 @@ def finds(name):
 """
 SCRIPT = f"""
 {LATE}
-from truestep.custom import keep_path_clean
+from truestep.config.custom import keep_path_clean
 put_back = keep_path_clean()
 import pathlib
 for name in ("pandas", "late_optional", "colorsys"):

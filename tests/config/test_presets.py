@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from config.loading import load, message
-from truestep.cli import main
+from truestep.commands.cli import main
 from truestep.config.describe import options, section_models
 from truestep.config.explain import explain
 from truestep.config.load import dump_config

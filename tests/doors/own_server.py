@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from truestep.sampler.server.errors import BadAnswerError, ServerError, UnreachableError
-from truestep.sampler.server.protocol import Choice, CompletionRequest, Description, InferenceServer
+from truestep.generate.servers.errors import BadAnswerError, ServerError, UnreachableError
+from truestep.generate.servers.protocol import Choice, CompletionRequest, Description, InferenceServer
 
 
 class OwnServer(InferenceServer):

@@ -19,9 +19,9 @@ from small_runs import file_config, quiet_trainer, read_lines, write_lines
 from tiny import make_records
 from truestep.config.load import ConfigError, load_config
 from truestep.config.schema import Config
-from truestep.score import score
-from truestep.verify.judge import verify
-from truestep.verify.layouts import Layout
+from truestep.tools.score import score
+from truestep.tools.verify.judge import verify
+from truestep.tools.verify.layouts import Layout
 
 FIELDS = {
     "my_weight": {"level": "label"},

@@ -13,13 +13,13 @@ import pytest
 from oracles.step import oracle_logprobs
 from small_runs import file_config, quiet_trainer, read_lines, write_lines, write_rollouts
 from tiny import make_records, set_old_logprobs
+from truestep.config.custom import CustomError
 from truestep.config.load import ConfigError, load_config
 from truestep.config.schema import Config
-from truestep.custom import CustomError
 from truestep.losses.label_losses import make_label_loss
-from truestep.score import score
-from truestep.verify.judge import verify
-from truestep.verify.layouts import Layout
+from truestep.tools.score import score
+from truestep.tools.verify.judge import verify
+from truestep.tools.verify.layouts import Layout
 
 LAYOUTS = ("one process", "head: 1 row a chunk", "FSDP 2", "context 2")
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from small_runs import file_config, quiet_trainer, read_lines, write_rollouts
+from truestep.config.custom import CustomError
 from truestep.config.schema import Config
-from truestep.custom import CustomError
 from truestep.report.page import write_report
-from truestep.score import score
-from truestep.verify.judge import verify
+from truestep.tools.score import score
+from truestep.tools.verify.judge import verify
 
 LAYOUTS = ("one process", "smallest micro-batches", "FSDP 2")
 

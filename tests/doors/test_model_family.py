@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from doors import own_model
 from small_runs import file_config, quiet_trainer, read_lines, write_rollouts
-from truestep.policy.errors import ModelError
-from truestep.score import score
-from truestep.verify.judge import verify
-from truestep.verify.report import complaints
+from truestep.tools.score import score
+from truestep.tools.verify.judge import verify
+from truestep.tools.verify.report import complaints
+from truestep.weights.errors import ModelError
 
 CLASSES = {"AutoConfig": "own_model.OwnConfig", "AutoModelForCausalLM": "own_model.OwnForCausalLM"}
 

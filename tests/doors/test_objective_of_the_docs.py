@@ -13,10 +13,10 @@ import yaml
 
 from small_runs import merged, quiet_trainer, read_lines, sampled_config, sort_prompts, word_model, write_lines
 from truestep.config.schema import Config
-from truestep.demo import run as demo
 from truestep.losses.labels import Labels
-from truestep.verify.judge import verify
-from truestep.verify.report import complaints
+from truestep.tools.demo import run as demo
+from truestep.tools.verify.judge import verify
+from truestep.tools.verify.report import complaints
 
 PAGE = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text(encoding="utf-8")
 SECTION = PAGE.split("## Your own loss, your own advantages")[1].split("\n## ")[0]

@@ -13,14 +13,14 @@ from checkpoints import latest, read_states, read_weights
 from doors.own_optimizer import Momentum
 from ranks.cases import on_ranks, train_all
 from small_runs import file_config, file_hashes, quiet_trainer, read_lines, tell, write_rollouts
+from truestep.config.custom import CustomError
 from truestep.config.load import ConfigError, load_config
-from truestep.custom import CustomError
 from truestep.errors import TruestepError
-from truestep.score import score
-from truestep.step.optimizer import OptimizerError
-from truestep.trainer import Trainer
-from truestep.verify.judge import verify
-from truestep.verify.report import complaints
+from truestep.run.trainer import Trainer
+from truestep.step.update.optimizer import OptimizerError
+from truestep.tools.score import score
+from truestep.tools.verify.judge import verify
+from truestep.tools.verify.report import complaints
 
 Model = Callable[[str], Path]
 OWN: dict[str, Any] = {

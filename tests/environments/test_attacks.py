@@ -180,7 +180,7 @@ import io, sys
 from pathlib import Path
 from rich.console import Console
 from truestep.config.load import load_config
-from truestep.train import train
+from truestep.run.train import train
 train(load_config(Path(sys.argv[1])), Console(file=io.StringIO()))
 """
 

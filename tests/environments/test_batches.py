@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from truestep.environments import frames, valve
-from truestep.environments.pace import MOST, Pace
+from truestep.environments.batch_size import MOST, Pace
 from truestep.environments.process import Worker, WorkerOptions
 from truestep.environments.prompts import Prompt
 from truestep.environments.rater import Rater

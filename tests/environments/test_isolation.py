@@ -39,7 +39,7 @@ def test_a_system_that_refuses_is_named(kind: str) -> None:
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "isolation_refused", lambda: "not permitted")
-    monkeypatch.setattr("truestep.assemble.rewards.isolation_refused", lambda: "not permitted")
+    monkeypatch.setattr("truestep.run.assemble.rewards.isolation_refused", lambda: "not permitted")
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from small_runs import merged, sampled_config
-from truestep.assemble import rewards
-from truestep.assemble.rewards import Raters, check_rewards, evaluation_rewards, sampler_rewards
 from truestep.environments.rewards import RewardError
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import ALONE, Ranks
+from truestep.run.assemble import rewards
+from truestep.run.assemble.rewards import Raters, check_rewards, evaluation_rewards, sampler_rewards
 
 
 def config(**sections: Any) -> Any:

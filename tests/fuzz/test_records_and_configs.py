@@ -19,7 +19,7 @@ from truestep.config.load import dump_config, load_config
 from truestep.config.schema import Config
 from truestep.environments.prompts import load_prompts
 from truestep.errors import TruestepError
-from truestep.files import LineError, exact_object
+from truestep.files.whole import LineError, exact_object
 from truestep.rollouts.files import load_documents, parse_json, read_records, readable
 from truestep.rollouts.record import BadRecord, Checks, Needs, parse_record
 

@@ -16,21 +16,21 @@ from rich.console import Console
 
 from fuzz.mutate import check_text, memory, mutated_bytes, mutated_value
 from small_runs import file_config, tokenised_model, write_rollouts
-from truestep.checkpoint.checksums import find_damage
-from truestep.checkpoint.store import read_progress
 from truestep.config.load import load_config
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
-from truestep.files import append_json_line, read_json_lines
-from truestep.kept.files import list_files, roll_back
-from truestep.policy.loading.load import load_policy
-from truestep.randomness import random_state, random_tensors, restore_random
+from truestep.files.whole import append_json_line, read_json_lines
+from truestep.model.loading.load import load_policy
+from truestep.process.randomness import random_state, random_tensors, restore_random
 from truestep.report import write_report
 from truestep.report.health import health
 from truestep.report.runs import read_run
 from truestep.report.verdicts.watching import Watching
-from truestep.run_directory import RunDirectory
-from truestep.train import train
+from truestep.rollouts.kept.files import list_files, roll_back
+from truestep.run.checkpoint.checksums import find_damage
+from truestep.run.checkpoint.store import read_progress
+from truestep.run.directory import RunDirectory
+from truestep.run.train import train
 
 Model = Callable[[str], Path]
 LINES = ("metrics.jsonl", "ledger.jsonl", "evaluation.jsonl", "rejected.jsonl", "warnings.jsonl")

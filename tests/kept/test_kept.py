@@ -27,9 +27,9 @@ from small_runs import (
 )
 from tiny import label_positions
 from truestep.config.schema import Config
-from truestep.kept import files
-from truestep.kept.rows import Reader, choose
-from truestep.step.runner import Accumulated
+from truestep.rollouts.kept import files
+from truestep.rollouts.kept.rows import Reader, choose
+from truestep.step.compute.runner import Accumulated
 from truestep.types import Rollout, StepPlan
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from truestep.files import read_json_lines
+from truestep.files.whole import read_json_lines
 from truestep.metrics.sinks import JsonLines, SinkError, TensorBoardSink, TrackioSink, WandbSink
 
 EVALUATION = {
@@ -139,10 +139,10 @@ WANDB_RUN = """
 import sys
 from pathlib import Path
 from rich.console import Console
-from truestep.assemble.sinks import make_sinks
+from truestep.run.assemble.sinks import make_sinks
 from truestep.config.load import load_config
-from truestep.run_directory import RunDirectory
-from truestep.terminal.display import Display
+from truestep.run.directory import RunDirectory
+from truestep.run.terminal.display import Display
 
 config = load_config(Path(sys.argv[2]), sys.argv[3:])
 assert "hunter2-secret" in config.data.source.url and "hunter2-secret" in str(sys.argv)

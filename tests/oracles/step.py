@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from oracles.transformer import Transformer
-from truestep.verify.oracle import step as oracle
-from truestep.verify.oracle.losses import *  # noqa: F403
-from truestep.verify.oracle.metrics import *  # noqa: F403
-from truestep.verify.oracle.records import *  # noqa: F403
-from truestep.verify.oracle.records import Record
-from truestep.verify.oracle.step import *  # noqa: F403
-from truestep.verify.oracle.step import OracleResult
-from truestep.verify.oracle.values import *  # noqa: F403
+from truestep.tools.verify.oracle import step as oracle
+from truestep.tools.verify.oracle.losses import *  # noqa: F403
+from truestep.tools.verify.oracle.metrics import *  # noqa: F403
+from truestep.tools.verify.oracle.records import *  # noqa: F403
+from truestep.tools.verify.oracle.records import Record
+from truestep.tools.verify.oracle.step import *  # noqa: F403
+from truestep.tools.verify.oracle.step import OracleResult
+from truestep.tools.verify.oracle.values import *  # noqa: F403
 
 
 def oracle_step(

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from adapters import write_adapter, write_merged
 from small_runs import merged
 from tiny import label_positions, make_model, make_records
-from truestep.cli import main
+from truestep.commands.cli import main
 from truestep.config.schema import Config
-from truestep.parity.gap import Parity, parity
+from truestep.tools.parity.gap import Parity, parity
 
 Record = dict[str, Any]
 SMALL = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 96}

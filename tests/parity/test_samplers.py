@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from small_runs import sampled_config, sort_prompts, word_model, write_lines
-from truestep.cli import main
+from truestep.commands.cli import main
 from truestep.config.load import dump_config
 
 pytest.importorskip("httpx")
@@ -41,7 +41,7 @@ def complaint(*arguments: str) -> str:
 
 
 def complaint_of_another_process(*arguments: str, before: str) -> str:
-    code = f"import sys; {before}; from truestep.cli import main; main()"
+    code = f"import sys; {before}; from truestep.commands.cli import main; main()"
     command = [sys.executable, "-W", "ignore", "-c", code, *arguments]
     here = Path(__file__).parents[1]  # where the reward's module is: a command searches its working directory
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=here)

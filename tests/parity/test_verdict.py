@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from truestep.parity.causes import Tried
-from truestep.parity.gap import Parity, Token
+from truestep.tools.parity.causes import Tried
+from truestep.tools.parity.gap import Parity, Token
 
 BASE = Tried("as it is", "nothing", "", np.full(100, 0.5))
 

@@ -14,8 +14,8 @@ import torch
 
 from losses.label_cases import labels_of
 from peers.installed import needs_peers, run_worker
-from truestep.assemble.step import make_objective
 from truestep.config.schema import Config
+from truestep.run.assemble.step import make_objective
 from truestep.types import StepTotals
 
 LENGTH, VOCABULARY = 12, 11

@@ -15,10 +15,10 @@ from peers.installed import needs_peers, run_worker
 from truestep.head.logits import HeadSettings
 from truestep.losses.label_losses import Grpo
 from truestep.losses.objective import Denominator, Objective
-from truestep.policy.loading.load import load_policy
-from truestep.step.clipping import gradient_norm
-from truestep.step.plan import StepRule, plan_exactly
-from truestep.step.runner import StepRunner
+from truestep.model.loading.load import load_policy
+from truestep.step.compute.runner import StepRunner
+from truestep.step.plan.plan import StepRule, plan_exactly
+from truestep.step.update.clipping import gradient_norm
 from truestep.types import Rollout
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

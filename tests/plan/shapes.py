@@ -10,10 +10,10 @@ import transformers
 
 from small_runs import merged
 from truestep.config.schema import Config
+from truestep.model.adapter import AdapterSettings, AdapterSource
+from truestep.model.loading.adapter_source import attach_adapter
 from truestep.plan.rates import Rates
 from truestep.plan.shape import ModelShape, shape_of
-from truestep.policy.loading.adapting import attach_adapter
-from truestep.policy.model.adapter import AdapterSettings, AdapterSource
 
 
 def qwen3(

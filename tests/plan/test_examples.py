@@ -9,7 +9,7 @@ import pytest
 import transformers
 from click.testing import CliRunner
 
-from truestep.cli import main
+from truestep.commands.cli import main
 from truestep.config.load import load_config
 from truestep.plan.advice import layout_of
 from truestep.plan.memory import GIB, plan_memory

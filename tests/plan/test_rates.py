@@ -15,12 +15,12 @@ from rich.console import Console
 from plan.shapes import H200, config_of
 from ranks.cases import on_ranks
 from small_runs import file_config, write_rollouts
-from truestep.assemble.step import make_rule
 from truestep.plan import rates
 from truestep.plan.rates import Rates, measure_here, rates_file, rates_here
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import ALONE, join
-from truestep.train import _rates, make_trainer
+from truestep.run.assemble.step import make_rule
+from truestep.run.train import _rates, make_trainer
 
 
 @pytest.fixture(autouse=True)

@@ -18,16 +18,16 @@ from rich.console import Console
 from plan.shapes import H100
 from small_runs import file_config, write_rollouts
 from tiny import make_model
-from truestep.cli import main
+from truestep.commands.cli import main
 from truestep.config.load import load_config
 from truestep.plan.advice import layout_of
 from truestep.plan.beside import PlannedBeside
 from truestep.plan.exhausted import MemoryExhaustedError, explain_exhausted
 from truestep.plan.memory import GIB, GRADIENTS, MASTERS, STATES, WEIGHTS, plan_memory
 from truestep.plan.shape import read_shape
-from truestep.step.runner import StepRunner
-from truestep.train import train
-from truestep.trainer import Trainer
+from truestep.run.train import train
+from truestep.run.trainer import Trainer
+from truestep.step.compute.runner import StepRunner
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_memory_that_runs_out_is_explained(
 
     target: tuple[Any, str] = {
         "computing": (StepRunner, "accumulate"),
-        "loading": (import_module("truestep.train"), "make_policy"),  # the package has a function of this name
+        "loading": (import_module("truestep.run.train"), "make_policy"),  # the package has a function of this name
         "evaluating": (Trainer, "_evaluate"),
     }[place]
     monkeypatch.setattr(*target, full)

@@ -23,13 +23,13 @@ from small_runs import (
     write_rollouts,
 )
 from tiny import make_model, make_records
-from truestep.demo.model import make_tokenizer as word_tokenizer
-from truestep.exact.operations import InexactError
 from truestep.metrics.sinks import WandbSink
+from truestep.numerics.operations import InexactError
 from truestep.report.page import page_html
-from truestep.step import optimizer
-from truestep.verify.judge import verify
-from truestep.verify.report import complaints
+from truestep.step.update import optimizer
+from truestep.tools.demo.model import make_tokenizer as word_tokenizer
+from truestep.tools.verify.judge import verify
+from truestep.tools.verify.report import complaints
 
 CALLS = (
     "{% for tool in tools %}{{ '<|im_start|>tool ' + tool['function']['name'] + '<|im_end|>' }}{% endfor %}"

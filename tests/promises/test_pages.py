@@ -34,33 +34,33 @@ from small_runs import (
     write_lines,
     write_rollouts,
 )
-from truestep import bounded
-from truestep.cli import main
-from truestep.custom import CustomError
-from truestep.kept.files import list_files, read_rows
+from truestep.commands.cli import main
+from truestep.config.custom import CustomError
+from truestep.files import bounded
+from truestep.generate import decode, groups
+from truestep.generate.engine import draw
+from truestep.generate.servers import probe
 from truestep.losses.label_losses import LabelLoss, LabelTerm
 from truestep.losses.labels import Labels
 from truestep.metrics.types import Sum
 from truestep.plan import activations, search
-from truestep.policy.weights import unread
+from truestep.publish import link
 from truestep.report import rollouts as page_rollouts
 from truestep.report import series
 from truestep.rollouts import advantages
 from truestep.rollouts.fields import record_names
 from truestep.rollouts.files import Checks
+from truestep.rollouts.kept.files import list_files, read_rows
 from truestep.rollouts.stream import ids, intake, reading
 from truestep.rollouts.table import documents as tables
-from truestep.sampler import decode, groups
-from truestep.sampler.engine import draw
-from truestep.sampler.server import probe
-from truestep.score import score
-from truestep.step.optimizers import by_weight
-from truestep.terminal import run as terminal_run
-from truestep.transfer import link
+from truestep.run.terminal import run as terminal_run
+from truestep.step.update.optimizers import by_weight
+from truestep.tools.score import score
+from truestep.tools.verify import judge
+from truestep.tools.verify.compare import Difference
+from truestep.tools.verify.layouts import Layout
 from truestep.types import Rollout
-from truestep.verify import judge
-from truestep.verify.compare import Difference
-from truestep.verify.layouts import Layout
+from truestep.weights import lazy as unread
 
 SOURCES = Path(truestep.__file__).parent
 

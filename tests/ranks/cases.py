@@ -16,13 +16,13 @@ from rich.console import Console
 
 from ranks import pool
 from scoring import loaded_once
-from truestep.assemble.policy import join_ranks
 from truestep.config.schema import Config
-from truestep.policy.model import compiled
+from truestep.model.fast import compiled
 from truestep.ranks.launch import run_ranks
 from truestep.ranks.watch import Watch
-from truestep.score import score
-from truestep.train import make_trainer, train
+from truestep.run.assemble.policy import join_ranks
+from truestep.run.train import make_trainer, train
+from truestep.tools.score import score
 from truestep.types import PackedBatch
 
 TESTS = str(Path(__file__).parents[1])
@@ -102,7 +102,7 @@ def train_and_do(config: dict[str, Any], rank: int, phase: str, what: str) -> No
 
 def score_padded(runs: list[tuple[dict[str, Any], str, int | None]]) -> None:
     """With that number for every token and position of the padding, which there is."""
-    from truestep.step import runner
+    from truestep.step.compute import runner
 
     honest = runner.pack
     for config, output, poison in runs:

@@ -17,11 +17,11 @@ import torch
 from rich.console import Console
 
 from truestep.config.schema import Config
-from truestep.policy import tensor_files
-from truestep.policy.weights import unread
+from truestep.files import tensors as tensor_files
 from truestep.ranks.watch import Watch
 from truestep.rollouts import files
-from truestep.train import train
+from truestep.run.train import train
+from truestep.weights import lazy as unread
 
 
 def _run(config: dict[str, Any]) -> None:

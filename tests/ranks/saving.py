@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from ranks.cases import train_all
-from truestep.checkpoint import store
-from truestep.checkpoint.staging import Staged
-from truestep.checkpoint.store import CheckpointStore
-from truestep.policy import tensor_files
-from truestep.policy.weights.protocol import Weights
-from truestep.sampler.server.copies import HostCopies
-from truestep.sampler.server.servers import Servers
-from truestep.sampler.server.sync import WeightsDirectory
+from truestep.files import tensors as tensor_files
+from truestep.generate.servers.host_copies import HostCopies
+from truestep.generate.servers.servers import Servers
+from truestep.generate.servers.weight_files import WeightsDirectory
+from truestep.run.checkpoint import store
+from truestep.run.checkpoint.staging import Staged
+from truestep.run.checkpoint.store import CheckpointStore
+from truestep.weights.protocol import Weights
 
 MOMENTS = ("staging", "writing", "written", "completing", "manifest", "renamed", "removing")
 OF_FIRST = ("completing", "manifest", "renamed", "removing")  # what the first rank alone does

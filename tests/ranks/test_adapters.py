@@ -30,18 +30,18 @@ from small_runs import (
     write_rollouts,
 )
 from tiny import make_model
-from truestep.assemble import policy as assemble_policy
-from truestep.assemble.policy import join_ranks
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
-from truestep.export import ExportError, export
 from truestep.head.logits import LogitsGradient
-from truestep.policy.errors import ModelError
-from truestep.policy.loading.load import load_policy
-from truestep.policy.model.adapter import AdapterSettings, AdapterSource
-from truestep.score import score
-from truestep.train import make_trainer
-from truestep.trainer import Trainer
+from truestep.model.adapter import AdapterSettings, AdapterSource
+from truestep.model.loading.load import load_policy
+from truestep.run.assemble import policy as assemble_policy
+from truestep.run.assemble.policy import join_ranks
+from truestep.run.train import make_trainer
+from truestep.run.trainer import Trainer
+from truestep.tools.export import ExportError, export
+from truestep.tools.score import score
+from truestep.weights.errors import ModelError
 
 LAYOUTS: list[dict[str, Any]] = [
     {"data_shard": 2},

@@ -17,7 +17,7 @@ from selection import long_except
 from small_runs import read_lines, sort_prompts, without_times, word_model, write_lines, write_rollouts
 from tiny import VOCABULARY, make_model, make_records, set_old_logprobs
 from truestep.errors import TruestepError
-from truestep.policy.loading.load import load_policy
+from truestep.model.loading.load import load_policy
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks
 

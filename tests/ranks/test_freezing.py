@@ -15,12 +15,12 @@ from ranks.cases import on_ranks, score_all, train_all
 from scoring import loaded_once
 from small_runs import file_config, merged, quiet_trainer, write_rollouts
 from tiny import make_model
-from truestep.cli import main
+from truestep.commands.cli import main
 from truestep.config.schema import Config
 from truestep.head.logits import LogitsGradient
-from truestep.policy.errors import ModelError
-from truestep.policy.loading.load import load_policy
-from truestep.score import score
+from truestep.model.loading.load import load_policy
+from truestep.tools.score import score
+from truestep.weights.errors import ModelError
 
 ENDS = ["model.embed_tokens.*", "lm_head.*"]
 LAYOUTS: list[dict[str, Any]] = [

@@ -12,20 +12,20 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from generate.engine.test_engine import options, requests
 from ranks.cases import on_ranks
 from ranks.updates import options_of, set_gradients
-from sampler.engine.test_engine import options, requests
 from scoring import write_records
 from tiny import make_records
-from truestep.assemble.step import make_optimizer
 from truestep.config.schema import Config
-from truestep.policy.loading.load import load_policy
+from truestep.generate.decode import decode
+from truestep.model.loading.load import load_policy
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import join
-from truestep.sampler.decode import decode
-from truestep.score import score
-from truestep.step.optimizer import update
-from truestep.step.optimizers.exchange import WholeMatrices
+from truestep.run.assemble.step import make_optimizer
+from truestep.step.update.optimizer import update
+from truestep.step.update.optimizers.exchange import WholeMatrices
+from truestep.tools.score import score
 
 HEAD = 62 * 32  # numbers of the head, and of the embedding, as they are gathered: of 61 rows, as many on each rank
 

@@ -14,9 +14,9 @@ from ranks.cases import on_ranks, train_all
 from ranks.saving import MOMENTS, OF_FIRST, train_until_killed
 from ranks.test_train_over_ranks import config
 from small_runs import file_hashes, read_lines, without_times, write_rollouts
-from truestep.checkpoint.checksums import find_damage
-from truestep.checkpoint.store import CheckpointStore
 from truestep.ranks.axes import RankError
+from truestep.run.checkpoint.checksums import find_damage
+from truestep.run.checkpoint.store import CheckpointStore
 
 Model = Callable[[str], Path]
 

@@ -14,7 +14,7 @@ from oracles.step import oracle_logprobs, oracle_step
 from ranks.cases import on_ranks, score_all, score_compiled
 from scoring import Scored, check_against_oracle, write_records
 from tiny import make_records, set_old_logprobs
-from truestep.verify.oracle.step import OracleResult
+from truestep.tools.verify.oracle.step import OracleResult
 
 Model = Callable[[str], Path]
 

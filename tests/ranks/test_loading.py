@@ -16,11 +16,11 @@ from documents import same_bits
 from ranks.cases import on_fresh_ranks, on_ranks
 from selection import in_tiers
 from tiny import KINDS, make_model
-from truestep.policy.loading.load import load_policy
-from truestep.policy.policy import Policy
-from truestep.policy.weights.unread import Unread
+from truestep.model.loading.load import load_policy
+from truestep.model.policy import Policy
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks, join
+from truestep.weights.lazy import Unread
 
 MEGABYTE = 2**20
 

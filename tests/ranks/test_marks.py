@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from truestep import progress
-from truestep.ranks import marks
+from truestep.gpu import marks
+from truestep.process import progress
 
 
 def count(kind: str) -> float:

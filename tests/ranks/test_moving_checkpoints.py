@@ -12,7 +12,7 @@ from checkpoints import latest, read_states, read_weights
 from ranks.cases import on_ranks, train_all
 from ranks.test_train_over_ranks import config
 from small_runs import read_lines, write_rollouts
-from truestep.checkpoint.store import CheckpointStore
+from truestep.run.checkpoint.store import CheckpointStore
 
 Model = Callable[[str], Path]
 

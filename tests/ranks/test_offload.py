@@ -13,9 +13,9 @@ from checkpoints import latest, read_states, read_weights
 from ranks.cases import on_ranks, train_all
 from selection import in_tiers
 from small_runs import file_config, merged, quiet_trainer, read_lines, write_rollouts
-from truestep.assemble.policy import join_ranks, make_policy
 from truestep.config.schema import Config
-from truestep.policy.weights.sharded import ShardedWeights
+from truestep.run.assemble.policy import join_ranks, make_policy
+from truestep.weights.sharded import ShardedWeights
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}),

@@ -13,8 +13,8 @@ from torch.optim import _muon  # its class is public, and the iteration that is 
 from ranks.cases import on_ranks
 from ranks.updates import RATES, Tensors, gradient_of, options_of, update_all
 from selection import in_tiers
-from truestep.policy.loading.load import load_policy
-from truestep.step.optimizer import OptimizerError
+from truestep.model.loading.load import load_policy
+from truestep.step.update.optimizer import OptimizerError
 
 ENDS = ("model.embed_tokens.weight", "lm_head.weight")
 DECAY = 0.1

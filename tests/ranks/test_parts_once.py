@@ -10,13 +10,13 @@ from typing import Any
 
 from documents import make_documents
 from ranks.cases import on_ranks
-from truestep.assemble.policy import join_ranks
 from truestep.config.schema import Config
 from truestep.ranks.group import Ranks
 from truestep.rollouts.parts import PartedSource
 from truestep.rollouts.source import FileSource
-from truestep.step.plan import StepRule
-from truestep.step.queue import PlanQueue
+from truestep.run.assemble.policy import join_ranks
+from truestep.step.plan.plan import StepRule
+from truestep.step.plan.queue import PlanQueue
 from truestep.types import Rollout
 
 SIZES = (11, 30, 2)

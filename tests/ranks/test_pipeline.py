@@ -19,7 +19,7 @@ from tiny import make_model, make_records, set_old_logprobs
 from truestep.config.schema import Config
 from truestep.ranks.axes import RankError
 from truestep.ranks.launch import start_ranks
-from truestep.score import score
+from truestep.tools.score import score
 
 
 def make_case(kind: str, loss: dict[str, Any], directory: Path, layers: int = 4) -> tuple[Path, Path, list[dict]]:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from documents import make_documents
 from truestep.rollouts.parts import next_parts
 from truestep.rollouts.source import FileSource
-from truestep.step.plan import StepRule, plan_exactly
-from truestep.step.queue import PlanQueue
+from truestep.step.plan.plan import StepRule, plan_exactly
+from truestep.step.plan.queue import PlanQueue
 from truestep.types import StepPlan
 
 

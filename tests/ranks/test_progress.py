@@ -24,8 +24,9 @@ from ranks.test_train_over_ranks import config
 from server.runs import server_config
 from small_runs import sort_prompts, word_model, write_lines, write_rollouts
 from tiny import make_model
-from truestep import files, progress
-from truestep.custom import load_custom
+from truestep.config.custom import load_custom
+from truestep.files import whole as files
+from truestep.process import progress
 from truestep.ranks import group, place
 from truestep.ranks.launch import start_ranks
 from truestep.ranks.place import find_place

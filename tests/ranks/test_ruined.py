@@ -16,11 +16,11 @@ from ranks.cases import on_ranks
 from ranks.test_train_over_ranks import config as over_ranks
 from selection import long_except
 from small_runs import file_hashes, merged, write_rollouts
-from truestep.assemble.policy import join_ranks
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.ranks.axes import RankError
-from truestep.train import make_trainer
+from truestep.run.assemble.policy import join_ranks
+from truestep.run.train import make_trainer
 
 Model = Callable[[str], Path]
 

@@ -11,33 +11,33 @@ from typing import Any
 import pytest
 import torch
 
+from generate.engine.test_engine import options, requests, run, same
+from generate.engine.test_gpu_path import in_graphs, replay
 from plain_rewards import letter_reward
 from ranks.cases import on_ranks, train_all
 from ranks.test_train_over_ranks import check_same_run, config
 from raters import DirectRater
-from sampler.engine.test_engine import options, requests, run, same
-from sampler.engine.test_gpu_path import in_graphs, replay
 from selection import long_except
 from small_runs import read_lines, sort_prompts, tokenised_model, without_times, word_model, write_lines
 from tiny import make_model
 from truestep.environments.prompts import Prompt
 from truestep.environments.rewards import Rating
-from truestep.policy.loading.load import load_policy
-from truestep.policy.model import compiled
-from truestep.policy.policy import Policy
+from truestep.generate import decode as decode_module
+from truestep.generate.completions import Completion, DecodeOptions, Request
+from truestep.generate.decode import decode, decode_here
+from truestep.generate.engine import engine as engine_module
+from truestep.generate.engine.attend import UnservedError
+from truestep.generate.engine.engine import Engine, Limits, engine_of
+from truestep.generate.engine.graphs import Graphs
+from truestep.generate.engine.team import DisagreementError
+from truestep.generate.rewarded import decode_rated
+from truestep.model.fast import compiled
+from truestep.model.loading.load import load_policy
+from truestep.model.policy import Policy
 from truestep.ranks.axes import RankError, RankLayout
 from truestep.ranks.group import Ranks, join, leave
 from truestep.ranks.watch import Watch
 from truestep.rollouts.source import Interrupted, never
-from truestep.sampler import decode as decode_module
-from truestep.sampler.completions import Completion, DecodeOptions, Request
-from truestep.sampler.decode import decode, decode_here
-from truestep.sampler.engine import engine as engine_module
-from truestep.sampler.engine.attend import UnservedError
-from truestep.sampler.engine.engine import Engine, Limits, engine_of
-from truestep.sampler.engine.graphs import Graphs
-from truestep.sampler.rated import decode_rated
-from truestep.sampler.team import DisagreementError
 
 Model = Callable[[str], Path]
 

@@ -18,11 +18,11 @@ from scoring import check_against_oracle, write_records
 from selection import long_except
 from small_runs import write_rollouts
 from tiny import make_model, make_records, set_old_logprobs
-from truestep.export import export
 from truestep.head import logits
 from truestep.head.vocab_parallel import VocabularyShard
 from truestep.ranks.axes import RankError
 from truestep.ranks.launch import run_ranks
+from truestep.tools.export import export
 
 
 def tensor(ranks: int, **parallel: Any) -> Layout:

@@ -14,8 +14,8 @@ from checkpoints import latest, read_states, read_weights
 from ranks.cases import on_ranks, train_all
 from small_runs import merged, read_lines, sort_prompts, without_times, word_model, write_lines, write_rollouts
 from tiny import make_records
-from truestep.kept.files import list_files, read_rows
 from truestep.metrics.spent import of_the_machine
+from truestep.rollouts.kept.files import list_files, read_rows
 
 Model = Callable[[str], Path]
 OF_THE_LAYOUT = ("num_micro_batches",)  # by its nature

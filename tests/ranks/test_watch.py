@@ -19,9 +19,9 @@ from truestep.ranks.group import Ranks, join
 from truestep.ranks.launch import run_ranks, start_ranks
 from truestep.ranks.watch import ENDED_BY_ANOTHER, RankState, verdict
 from truestep.rollouts.source import FileSource
-from truestep.step.ahead import PlansAhead
-from truestep.step.plan import StepRule
-from truestep.step.queue import PlanQueue
+from truestep.step.plan.ahead import PlansAhead
+from truestep.step.plan.plan import StepRule
+from truestep.step.plan.queue import PlanQueue
 
 TIMEOUT = 3.0
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from checkpoints import Held, optimizer_tensors
-from truestep.assemble.step import make_optimizer
 from truestep.config.schema import Config
-from truestep.policy.loading.load import load_policy
-from truestep.policy.weights.protocol import Weights
+from truestep.model.loading.load import load_policy
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import join
-from truestep.step.optimizer import restore_optimizer, update
+from truestep.run.assemble.step import make_optimizer
+from truestep.step.update.optimizer import restore_optimizer, update
+from truestep.weights.protocol import Weights
 
 Tensors = dict[str, torch.Tensor]
 RATES = [1e-3 * (1 + step % 3) for step in range(20)]

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from truestep.kept import files
 from truestep.report import rollouts, write_report
 from truestep.report.health import health
 from truestep.report.rollouts import collect, spread
 from truestep.report.runs import read_run
+from truestep.rollouts.kept import files
 
 HOSTILE = "</script><img src=x onerror=alert(1)> & 'quotes' \x1b[31m \N{PARTY POPPER}"
 

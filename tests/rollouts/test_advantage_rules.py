@@ -20,9 +20,9 @@ from truestep.rollouts.advantages import (
 )
 from truestep.rollouts.documents import document_line, read_document
 from truestep.rollouts.record import Needs
-from truestep.step.plan import StepRule, plan_exactly, plan_packed
+from truestep.step.plan.plan import StepRule, plan_exactly, plan_packed
+from truestep.tools.verify.oracle.records import read_documents
 from truestep.types import Rollout
-from truestep.verify.oracle.records import read_documents
 
 BASELINES = ("group_mean", "leave_one_out", "length_weighted")
 OWN = "rollouts.own_advantages"

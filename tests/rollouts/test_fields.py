@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from rollouts.rollout_records import EVERYTHING, GOOD, MISSING, NOTHING, changed, parse
 from rollouts.test_record_properties import anything, assert_readable
-from truestep import bounded
-from truestep.cli import main
-from truestep.policy.model.context import Context
+from truestep.commands.cli import main
+from truestep.files import bounded
+from truestep.model.mixers.context_parallel import Context
 from truestep.rollouts import fields, values
 from truestep.rollouts.check import check_files
 from truestep.rollouts.documents import document_line, read_document
@@ -37,9 +37,9 @@ from truestep.rollouts.stream.reading import parse_message
 from truestep.rollouts.stream.transport import Message
 from truestep.rollouts.table.documents import load_tables
 from truestep.rollouts.values import BadRecord
+from truestep.tools.verify.oracle import advantages as oracle_advantages
+from truestep.tools.verify.reduced import record_of, reduce_record
 from truestep.types import Rollout
-from truestep.verify.oracle import advantages as oracle_advantages
-from truestep.verify.reduced import record_of, reduce_record
 
 DECLARED = {
     "my_weight": {"level": "label"},

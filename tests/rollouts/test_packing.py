@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from documents import make_document, make_documents, pack_all
 from truestep.rollouts.fields import names_in_has
 from truestep.rollouts.packing import first_fit_decreasing, pack, split_to_multiple
-from truestep.step.plan import make_plan
+from truestep.step.plan.plan import make_plan
 from truestep.types import PackedLabels, PackedTokens, Rollout
 
 BUDGET = 24

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from truestep.bounded import MIB
+from truestep.files.bounded import MIB
 from truestep.rollouts import pages
 from truestep.rollouts.files import DataError, read_records
 from truestep.rollouts.pages import checked_groups

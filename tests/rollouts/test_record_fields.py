@@ -14,10 +14,10 @@ from rollouts.rollout_records import MISSING, load, parse, reason, same, write
 from truestep.losses.measure import StepFacts, measure_labels
 from truestep.metrics.types import merge, values
 from truestep.rollouts.packing import pack
+from truestep.tools.verify.oracle.losses import complete_loss_config
+from truestep.tools.verify.oracle.metrics import step_metrics
+from truestep.tools.verify.oracle.records import read_document
 from truestep.types import StepTotals
-from truestep.verify.oracle.losses import complete_loss_config
-from truestep.verify.oracle.metrics import step_metrics
-from truestep.verify.oracle.records import read_document
 
 GOOD = PLAIN | {"reference_logprobs": [9, -1, -0.75, -0.125, -9]}
 

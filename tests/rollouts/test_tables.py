@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollouts.rollout_records import NEEDS, NOTHING, assert_same, record, write
-from truestep.assemble.sources import read_documents
 from truestep.config.schema import Config
 from truestep.rollouts.files import DataError, load_documents
 from truestep.rollouts.record import Checks
 from truestep.rollouts.source import FileSource, SourceError
 from truestep.rollouts.table import cache, convert
 from truestep.rollouts.table.documents import TableDocuments, load_tables, open_documents
+from truestep.run.assemble.sources import read_documents
 
 CHECKS = Checks(NEEDS, 100, 1.0, 16)
 NUMBER = st.sampled_from([0, -0.0, -0.5, -1e-300, 0.25, 3, None, "x", 1e39, True, 10**30])

@@ -11,13 +11,13 @@ from typing import Any
 
 from rich.console import Console
 
-from truestep.assemble.policy import join_ranks
 from truestep.config.schema import Config
+from truestep.generate.servers.weight_files import WeightsDirectory
 from truestep.ranks.watch import Watch
 from truestep.rollouts.shared import SharedSource
-from truestep.sampler.server.sync import WeightsDirectory
-from truestep.train import make_trainer
-from truestep.trainer import Trainer
+from truestep.run.assemble.policy import join_ranks
+from truestep.run.train import make_trainer
+from truestep.run.trainer import Trainer
 
 ENOUGH = 0.95
 TAKEN = "taken.pickle"  # what each step trained on

@@ -17,10 +17,10 @@ import numpy as np
 
 from truestep.environments.prompts import Prompt
 from truestep.environments.rewards import Rating, RewardError
-from truestep.sampler.server.errors import ServerError, UnreachableError
-from truestep.sampler.server.fleet import Published, Signal
-from truestep.sampler.server.probe import TEMPERATURE, Expected
-from truestep.sampler.server.protocol import Choice, CompletionRequest, Description, InferenceServer
+from truestep.generate.servers.errors import ServerError, UnreachableError
+from truestep.generate.servers.fleet import Published, Signal
+from truestep.generate.servers.probe import TEMPERATURE, Expected
+from truestep.generate.servers.protocol import Choice, CompletionRequest, Description, InferenceServer
 from truestep.types import Rollout
 
 VOCABULARY, STOP, STARTED_WITH = 1000, 0, 9999

@@ -15,9 +15,9 @@ import torch
 
 from server.fake_vllm import FakeVllm
 from server.gloo_in_vllm import broadcast, id_of, join
-from truestep.sampler.server.linked import Link
-from truestep.sampler.server.vllm import Vllm
-from truestep.transfer.link import Sending
+from truestep.generate.servers.nccl_link import Link
+from truestep.generate.servers.vllm import Vllm
+from truestep.publish.link import Sending
 
 CHUNK = 5000  # bytes: many for a tiny model
 PATIENCE = 8.0  # seconds

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from truestep.demo.model import make_tokenizer
 from truestep.environments import sorting
+from truestep.tools.demo.model import make_tokenizer
 
 LONGEST = 1024
 LIKELIEST = 3  # of the served model's own sampling defaults, which nobody should meet

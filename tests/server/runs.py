@@ -17,14 +17,14 @@ from server.vllm_server import NAME
 from small_runs import merged, quiet_trainer, sampled_config, write_lines
 from truestep.config.schema import Config
 from truestep.environments import sorting
+from truestep.generate.servers.shared import SharedServers
 from truestep.losses.label_losses import CrossEntropy
 from truestep.losses.objective import Denominator, Objective
-from truestep.policy.policy import Policy
+from truestep.model.policy import Policy
 from truestep.rollouts.source import Taken
-from truestep.sampler.server.shared import SharedServers
-from truestep.step.plan import make_plan
-from truestep.step.runner import StepRunner
-from truestep.trainer import Trainer
+from truestep.run.trainer import Trainer
+from truestep.step.compute.runner import StepRunner
+from truestep.step.plan.plan import make_plan
 from truestep.types import Rollout
 
 

@@ -23,14 +23,14 @@ from server.fake import (
     weights_of,
 )
 from server.virtual import VirtualThread
+from truestep.generate.servers import shared
+from truestep.generate.servers.group_maker import SamplingOptions
+from truestep.generate.servers.look_ahead import Pace
+from truestep.generate.servers.servers import Servers
+from truestep.generate.servers.shared import SharedServers, SharedServerSource
+from truestep.generate.servers.source import ServerSource
 from truestep.ranks.group import ALONE
 from truestep.rollouts.source import Taken
-from truestep.sampler.server import shared
-from truestep.sampler.server.ahead import Pace
-from truestep.sampler.server.making import SamplingOptions
-from truestep.sampler.server.servers import Servers
-from truestep.sampler.server.shared import SharedServers, SharedServerSource
-from truestep.sampler.server.source import ServerSource
 from truestep.types import PutAside, Rejected, Rollout
 
 GROUP, STEP = 2, 4  # documents

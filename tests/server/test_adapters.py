@@ -19,14 +19,14 @@ from server.models import make_model
 from server.runs import recorded, server_config
 from server.vllm_server import NAME, Starter, VllmServer
 from small_runs import quiet_trainer
-from truestep.policy.loading.load import load_policy
-from truestep.policy.model.adapter import AdapterSource
-from truestep.policy.policy import Policy
-from truestep.sampler.server.errors import ForgottenError, ServerError
-from truestep.sampler.server.probe import expect, make_probes, measure
-from truestep.sampler.server.protocol import CompletionRequest
-from truestep.sampler.server.sync import WeightsDirectory
-from truestep.sampler.server.vllm import Vllm
+from truestep.generate.servers.errors import ForgottenError, ServerError
+from truestep.generate.servers.probe import expect, make_probes, measure
+from truestep.generate.servers.protocol import CompletionRequest
+from truestep.generate.servers.vllm import Vllm
+from truestep.generate.servers.weight_files import WeightsDirectory
+from truestep.model.adapter import AdapterSource
+from truestep.model.loading.load import load_policy
+from truestep.model.policy import Policy
 
 pytestmark = pytest.mark.vllm
 

@@ -13,10 +13,10 @@ from server.fake import STARTED_WITH, STOP, Clock, FakeRewards, FakeServer
 from server.sources import GROUP, STEP, FakeWeights, Run
 from server.virtual import run as run_virtually
 from truestep.environments.rewards import RewardError
+from truestep.generate.servers.errors import BadAnswerError, ServerError, UnreachableError, WeightsError
+from truestep.generate.servers.group_maker import Group, Member
+from truestep.generate.servers.protocol import Choice, CompletionRequest, Description, InferenceServer
 from truestep.rollouts.source import Interrupted, SourceError
-from truestep.sampler.server.errors import BadAnswerError, ServerError, UnreachableError, WeightsError
-from truestep.sampler.server.making import Group, Member
-from truestep.sampler.server.protocol import Choice, CompletionRequest, Description, InferenceServer
 
 
 def reasons(run: Run) -> list[str]:

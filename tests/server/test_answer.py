@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from truestep.sampler.server import vllm
-from truestep.sampler.server.answer import check_choices
-from truestep.sampler.server.errors import BadAnswerError
-from truestep.sampler.server.protocol import Choice, CompletionRequest
+from truestep.generate.servers import vllm
+from truestep.generate.servers.check_answer import check_choices
+from truestep.generate.servers.errors import BadAnswerError
+from truestep.generate.servers.protocol import Choice, CompletionRequest
 
 ASKED = CompletionRequest(
     prompt=(5, 6), n=2, temperature=1.0, max_new_tokens=3, stop_ids=frozenset({0, 1}), vocabulary_size=10

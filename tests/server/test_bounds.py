@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from server.test_wire import ASKED, ask, reply
-from truestep.sampler.server import over_http
-from truestep.sampler.server.errors import BadAnswerError, ServerError, UnreachableError
-from truestep.sampler.server.protocol import CompletionRequest
-from truestep.sampler.server.sglang import Sglang
-from truestep.sampler.server.vllm import Vllm
+from truestep.generate.servers import http as over_http
+from truestep.generate.servers.errors import BadAnswerError, ServerError, UnreachableError
+from truestep.generate.servers.protocol import CompletionRequest
+from truestep.generate.servers.sglang import Sglang
+from truestep.generate.servers.vllm import Vllm
 
 MIB = 2**20
 Call = Callable[[Any], Coroutine[Any, Any, Any]]

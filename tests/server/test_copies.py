@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tiny import make_model
-from truestep.policy.loading.load import load_policy
-from truestep.sampler.server.copies import HostCopies, HostWeights
-from truestep.sampler.server.sync import Publisher, WeightsDirectory
-from truestep.transfer.packed import Entry, as_bytes
+from truestep.generate.servers.host_copies import HostCopies, HostWeights
+from truestep.generate.servers.weight_files import Publisher, WeightsDirectory
+from truestep.model.loading.load import load_policy
+from truestep.publish.packed import Entry, as_bytes
 
 SHAPES = {"a": (3, 5), "scalar": (), "empty": (0, 4), "b": (7,), "count": (2,)}
 DTYPES = {"a": torch.bfloat16, "b": torch.float32, "count": torch.int64}

@@ -16,8 +16,8 @@ from server.vllm_server import NAME
 from small_runs import merged, quiet_trainer, read_lines
 from truestep.config.schema import Config
 from truestep.config.sections import ServerSampler
-from truestep.demo import run as demo
-from truestep.trainer import Trainer
+from truestep.run.trainer import Trainer
+from truestep.tools.demo import run as demo
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]  # the first test waits for the servers to start
 

@@ -18,9 +18,9 @@ from server.runs import label_versions, score
 from server.vllm_server import NAME
 from small_runs import merged, quiet_trainer, read_lines
 from truestep.config.schema import Config
-from truestep.demo import run as demo
 from truestep.head.logits import HeadSettings
-from truestep.policy.loading.load import load_policy
+from truestep.model.loading.load import load_policy
+from truestep.tools.demo import run as demo
 
 pytestmark = [
     pytest.mark.vllm,

@@ -10,7 +10,7 @@ import pytest
 
 from server.fake import DOWN, STARTED_WITH, VOCABULARY, FakeServer, published
 from server.virtual import run
-from truestep.sampler.server.errors import (
+from truestep.generate.servers.errors import (
     BadAnswerError,
     ForgottenError,
     ServerError,
@@ -18,8 +18,8 @@ from truestep.sampler.server.errors import (
     VoidedError,
     WeightsError,
 )
-from truestep.sampler.server.fleet import Answer, Fleet
-from truestep.sampler.server.protocol import CompletionRequest
+from truestep.generate.servers.fleet import Answer, Fleet
+from truestep.generate.servers.protocol import CompletionRequest
 
 ASKED = CompletionRequest((3, 4), 2, 1.0, 6, frozenset({0}), VOCABULARY)
 

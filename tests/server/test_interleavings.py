@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from server.fake import STARTED_WITH, Clock, FakeRewards, FakeServer
 from server.sources import GROUP, STEP, FakeWeights, Run
-from truestep.sampler.server.errors import BadAnswerError, UnreachableError
-from truestep.sampler.server.protocol import Choice
+from truestep.generate.servers.errors import BadAnswerError, UnreachableError
+from truestep.generate.servers.protocol import Choice
 
 _MOST = 30  # troubles in the life of a trainer; servers that are never well would train nothing
 

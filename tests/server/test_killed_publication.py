@@ -24,9 +24,9 @@ from server.runs import server_config
 from server.sglang_server import serving
 from server.vllm_server import NAME
 from small_runs import file_hashes, read_lines, without_times
-from truestep.checkpoint.checksums import find_damage
-from truestep.checkpoint.store import CheckpointStore
 from truestep.ranks.axes import RankError
+from truestep.run.checkpoint.checksums import find_damage
+from truestep.run.checkpoint.store import CheckpointStore
 
 GROUPS = 4  # of weights that are published together: two layers, the embedding, the norm
 # When: at which call, counted over the publications of a process. The second one is that of new weights.

@@ -20,7 +20,7 @@ from server.runs import server_config
 from server.sglang_server import serving
 from server.vllm_server import NAME
 from small_runs import merged, read_lines
-from truestep.cli import main
+from truestep.commands.cli import main
 from truestep.ranks.axes import RankError
 
 SHORT = ("those of the next token", "one token in 200 off", "top-p 0.9 kept on", "one completion n times")

@@ -13,12 +13,12 @@ from server.linked_server import BY_LINK, VllmByGloo
 from server.models import make_model
 from server.runs import recorded, server_config
 from server.vllm_server import LINKED, NAME, VllmServer
+from truestep.generate.servers.errors import ServerError
+from truestep.generate.servers.host_copies import HostWeights
+from truestep.generate.servers.weight_files import Publisher, WeightsDirectory
 from truestep.head.logits import HeadSettings
-from truestep.policy.loading.load import load_policy
-from truestep.policy.policy import Policy
-from truestep.sampler.server.copies import HostWeights
-from truestep.sampler.server.errors import ServerError
-from truestep.sampler.server.sync import Publisher, WeightsDirectory
+from truestep.model.loading.load import load_policy
+from truestep.model.policy import Policy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]  # the first test waits for the servers to start
 

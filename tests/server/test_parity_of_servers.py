@@ -11,9 +11,9 @@ from server.conftest import Servers
 from server.models import make_model
 from server.runs import server_config
 from server.vllm_server import give_weights
-from truestep.parity.gap import parity
-from truestep.policy.loading.load import load_policy
-from truestep.sampler.server.sync import WeightsDirectory
+from truestep.generate.servers.weight_files import WeightsDirectory
+from truestep.model.loading.load import load_policy
+from truestep.tools.parity.gap import parity
 
 pytestmark = pytest.mark.vllm
 

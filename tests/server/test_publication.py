@@ -24,15 +24,15 @@ from server.sglang_server import FakeSglang, serving
 from server.vllm_server import NAME
 from small_runs import merged, read_lines
 from tiny import expert_model, make_model
-from truestep.assemble.policy import join_ranks, make_policy
 from truestep.config.schema import Config
-from truestep.policy.policy import Policy
-from truestep.policy.save import save_policy, weight_groups
-from truestep.policy.weights.protocol import Weights
+from truestep.generate.servers.probe import expect
+from truestep.generate.servers.weight_files import WeightsDirectory
+from truestep.model.policy import Policy
+from truestep.model.save import save_policy, weight_groups
 from truestep.ranks.group import ALONE
 from truestep.ranks.launch import RankError
-from truestep.sampler.server.probe import expect
-from truestep.sampler.server.sync import WeightsDirectory
+from truestep.run.assemble.policy import join_ranks, make_policy
+from truestep.weights.protocol import Weights
 
 PROBES = ((3, 4, 5, 6, 7, 8, 9), (11, 12), tuple(range(2, 40)))
 LAYOUTS: list[tuple[int, dict[str, int]]] = [

@@ -15,9 +15,9 @@ from server.runs import Recorder, label_versions, server_config
 from server.sglang_server import FakeSglang, serving
 from server.vllm_server import NAME
 from small_runs import quiet_trainer, read_lines
-from truestep.sampler.server.errors import BadAnswerError, ServerError, UnreachableError
-from truestep.sampler.server.protocol import CompletionRequest
-from truestep.sampler.server.sglang import Sglang, read_answers
+from truestep.generate.servers.errors import BadAnswerError, ServerError, UnreachableError
+from truestep.generate.servers.protocol import CompletionRequest
+from truestep.generate.servers.sglang import Sglang, read_answers
 
 
 @pytest.fixture(scope="module")

@@ -21,14 +21,14 @@ from server.proxy import Answer, Proxy
 from server.runs import label_versions, recorded, score, server_config
 from server.vllm_server import NAME, VllmServer
 from small_runs import tokenised_model
+from truestep.generate.servers import weight_files as sync
+from truestep.generate.servers.errors import ServerError
+from truestep.generate.servers.probe import expect, measure
+from truestep.generate.servers.vllm import Vllm
 from truestep.head.logits import HeadSettings
-from truestep.policy.loading.load import load_policy
-from truestep.policy.policy import Policy
-from truestep.policy.save import save_policy
-from truestep.sampler.server import sync
-from truestep.sampler.server.errors import ServerError
-from truestep.sampler.server.probe import expect, measure
-from truestep.sampler.server.vllm import Vllm
+from truestep.model.loading.load import load_policy
+from truestep.model.policy import Policy
+from truestep.model.save import save_policy
 from truestep.types import Rollout
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]  # the first test waits for the servers to start

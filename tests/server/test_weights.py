@@ -20,11 +20,11 @@ from server.fake import FakeServer, expected, make_prompts
 from server.virtual import run
 from truestep.environments.process import WorkerOptions
 from truestep.environments.rater import Rater
-from truestep.policy.loading.load import load_policy
-from truestep.sampler.server.errors import BadAnswerError
-from truestep.sampler.server.probe import expect, make_probes, measure
-from truestep.sampler.server.servers import AwaitedRewards, LoopThread
-from truestep.sampler.server.sync import WeightsDirectory
+from truestep.generate.servers.errors import BadAnswerError
+from truestep.generate.servers.probe import expect, make_probes, measure
+from truestep.generate.servers.servers import AwaitedRewards, LoopThread
+from truestep.generate.servers.weight_files import WeightsDirectory
+from truestep.model.loading.load import load_policy
 
 Models = Callable[[str], Path]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from truestep.sampler.server.errors import BadAnswerError, ForgottenError, ServerError, UnreachableError
-from truestep.sampler.server.over_http import HttpServer
-from truestep.sampler.server.protocol import CompletionRequest
-from truestep.sampler.server.vllm import Vllm
+from truestep.generate.servers.errors import BadAnswerError, ForgottenError, ServerError, UnreachableError
+from truestep.generate.servers.http import HttpServer
+from truestep.generate.servers.protocol import CompletionRequest
+from truestep.generate.servers.vllm import Vllm
 
 ASKED = CompletionRequest((5, 6), 1, 1.0, 3, frozenset({0}), 10)
 TOKEN = 'data: {"choices": [{"index": 0, "token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}}]}\n\n'

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 
-from truestep.sampler.server.vllm import Vllm
+from truestep.generate.servers.vllm import Vllm
 
 NAME = "policy"
 LINKED = ("--weight-transfer-config", '{"backend": "nccl"}')

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from truestep.policy.cuts.blocks import Blocks
-from truestep.step.optimizers import adamw, eight_bits
-from truestep.step.optimizers.adamw import AdamWOptions, in_one_pass, in_passes, wrong_on
-from truestep.step.optimizers.by_weight import Slot
-from truestep.step.optimizers.eight_bits import Matrix, empty_state
+from truestep.step.update.optimizers import adamw, eight_bits
+from truestep.step.update.optimizers.adamw import AdamWOptions, in_one_pass, in_passes, wrong_on
+from truestep.step.update.optimizers.by_weight import Slot
+from truestep.step.update.optimizers.eight_bits import Matrix, empty_state
+from truestep.weights.blocks import Blocks
 
 pytest.importorskip("triton")
 
@@ -101,7 +101,7 @@ def test_torchs_passes_clip_and_round_too() -> None:
 
 @pytest.mark.parametrize("fault", [None, "scale", "beta2", "rate", "decay"])
 def test_the_check_on_a_machine_sees_a_fault(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from truestep.step.optimizers import adamw_kernel
+    from truestep.step.update.optimizers import adamw_kernel
 
     honest = adamw_kernel.Table.update
 

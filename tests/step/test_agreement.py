@@ -16,8 +16,8 @@ import torch
 from documents import make_documents
 from truestep.losses.agreement import COLUMN, COLUMNS, LEVELS, compare
 from truestep.rollouts.packing import pack
-from truestep.step.agreement import Fault, Judge
-from truestep.step.causes import likely_cause
+from truestep.step.before.agreement import Fault, Judge
+from truestep.step.before.causes import likely_cause
 from truestep.types import Rollout
 
 VOCABULARY, LENGTH = 40, 64

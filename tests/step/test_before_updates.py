@@ -21,11 +21,11 @@ from tiny import make_model, make_records, set_old_logprobs
 from truestep.config.schema import Config
 from truestep.losses.labels import Labels
 from truestep.losses.reference import KlReference
-from truestep.run_directory import RunError
-from truestep.step.annotators import Annotators, OwnLogprobs, ReferenceLogprobs
-from truestep.step.plan import make_plan
-from truestep.step.runner import StepRunner
-from truestep.trainer import Trainer
+from truestep.run.directory import RunError
+from truestep.run.trainer import Trainer
+from truestep.step.before.annotators import Annotators, OwnLogprobs, ReferenceLogprobs
+from truestep.step.compute.runner import StepRunner
+from truestep.step.plan.plan import make_plan
 from truestep.types import DocumentScore
 
 Model = Callable[[str], Path]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from truestep.step import beside
-from truestep.step.beside import Beside
+from truestep.gpu import side_stream as beside
+from truestep.gpu.side_stream import Beside
 
 
 class Stream:

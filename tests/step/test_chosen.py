@@ -19,7 +19,7 @@ from small_runs import file_config, quiet_trainer, read_lines, write_rollouts
 from tiny import make_records, set_old_logprobs
 from truestep.config.schema import Config
 from truestep.losses.exploration import ClipCov, EntropyTarget, KlCov
-from truestep.step.chosen import Chooser, covariances
+from truestep.step.before.chosen import Chooser, covariances
 from truestep.types import Rollout
 
 Model = Callable[[str], Path]

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from truestep.policy.weights.protocol import Weights
-from truestep.policy.weights.whole import WholeWeights
-from truestep.step.clipping import clip_scale, gradient_norm
-from truestep.step.optimizer import make_adamw, make_adamw_8bit, make_custom_optimizer, make_muon, update
-from truestep.step.optimizers.adamw import AdamWOptions
-from truestep.step.optimizers.muon import MuonOptions
+from truestep.step.update.clipping import clip_scale, gradient_norm
+from truestep.step.update.optimizer import make_adamw, make_adamw_8bit, make_custom_optimizer, make_muon, update
+from truestep.step.update.optimizers.adamw import AdamWOptions
+from truestep.step.update.optimizers.muon import MuonOptions
+from truestep.weights.protocol import Weights
+from truestep.weights.whole import WholeWeights
 
 ADAMW = AdamWOptions((0.9, 0.99), 1e-1, 0.0)  # by such an epsilon the size of a gradient matters
 OPTIMIZERS: dict[str, Callable[[Weights], torch.optim.Optimizer]] = {

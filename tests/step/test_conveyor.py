@@ -16,12 +16,12 @@ import torch
 
 from checkpoints import latest, read_states, read_weights
 from small_runs import file_config, merged, quiet_trainer, write_rollouts
-from truestep.checkpoint.saves import SaveError
 from truestep.config.schema import Config
-from truestep.ranks import marks
-from truestep.step.optimizers import conveyor
-from truestep.step.optimizers.by_weight import ByWeight
-from truestep.step.optimizers.conveyor import Conveyor, Tensors
+from truestep.gpu import marks
+from truestep.run.checkpoint.saves import SaveError
+from truestep.step.update.optimizers import conveyor
+from truestep.step.update.optimizers.by_weight import ByWeight
+from truestep.step.update.optimizers.conveyor import Conveyor, Tensors
 
 
 class LateLanes:
@@ -340,7 +340,7 @@ def test_a_run_is_the_same_bit_for_bit_however_late_copies_are(
     """Six steps in two runs, each with checkpoints, of which the second goes on from the first one's."""
     model = tiny_model("qwen3_tied")
     write_rollouts(tmp_path / "rollouts.jsonl", 40)
-    monkeypatch.setattr("truestep.step.optimizers.by_weight._NUMBERS", 500)
+    monkeypatch.setattr("truestep.step.update.optimizers.by_weight._NUMBERS", 500)
     draw, made = random.Random(seed), list[LateLanes]()
 
     def lanes() -> LateLanes:

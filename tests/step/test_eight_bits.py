@@ -10,15 +10,12 @@ import pytest
 import torch
 
 from checkpoints import Held, optimizer_tensors
-from truestep.policy.cuts.blocks import Blocks
-from truestep.policy.cuts.pieces import Piece
-from truestep.policy.weights.whole import WholeWeights
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks
-from truestep.step.optimizer import make_adamw_8bit, restore_optimizer, update
-from truestep.step.optimizers import by_weight, eight_bits
-from truestep.step.optimizers.adamw import AdamWOptions
-from truestep.step.optimizers.eight_bits import (
+from truestep.step.update.optimizer import make_adamw_8bit, restore_optimizer, update
+from truestep.step.update.optimizers import by_weight, eight_bits
+from truestep.step.update.optimizers.adamw import AdamWOptions
+from truestep.step.update.optimizers.eight_bits import (
     FIRST,
     SECOND,
     BlockError,
@@ -29,7 +26,10 @@ from truestep.step.optimizers.eight_bits import (
     quantise,
     turns,
 )
-from truestep.verify.oracle.updates import Interval, blocks_of, stored
+from truestep.tools.verify.oracle.updates import Interval, blocks_of, stored
+from truestep.weights.blocks import Blocks
+from truestep.weights.pieces import Piece
+from truestep.weights.whole import WholeWeights
 
 OPTIONS = AdamWOptions((0.9, 0.95), 1e-6, 0.1)
 FACTORS = {127: 2654435769, 255: 1640531527}

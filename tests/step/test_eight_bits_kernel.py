@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from step.test_eight_bits import check_plain_loops, check_rows_at_a_time
-from truestep.policy.cuts.blocks import Blocks
-from truestep.step.optimizers import eight_bits
-from truestep.step.optimizers.adamw import AdamWOptions
-from truestep.step.optimizers.eight_bits import (
+from truestep.step.update.optimizers import eight_bits
+from truestep.step.update.optimizers.adamw import AdamWOptions
+from truestep.step.update.optimizers.eight_bits import (
     FIRST,
     SECOND,
     Matrix,
@@ -23,6 +22,7 @@ from truestep.step.optimizers.eight_bits import (
     in_one_pass,
     in_passes,
 )
+from truestep.weights.blocks import Blocks
 
 pytest.importorskip("triton")
 
@@ -95,7 +95,7 @@ def test_the_self_test_finds_nothing_wrong() -> None:
     ],
 )
 def test_the_self_test_finds_a_fault(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from truestep.step.optimizers import eight_bits_kernel
+    from truestep.step.update.optimizers import eight_bits_kernel
 
     honest = eight_bits_kernel.update_
     names = ("weight", "gradient", "first", "root", "blocks", "levels", "along", "decades", "betas", "scale", "rounded")

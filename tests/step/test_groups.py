@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from small_runs import file_config, quiet_trainer, read_lines, write_lines
 from tiny import make_records
 from truestep.metrics.types import values
-from truestep.step.groups import measure_answers, measure_groups
+from truestep.step.compute.groups import measure_answers, measure_groups
+from truestep.tools.verify.oracle.metrics import answer_metrics, group_metrics
+from truestep.tools.verify.oracle.records import read_document
 from truestep.types import Rollout
-from truestep.verify.oracle.metrics import answer_metrics, group_metrics
-from truestep.verify.oracle.records import read_document
 
 NAMES = {"zero_advantage_groups", "distinct_completions", "group_reward_spread", "most_common_completion"}
 MEMBERS = st.tuples(

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from documents import make_documents, pack_all
-from truestep.policy.model.context import Context, heads_needed
-from truestep.step.label_shares import LabelShare
+from truestep.model.mixers.context_parallel import Context, heads_needed
+from truestep.step.compute.label_shares import LabelShare
 
 RANKS = st.integers(2, 5)
 LENGTHS = st.lists(st.integers(1, 30), max_size=6)

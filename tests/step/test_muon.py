@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from truestep.policy.weights.whole import WholeWeights
-from truestep.step.optimizer import make_muon, update
-from truestep.step.optimizers.adamw import AdamWOptions
-from truestep.step.optimizers.muon import MuonOptions, orthogonalise, size_factor
+from truestep.step.update.optimizer import make_muon, update
+from truestep.step.update.optimizers.adamw import AdamWOptions
+from truestep.step.update.optimizers.muon import MuonOptions, orthogonalise, size_factor
+from truestep.weights.whole import WholeWeights
 
 Matrix = list[list[float]]
 

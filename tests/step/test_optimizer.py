@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from checkpoints import Held, optimizer_tensors
-from truestep.policy.weights.protocol import Weights
-from truestep.policy.weights.whole import WholeWeights
-from truestep.step.optimizer import LearningRate, make_adamw, restore_optimizer, update
-from truestep.step.optimizers.adamw import AdamWOptions
+from truestep.step.update.optimizer import LearningRate, make_adamw, restore_optimizer, update
+from truestep.step.update.optimizers.adamw import AdamWOptions
+from truestep.weights.protocol import Weights
+from truestep.weights.whole import WholeWeights
 
 
 class Small(torch.nn.Module):

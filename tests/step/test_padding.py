@@ -11,14 +11,14 @@ import torch
 
 from scoring import write_records
 from step.test_score_oracle import config_for, records_for
-from truestep.assemble.policy import make_policy
-from truestep.assemble.sources import read_documents
-from truestep.assemble.step import make_rule, make_runner
 from truestep.config.schema import Config
 from truestep.metrics.types import values
 from truestep.ranks.group import ALONE
-from truestep.step import runner as step_runner
-from truestep.step.plan import plan_exactly
+from truestep.run.assemble.policy import make_policy
+from truestep.run.assemble.sources import read_documents
+from truestep.run.assemble.step import make_rule, make_runner
+from truestep.step.compute import runner as step_runner
+from truestep.step.plan.plan import plan_exactly
 from truestep.types import PackedBatch
 
 

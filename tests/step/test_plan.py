@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from documents import make_documents
-from truestep.step.plan import StepRule, count_packed, make_plan, plan_exactly, totals_of
+from truestep.step.plan.plan import StepRule, count_packed, make_plan, plan_exactly, totals_of
 
 LENGTHS = st.lists(st.integers(1, 12), max_size=24)
 

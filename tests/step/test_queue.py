@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from documents import make_document, make_documents, same_document
 from truestep.rollouts.documents import document_line, read_document
 from truestep.rollouts.source import FileSource, SourceError, Taken
-from truestep.step.plan import StepRule
-from truestep.step.queue import PlanQueue
+from truestep.step.plan.plan import StepRule
+from truestep.step.plan.queue import PlanQueue
 from truestep.types import Rollout, StepPlan
 
 LIMIT = 500  # plans; a queue that never ends fails instead of hanging

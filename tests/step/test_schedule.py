@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from truestep.ranks.pipeline import Pipeline, wire, wires
-from truestep.step.schedule import Pass, Schedule, make_schedule, most_alive
+from truestep.step.compute.schedule import Pass, Schedule, make_schedule, most_alive
 
 _TIMES = {True: 1, False: 2}  # of a forward and a backward pass
 

@@ -16,10 +16,10 @@ from small_runs import file_config, quiet_trainer, read_lines, tokenised_model, 
 from truestep.config.load import load_config
 from truestep.head import chunked
 from truestep.metrics.spent import of_the_machine
-from truestep.step import runner
-from truestep.step.plan import make_plan
-from truestep.verify.judge import verify
-from truestep.verify.report import complaints
+from truestep.step.compute import runner
+from truestep.step.plan.plan import make_plan
+from truestep.tools.verify.judge import verify
+from truestep.tools.verify.report import complaints
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -20,8 +20,8 @@ from truestep.ranks.watch import Watch
 from truestep.rollouts.parts import PartedSource
 from truestep.rollouts.stream.reading import Reading
 from truestep.rollouts.stream.source import StreamSource
-from truestep.train import train
-from truestep.trainer import Trainer
+from truestep.run.train import train
+from truestep.run.trainer import Trainer
 
 _CHANGES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir")
 

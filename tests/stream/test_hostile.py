@@ -113,7 +113,7 @@ class _Growing:
 
 
 def test_a_line_without_an_end_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("truestep.bounded.RECORD", 1000)
+    monkeypatch.setattr("truestep.files.bounded.RECORD", 1000)
     reader = DirectoryTransport(tmp_path)
     growing = _Growing(tmp_path / "a.jsonl")
     growing.write(good(1, 1))
@@ -385,7 +385,7 @@ def test_a_server_that_drips_is_not_waited_for_without_end(monkeypatch: pytest.M
 
 @needs_redis
 def test_hostile_entries(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("truestep.bounded.RECORD", 2**20)
+    monkeypatch.setattr("truestep.files.bounded.RECORD", 2**20)
     client = redis_server.client
     redis_server.send("s", numbered(1, 2))
     client.xadd("s", {"other": "field"})

@@ -19,7 +19,7 @@ from kill_driver import Driver
 from small_runs import read_lines
 from stream.redis_server import RedisServer, needs_redis
 from stream.senders import GROUP, Record, ToDirectory, ToStream, ToUsedNames, batches, check_run, closed
-from truestep.files import read_json_lines
+from truestep.files.whole import read_json_lines
 
 _AHEAD = 60  # documents that the sampler sends before it waits for the trainer
 

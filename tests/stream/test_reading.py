@@ -208,7 +208,7 @@ def test_a_look_that_does_not_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_message_too_large_is_not_parsed(read: Callable[..., Reading], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("truestep.bounded.RECORD", 2**20)
+    monkeypatch.setattr("truestep.files.bounded.RECORD", 2**20)
     arrived = everything(read(Listed(payload(1, padding=2**20), payload(2))))
     assert isinstance(arrived[0].outcome, BadRecord)
     assert arrived[0].outcome.reason == "the record is not read: it has more than 1 MiB"

@@ -30,7 +30,7 @@ from stream.redis_server import RedisServer, needs_redis
 from tiny import make_records
 from truestep.config.schema import Config
 from truestep.rollouts.source import SourceError
-from truestep.train import train
+from truestep.run.train import train
 
 Record = dict[str, Any]
 

@@ -16,12 +16,12 @@ from rich.text import Text
 
 from small_runs import file_config, read_lines, write_rollouts
 from terminal.screen import PseudoTerminal, Screen
-from truestep import progress
-from truestep.cli import main
+from truestep.commands.cli import main
 from truestep.config.load import dump_config
+from truestep.process import progress
 from truestep.ranks.forks import fork_context
-from truestep.terminal.display import Display
-from truestep.terminal.run import ConsoleSink
+from truestep.run.terminal.display import Display
+from truestep.run.terminal.run import ConsoleSink
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_a_terminal_that_got_narrower_is_drawn_anew_from_the_first_line() -> Non
     """A terminal that becomes narrower wraps the lines that are there: they take more rows than were drawn."""
     written = io.StringIO()
     console = Console(file=written, width=80, force_terminal=True, color_system=None)
-    from truestep.terminal.display import _Screen
+    from truestep.run.terminal.display import _Screen
 
     screen = _Screen(console)
     screen.draw([], [Text("a" * 70), Text("b" * 30)])
@@ -160,7 +160,7 @@ def test_a_terminal_that_stands_still_holds_nobody_up(
     terminal: PseudoTerminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody reads: once its buffer is full, a write would wait for ever."""
-    monkeypatch.setattr("truestep.terminal.display._PATIENCE", 0.2)
+    monkeypatch.setattr("truestep.run.terminal.display._PATIENCE", 0.2)
     display = Display(console_on(terminal))
     with display:
         for number in range(300):

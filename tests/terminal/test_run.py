@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from truestep.terminal.display import Display
-from truestep.terminal.run import ConsoleSink, live_line, number_lines
+from truestep.run.terminal.display import Display
+from truestep.run.terminal.run import ConsoleSink, live_line, number_lines
 
 EVALUATION = {
     "step": 2,
@@ -119,7 +119,7 @@ def test_a_wider_terminal_shows_more_and_nothing_is_lost() -> None:
 @pytest.mark.parametrize("steps", [None, 4])
 def test_the_time_left_is_that_of_the_steps_left(steps: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr("truestep.terminal.run.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("truestep.run.terminal.run.time.monotonic", lambda: now[0])
     display, _ = plain()
     sink = ConsoleSink(display, steps=steps)
     assert "left" not in sink.lines(80)[0].plain, "nothing is known before the first step"

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from truestep import progress
-from truestep.terminal.display import Display
+from truestep.process import progress
+from truestep.run.terminal.display import Display
 
 
 class Clock:
@@ -22,7 +22,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr("truestep.progress.time.monotonic", made)
+    monkeypatch.setattr("truestep.process.progress.time.monotonic", made)
     return made
 
 

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from truestep import progress
-from truestep.terminal.words import doing_in_words, duration, size, work_in_words
+from truestep.process import progress
+from truestep.run.terminal.words import doing_in_words, duration, size, work_in_words
 
 
 @pytest.mark.parametrize(

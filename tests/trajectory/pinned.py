@@ -21,7 +21,7 @@ from rich.console import Console
 
 from small_runs import read_lines, sampled_config, sort_prompts, word_model, write_lines
 from truestep.config.schema import Config
-from truestep.train import train
+from truestep.run.train import train
 
 FILE = Path(__file__).with_name("pinned.json")
 SEEDS = (0, 1, 2)

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from trajectory import pinned
+from truestep.generate import groups
 from truestep.losses.objective import Denominator
 from truestep.rollouts import advantages
-from truestep.sampler import groups
-from truestep.step import runner
-from truestep.step.optimizer import LearningRate
-from truestep.step.plan import totals_of
+from truestep.step.compute import runner
+from truestep.step.plan.plan import totals_of
+from truestep.step.update.optimizer import LearningRate
 
 
 @pytest.mark.parametrize("seed", pinned.SEEDS)
@@ -51,7 +51,7 @@ def _mask(patch: pytest.MonkeyPatch) -> None:
         mask[int(mask.argmax())] = mask.sum() == 1
         return replace(rollout, loss_mask=mask)
 
-    patch.setattr("truestep.sampler.in_process.to_rollout", to_rollout)
+    patch.setattr("truestep.generate.in_process.to_rollout", to_rollout)
 
 
 def _baseline(patch: pytest.MonkeyPatch) -> None:

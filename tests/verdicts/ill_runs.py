@@ -11,10 +11,10 @@ import torch
 from rich.console import Console
 
 from truestep.config.schema import Config
-from truestep.demo import run as demo
-from truestep.files import read_json_lines
+from truestep.files.whole import read_json_lines
 from truestep.metrics.spent import of_the_machine
-from truestep.train import train
+from truestep.run.train import train
+from truestep.tools.demo import run as demo
 
 RECORDED = Path(__file__).parent / "recorded"
 ALL_RIGHT = "all right"

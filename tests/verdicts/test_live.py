@@ -21,13 +21,13 @@ from small_runs import (
     write_rollouts,
 )
 from tiny import make_model
-from truestep.cli import main
+from truestep.commands.cli import main
 from truestep.config.load import dump_config
 from truestep.config.schema import Config
 from truestep.plan import room
 from truestep.report import write_report
-from truestep.run_directory import RunDirectory
-from truestep.train import train
+from truestep.run.directory import RunDirectory
+from truestep.run.train import train
 
 
 def small(tmp_path: Path, reward: str, steps: int) -> Config:

@@ -15,24 +15,25 @@ from truestep.losses.label_losses import LabelTerm
 from truestep.losses.labels import Labels
 from truestep.losses.objective import Denominator, Objective
 from truestep.metrics.types import Max, Mean, Metric, Min
-from truestep.policy.cuts.pieces import Piece, pieces_of
-from truestep.policy.loading import adapting, load
-from truestep.policy.model.adapter import LoraLinear
-from truestep.policy.model.context import Context
-from truestep.policy.weights import sharded, whole
-from truestep.policy.weights.protocol import StagePass
-from truestep.policy.weights.sharded import ShardedWeights
+from truestep.model.adapter import LoraLinear
+from truestep.model.loading import adapter_source as adapting
+from truestep.model.loading import load
+from truestep.model.mixers.context_parallel import Context
 from truestep.ranks.group import Ranks
-from truestep.step import runner
-from truestep.step.annotators import OwnLogprobs
-from truestep.step.chosen import Chooser
-from truestep.step.label_shares import MicroBatch
-from truestep.step.passes import Passes
-from truestep.step.runner import StepRunner
-from truestep.step.schedule import Pass
+from truestep.step.before.annotators import OwnLogprobs
+from truestep.step.before.chosen import Chooser
+from truestep.step.compute import runner
+from truestep.step.compute.label_shares import MicroBatch
+from truestep.step.compute.passes import Passes
+from truestep.step.compute.runner import StepRunner
+from truestep.step.compute.schedule import Pass
 from truestep.types import PackedBatch, StepPlan, StepTotals
+from truestep.weights import sharded, whole
+from truestep.weights.pieces import Piece, pieces_of
+from truestep.weights.protocol import StagePass
+from truestep.weights.sharded import ShardedWeights
 
-train = import_module("truestep.train")  # the module: the package has the function of this name
+train = import_module("truestep.run.train")  # the module: the package has the function of this name
 
 _LOCAL_LABELS = [0]
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from truestep.assemble import step as assemble
 from truestep.rollouts import advantages
-from truestep.step import runner
-from truestep.step.optimizers import eight_bits, muon
+from truestep.run.assemble import step as assemble
+from truestep.step.compute import runner
+from truestep.step.update.optimizers import eight_bits, muon
 
 # --- advantages
 

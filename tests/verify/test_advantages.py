@@ -9,9 +9,9 @@ import pytest
 
 from truestep.config.load import load_config
 from truestep.rollouts.advantages import scale_over_step
-from truestep.step import plan
-from truestep.verify.judge import Verdict, verify
-from truestep.verify.report import complaints
+from truestep.step.plan import plan
+from truestep.tools.verify.judge import Verdict, verify
+from truestep.tools.verify.report import complaints
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FEW = ("one process", "smallest micro-batches", "FSDP 2", "FSDP 4, ragged ranks")

@@ -13,8 +13,8 @@ import pytest
 from selection import in_tiers
 from truestep.config.load import ConfigError, dump_config, load_config
 from truestep.config.schema import Config
-from truestep.verify.judge import verify
-from truestep.verify.report import complaints
+from truestep.tools.verify.judge import verify
+from truestep.tools.verify.report import complaints
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LAYOUTS = ("one process", "smallest micro-batches", "head: 1 row a chunk", "context 2", "tensor 2", "FSDP 2")

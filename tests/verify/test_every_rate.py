@@ -14,12 +14,12 @@ from click.testing import CliRunner
 
 from selection import in_tiers
 from small_runs import file_config, merged, write_rollouts
-from truestep.cli import main
+from truestep.commands.cli import main
 from truestep.config.schema import Config
-from truestep.verify import judge
-from truestep.verify.judge import Judge, make_judge
-from truestep.verify.layouts import layouts_for
-from truestep.verify.report import complaints
+from truestep.tools.verify import judge
+from truestep.tools.verify.judge import Judge, make_judge
+from truestep.tools.verify.layouts import layouts_for
+from truestep.tools.verify.report import complaints
 from verify.update_faults import FAULTS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

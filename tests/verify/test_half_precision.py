@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from truestep.assemble.step import make_objective
 from truestep.config.schema import Config
-from truestep.verify.case import Case, make_case
-from truestep.verify.judge import verify
-from truestep.verify.oracle.records import Record, read_document
-from truestep.verify.oracle.step import oracle_logprobs
-from truestep.verify.reduced import _switches
-from truestep.verify.reference import Reference
+from truestep.run.assemble.step import make_objective
+from truestep.tools.verify.case import Case, make_case
+from truestep.tools.verify.judge import verify
+from truestep.tools.verify.oracle.records import Record, read_document
+from truestep.tools.verify.oracle.step import oracle_logprobs
+from truestep.tools.verify.reduced import _switches
+from truestep.tools.verify.reference import Reference
 
 
 def options(model: Path, kind: str, dtype: str) -> Config:

@@ -15,9 +15,9 @@ import pytest
 
 from small_runs import file_config, write_rollouts
 from truestep.config.schema import Config
-from truestep.verify.judge import Judge, make_judge
-from truestep.verify.layouts import Layout, layouts_for
-from truestep.verify.report import complaints
+from truestep.tools.verify.judge import Judge, make_judge
+from truestep.tools.verify.layouts import Layout, layouts_for
+from truestep.tools.verify.report import complaints
 
 # Kinds of model and loss, and the names of layouts that run one after another on the same ranks.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -11,11 +11,11 @@ import torch
 
 from selection import in_tiers
 from small_runs import file_config, write_rollouts
-from truestep.policy.cuts.blocks import Blocks
-from truestep.step.optimizers import by_weight, conveyor, eight_bits
-from truestep.step.optimizers.exchange import WholeMatrices
-from truestep.verify.judge import Verdict, verify
-from truestep.verify.report import complaints
+from truestep.step.update.optimizers import by_weight, conveyor, eight_bits
+from truestep.step.update.optimizers.exchange import WholeMatrices
+from truestep.tools.verify.judge import Verdict, verify
+from truestep.tools.verify.report import complaints
+from truestep.weights.blocks import Blocks
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"type": "adamw", "weight_decay": 0.1},

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from truestep.verify.case import some_positions
-from truestep.verify.oracle.advantages import prepare
-from truestep.verify.oracle.schedule import clip_scale, learning_rate
-from truestep.verify.oracle.updates import UpdateOracle, beyond, updated
+from truestep.tools.verify.case import some_positions
+from truestep.tools.verify.oracle.advantages import prepare
+from truestep.tools.verify.oracle.schedule import clip_scale, learning_rate
+from truestep.tools.verify.oracle.updates import UpdateOracle, beyond, updated
 
 LINEAR = {"learning_rate": 1.0, "schedule": "linear", "warmup_steps": 4, "minimum_learning_rate": 0.1}
 ADAMW = {"type": "adamw", "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.1}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from truestep.config.load import load_config
-from truestep.verify.judge import verify
+from truestep.tools.verify.judge import verify
 
 SAMPLED = """\
 data: {group_size: 4}

@@ -19,20 +19,20 @@ from transformers import AutoConfig
 from oracles.transformer import Transformer
 from selection import long_except
 from tiny import KINDS, make_model
-from truestep.assemble.step import make_objective
-from truestep.cli import main
+from truestep.commands.cli import main
 from truestep.config.load import load_config
 from truestep.errors import TruestepError
-from truestep.verify.case import make_case
-from truestep.verify.custom import document_labels
-from truestep.verify.difference import Difference, worst_of_each_kind
-from truestep.verify.judge import Verdict, verify
-from truestep.verify.layouts import Layout, layouts_for
-from truestep.verify.oracle.losses import LOSS_TYPES
-from truestep.verify.oracle.records import read_document
-from truestep.verify.oracle.values import label_values
-from truestep.verify.reference import Reference
-from truestep.verify.report import complaints
+from truestep.run.assemble.step import make_objective
+from truestep.tools.verify.case import make_case
+from truestep.tools.verify.custom import document_labels
+from truestep.tools.verify.difference import Difference, worst_of_each_kind
+from truestep.tools.verify.judge import Verdict, verify
+from truestep.tools.verify.layouts import Layout, layouts_for
+from truestep.tools.verify.oracle.losses import LOSS_TYPES
+from truestep.tools.verify.oracle.records import read_document
+from truestep.tools.verify.oracle.values import label_values
+from truestep.tools.verify.reference import Reference
+from truestep.tools.verify.report import complaints
 from verify import faults
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -61,7 +61,7 @@ def test_the_reference_is_float64_to_its_last_digits(kind: str, tiny_model: Call
 
 def test_the_oracle_shares_nothing_with_what_it_judges() -> None:
     code = (
-        "import sys, truestep.verify.oracle.step, truestep.verify.reference;"
+        "import sys, truestep.tools.verify.oracle.step, truestep.tools.verify.reference;"
         "rooms = {name.split('.')[1] for name in sys.modules if name.startswith('truestep.')};"
         "sys.exit(str(rooms - {'verify'}) if rooms - {'verify'} else 0)"
     )

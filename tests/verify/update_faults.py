@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from truestep import trainer
-from truestep.policy.weights import whole
-from truestep.step import clipping
-from truestep.step.optimizer import LearningRate
-from truestep.step.optimizers.by_weight import ByWeight
-from truestep.step.runner import StepRunner
-from truestep.verify.reduced import VOCABULARY
+from truestep.run import trainer
+from truestep.step.compute.runner import StepRunner
+from truestep.step.update import clipping
+from truestep.step.update.optimizer import LearningRate
+from truestep.step.update.optimizers.by_weight import ByWeight
+from truestep.tools.verify.reduced import VOCABULARY
+from truestep.weights import whole
 from verify.other_faults import (
     a_step_too_few,
     advantages_times,

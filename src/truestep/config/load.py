@@ -13,10 +13,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from truestep.config import describe, foreign, presets, yaml_tree
+from truestep.config.custom import CustomError, import_path
 from truestep.config.schema import Config
 from truestep.config.yaml_tree import ConfigError, Name, TreeReader, dotted
-from truestep.custom import CustomError, import_path
-from truestep.disks import no_file
+from truestep.files.disks import no_file
 from truestep.text import HIDDEN, hidden_options, redacted_options
 
 COMMAND_LINE = "command line"

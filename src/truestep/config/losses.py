@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag, create_model, model_validator
 
+from truestep.config.custom import CustomError, make_custom
 from truestep.config.section import Count, NotNegative, Positive, Section, by_type
-from truestep.custom import CustomError, make_custom
 
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]

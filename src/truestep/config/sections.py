@@ -264,7 +264,7 @@ class ServerSampler(SamplerBase):
     """Inference servers sample. They get the new weights after each update."""
     protocol: str = "vllm"
     """The kind of server: vllm, sglang, or package.module:Class, your own implementation of
-    truestep.sampler.server.protocol.InferenceServer."""
+    truestep.generate.servers.protocol.InferenceServer."""
     urls: Annotated[list[str], Field(min_length=1)]
     """The servers, such as http://host:8000. A request goes to the least busy one."""
     model: str

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from truestep import progress
-from truestep.custom import user_directories
+from truestep.config.custom import user_directories
 from truestep.environments import frames, isolation
+from truestep.environments.batch_size import Pace
 from truestep.environments.descendants import kill_below, started
-from truestep.environments.pace import Pace
 from truestep.environments.rewards import LONGEST_TRACEBACK, Rating, RewardError
+from truestep.process import progress
 from truestep.text import printable
 from truestep.types import LARGEST_REWARD
 

@@ -10,10 +10,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from truestep.bounded import TooLargeError, check_json, read_lines, too_long
-from truestep.disks import no_file
 from truestep.errors import TruestepError
-from truestep.files import LineError, exact_object
+from truestep.files.bounded import TooLargeError, check_json, read_lines, too_long
+from truestep.files.disks import no_file
+from truestep.files.whole import LineError, exact_object
 from truestep.rollouts.rendering import within_bounds
 from truestep.text import printable
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from truestep import progress
-from truestep.environments.pace import MOST, Pace
+from truestep.environments.batch_size import MOST, Pace
 from truestep.environments.printed import PrintedLog
 from truestep.environments.process import LateRewardError, LostError, Worker, WorkerOptions
 from truestep.environments.prompts import Prompt
 from truestep.environments.rewards import Rating, RewardError
 from truestep.errors import TruestepError
+from truestep.process import progress
 
 _JOIN_SECONDS = 30.0
 _NEVER_WORKED = 16  # completions of a run's first; if all fail alike, the reward is at fault, and not the completions

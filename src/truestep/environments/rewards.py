@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import CoroutineType, MappingProxyType, TracebackType
 from typing import Any
 
-from truestep.custom import CustomError, load_custom
+from truestep.config.custom import CustomError, load_custom
 from truestep.errors import TruestepError
 from truestep.text import printable
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from truestep.gpu.pinned_counter import count_true
 from truestep.head.logits import HeadSettings, Rows, wide
 from truestep.head.passes import Gradient, HeadPasses, passes_for
 from truestep.head.vocab_parallel import ShardedPasses, VocabularyShard
 from truestep.types import Coefficients, RowStatistics
-from truestep.window import count_true
 
 # Takes some rows and their statistics; gives the coefficients of the gradient.
 LossFunction = Callable[[slice, RowStatistics], Coefficients]

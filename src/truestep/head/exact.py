@@ -1,12 +1,12 @@
-"""The head's log-probs computed exactly: those of a row depend on that row alone (see `truestep.exact`).
+"""The head's log-probs computed exactly: those of a row depend on that row alone (see `truestep.numerics`).
 
 Dimensions: C rows of a chunk, H hidden, V vocabulary.
 """
 
 import torch
 
-from truestep.exact import arithmetic, plain
 from truestep.head.logits import HeadSettings, multiplier, wide
+from truestep.numerics import arithmetic, plain
 
 
 def exact_raw_logits(

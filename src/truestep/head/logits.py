@@ -14,7 +14,7 @@ from functools import cache
 
 import torch
 
-from truestep.ranks.memory import free_memory
+from truestep.gpu.memory import free_memory
 from truestep.types import Coefficients, RowStatistics
 
 log = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from truestep.gpu.self_test import serves
 from truestep.head.logits import (
     HeadSettings,
     LogitsGradient,
@@ -22,7 +23,6 @@ from truestep.head.logits import (
     scale_,
     wide,
 )
-from truestep.self_test import serves
 from truestep.types import Coefficients, RowStatistics
 
 

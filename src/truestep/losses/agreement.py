@@ -1,7 +1,7 @@
 """The comparison of a sampler's log-probs with the policy's own: sums over the labels of each document.
 
 A token of the standing weights was drawn by the weights that the step's forward pass has: its ratio is known to be 1.
-The policy may have moved since an older token was drawn. `step/agreement.py` judges the sums.
+The policy may have moved since an older token was drawn. `step/before/agreement.py` judges the sums.
 
 Dimensions: T labels, D documents, K columns.
 """

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from truestep.custom import CustomError
+from truestep.config.custom import CustomError
 from truestep.losses.labels import Labels, clamped_exp
 
 # A value of each label that decides which formula holds, and the bound at which it changes.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from truestep.custom import CustomError
+from truestep.config.custom import CustomError
 from truestep.losses.labels import Labels
 from truestep.losses.objective import Objective
 from truestep.metrics.types import Derived, Histogram, Max, Mean, Metric, Min, Sum

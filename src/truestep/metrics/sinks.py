@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from truestep.errors import TruestepError
-from truestep.files import append_json_line, write_whole
-from truestep.observers import Observer
+from truestep.files.whole import append_json_line, write_whole
+from truestep.metrics.observers import Observer
 from truestep.text import printable
 from truestep.types import Rejected
 

@@ -13,9 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
-from truestep.policy.model.adapter import Adapter, attach
-from truestep.policy.model.heads import HeadSizes
-from truestep.policy.model.recompute import ALL_PRODUCTS, is_kept
+from truestep.model.adapter import Adapter, attach
+from truestep.model.fast.activation_checkpointing import ALL_PRODUCTS, is_kept
+from truestep.model.heads import HeadSizes
 
 _NAME = "truestep_plan"
 _TOKENS = 32

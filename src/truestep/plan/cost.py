@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from truestep.config.schema import Config
 from truestep.config.sections import AdamW8BitConfig, AdamWConfig, MuonConfig
+from truestep.model.heads import HeadSizes
 from truestep.plan.memory import LABELS, computed_size, host_bytes, recomputes, reduces_each, remakes
 from truestep.plan.rates import Rates
 from truestep.plan.shape import ModelShape
-from truestep.policy.model.heads import HeadSizes
 from truestep.ranks.axes import RankLayout
 
 _LENGTH = 1000  # of documents, where nothing says how long they are

@@ -10,8 +10,8 @@ from truestep.config.schema import Config
 from truestep.config.sections import AdamW8BitConfig, CustomOptimizer, MuonConfig
 from truestep.plan.activations import Activations, measure_activations
 from truestep.plan.shape import ModelShape, Part
-from truestep.policy.cuts.blocks import Blocks
 from truestep.ranks.axes import RankLayout
+from truestep.weights.blocks import Blocks
 
 GIB = 2**30
 _FLOAT32 = 4

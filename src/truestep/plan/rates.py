@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from truestep.errors import TruestepError
-from truestep.files import write_whole
-from truestep.policy.model import flash
-from truestep.policy.weights.host import zeros_on_host
+from truestep.files.whole import write_whole
+from truestep.gpu.memory import device_memory, free_memory
+from truestep.gpu.pinned import zeros_on_host
+from truestep.model.mixers import flash
 from truestep.ranks.axes import MESH
 from truestep.ranks.group import ALONE, Ranks
-from truestep.ranks.memory import device_memory, free_memory
 from truestep.text import printable
 
 GIB = 2**30

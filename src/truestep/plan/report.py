@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from truestep.config.schema import Config
-from truestep.files import write_whole
+from truestep.files.whole import write_whole
 from truestep.plan.advice import layout_of, savings
 from truestep.plan.cost import StepTime, Work, plan_time
 from truestep.plan.memory import (

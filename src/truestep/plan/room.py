@@ -6,10 +6,10 @@ import torch
 
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
+from truestep.gpu.memory import device_memory
 from truestep.plan.advice import layout_of, most_of, savings
 from truestep.plan.memory import GIB
 from truestep.plan.shape import read_shape
-from truestep.ranks.memory import device_memory
 from truestep.ranks.processes import machine_memory
 
 _SHOWN = 3

@@ -20,16 +20,16 @@ from pydantic import ValidationError
 
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
+from truestep.gpu.memory import device_memory
+from truestep.model.heads import HeadSizes
+from truestep.model.mixers.context_parallel import check_heads
 from truestep.plan.advice import FEWEST_TOKENS, changed_plainly, layout_of, most_of
 from truestep.plan.cost import StepTime, Work, plan_time
 from truestep.plan.memory import GIB, offloaded, reduces_each
 from truestep.plan.rates import Rates
 from truestep.plan.shape import ModelShape, read_shape
-from truestep.policy.model.context import check_heads
-from truestep.policy.model.heads import HeadSizes
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks
-from truestep.ranks.memory import device_memory
 
 ROOM = 0.94  # of a card's memory that a plan may fill: the allocator holds a few percent more than the peak
 CHECKPOINTING, OFFLOAD = "model.activation_checkpointing", "model.activation_offload"

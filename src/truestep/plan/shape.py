@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from truestep.config.schema import Config
-from truestep.policy.cuts.layers import active_weights, layers_of
-from truestep.policy.cuts.stages import cut_by_cost
-from truestep.policy.cuts.tensor import tensor_plan
-from truestep.policy.errors import ModelError, no_model
-from truestep.policy.loading.adapting import adapter_source, attach_adapter
-from truestep.policy.model.adapter import DOWN, UP, Adapter
-from truestep.policy.model.freezing import freeze_weights
+from truestep.model.adapter import DOWN, UP, Adapter
+from truestep.model.cuts.stages import cut_by_cost
+from truestep.model.cuts.tensor import tensor_plan
+from truestep.model.freezing import freeze_weights
+from truestep.model.loading.adapter_source import adapter_source, attach_adapter
 from truestep.text import printable
+from truestep.weights.errors import ModelError, no_model
+from truestep.weights.layers import active_weights, layers_of
 
 
 @dataclass(frozen=True)

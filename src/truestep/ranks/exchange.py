@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from truestep.gpu.self_test import serves
 from truestep.ranks import peers
-from truestep.self_test import serves
 
 # The names since torch 2.13; before it, those of the older functions.
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -5,7 +5,7 @@ import multiprocessing
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 
-_IMPORTED_FIRST = ["truestep.ranks.preload", "truestep.train", "truestep.score"]
+_IMPORTED_FIRST = ["truestep.ranks.preload", "truestep.run.train", "truestep.tools.score"]
 
 
 def fork_context() -> ForkServerContext:

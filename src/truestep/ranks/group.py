@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from truestep import progress
+from truestep.process import progress
 from truestep.ranks.axes import CUT, DATA, GROUPS, MESH, SPREAD, TOGETHER, TOKENS, RankError, RankLayout
 from truestep.ranks.pipeline import wires
 

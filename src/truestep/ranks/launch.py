@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from truestep.custom import keep_path_clean
+from truestep.config.custom import keep_path_clean
 from truestep.ranks.axes import RankError
 from truestep.ranks.forks import fork_context
 

@@ -11,8 +11,8 @@ from types import FrameType
 import torch.distributed as dist
 
 import truestep
-from truestep import progress
-from truestep.custom import own_directories
+from truestep.config.custom import own_directories
+from truestep.process import progress
 
 _TRUESTEP = str(Path(truestep.__file__).parent) + os.sep
 _RANKS = os.path.join(_TRUESTEP, "ranks") + os.sep  # a place in here only says that ranks exchange something

@@ -20,8 +20,8 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from truestep import progress
-from truestep.ranks import marks
+from truestep.gpu import marks
+from truestep.process import progress
 from truestep.ranks.axes import RankError
 from truestep.ranks.group import Ranks
 from truestep.ranks.place import Place, find_place

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from truestep.kept.files import FOLDER, list_files
 from truestep.report.figures import first_ratio, format_deviation, format_ratio
 from truestep.report.formats import format_number
 from truestep.report.rollouts import read_rows
 from truestep.report.runs import Run, finite_column, is_finite
 from truestep.report.verdicts import Evidence, Level, Verdict, judge
 from truestep.report.verdicts.watching import most_common
+from truestep.rollouts.kept.files import FOLDER, list_files
 from truestep.text import printable
 
 LEVELS: tuple[Level, ...] = ("bad", "warning", "good", "note")

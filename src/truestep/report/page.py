@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from truestep.files import write_text_whole
+from truestep.files.whole import write_text_whole
 from truestep.report.charts import Chart, charts_of
 from truestep.report.examples import examples_html
 from truestep.report.figures import facts, tiles

@@ -12,9 +12,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from truestep.kept.files import FOLDER, list_files
 from truestep.report.parts import packed
 from truestep.report.runs import Run, is_finite
+from truestep.rollouts.kept.files import FOLDER, list_files
 from truestep.text import printable
 
 MOST_ROWS = 100_000

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import yaml
 
-from truestep.files import scan_lines
+from truestep.files.whole import scan_lines
 from truestep.report.series import Series
 from truestep.report.tables import Reasons, Repeats, Table, finite, first_of, number
 from truestep.text import printable, redacted

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from truestep.custom import load_custom
+from truestep.config.custom import load_custom
 from truestep.errors import TruestepError
 from truestep.rollouts.values import LARGEST_FLOAT32, describe
 from truestep.text import printable

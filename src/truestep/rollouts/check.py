@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from truestep import progress
+from truestep.process import progress
 from truestep.rollouts.advantages import check_group_sizes
 from truestep.rollouts.chat import ChatTemplate
 from truestep.rollouts.fields import Field, declare, from_records, optional

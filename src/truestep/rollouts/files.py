@@ -10,10 +10,10 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from truestep import progress
-from truestep.bounded import TooLargeError, check_json, read_line, read_lines, too_long
-from truestep.disks import no_file
 from truestep.errors import TruestepError
+from truestep.files.bounded import TooLargeError, check_json, read_line, read_lines, too_long
+from truestep.files.disks import no_file
+from truestep.process import progress
 from truestep.rollouts.advantages import assign_advantages
 from truestep.rollouts.fields import Field
 from truestep.rollouts.parquet import bad_row, read_parquet

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from truestep.bounded import MIB
+from truestep.files.bounded import MIB
 
 BATCH_ROWS = 128  # as Arrow arrays; one row at a time becomes Python's lists
 _BATCH_BYTES = 64 * MIB  # of a batch, about

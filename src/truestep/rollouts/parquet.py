@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from truestep import bounded
+from truestep.files import bounded
 from truestep.rollouts.fields import Field, record_names
 from truestep.rollouts.pages import batches, checked_groups
 from truestep.rollouts.record import readable_text

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from truestep.disks import writing
-from truestep.files import write_whole
+from truestep.files.disks import writing
+from truestep.files.whole import write_whole
 from truestep.types import Rejected
 
 FILE_NAME = "rejected.jsonl"

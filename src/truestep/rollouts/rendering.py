@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from truestep.bounded import MIB
+from truestep.files.bounded import MIB
 
 _SECONDS = 60.0
 _MEMORY = 2048 * MIB  # that the process may grow by meanwhile

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from truestep import bounded
+from truestep.files import bounded
 from truestep.rollouts.fields import Field
 from truestep.rollouts.values import BadRecord, checked, describe, integer, plain
 

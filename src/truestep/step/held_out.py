@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from truestep.rollouts.source import Interrupted, never
-from truestep.step.plan import StepRule, plan_exactly
-from truestep.step.runner import StepRunner
+from truestep.step.compute.runner import StepRunner
+from truestep.step.plan.plan import StepRule, plan_exactly
 from truestep.types import Rollout
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from truestep.head.logits import scaled_logits
-from truestep.policy.policy import Policy
+from truestep.model.policy import Policy
 from truestep.rollouts.packing import pack
-from truestep.step.label_shares import LabelShare, MicroBatch
-from truestep.step.passes import Passes
+from truestep.step.compute.label_shares import LabelShare, MicroBatch
+from truestep.step.compute.passes import Passes
 from truestep.types import Rollout
 
 # Where a part of the logits stands: the text, and the first token of the vocabulary's slice.

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from truestep.observers import Observer
+from truestep.metrics.observers import Observer
 from truestep.rollouts.stream.transport import Transport
 
 

@@ -13,8 +13,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from truestep.bounded import too_long
-from truestep.files import append_json_line
+from truestep.files.bounded import too_long
+from truestep.files.whole import append_json_line
 from truestep.rollouts.source import SourceError, other_source
 from truestep.rollouts.stream.transport import Message, TransportError
 from truestep.rollouts.stream.watched import Read, Seen, WatchedFile, open_file

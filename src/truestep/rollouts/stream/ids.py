@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from truestep.files import sync_directory
+from truestep.files.whole import sync_directory
 from truestep.rollouts.source import SourceError
 
 _DIGEST = 16  # bytes: among ten million ids, two have the same with a chance of 1 in 10^24

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, replace
 
-from truestep import bounded
+from truestep.files import bounded
 from truestep.rollouts.files import parse_json, readable
 from truestep.rollouts.record import BadRecord, Checks, parse_record
 from truestep.rollouts.stream.transport import Message, Transport, TransportError

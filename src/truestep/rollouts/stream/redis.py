@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
-from truestep.bounded import RECORD, too_long
+from truestep.files.bounded import RECORD, too_long
 from truestep.rollouts.source import SourceError, other_source
 from truestep.rollouts.stream.transport import Message, TransportError
 from truestep.text import keep_secret, printable

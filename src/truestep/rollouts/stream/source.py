@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from truestep import progress
+from truestep.process import progress
 from truestep.rollouts.record import Checks
 from truestep.rollouts.source import Interrupted, SourceError, Taken, never, refuse_other_kind
 from truestep.rollouts.stream.ids import SeenIds

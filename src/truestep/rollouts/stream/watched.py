@@ -15,7 +15,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from truestep import bounded
+from truestep.files import bounded
 
 _DIGEST = 16  # bytes
 _TAIL = 2**16  # bytes

@@ -23,8 +23,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from zlib_ng.zlib_ng import crc32
 
-from truestep import progress
-from truestep.files import sync_directory, sync_tree
+from truestep.files.whole import sync_directory, sync_tree
+from truestep.process import progress
 from truestep.rollouts.fields import Field
 from truestep.rollouts.files import DataError
 from truestep.rollouts.table.convert import convert, jobs_of

@@ -19,8 +19,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from truestep import progress
-from truestep.bounded import read_lines as read_bounded_lines
+from truestep.files.bounded import read_lines as read_bounded_lines
+from truestep.process import progress
 from truestep.ranks.processes import usable_cores
 from truestep.rollouts.fields import Field, declarations, declare, optional
 from truestep.rollouts.files import DataError, line_content, parse_json, readable

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from truestep import progress
+from truestep.process import progress
 from truestep.rollouts.advantages import as_rule, assign_advantages
 from truestep.rollouts.fields import Field
 from truestep.rollouts.files import (

@@ -1,0 +1,455 @@
+"""The commands. Each reads its arguments, calls one function, and reports what went wrong in one message."""
+
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+from rich.console import Console
+
+from truestep import __version__
+from truestep.config.custom import keep_path_clean
+from truestep.errors import TruestepError
+from truestep.files.disks import no_file, refusal
+from truestep.text import printable, shown
+
+if TYPE_CHECKING:  # each command imports what it runs: help must not wait for torch
+    from rich.console import RenderableType
+
+    from truestep.config.schema import Config
+    from truestep.run.terminal.display import Display
+
+_FREE_OPTIONS = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
+
+
+class ConfigCommand(click.Command):
+    """A command that takes CONFIG.yaml and overrides. Its help ends with the sections of the configuration; with a word
+    behind `--help` it is about the options that the word names."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        asked = next((place for place, word in enumerate(args) if word in ctx.help_option_names), None)
+        if asked is not None and len(args) > asked + 1:
+            self._tell_options(ctx, args[asked + 1])
+        return super().parse_args(ctx, args)
+
+    def _tell_options(self, ctx: click.Context, about: str) -> NoReturn:
+        from truestep.config.describe import render_options
+
+        found = render_options(about)
+        if found is None:
+            _fail(f"no section and no option has {about!r} in its name; {ctx.command_path} --help names all sections")
+        click.echo(_rendered(ctx, found))
+        ctx.exit()
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from truestep.config.describe import render_sections
+
+        formatter.write("\nThe sections of the configuration, and how many options each has:\n\n")
+        formatter.write(_rendered(ctx, render_sections()))
+        formatter.write(f"\n  {ctx.command_path} --help sampler   tells the options of a section\n")
+        formatter.write(f"  {ctx.command_path} --help clip      those whose name has a word in it\n")
+        formatter.write(f"  {ctx.command_path} --help all       every option\n")
+
+
+def _rendered(ctx: click.Context, content: "RenderableType") -> str:
+    width = ctx.terminal_width or Console().width
+    console = Console(width=width, color_system="auto" if sys.stdout.isatty() else None)
+    with console.capture() as capture:
+        console.print(content)
+    return capture.get()
+
+
+def _guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """Report a mistake that the user can mend as one message on standard error, with exit code 1."""
+
+    @wraps(command)
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except TruestepError as error:
+            _fail(str(error))
+        except KeyboardInterrupt:
+            click.echo("stopped; the same command starts again", err=True)
+            sys.exit(130)
+        except Exception as error:
+            file, number = getattr(error, "filename", None), refusal(error)
+            if number is not None:  # what another library writes, in a place that nobody named
+                _fail(f"{file or 'a file or standard output'} cannot be written: {os.strerror(number)}")
+            if not isinstance(error, OSError) or file is None:
+                raise
+            _fail(f"{file}: {error.strerror}")  # a file where a directory should be, no permission
+
+    return guarded
+
+
+def _fail(message: str) -> NoReturn:
+    from rich.markup import escape
+
+    Console(stderr=True).print(f"[bold red]error:[/] {escape(shown(message))}", highlight=False, soft_wrap=True)
+    sys.exit(1)
+
+
+def _print(text: str) -> None:
+    """Print text as it is: paths and names may look like markup."""
+    Console().print(shown(text), highlight=False, markup=False, soft_wrap=True)
+
+
+def _as_typed() -> list[str]:
+    """Give the words of this process's command, without options of its own."""
+    context = click.get_current_context()
+    return ["truestep", context.info_name or "", str(context.params["config"]), *context.params["overrides"]]
+
+
+def _display() -> "Display":
+    """Make what shows how far a command has come: on the first rank, where a person looks on."""
+    from truestep.process import progress
+    from truestep.run.terminal.display import Display
+
+    progress.phase("starting")
+    return Display(Console(stderr=True, quiet=bool(int(os.environ.get("RANK", "0")))))
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, package_name="truestep")
+def main() -> None:
+    """RL fine-tuning of language models in which every step is exactly the step you asked for."""
+    click.get_current_context().call_on_close(keep_path_clean())
+
+
+def _left_out(command: str, overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """Leave out the sampler of a configuration whose rollouts are named by --data.path, where none is sampled."""
+    named = any(word.partition("=")[0] == "--data.path" for word in overrides)
+    return ("--sampler", "null", "--evaluation", "null") if named and command in ("score", "verify") else ()
+
+
+def _config_command(command: Callable[..., None]) -> click.Command:
+    """Make a command of a function that takes a configuration, which CONFIG and overrides give."""
+
+    @wraps(command)
+    def with_config(config: Path, overrides: tuple[str, ...], **options: Any) -> None:
+        from truestep.config.load import check_secrets, load_config
+
+        loaded = load_config(config, (*overrides, *_left_out(command.__name__, overrides)))
+        check_secrets(loaded, config)
+        command(loaded, **options)
+
+    words = click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--section.option VALUE]...")
+    file = click.argument("config", type=click.Path(path_type=Path))
+    return main.command(cls=ConfigCommand, context_settings=_FREE_OPTIONS)(file(words(_guarded(with_config))))
+
+
+_output = click.option("--output", required=True, type=click.Path(path_type=Path), help="Where the files are written.")
+
+
+@_config_command
+@click.option("--explain", is_flag=True, help="Only print the objective that CONFIG means, as a formula.")
+def train(config: "Config", explain: bool) -> None:
+    """Train as CONFIG says. A run that has a checkpoint goes on from its last one."""
+    if explain:
+        from truestep.config.explain import explain as write_out
+
+        if not int(os.environ.get("RANK", "0")):
+            _print(write_out(config))
+        return
+    with _display():
+        from truestep.ranks.group import leave
+        from truestep.run.notes import longer_by, what_next
+        from truestep.run.train import train as run
+
+    trainer = run(config, Console())
+    stopped_by = trainer.stopped_by
+    leave()
+    if config.logging.console and trainer.ranks.first:
+        longer = longer_by(config, trainer.step)
+        for line in what_next(trainer.directory.path, trainer.finished, longer, _as_typed()):
+            _print(line)
+    if stopped_by is not None:
+        sys.exit(128 + stopped_by)
+
+
+@_config_command
+@click.option(
+    "--ranks", "--gpus", type=click.IntRange(1), help="Plan for this many. Without it: those of torchrun, or 1."
+)
+@click.option("--memory", type=click.FloatRange(0, min_open=True), help="GiB of each GPU; exit code 1 if too few.")
+@click.option("--card", help="Another card: its memory by name (H200, H100, ...), or a file of kept rates: time too.")
+@click.option("--length", type=click.FloatRange(1), help="Tokens of a document, for the time.")
+@click.option("--output", type=click.Path(path_type=Path), help="Also write plan.json there.")
+def plan(
+    config: "Config",
+    ranks: int | None,
+    memory: float | None,
+    card: str | None,
+    length: float | None,
+    output: Path | None,
+) -> None:
+    """Print the memory that CONFIG needs, and the time of a step. No GPU is needed, and no weight is read."""
+    from truestep.plan.rates import named_rates, rates_of_plan
+    from truestep.plan.report import make_plan_report
+
+    size = ranks or int(os.environ.get("WORLD_SIZE", "1"))
+    if card:
+        cards_memory, rates = named_rates(card)
+        memory = memory or cards_memory
+    else:
+        rates, notes = rates_of_plan(size)
+        memory = memory or (None if rates is None else rates.memory)
+        for note in notes:
+            _print(note)
+    text, fits = make_plan_report(config, size, memory, output, rates, length)
+    _print(text)
+    if not fits:
+        sys.exit(1)
+
+
+@_config_command
+@_output
+@click.option("--gradients", is_flag=True, help="Also the backward pass: gradients.safetensors and grad_norm.")
+def score(config: "Config", output: Path, gradients: bool) -> None:
+    """Run all of data.path as one step and update nothing. What the step is made of is written to files."""
+    with _display():
+        from truestep.metrics.tables import step_table
+        from truestep.ranks.group import leave
+        from truestep.tools.score import score as run
+
+        result = run(config, output, gradients=gradients)
+    leave()
+    if int(os.environ.get("RANK", "0")):  # the first rank alone prints
+        return
+    Console().print(step_table(result.step))
+    _print(f"weights: {result.weights}; written to {output}")
+
+
+@_config_command
+@_output
+@click.option("--full", is_flag=True, help="The model and rollouts as they are, not reduced in size.")
+@click.option("--ranks", type=click.IntRange(min=1), default=4, show_default=True, help="The most processes at a time.")
+@click.option(
+    "--documents", type=click.IntRange(min=4), default=14, show_default=True, help="The number of rollouts to use."
+)
+def verify(config: "Config", output: Path, full: bool, ranks: int, documents: int) -> None:
+    """Prove the numbers of CONFIG under many layouts. Each is compared with a float64 reference over the same steps."""
+    from truestep.ranks import forks
+
+    forks.begin()
+    console = Console()
+    with _display():
+        from truestep.files.whole import write_json, write_text_whole
+        from truestep.tools.verify import report
+        from truestep.tools.verify.judge import verify as run
+
+        verdicts = run(config, output, most_ranks=ranks, documents=documents, full=full)
+    write_json(output / "verify.json", report.as_json(verdicts))
+    write_text_whole(output / "verify.svg", report.figure(verdicts))
+    console.print(report.table(verdicts))
+    failed = [verdict for verdict in verdicts if not verdict.passed]
+    for verdict in failed:
+        for complaint in report.complaints(verdict):
+            _print(f"{verdict.layout.name}: {complaint}")
+    if failed:
+        _fail(f"{len(failed)} of {len(verdicts)} layouts are out of bounds; written to {output}")
+    _print(f"all {len(verdicts)} layouts are within {report.BOUND:g} of float64; written to {output}")
+
+
+@_config_command
+@_output
+@click.option(
+    "--documents", type=click.IntRange(min=1), default=64, show_default=True, help="The number of rollouts to use."
+)
+@click.option(
+    "--older",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="An earlier version of the weights, to recognise stale ones by; a run's own checkpoints are tried anyway.",
+)
+def parity(config: "Config", output: Path, documents: int, older: tuple[Path, ...]) -> None:
+    """Measure how far the sampler's log-probs are from the trainer's. Each possible cause is tried alone."""
+    with _display():
+        from truestep.files.whole import write_json, write_text_whole
+        from truestep.tools.parity import report
+        from truestep.tools.parity.gap import parity as run
+
+        result = run(config, documents=documents, older=older)
+    write_json(output / "parity.json", report.as_json(result))
+    write_text_whole(output / "parity.svg", report.figure(result))
+    Console().print(report.table(result))
+    _print(f"weights: {result.weights}")
+    worst = result.worst
+    _print(
+        f"worst: document {worst.document}, position {worst.position}, token {worst.token} {worst.text!r}: sampler "
+        f"{worst.sampler:.4f}, trainer {worst.trainer:.4f}\n{result.verdict}"
+    )
+
+
+@main.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--output", required=True, type=click.Path(path_type=Path), help="The Hugging Face directory to make.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    default="bfloat16",
+    show_default=True,
+    help="The type of the written weights.",
+)
+@click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model.")
+@click.option(
+    "--adapter", "adapter_alone", is_flag=True, help="Write a run's adapter alone, as peft does, and not merged."
+)
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    help="The model that the run's adapter belongs to, if it is not where it was.",
+)
+@_guarded
+def export(
+    source: Path, output: Path, dtype: str, trust_remote_code: bool, adapter_alone: bool, model: Path | None
+) -> None:
+    """Make a Hugging Face directory of a checkpoint. SOURCE is a checkpoint, or the directory of a run, whose last one
+    is taken. An adapter is merged into its model."""
+    with _display():
+        from truestep.tools.export import export as run
+
+        checkpoint = run(source, output, dtype, trust_remote_code, model=model, adapter_alone=adapter_alone)
+    _print(f"{checkpoint} -> {output} ({dtype})")
+
+
+@main.group()
+def data() -> None:
+    """Look at rollouts."""
+
+
+@data.command()
+@click.argument("files", nargs=-1, required=True)
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    help="A model directory: token ids are held against it, and chat messages become its tokens.",
+)
+@click.option("--tokens-per-microbatch", type=click.IntRange(min=1), help="The longest document allowed.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="The temperature of records that have none.",
+)
+@click.option("--group-size", type=click.IntRange(min=1), help="The run's data.group_size, which must fit a group.")
+@click.option("--fields", help="The run's data.fields, as YAML: '{my_weight: {level: label}}'.")
+@_guarded
+def check(
+    files: tuple[str, ...],
+    model: Path | None,
+    tokens_per_microbatch: int | None,
+    temperature: float,
+    group_size: int | None,
+    fields: str | None,
+) -> None:
+    """Show what is in rollout FILES, and what is rejected and why. Counts, lengths and groups are shown."""
+    with _display():
+        from truestep.rollouts.check import check_files, render
+
+        vocabulary_size = None if model is None else _vocabulary_size(model)
+        summary = check_files(
+            files,
+            vocabulary_size,
+            temperature,
+            tokens_per_microbatch,
+            _chat_template(model),
+            group_size,
+            None if fields is None else _declared_fields(fields),
+        )
+    Console().print(render(summary))
+
+
+def _declared_fields(text: str) -> dict[str, Any]:
+    """Read the fields of a user's own that are declared on the command line."""
+    import yaml
+    from pydantic import ValidationError
+
+    from truestep.config.sections import DataConfig
+
+    try:
+        found: dict[str, Any] = DataConfig.model_validate({"fields": yaml.safe_load(text)}).model_dump()["fields"]
+    except yaml.YAMLError as error:
+        raise TruestepError(f"--fields is not YAML: {printable(str(error))}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"][1:]))
+        raise TruestepError(f"--fields: {where}: {printable(first['msg'])}") from error
+    return found
+
+
+def _chat_template(model: Path | None) -> Any:
+    """Make the reader of chat messages, which needs the model's tokenizer once a record has messages."""
+    from truestep.rollouts.chat import ChatTemplate
+
+    def load() -> Any:
+        from truestep.model.loading.load import load_tokenizer
+
+        return None if model is None else load_tokenizer(model)
+
+    return ChatTemplate(load, "data check needs --model to make tokens of messages" if model is None else None)
+
+
+def _vocabulary_size(model: Path) -> int:
+    from truestep.files.whole import LineError, exact_object
+
+    if (kind := no_file(model / "config.json")) is not None:
+        raise TruestepError(f"--model {model}: its config.json is {kind}, not a file")
+    try:
+        size = exact_object((model / "config.json").read_bytes()).get("vocab_size")
+    except (OSError, LineError) as error:
+        raise TruestepError(f"--model {model}: its config.json cannot be used: {error}") from error
+    if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < 2**31:
+        raise TruestepError(f"--model {model}: its config.json gives no vocab_size: it is {printable(size, 60)}")
+    return size
+
+
+@main.command()
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--output", type=click.Path(path_type=Path), help="The page; by default report.html in the first run.")
+@_guarded
+def report(runs: tuple[Path, ...], output: Path | None) -> None:
+    """Write a self-contained page of one run, or of several compared."""
+    from truestep.report import write_report
+
+    for run in runs:
+        if not (run / "metrics.jsonl").is_file():
+            raise TruestepError(f"{run} is not a run's directory: it has no metrics.jsonl")
+    _print(str(write_report(list(runs), output or runs[0] / "report.html")))
+
+
+@main.command()
+@click.option("--output", type=click.Path(path_type=Path), default=Path("runs/demo"), show_default=True)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Seeds the model, the task and the sampling.",
+)
+@_guarded
+def demo(output: Path, seed: int) -> None:
+    """Do a whole RL run on this machine. It makes a tiny model, warms it up, trains it by GRPO and writes a report."""
+    from truestep.tools.demo.run import run
+
+    run(output, seed, Console())
+
+
+@main.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--model", type=click.Path(path_type=Path), help="A model directory. Without it a tiny model is made.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seeds the prompts.")
+@_guarded
+def init(directory: Path, model: Path | None, seed: int) -> None:
+    """Write a task that runs as it is into DIRECTORY. It has prompts, a reward, a configuration and a test."""
+    from truestep.tools.init.make import init as run
+
+    if model is None:
+        _print("making a tiny model, which takes some seconds")
+    written = run(directory, model, seed)
+    _print(f"{directory}: {', '.join(path.name for path in written)}")
+    _print(f"next: cd {directory} && truestep train config.yaml")

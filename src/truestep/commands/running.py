@@ -1,0 +1,88 @@
+"""Training from Python."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from truestep.config.custom import keep_path_clean
+from truestep.config.load import check_secrets, load_config
+from truestep.config.schema import Config
+from truestep.errors import TruestepError
+from truestep.files.whole import read_exact_lines
+from truestep.metrics.sinks import Sink
+from truestep.ranks.group import leave
+from truestep.run.callbacks import Callback
+from truestep.run.directory import RunDirectory
+from truestep.run.train import train as train_here
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What became of a run."""
+
+    ended: str
+    """How the run ended, as a sentence."""
+    finished: bool
+    """True where all steps were made or the data ended; False where a callback or a signal stopped the run."""
+    step: int
+    """The number of the last step."""
+    documents_seen: int
+    """The documents that the policy has been trained on."""
+    directory: Path
+    """The run's directory."""
+    checkpoint: Path | None
+    """The last checkpoint, of which `export` makes a Hugging Face directory."""
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Read the lines of metrics.jsonl, one for each step."""
+        return _lines(RunDirectory(self.directory).metrics)
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Read the lines of evaluation.jsonl."""
+        return _lines(RunDirectory(self.directory).evaluations)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return list(read_exact_lines(path)) if path.is_file() else []
+
+
+def configured(config: Config | str | Path) -> Config:
+    """Load a configuration where a file is named."""
+    loaded = config if isinstance(config, Config) else load_config(Path(config))
+    check_secrets(loaded, Path("Config") if isinstance(config, Config) else Path(config))
+    return loaded
+
+
+def train(
+    config: Config | str | Path,
+    *,
+    callbacks: Sequence[Callback] = (),
+    sinks: Sequence[Sink] = (),
+    console: Console | None = None,
+) -> TrainingResult:
+    """Train as the configuration says, from the run's last checkpoint if it has one.
+
+    `sinks` get every step's and every evaluation's line, beside those of the configuration. `console` is where the run
+    says what it does, standard output by default; `logging.console: false` silences it. Under torchrun every rank
+    calls this; callbacks and sinks are called on the first rank alone.
+    """
+    given = configured(config)
+    if given.checkpoint.directory is None:
+        raise TruestepError("checkpoint.directory is required: a Config of Python has no file to name the run after")
+    put_back = keep_path_clean()
+    try:
+        trainer = train_here(given, console or Console(), callbacks=callbacks, sinks=sinks)
+        leave()
+    finally:
+        put_back()
+    return TrainingResult(
+        ended=trainer.ended,
+        finished=trainer.finished,
+        step=trainer.step,
+        documents_seen=trainer.state.documents_seen,
+        directory=trainer.directory.path,
+        checkpoint=trainer.checkpoints.latest(),
+    )

@@ -1,0 +1,292 @@
+"""Files that are whole or absent (written under another name, synced, renamed), and files of lines, damaged or not."""
+
+import contextlib
+import itertools
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from truestep.files.bounded import read_line
+from truestep.files.disks import writing
+from truestep.process import progress
+from truestep.text import printable
+
+log = logging.getLogger(__name__)
+
+DEEPEST = 100  # levels of lists and objects in a line; json's own reader and writer fail at some depth of the stack
+_READ_AHEAD = 1 << 17  # bytes
+LONGEST_LINE = 1 << 28  # bytes; a step of a million documents with long names takes a third of it
+
+
+def sync_directory(directory: Path) -> None:
+    """Make a rename in this directory survive a power cut."""
+    with writing(directory):
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def sync_files(files: Iterable[Path]) -> None:
+    """Put files on the disk, those of them that are there."""
+    for path in files:
+        with contextlib.suppress(FileNotFoundError), writing(path), path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def sync_tree(directory: Path) -> None:
+    """Sync all files below, before a rename makes them count."""
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            path = Path(folder) / name
+            with progress.waiting_for(f"the disk to write {path}"), writing(path), path.open("rb") as file:
+                os.fsync(file.fileno())
+            progress.made("files on the disk")
+        sync_directory(Path(folder))
+
+
+def write_whole(path: Path, content: bytes) -> Path:
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with partial.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        finally:
+            with contextlib.suppress(OSError):  # it must not hide why there is one
+                partial.unlink(missing_ok=True)
+    sync_directory(path.parent)
+    return path
+
+
+def write_text_whole(path: Path, text: str) -> Path:
+    """Write text that people read: half a surrogate pair in a completion must not stop it."""
+    return write_whole(path, text.encode("utf-8", errors="replace"))
+
+
+def json_line(value: Mapping[str, Any]) -> str:
+    """Format one line. Floats keep every digit, so that what is read is bit for bit what was written."""
+    try:
+        line = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # JSON has no NaN and no infinity
+        value = finite_or_null(value)
+        line = json.dumps(value, ensure_ascii=False)
+    try:
+        line.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can hold and UTF-8 cannot
+        line = json.dumps(value)
+    return line + "\n"
+
+
+def finite_or_null(value: Any) -> Any:
+    """Replace numbers that are not finite, at any depth, by None: JSON has none of them."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: finite_or_null(item) for name, item in value.items()}
+    return [finite_or_null(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text_whole(path, json.dumps(finite_or_null(value), indent=2) + "\n")
+
+
+def write_json_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    write_whole(path, "".join(map(json_line, lines)).encode())
+
+
+def append_json_line(path: Path, value: Mapping[str, Any]) -> None:
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json_line(value))
+
+
+class LineError(ValueError):
+    """The reason why a line is no JSON object that can be trusted."""
+
+
+def exact_object(line: bytes, *, lenient: bool = False) -> dict[str, Any]:
+    """Read a JSON object: no key twice, no NaN, not nested deeply. Anything else raises `LineError`.
+
+    `lenient` is for what is only shown: NaN is read, as Python's json writes it, and of a key's values the last.
+    """
+
+    def to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        inside = dict(pairs)
+        if len(inside) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise LineError(f"the key {printable(next(n for n in names if names.count(n) > 1), 60)!r} is given twice")
+        return inside
+
+    try:
+        if lenient:
+            value = json.loads(line.decode())
+        else:
+            value = json.loads(line.decode(), object_pairs_hook=to_dict, parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise LineError(f"not UTF-8 at its byte {error.start + 1}") from None
+    except json.JSONDecodeError as error:
+        raise LineError(f"not JSON: {error.msg} at its column {error.colno}") from None
+    except RecursionError:
+        raise LineError(f"nested deeper than {DEEPEST} levels") from None
+    except LineError:
+        raise
+    except ValueError as error:  # an integer of thousands of digits
+        raise LineError(f"not readable: {printable(error)}") from None
+    if not isinstance(value, dict):
+        raise LineError("not a JSON object")
+    if line.count(b"[") + line.count(b"{") > DEEPEST and _deeper_than(value, DEEPEST):
+        raise LineError(f"nested deeper than {DEEPEST} levels")
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise LineError(f"{name} is no JSON")
+
+
+def _deeper_than(value: Any, limit: int) -> bool:
+    """Tell whether lists and objects are nested deeper than a limit, without recursion."""
+    level = [value]
+    for _ in range(limit):
+        inner: list[Any] = []
+        for item in level:
+            parts = item.values() if isinstance(item, dict) else item
+            inner += [part for part in parts if isinstance(part, dict | list)]
+        if not inner:
+            return False
+        level = inner
+    return True
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a file: where it stands, and its object, or the reason why it has none."""
+
+    path: Path
+    number: int | None  # from 1; None where the file was read from its end
+    start: int  # its first byte
+    end: int  # the byte behind its line break
+    value: dict[str, Any] | None
+    damage: str = ""
+    whole: bool = True  # False: a last line without its line break, cut short by a kill
+
+    @property
+    def place(self) -> str:
+        number = "" if self.number is None else f":{self.number}"
+        return f"{self.path}{number} (byte {self.start})"
+
+    def __str__(self) -> str:
+        return f"{self.place} is damaged: {self.damage}"
+
+
+def _line_of(path: Path, number: int | None, start: int, content: bytes, lenient: bool = False) -> Line | None:
+    """Parse the bytes of a line, its line break included; None for an empty one."""
+    end, whole = start + len(content), content.endswith(b"\n")
+    if not content.strip():
+        return None if whole else Line(path, number, start, end, None, "the last line is cut off", whole=False)
+    if len(content) > LONGEST_LINE:
+        return Line(path, number, start, end, None, f"it is longer than {LONGEST_LINE:,} bytes", whole)
+    if not whole and not lenient:
+        return Line(path, number, start, end, None, "the last line is cut off", whole=False)
+    try:
+        return Line(path, number, start, end, exact_object(content, lenient=lenient), whole=whole)
+    except LineError as error:
+        return Line(path, number, start, end, None, str(error), whole)
+
+
+def scan_lines(path: Path, *, lenient: bool = False) -> Iterator[Line]:
+    """Read a line-based file one line at a time. A damaged line is given with its reason, and the next one follows it.
+
+    A file that is not there has no lines. No more than a line is held. `lenient` is for files that are only shown:
+    NaN is read, and a last line that is whole but for its line break.
+    """
+    try:
+        file = path.open("rb", buffering=_READ_AHEAD)
+    except FileNotFoundError:
+        return
+    start = 0
+    with file:
+        for number in itertools.count(1):
+            content, length, whole = read_line(file, limit=LONGEST_LINE)
+            if not length:
+                return
+            end = start + length
+            if content is None:
+                yield Line(path, number, start, end, None, f"it is longer than {LONGEST_LINE:,} bytes", whole)
+            elif (line := _line_of(path, number, start, content, lenient)) is not None:
+                yield line
+            start = end
+
+
+def lines_from_the_end(path: Path, block: int = 1 << 16) -> Iterator[Line]:
+    """Read a line-based file from its last line backwards, without reading what stands before the lines asked for."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        position = file.seek(0, os.SEEK_END)
+        blocks: list[bytes] = []  # of the line that is being gathered, from the file's end backwards
+        while position > 0:
+            size = min(block, position)
+            position -= size
+            file.seek(position)
+            content = file.read(size)
+            end = len(content)
+            while (found := content.rfind(b"\n", 0, end)) >= 0:
+                tail = content[found + 1 : end] + b"".join(reversed(blocks))
+                line = _line_of(path, None, position + found + 1, tail) if tail else None
+                if line is not None:
+                    yield line
+                # The line break belongs to the line before it.
+                blocks, end = [b"\n"], found
+            blocks.append(content[:end])
+        first = b"".join(reversed(blocks))
+        if first and (line := _line_of(path, None, 0, first)) is not None:
+            yield line
+
+
+def count_lines(path: Path) -> int:
+    """Count the whole lines of a file, without holding or reading them as JSON."""
+    if not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Read all whole lines: a last line cut short by a kill is left out, a damaged one is left out with a warning."""
+    lines, damaged = [], []
+    for line in scan_lines(path):
+        if line.value is not None:
+            lines.append(line.value)
+        elif line.whole:
+            damaged.append(line)
+    if damaged:
+        more = f" (and {len(damaged) - 1} more lines)" if len(damaged) > 1 else ""
+        log.warning("%s%s; left out, %d lines are read", damaged[0], more, len(lines))
+    return lines
+
+
+def read_exact_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Read all lines of a file of which none may be missing: damage raises `LineError`, which names it."""
+    for line in scan_lines(path):
+        if line.value is None:
+            raise LineError(str(line))
+        yield line.value
+
+
+def cut_file(path: Path, size: int) -> None:
+    """Cut a file off behind its first `size` bytes, and put that on the disk."""
+    with writing(path), path.open("r+b") as file:
+        if file.seek(0, os.SEEK_END) != size:
+            file.truncate(size)
+            os.fsync(file.fileno())

@@ -1,0 +1,259 @@
+"""Attention over the paged cache, put in the place of a model's own as training's is: `NAME` is registered with
+transformers, whose modules then call `paged_attention`.
+
+A forward pass is either pieces of prompts, token after token, or one token of each row. Both are exact here in plain
+torch on any device; `attend_kernels` has the decoding of rows for GPUs.
+
+Dimensions: T tokens of the pass, R rows, Q query heads, K key-value heads, E head size, P pages of a row.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AttentionInterface
+
+from truestep.generate.engine.cache import LayerShape, PagedCache, store
+from truestep.model.mixers.attention import PackedLayout, make_layout, packed_attention
+
+NAME = "truestep_paged"
+_SCORES_BYTES = 256 * 2**20  # explicit scores, or gathered keys, that exist at a time
+
+
+@dataclass(frozen=True)
+class PieceSpan:
+    """The place of one piece of a prompt in its pass."""
+
+    first: int  # of the pass's tokens
+    count: int
+    start: int  # tokens of its prompt before it
+    pages: torch.Tensor | None  # of the prompt up to the piece's end; None: it begins its prompt, and reads none
+
+
+@dataclass
+class Pieces:
+    """A pass over pieces of prompts."""
+
+    cache: PagedCache
+    positions: torch.Tensor  # [T] of the tokens in their prompts
+    pages: torch.Tensor  # [T] where each token's keys and values go
+    offsets: torch.Tensor  # [T]
+    whole: list[PieceSpan]  # pieces that begin their prompt: they come first, and see nothing but themselves
+    later: list[PieceSpan]
+    layout: PackedLayout | None  # of those that come first
+    store: Callable[..., None] = store
+
+
+@dataclass
+class Rows:
+    """A pass over one token of each row."""
+
+    cache: PagedCache
+    pages: torch.Tensor  # [R] where each token's keys and values go
+    offsets: torch.Tensor  # [R]
+    lengths: torch.Tensor  # [R] tokens of the row, the new one included
+    table: torch.Tensor  # [R, P] its pages
+    longest: int  # no row is longer
+    # Writes the new tokens' keys and values, and attends: as `attend_rows` does.
+    attend: Callable[..., torch.Tensor]
+
+
+@dataclass
+class Recorded:
+    """A pass that finds out what each layer keeps: every token sees itself alone."""
+
+    layers: dict[int, LayerShape] = field(default_factory=dict)
+
+
+@dataclass
+class Paged:
+    """The one keyword that a model passes on to its attention: of one type, so that compiled layers serve all steps."""
+
+    step: Pieces | Rows | Recorded
+
+
+class UnservedError(Exception):
+    """Names what a model needs and the engine does not have."""
+
+
+@torch.compiler.disable  # compiled layers call it, as in training
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, Q, T, E]
+    key: torch.Tensor,  # [1, K, T, E]
+    value: torch.Tensor,  # [1, K, T, E]
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    paged: Paged | None = None,
+    **unused: object,
+) -> tuple[torch.Tensor, None]:  # [1, T, Q, E]
+    """Attend over the cache; transformers calls this."""
+    layer: Any = getattr(module, "layer_idx", None)
+    if paged is None or layer is None:
+        raise UnservedError(f"{type(module).__name__} passes no keyword arguments on to its attention")
+    step = paged.step
+    if isinstance(step, Recorded):
+        if layer in step.layers:
+            raise UnservedError(f"{type(module).__name__} attends more than once in layer {layer}")
+        step.layers[layer] = LayerShape(
+            key.shape[1], key.shape[-1], value.shape[-1], query.shape[1], sliding_window, softcap
+        )
+        repeats = query.shape[1] // value.shape[1]
+        return value.repeat_interleave(repeats, dim=1).transpose(1, 2), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(step, Rows):
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return step.attend(step, layer, q, k, v, scale, sliding_window, softcap)[None], None
+    return _attend_pieces(module, step, layer, query, key, value, scale, sliding_window, softcap), None
+
+
+def _attend_pieces(
+    module: torch.nn.Module,
+    pieces: Pieces,
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:  # [1, T, Q, E]
+    pieces.store(pieces.cache, layer, pieces.pages, pieces.offsets, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    keys, values = pieces.cache.keys[layer], pieces.cache.values[layer]
+    outputs = []
+    if pieces.layout is not None:
+        count = query.shape[2] - sum(piece.count for piece in pieces.later)
+        first, _ = packed_attention(
+            module,
+            query[:, :, :count],
+            key[:, :, :count],
+            value[:, :, :count],
+            None,
+            scale,
+            sliding_window=window,
+            softcap=softcap,
+            packed_layout=pieces.layout,
+        )
+        outputs.append(first)
+    for piece in pieces.later:
+        assert piece.pages is not None
+        end = piece.start + piece.count
+        # [P, K, page, E] -> [K, end, E]
+        k, v = (pool.index_select(0, piece.pages).transpose(0, 1).flatten(1, 2)[:, :end] for pool in (keys, values))
+        q = query[0, :, piece.first : piece.first + piece.count]
+        outputs.append(_see_earlier(q, k, v, piece.start, scale, window, softcap).transpose(0, 1)[None])
+    # Torch would copy a single one. Layers would be compiled anew for a view of another tensor, which this is not.
+    return outputs[0].detach() if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def _see_earlier(
+    q: torch.Tensor,  # [Q, X, E]
+    k: torch.Tensor,  # [K, N, E]
+    v: torch.Tensor,  # [K, N, E]
+    start: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:  # [Q, X, E]
+    grouped = q.unflatten(0, (k.shape[0], -1))
+    positions = torch.arange(k.shape[1], device=q.device)
+    step = max(1, _SCORES_BYTES // (4 * q.shape[0] * k.shape[1]))
+    outputs = []
+    for first in range(0, q.shape[1], step):
+        some = grouped[:, :, first : first + step]
+        own = torch.arange(start + first, start + first + some.shape[2], device=q.device)[:, None]
+        mask = positions <= own
+        if window is not None:
+            mask = mask & (positions > own - window)
+        outputs.append(_weigh(some, k[:, None], v[:, None], mask, scale, softcap))
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)).flatten(0, 1)
+
+
+def _weigh(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, softcap: float | None
+) -> torch.Tensor:
+    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    return scores.masked_fill_(~mask, -torch.inf).softmax(-1).to(q.dtype) @ v
+
+
+def attend_rows(
+    rows: Rows,
+    layer: int,
+    q: torch.Tensor,  # [R, Q, E]
+    k: torch.Tensor,  # [R, K, E]
+    v: torch.Tensor,  # [R, K, E]
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:  # [R, Q, E]
+    """Decode rows in plain torch: as many rows at a time as their gathered keys leave room for."""
+    store(rows.cache, layer, rows.pages, rows.offsets, k, v)
+    keys, values = rows.cache.keys[layer], rows.cache.values[layer]
+    count, width = rows.table.shape
+    each = width * keys[0].numel() * keys.element_size()
+    step = max(1, _SCORES_BYTES // each)
+    positions = torch.arange(width * keys.shape[2], device=q.device)
+    outputs = []
+    for first in range(0, count, step):
+        part = slice(first, first + step)
+        table, lengths = rows.table[part], rows.lengths[part, None]
+        # [R · P, K, page, E] -> [R, K, P · page, E]
+        own_k, own_v = (
+            pool.index_select(0, table.flatten()).unflatten(0, table.shape).transpose(1, 2).flatten(2, 3)
+            for pool in (keys, values)
+        )
+        mask = positions < lengths
+        if window is not None:
+            mask = mask & (positions >= lengths - window)
+        grouped = q[part].unflatten(1, (own_k.shape[1], -1))
+        outputs.append(_weigh(grouped, own_k, own_v, mask[:, None, None], scale, softcap).flatten(1, 2))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def make_pieces(
+    cache: PagedCache,
+    spans: list[tuple[int, int, tuple[int, ...]]],
+    send: Callable[[np.ndarray], torch.Tensor],
+    store: Callable[..., None] = store,
+) -> Pieces:
+    """Lay out pieces: each has its tokens before it, its own, and its pages. Those that begin a prompt come first."""
+    whole: list[PieceSpan] = []
+    later: list[PieceSpan] = []
+    first = 0
+    for start, count, own in spans:
+        assert start or not later
+        if start:
+            later.append(PieceSpan(first, count, start, send(np.array(own))))
+        else:
+            whole.append(PieceSpan(first, count, start, None))
+        first += count
+    layout = None
+    if whole:
+        bounds = torch.tensor([0, *(span.count for span in whole)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        layout = make_layout(bounds, cache.keys[0].device, send=lambda tensor: send(tensor.numpy()))
+    positions, pages, offsets = places_of(spans, cache.page_size)
+    sent = send(np.stack([pages, offsets]))
+    # The positions reach compiled layers, which are compiled anew for a tensor that is a part of another.
+    return Pieces(cache, send(positions), sent[0], sent[1], whole, later, layout, store)
+
+
+def places_of(
+    spans: list[tuple[int, int, tuple[int, ...]]], page_size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Give each token's position in its prompt, its page and its place in the page."""
+    starts, counts, widths = np.array([(start, count, len(own)) for start, count, own in spans]).T
+    table = np.fromiter(itertools.chain.from_iterable(own for _, _, own in spans), np.int64, widths.sum())
+    positions = np.arange(counts.sum()) + np.repeat(starts - (counts.cumsum() - counts), counts)
+    pages = table[positions // page_size + np.repeat(widths.cumsum() - widths, counts)]
+    return positions, pages, positions % page_size
+
+
+AttentionInterface.register(NAME, paged_attention)

@@ -1,0 +1,409 @@
+"""The engine: requests come and go, and each step computes what its schedule plans.
+
+The host prepares a step while the device works on the one before; it learns which tokens were drawn a step late, and
+the device never waits to be told: a row's next input is where its draw left it. On a CPU the two are one, and nothing
+is late.
+
+An `Engine` belongs to a policy for good. A `Session` is a phase of sampling: it has the cache, which it takes from the
+memory that is free, and gives it back at the end.
+
+Dimensions: R rows of a step, H hidden, V vocabulary, P pages of a row.
+"""
+
+import itertools
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from truestep.generate.completions import Completion, DecodeOptions, Request
+from truestep.generate.engine.attend import Pieces, Rows, UnservedError, attend_rows, make_pieces, places_of
+from truestep.generate.engine.cache import PagedCache, page_bytes, pages_that_fit
+from truestep.generate.engine.device import Result, device_of
+from truestep.generate.engine.draw import key_of
+from truestep.generate.engine.exact import choose_exactly, exact_device, make_exact, pieces_pass, rows_pass
+from truestep.generate.engine.forward import compiled_layers, paged, probe, run_model, shapes_of
+from truestep.generate.engine.graphs import FlatPrompts, Graphs, size_for
+from truestep.generate.engine.rows import (
+    KEY,
+    LENGTH,
+    OFFSET,
+    PAGE,
+    PAGES,
+    POSITION,
+    SLOT,
+    draw_fields,
+    draw_rows,
+    idle_rows,
+)
+from truestep.generate.engine.schedule import Plan, Row, Schedule, Start
+from truestep.generate.engine.stops import StopTexts
+from truestep.generate.engine.team import Team, check
+from truestep.model.exact import exact_hidden, exactly
+from truestep.model.mixers.attention import PackedLayout
+from truestep.model.policy import Policy
+from truestep.numerics.operations import InexactError
+from truestep.process import progress
+
+log = logging.getLogger(__name__)
+
+_LOGITS_BYTES = 128 * 2**20  # of raw logits that exist at a time
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much is done at a time."""
+
+    rows: int  # completions
+    longest: int  # tokens of a prompt and its completion
+    piece_tokens: int | None = None  # of prompts in a step; None: by the device
+    cache_bytes: int | None = None  # None: as much as is useful and free
+
+
+@dataclass
+class Counts:
+    """What a session did."""
+
+    prompt_tokens: int = 0
+    drawn_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    pages: int = 0
+    most_pages: int = 0  # used at a time
+
+
+@dataclass
+class _Open:
+    """A completion that is being made."""
+
+    options: DecodeOptions
+    seed: tuple[int, ...]
+    stops: StopTexts | None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    log_mass: list[float] = field(default_factory=list)
+
+    def fields(self) -> np.ndarray:  # KEY to TOP_K
+        how = self.options
+        return draw_fields(key_of(self.seed), how.temperature, how.top_p, how.min_p, how.top_k)
+
+    def completion(self, stopped: bool) -> Completion:
+        cut = None
+        if self.options.truncates:
+            cut = [logprob - mass for logprob, mass in zip(self.logprobs, self.log_mass, strict=True)]
+        return Completion(self.tokens, self.logprobs, stopped, cut)
+
+
+class Engine:
+    def __init__(self, policy: Policy, exact: bool = False):
+        """Take a policy, whose weights are all here; raise `UnservedError` where its model cannot be served. `exact`:
+        log-probs are training's to the last bit; raise `InexactError` where they cannot be."""
+        self.device = device_of(policy.device)
+        self.exact = exact
+        self.team = Team.of(policy)
+        self._compiled: dict[Any, Any] = {}
+        with torch.no_grad():
+            self.layers = shapes_of(policy)
+            probe(policy, self.layers, self.device.page_size)
+            if self.device.place.type == "cuda":
+                from truestep.generate.engine.serving import serve_with_kernels
+
+                compiled = None if exact else self._compiled  # exact layers are compiled otherwise
+                self.device = serve_with_kernels(self.device, policy, self.layers, compiled)
+            if exact:
+                self.device = exact_device(self.device)
+                make_exact(policy, self.layers, self.device)
+        self.graphs = Graphs(self.device.place, len(self.layers), self.team) if self.device.graphs else None
+
+    @contextmanager
+    def session(self, policy: Policy, limits: Limits) -> Iterator["Session"]:
+        """Sample, inside: the weights are all here, and do not change."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(exactly(policy.model) if self.exact else paged(policy))
+            if self.device.compiles:
+                stack.enter_context(compiled_layers(policy.model, self._compiled))
+            session = Session(policy, self, limits)
+            try:
+                yield session
+            finally:
+                session.close()
+
+
+class Session:
+    def __init__(self, policy: Policy, engine: Engine, limits: Limits):
+        self._policy, self._device, self._graphs, self._exact = policy, engine.device, engine.graphs, engine.exact
+        self._team, self._slice = engine.team, engine.team.slice(policy.vocabulary_size)
+        place, page_size = self._device.place, self._device.page_size
+        width = -(-limits.longest // page_size)
+        each = page_bytes(engine.layers, page_size, policy.weights.dtype)
+        useful = limits.rows * width
+        useful += useful // 15  # the schedule computes no prompt on the last sixteenth of its pages
+        pages = self._team.least(pages_that_fit(useful, each, place, limits.cache_bytes))
+        shape = engine.layers, pages, page_size, policy.weights.dtype, place
+        zeros = engine.exact or engine.device.attend is attend_rows
+        self.cache: PagedCache | None = PagedCache.make(*shape, zeros=zeros)
+        slots = min(limits.rows, pages)
+        self._schedule = Schedule(
+            pages=pages,
+            page_size=page_size,
+            slots=slots,
+            piece_tokens=limits.piece_tokens or self._device.piece_tokens,
+            together=max(1, slots // self._device.joins),
+            prompts_first=self._device.prompts_first,
+        )
+        if self._graphs is not None:
+            self._graphs.begin(self.cache, slots, width, policy.model)
+            self._last = self._graphs.last
+        else:
+            self.cache.locate()
+            self._last = torch.zeros(slots + 1, dtype=torch.int64, device=place)
+        self._hidden: torch.Tensor | None = None  # [slots, H] the last states of prompts that are computed
+        self._tables = np.full((slots, width), self.cache.spare)
+        self._known = np.zeros(slots, dtype=np.int64)  # pages of each slot that its table has
+        self._fields = np.zeros((slots, PAGES - KEY), dtype=np.int64)
+        self._open: dict[int, _Open] = {}
+        self._truncates = False
+        self._flying: deque[tuple[list[int], Result]] = deque()  # steps on the device, and whose tokens they draw
+        self.counts = Counts(pages=pages)
+
+    @property
+    def busy(self) -> bool:
+        return not self._schedule.idle
+
+    def submit(self, number: int, request: Request, options: DecodeOptions) -> None:
+        """Ask for a completion. Its number names it in what `step` gives."""
+        self._schedule.submit(number, request.input_ids, options.max_new_tokens)
+        stops = StopTexts(self._policy.tokenizer, options.stop) if options.stop else None
+        self._open[number] = _Open(options, request.seed, stops)
+        self._truncates = self._truncates or options.truncates
+
+    def cancel(self, number: int) -> None:
+        """Stop a completion, which is not given any more."""
+        self._schedule.end(number)
+        self._open.pop(number, None)
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """Compute a step; give the completions that are known to have ended."""
+        plan = self._schedule.plan()
+        if plan:
+            self._flying.append(self._launch(plan))
+            self.counts.steps += 1
+            self.counts.most_pages = max(self.counts.most_pages, self._schedule.used_pages)
+        elif not self._flying:
+            raise RuntimeError("the sampler's schedule is stuck")  # its tests say that it never is
+        done: list[tuple[int, Completion]] = []
+        while len(self._flying) > (self._device.lag if plan else 0):
+            done += self._collect(*self._flying.popleft())
+        self.counts.prompt_tokens = self._schedule.prompt_tokens
+        self.counts.preemptions = self._schedule.preemptions
+        return done
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for _, result in self._flying:  # which still write to the host's memory
+            result.wait()
+        self._flying.clear()
+        self.cache = self._hidden = None
+        if self._device.place.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _launch(self, plan: Plan) -> tuple[list[int], Result]:
+        assert self.cache is not None
+        if plan.pieces:
+            self._compute_pieces(plan)
+        copies = [start.copy for start in plan.starts if start.copy is not None]
+        if copies:
+            source, target = self._device.send(np.array(copies).T.copy())
+            self.cache.copy_pages(source, target)
+        drawn = []
+        if plan.starts:
+            drawn.append(self._begin(plan.starts))
+        if plan.rows:
+            drawn.append(self._decode_rows(plan.rows))
+        numbers = [start.job.number for start in plan.starts] + [row.job.number for row in plan.rows]
+        if not drawn:
+            drawn.append(torch.zeros(3, 0, dtype=torch.int64))
+        joined = drawn[0] if len(drawn) == 1 else torch.cat(drawn, dim=1)
+        return numbers, self._device.fetch(joined)
+
+    def _compute_pieces(self, plan: Plan) -> None:
+        assert self.cache is not None
+        pieces = sorted(plan.pieces, key=lambda piece: piece.start > 0)
+        ends = np.cumsum([len(piece.tokens) for piece in pieces]) - 1
+        ids = np.fromiter(itertools.chain.from_iterable(piece.tokens for piece in pieces), np.int64, ends[-1] + 1)
+        spans = [(piece.start, len(piece.tokens), piece.pages) for piece in pieces]
+        hidden = None
+        if self._graphs is not None and self._device.fused and not pieces[-1].start:
+            positions, pages, offsets = places_of(spans, self._device.page_size)
+            bounds = np.concatenate([[0], ends + 1]).astype(np.int32)
+            longest = max(len(piece.tokens) for piece in pieces)
+            prompts = FlatPrompts(ids, positions, pages, offsets, bounds, longest, self.cache.spare)
+            hidden = self._graphs.run_prompts(prompts, self._device.send, self._compute_prompts)
+        if self._exact:
+            there, exact = pieces_pass(self.cache, spans, self._device.send, self._device.store)
+            hidden = exact_hidden(self._policy.model, self._device.send(ids), there, exact)
+        if hidden is None:
+            step = make_pieces(self.cache, spans, self._device.send, self._device.store)
+            hidden = run_model(self._policy, self._device.send(ids), step.positions, step)
+        last = [(end, piece.place) for end, piece in zip(ends, pieces, strict=True) if piece.place is not None]
+        if last:
+            if self._hidden is None:
+                self._hidden = hidden.new_zeros(len(self._tables), hidden.shape[1])
+            rows, places = self._device.send(np.array(last).T.copy())
+            self._hidden.index_copy_(0, places, hidden.index_select(0, rows))
+
+    def _compute_prompts(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        pages: torch.Tensor,
+        offsets: torch.Tensor,
+        layout: PackedLayout,
+    ) -> torch.Tensor:
+        """Compute whole prompts. It runs in a CUDA graph: it reads nothing of the host."""
+        assert self.cache is not None
+        step = Pieces(self.cache, positions, pages, offsets, [], [], layout, self._device.store)
+        return run_model(self._policy, ids, positions, step)
+
+    def _begin(self, starts: Sequence[Start]) -> torch.Tensor:
+        """Draw the first token of each completion whose prompt is computed."""
+        assert self._hidden is not None
+        lines = np.zeros((len(starts), PAGES + 1), dtype=np.int64)
+        for line, start in zip(lines, starts, strict=True):
+            self._fields[start.slot] = self._open[start.job.number].fields()
+            self._known[start.slot] = 0
+            line[SLOT], line[POSITION], line[PAGES] = start.slot, start.position, start.place
+            line[KEY:PAGES] = self._fields[start.slot]
+        sent = self._device.send(lines)
+        return self._choose(self._hidden.index_select(0, sent[:, PAGES]), sent)
+
+    def _decode_rows(self, rows: Sequence[Row]) -> torch.Tensor:  # [3, R]
+        assert self.cache is not None
+        longest = max(row.length for row in rows)
+        if self._graphs is None:
+            width = -(-longest // self._device.page_size)
+            return self._decode(self._device.send(self._lines(rows, len(rows), width)), longest)
+        lines = self._device.ready(self._lines(rows, size_for(len(rows)), self._graphs.width))
+        truncates, spare, refill = self._truncates, self.cache.spare, self._device.refill
+        return self._graphs.run(lines, longest, truncates, spare, refill, self._decode)[:, : len(rows)]
+
+    def _lines(self, rows: Sequence[Row], size: int, width: int) -> np.ndarray:
+        """Write down what the device has to know of each row, and rows that fill up the batch."""
+        assert self.cache is not None
+        count = len(rows)
+        for row in rows:
+            known, now = self._known[row.slot], len(row.pages)
+            if known < now:
+                self._tables[row.slot, known:now] = row.pages[known:]
+                self._known[row.slot] = now
+        slots = np.fromiter((row.slot for row in rows), np.int64, count)
+        lengths = np.fromiter((row.length for row in rows), np.int64, count)
+        page, offset = np.divmod(lengths - 1, self._device.page_size)
+        lines = idle_rows(size, width, len(self._last) - 1, self.cache.spare)
+        ours = lines[:count]
+        ours[:, SLOT], ours[:, LENGTH] = slots, lengths
+        ours[:, PAGE], ours[:, OFFSET] = self._tables[slots, page], offset
+        ours[:, POSITION] = np.fromiter((row.position for row in rows), np.int64, count)
+        ours[:, KEY:PAGES] = self._fields[slots]
+        tables = self._tables[slots, :width]
+        ours[:, PAGES : PAGES + tables.shape[1]] = tables
+        return lines
+
+    def _decode(self, lines: torch.Tensor, longest: int) -> torch.Tensor:  # [R, PAGES + P] -> [3, R]
+        """Compute one token of each row, and draw the next. It runs in a CUDA graph: it reads nothing of the host."""
+        assert self.cache is not None
+        ids = self._last.index_select(0, lines[:, SLOT])
+        if self._exact:
+            before = lines[:, LENGTH] - 1
+            where = lines[:, PAGE], lines[:, OFFSET], before, lines[:, PAGES:]
+            exact = rows_pass(self.cache, *where, self._device.send, self._device.store)
+            return self._choose(exact_hidden(self._policy.model, ids, before, exact), lines)
+        rows = Rows(
+            self.cache,
+            pages=lines[:, PAGE],
+            offsets=lines[:, OFFSET],
+            lengths=lines[:, LENGTH],
+            table=lines[:, PAGES:],
+            longest=longest,
+            attend=self._device.attend,
+        )
+        return self._choose(run_model(self._policy, ids, lines[:, LENGTH] - 1, rows), lines)
+
+    def _choose(self, hidden: torch.Tensor, lines: torch.Tensor) -> torch.Tensor:  # [R, H], [R, ≥ PAGES] -> [3, R]
+        """Draw each row's next token and leave it where the next step reads it; give tokens, log-probs, log-masses."""
+        policy, head = self._policy, self._policy.head
+        own = self._slice if self._slice is not None and self._slice.suffices(self._truncates) else None
+        vocabulary = policy.vocabulary_size if own is None else own.most
+        each = max(1, _LOGITS_BYTES // (vocabulary * (4 if head.fp32 else hidden.element_size())))
+        drawn = []
+        for first in range(0, len(hidden), each):
+            part = slice(first, first + each)
+            rows = draw_rows(lines[part], self._truncates)
+            if self._exact:
+                found = choose_exactly(hidden[part], policy, rows, self._device.draw)
+            else:
+                found = self._device.draw(policy.own_logits(hidden[part]), rows, head, self._slice)
+            self._team.agree_(found.tokens)
+            drawn.append(found.packed)
+        joined = drawn[0] if len(drawn) == 1 else torch.cat(drawn, dim=1)
+        self._last.index_copy_(0, lines[:, SLOT], joined[0])
+        return joined
+
+    def _collect(self, numbers: Sequence[int], result: Result) -> list[tuple[int, Completion]]:
+        """Take the tokens of a step; give the completions that they end."""
+        drawn, *floats = result.wait()
+        tokens = drawn.tolist()
+        check(tokens)
+        done = []
+        made = 0
+        values = (values.view(np.float64).tolist() for values in floats)
+        for number, token, logprob, mass in zip(numbers, tokens, *values, strict=True):
+            if not self._schedule.learned(number, token):
+                continue  # it had ended; the device did not know
+            made += 1
+            state = self._open[number]
+            state.tokens.append(token)
+            state.logprobs.append(logprob)
+            state.log_mass.append(mass)
+            stopped = token in state.options.stop_ids or (state.stops is not None and state.stops.reached(state.tokens))
+            if stopped:
+                self._schedule.end(number)
+            if stopped or len(state.tokens) == state.options.max_new_tokens:
+                done.append((number, state.completion(stopped)))
+                del self._open[number]
+        self.counts.drawn_tokens += made
+        progress.made("tokens", made)
+        return done
+
+
+_ENGINES: WeakKeyDictionary[Policy, dict[bool, Engine | str]] = WeakKeyDictionary()
+
+
+def engine_of(policy: Policy, exact: bool = False) -> Engine | str:
+    """Give the policy's engine, or why it has none. Its weights must all be here."""
+    engines = _ENGINES.setdefault(policy, {})
+    found = engines.get(exact)
+    if found is None:
+        try:
+            found = Engine(policy, exact)
+        except (torch.OutOfMemoryError, InexactError):
+            raise
+        except (UnservedError, RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+            # A model's own code may fail in any of these ways where it meets a cache that it does not know.
+            found = str(error) or type(error).__name__
+            if exact:
+                raise InexactError(
+                    f"sampler.exact needs the engine, which does not serve this model: {found}"
+                ) from error
+            log.warning("this model is sampled without the engine, which is slower: %s", found)
+        if not Team.of(policy).all(isinstance(found, Engine)) and isinstance(found, Engine):
+            found = "another tensor rank has no engine"
+        engines[exact] = found
+    return found

@@ -1,0 +1,209 @@
+"""CUDA graphs of steps: one for each size of a batch of rows, or of prompts, kept from phase to phase.
+
+A graph reads the places of the cache and everything about its rows or prompts from memory that stays where it is.
+Weights change in place between phases; where they lie elsewhere, graphs are made anew.
+
+Tensor ranks make and run the same graphs at the same time: what they exchange is a part of them.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from truestep.generate.engine.cache import PagedCache
+from truestep.generate.engine.rows import PAGES, idle_rows
+from truestep.generate.engine.team import Team
+from truestep.model.mixers.attention import PackedLayout
+from truestep.process import progress
+from truestep.ranks.group import clear_at_leave
+
+log = logging.getLogger(__name__)
+
+# Batches are filled up to one of these sizes; beyond them, to a multiple of 128. Rows that fill up cost little: they
+# read no cache. A graph more costs a tenth of a second, once.
+_SIZES = (2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+_LEAST_LENGTH = 512
+
+# A pass over prompts is filled up to one of these sizes. What a graph needs for itself stays taken while the policy is
+# trained, so they end where launches take no longer than the work.
+_PROMPT_SIZES = (128, 256, *range(512, 4097, 512))
+MOST_GRAPHED = _PROMPT_SIZES[-1]
+
+Decode = Callable[[torch.Tensor, int], torch.Tensor]
+Send = Callable[[np.ndarray], torch.Tensor]
+Refill = Callable[[torch.Tensor, torch.Tensor], None]
+ComputePrompts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, PackedLayout], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class FlatPrompts:
+    """Whole prompts, token after token."""
+
+    ids: np.ndarray  # [T]
+    positions: np.ndarray  # [T] in their prompts
+    pages: np.ndarray  # [T] where each token's keys and values go
+    offsets: np.ndarray  # [T]
+    bounds: np.ndarray  # [prompts + 1] int32: where they begin and end
+    longest: int
+    spare: int  # the page of what fills up
+
+    def padded(self) -> "FlatPrompts | None":
+        """Fill up to a size that graphs are made for, with one more prompt and empty ones; None: there is no such."""
+        count, prompts = len(self.ids), len(self.bounds) - 1
+        size = next((size for size in _PROMPT_SIZES if size >= count), 0)
+        most = next((most for most in (size // 64, size // 8) if most > prompts), 0)
+        if not size or not most:
+            return None
+        missing = size - count
+        longest = 256
+        while longest < max(self.longest, missing):
+            longest *= 4
+        zeros = np.zeros(missing, dtype=np.int64)
+        return FlatPrompts(
+            ids=np.concatenate([self.ids, zeros]),
+            positions=np.concatenate([self.positions, np.arange(missing)]),
+            pages=np.concatenate([self.pages, zeros + self.spare]),
+            offsets=np.concatenate([self.offsets, zeros]),
+            bounds=np.concatenate([self.bounds, np.full(most - prompts, size, dtype=np.int32)]),
+            longest=longest,
+            spare=self.spare,
+        )
+
+
+def size_for(rows: int) -> int:
+    return next((size for size in _SIZES if size >= rows), -(-rows // 128) * 128)
+
+
+def length_for(longest: int) -> int:
+    """Give the length that a graph is made for: 512 times a power of four. Programs beyond a row's end cost little."""
+    length = _LEAST_LENGTH
+    while length < longest:
+        length *= 4
+    return length
+
+
+class Graphs:
+    def __init__(self, place: torch.device, num_layers: int, team: Team):
+        self._place, self._team = place, team
+        if team.size > 1:
+            clear_at_leave(self)  # NCCL does not leave a group that a graph still uses
+        self._places = torch.zeros(num_layers, 2, dtype=torch.int64, device=place)
+        self._lines = torch.zeros(0, PAGES, dtype=torch.int64, device=place)
+        self.last = torch.zeros(0, dtype=torch.int64, device=place)  # of each slot, the token drawn last
+        self._weights: tuple[int, ...] = ()
+        self._prompts = torch.zeros(4, MOST_GRAPHED, dtype=torch.int64, device=place)
+        self._bounds = torch.zeros(MOST_GRAPHED, dtype=torch.int32, device=place)
+        self._made: dict[tuple[Any, ...], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._broken: set[str] = set()  # what could not be captured: rows or prompts
+
+    def begin(self, cache: PagedCache, slots: int, width: int, model: Any) -> None:
+        """Begin a phase with a new cache."""
+        cache.locate(self._places)
+        weights = tuple(parameter.data_ptr() for parameter in model.parameters())
+        size = size_for(slots)
+        fits = len(self._lines) >= size and self._lines.shape[1] >= PAGES + width
+        if self._team.all(fits and weights == self._weights):
+            return
+        self.clear()
+        self._weights = weights
+        if not fits:
+            size = max(size, len(self._lines))
+            width = max(PAGES + width, self._lines.shape[1])
+            self._lines = torch.zeros(size, width, dtype=torch.int64, device=self._place)
+            self.last = torch.zeros(size + 1, dtype=torch.int64, device=self._place)
+
+    def clear(self) -> None:
+        self._made.clear()
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    @property
+    def width(self) -> int:
+        """The pages of a row that graphs have room for."""
+        return self._lines.shape[1] - PAGES
+
+    @property
+    def nobody(self) -> int:
+        """The slot of rows that only fill up a batch."""
+        return len(self.last) - 1
+
+    def run(
+        self, lines: torch.Tensor, longest: int, truncates: bool, spare: int, refill: Refill, decode: Decode
+    ) -> torch.Tensor:
+        """Decode rows, whose lines lie on the host. The result lies in memory that the next step may write to."""
+        length = length_for(longest)
+        ours = self._lines[: len(lines)]
+
+        def work() -> torch.Tensor:
+            return decode(ours, length)
+
+        key = ("rows", len(lines), length, truncates)
+        if key not in self._made:
+            ours.copy_(torch.from_numpy(idle_rows(len(lines), ours.shape[1] - PAGES, self.nobody, spare)))
+            self._make(key, work)
+        if key not in self._made:
+            return decode(lines.to(self._place), length)
+        graph, output = self._made[key]
+        refill(ours, lines)
+        graph.replay()
+        return output
+
+    def run_prompts(self, prompts: FlatPrompts, send: Send, compute: ComputePrompts) -> torch.Tensor | None:
+        """Compute prompts: [T, H], in memory that the next step may write to; None: not in a graph."""
+        padded = prompts.padded()
+        if padded is None:
+            return None
+        size, documents = padded.ids.shape[0], len(padded.bounds)
+        key = ("prompts", size, documents, padded.longest)
+        ours, bounds = self._prompts[:, :size], self._bounds[:documents]
+        ours.copy_(send(np.stack([padded.ids, padded.positions, padded.pages, padded.offsets])))
+        bounds.copy_(send(padded.bounds))
+
+        def work() -> torch.Tensor:
+            ids, positions, pages, offsets = ours
+            # Compiled layers are compiled anew for a tensor that is a part of another.
+            return compute(ids, positions.clone(), pages, offsets, PackedLayout(bounds, padded.longest, ()))
+
+        if key not in self._made:
+            self._make(key, work)
+        if key not in self._made:
+            return None
+        graph, output = self._made[key]
+        graph.replay()
+        return output
+
+    def _make(self, key: tuple[Any, ...], work: Callable[[], torch.Tensor]) -> None:
+        if key[0] in self._broken:
+            return
+        found, problem = None, "another tensor rank could not make one"
+        try:
+            with progress.working("compiling the sampler", "graphs"):
+                found = self._capture(work)
+        except Exception as error:  # a driver's, a compiler's or torch's own: they have no common type
+            if self._team.size > 1 and isinstance(error, torch.OutOfMemoryError):
+                raise  # of this rank alone: the others may wait in the middle of a step
+            problem = f"{type(error).__name__}: {error}"
+            torch.cuda.synchronize(self._place)
+        if self._team.all(found is not None) and found is not None:
+            self._made[key] = found
+            return
+        self._broken.add(key[0])
+        log.warning("sampling computes %s without CUDA graphs, which is slower: %s", key[0], problem)
+
+    def _capture(self, work: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        stream = torch.cuda.Stream(self._place)
+        stream.wait_stream(torch.cuda.current_stream(self._place))
+        with torch.cuda.stream(stream):  # what is compiled or made at a first use must not be so in the graph
+            work()
+        torch.cuda.current_stream(self._place).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        pool = next((made.pool() for made, _ in self._made.values()), None)
+        # Other threads may use the driver meanwhile, as one does that makes the memory for saves.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            output = work()
+        return graph, output

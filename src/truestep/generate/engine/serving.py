@@ -1,0 +1,141 @@
+"""Decides how a GPU serves a model: each kernel is compared with plain torch on this machine before its first use, and
+where one fails, plain torch takes its place."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from truestep.generate.engine.attend import Rows, attend_rows
+from truestep.generate.engine.cache import LayerShape, PagedCache
+from truestep.generate.engine.device import Device
+from truestep.generate.engine.draw import DrawRows, Slice, Truncation, draw
+from truestep.generate.engine.forward import compiled_layers, probe, run_many
+from truestep.generate.engine.team import Team
+from truestep.gpu.self_test import serves
+from truestep.head.logits import HeadSettings
+from truestep.model.fast.fused_products import noting
+from truestep.model.mixers import attention
+from truestep.model.policy import Policy
+
+_LENGTHS = (1, 63, 64, 65, 700, 1500)
+_VOCABULARY = 9087  # 2, 4 and 8 ranks have whole blocks of it, and the last one has less
+
+
+def serve_with_kernels(
+    device: Device, policy: Policy, layers: list[LayerShape], compiled: dict[Any, Any] | None
+) -> Device:
+    """Give the device with the kernels that serve on it, and on all tensor ranks. `compiled`: keeps the layers'
+    compiled code; None: they run by their own."""
+    dtype, team = policy.weights.dtype, Team.of(policy)
+    if team.all(_right("attention", lambda: check_attention(device.place, dtype, device.page_size, layers))):
+        from truestep.generate.engine import attend_kernels
+
+        fused = all(attention.is_fused(device.place, dtype, layer.softcap) for layer in layers)
+        device = replace(device, attend=attend_kernels.attend, store=attend_kernels.store, graphs=True, fused=fused)
+    if policy.exchange is not None:
+        policy.exchange.connect(device.place, dtype)
+    if team.all(_right("draw", lambda: check_draw(device.place, policy.head, team.slice(_VOCABULARY)))):
+        from truestep.generate.engine import draw_kernels
+
+        device = replace(device, draw=draw_kernels.draw)
+    if _right("copying", lambda: check_copies(device.place)):  # no rank waits for another here
+        from truestep.generate.engine import copy_kernels
+
+        device = replace(device, copy=copy_kernels.copy)
+    if compiled is None:
+        return replace(device, compiles=False)
+
+    def run_compiled() -> str | None:
+        with compiled_layers(policy.model, compiled):
+            with noting() as groups:
+                run_many(policy, layers, device.page_size)
+                probe(policy, layers, device.page_size)
+            policy.weights.lay_together(groups)
+            probe(policy, layers, device.page_size)
+        return None
+
+    return replace(device, compiles=team.all(_right("compiled layers", run_compiled)))
+
+
+def _right(what: str, check: Callable[[], str | None]) -> bool:
+    return serves(f"the sampler's {what}", "plain torch does", check)
+
+
+def check_attention(
+    place: torch.device, dtype: torch.dtype, page_size: int, layers: Iterable[LayerShape]
+) -> str | None:
+    """Name what the kernels get wrong for one of the layers; None where all is right."""
+    from truestep.generate.engine.attend_kernels import attend
+
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(place, dtype)
+
+    for layer in dict.fromkeys(layers):
+        width = -(-max(_LENGTHS) // page_size)
+        pages = len(_LENGTHS) * width
+        cache = PagedCache([random(pages + 1, layer.heads, page_size, layer.key_size)], [])
+        cache.values.append(random(pages + 1, layer.heads, page_size, layer.value_size))
+        cache.locate()
+        lengths = torch.tensor(_LENGTHS, device=place)
+        table = torch.randperm(pages, generator=generator).view(len(_LENGTHS), width).to(place)
+        lines = torch.zeros(len(_LENGTHS), 3 + width, dtype=torch.int64, device=place)
+        lines[:, 0] = table.gather(1, ((lengths - 1) // page_size)[:, None]).squeeze(1)
+        lines[:, 1], lines[:, 2], lines[:, 3:] = (lengths - 1) % page_size, lengths, table
+        rows = Rows(cache, lines[:, 0], lines[:, 1], lines[:, 2], lines[:, 3:], max(_LENGTHS), attend)
+        q = random(len(_LENGTHS), layer.queries, layer.key_size)
+        k = random(len(_LENGTHS), layer.heads, layer.key_size)
+        v = random(len(_LENGTHS), layer.heads, layer.value_size)
+        how = (layer.key_size**-0.5, layer.window, layer.softcap)
+        found = attend(rows, 0, q, k, v, *how).float()
+        stored = (cache.keys[0][rows.pages, :, rows.offsets], cache.values[0][rows.pages, :, rows.offsets])
+        if not (torch.equal(stored[0], k) and torch.equal(stored[1], v)):
+            return f"{layer}: new keys or values are not in their pages"
+        expected = attend_rows(rows, 0, q, k, v, *how).float()
+        worst = float(((found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)).max())
+        if not worst <= (1e-4 if dtype == torch.float32 else 3e-2):
+            return f"{layer}: off by {worst:.0e}"
+    return None
+
+
+def check_copies(place: torch.device) -> str | None:
+    """Name what the kernel gets wrong; None where all is right."""
+    from truestep.generate.engine.copy_kernels import copy
+
+    for size in (3, 1600):
+        sent = torch.arange(-size, size).view(2, size).pin_memory()
+        there, back = torch.zeros_like(sent, device=place), torch.zeros_like(sent).pin_memory()
+        copy(there, sent)
+        copy(back, there)
+        torch.cuda.synchronize(place)
+        if not torch.equal(back, sent):
+            return f"{2 * size} numbers are not what they were"
+    return None
+
+
+def check_draw(place: torch.device, settings: HeadSettings, part: Slice | None = None) -> str | None:
+    """Name what the kernels get wrong; None where all is right. Ranks that draw from slices call it together."""
+    from truestep.generate.engine import draw_kernels
+
+    generator = torch.Generator().manual_seed(0)
+    raw = (3 * torch.randn(4, _VOCABULARY, generator=generator)).to(place)
+    key = torch.tensor([5, -7, 2**62, 11], device=place)
+    temperature = torch.tensor([[1.0, 9], [0.7, 9], [0.0, 9], [1.3, 9]], dtype=torch.float64, device=place)[:, 0]
+    cut = Truncation(
+        torch.tensor([0.9, 1.0, 0.5, 0.8], device=place),
+        torch.tensor([0, 50, 3, 0], device=place),
+        torch.tensor([0.0, 0.0, 0.0, 0.01], device=place),
+    )
+    for truncation in (None, cut):
+        rows = DrawRows(key, torch.arange(4, device=place), temperature, truncation)
+        own = raw if part is None else raw[:, part.first : part.first + part.size]
+        found, expected = draw_kernels.draw(own.clone(), rows, settings, part), draw(raw.clone(), rows, settings)
+        if not torch.equal(found.tokens, expected.tokens):
+            return f"it draws {found.tokens.tolist()} and not {expected.tokens.tolist()}"
+        for mine, right in ((found.logprobs, expected.logprobs), (found.log_mass, expected.log_mass)):
+            if not torch.allclose(mine, right, rtol=0, atol=1e-4):
+                return f"log-probs {mine.tolist()} and not {right.tolist()}"
+    return None

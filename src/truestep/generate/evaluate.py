@@ -1,0 +1,176 @@
+"""Evaluation: held-out prompts, answered greedily and by sampling."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import comb
+from typing import Any, Protocol
+
+from truestep.environments.prompts import Prompt
+from truestep.environments.rater import Rates
+from truestep.environments.rewards import RewardError
+from truestep.generate.decode import DecodeOptions, Request
+from truestep.generate.groups import to_rollout
+from truestep.generate.rewarded import Rated, decode_rated
+from truestep.model.policy import Policy
+from truestep.rollouts.source import never
+from truestep.types import Rollout
+
+_EVALUATION_DRAWS = 2  # a stream of randomness of its own: training draws the same with and without evaluation
+
+
+class Answers(Protocol):
+    def __call__(
+        self,
+        prompts: Sequence[Prompt],
+        requests: Sequence[Request],
+        options: DecodeOptions,
+        rater: Rates,
+        asked_to_stop: Callable[[], bool],
+        documents_seen: int,
+    ) -> list[Rated]:
+        """Complete one request for each prompt, and rate the completions; every rank calls this and gets all."""
+        ...
+
+
+@dataclass(frozen=True)
+class AnsweredHere:
+    """The policy itself answers."""
+
+    policy: Policy
+
+    def __call__(
+        self,
+        prompts: Sequence[Prompt],
+        requests: Sequence[Request],
+        options: DecodeOptions,
+        rater: Rates,
+        asked_to_stop: Callable[[], bool],
+        documents_seen: int,
+    ) -> list[Rated]:
+        return decode_rated(self.policy, prompts, requests, options, rater, asked_to_stop)
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    answers: Answers
+    prompts: Sequence[Prompt]
+    rater: Rates
+    options: DecodeOptions  # of the sampled completions
+    samples_per_prompt: int
+    seed: int
+    pass_reward: float | None = None  # from which on an answer passes
+    examples: int = 8
+    # Compares sampled answers with the policy, whose documents seen it is given; an error where they are wrong.
+    compare: Callable[[Sequence[Rollout], int], None] | None = None
+
+    def run(self, step: int, documents_seen: int, asked_to_stop: Callable[[], bool] = never) -> dict[str, Any]:
+        """Evaluate the policy and give one line of evaluation.jsonl; `Interrupted` where the run was asked to stop."""
+        start = time.perf_counter()
+        at_zero = dataclasses.replace(self.options, temperature=0.0)
+        greedy, _ = self._answer(at_zero, 1, step, documents_seen, asked_to_stop)
+        sampled, measured = self._answer(self.options, self.samples_per_prompt, step, documents_seen, asked_to_stop)
+        problems = [answer["problem"] for answer in (*greedy, *sampled) if "problem" in answer]
+        return {
+            "step": step,
+            "documents_seen": documents_seen,
+            "num_prompts": len(self.prompts),
+            "greedy_reward": _mean(greedy),
+            "sampled_reward": _mean(sampled),
+            "greedy_reward_std": _spread(greedy),
+            "sampled_reward_std": _spread(sampled),
+            **self._passes([answer["reward"] for answer in sampled]),
+            **measured,
+            "num_unrated": len(problems),
+            "problems": list(dict.fromkeys(problems))[:3],
+            "seconds": time.perf_counter() - start,
+            "examples": greedy[: self.examples],
+        }
+
+    def close(self) -> None:
+        self.rater.close()
+
+    def _answer(
+        self,
+        options: DecodeOptions,
+        samples: int,
+        step: int,
+        documents_seen: int,
+        asked_to_stop: Callable[[], bool],
+    ) -> tuple[list[dict[str, Any]], dict[str, float]]:
+        prompts = [prompt for prompt in self.prompts for _ in range(samples)]
+        requests = [
+            Request(prompt.input_ids, (self.seed, _EVALUATION_DRAWS, step, number))
+            for number, prompt in enumerate(prompts)
+        ]
+        done = self.answers(prompts, requests, options, self.rater, asked_to_stop, documents_seen)
+        if self.compare is not None and options.temperature > 0:
+            self.compare(_documents(prompts, done, options.temperature, documents_seen), documents_seen)
+        completions = [rated.completion for rated in done]
+        measured = {
+            "response_length": statistics.fmean(len(completion.token_ids) for completion in completions),
+            "truncated_fraction": statistics.fmean(not completion.stopped for completion in completions),
+        }
+        return [_answered(prompt, rated) for prompt, rated in zip(prompts, done, strict=True)], measured
+
+    def _passes(self, rewards: Sequence[float | None]) -> dict[str, float]:
+        """Estimate pass@k of the sampled answers, of which each prompt has as many, one prompt's after another's."""
+        if self.pass_reward is None:
+            return {}
+        size = self.samples_per_prompt
+        counts = []
+        for start in range(0, len(rewards), size):
+            rated = [reward for reward in rewards[start : start + size] if reward is not None]
+            counts.append((len(rated), sum(reward >= self.pass_reward for reward in rated)))
+        found = {2**power: pass_at(2**power, counts) for power in range(size.bit_length())}
+        return {f"pass@{k}": value for k, value in found.items() if value is not None}
+
+
+def pass_at(k: int, counts: Sequence[tuple[int, int]]) -> float | None:
+    """Estimate the chance that one of k answers to a prompt passes, without bias: the mean over prompts with k or more
+    answers, given how many answers each prompt has and how many of them pass."""
+    chances = [1 - comb(answers - passed, k) / comb(answers, k) for answers, passed in counts if answers >= k]
+    return statistics.fmean(chances) if chances else None
+
+
+def _documents(
+    prompts: Sequence[Prompt], answers: Sequence[Rated], temperature: float, documents_seen: int
+) -> list[Rollout]:
+    """Make documents of answers, as if they were to be trained on."""
+    return [
+        to_rollout(
+            f"{prompt.id} {number}",
+            prompt,
+            rated.completion.token_ids,
+            rated.completion.logprobs,
+            temperature=temperature,
+            versions=[documents_seen] * len(rated.completion.token_ids),
+            metadata={"server": rated.server},
+        )
+        for number, (prompt, rated) in enumerate(zip(prompts, answers, strict=True))
+        if rated.completion.token_ids
+    ]
+
+
+def _answered(prompt: Prompt, rated: Rated) -> dict[str, Any]:
+    """Word an answer for evaluation.jsonl: its reward, or why there is none; an evaluation never ends a run."""
+    answer: dict[str, Any] = {"prompt": prompt.prompt, "completion": rated.text}
+    if isinstance(rated.rating, RewardError):
+        return {**answer, "reward": None, "problem": str(rated.rating)}
+    return {**answer, "reward": float(rated.rating)}
+
+
+def _rewards(answers: Sequence[dict[str, Any]]) -> list[float]:
+    return [answer["reward"] for answer in answers if answer["reward"] is not None]
+
+
+def _mean(answers: Sequence[dict[str, Any]]) -> float | None:
+    rated = _rewards(answers)
+    return sum(rated) / len(rated) if rated else None
+
+
+def _spread(answers: Sequence[dict[str, Any]]) -> float | None:
+    rated = _rewards(answers)
+    return statistics.stdev(rated) if len(rated) > 1 else None

@@ -1,0 +1,101 @@
+"""Checks of a server before the first weights are sent: is it the trainer's model, and is its room enough?"""
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from truestep.environments.prompts import Prompt
+from truestep.generate.servers.errors import BadAnswerError, ServerError, UnreachableError
+from truestep.generate.servers.probe import TEMPERATURE, Gap
+from truestep.generate.servers.protocol import Description, InferenceServer
+
+
+async def check_server(
+    server: InferenceServer,
+    prompts: Sequence[Prompt],
+    vocabulary_size: int,
+    longest: int,
+    link: Callable[[InferenceServer], Awaitable[None]],
+) -> int:
+    """Refuse a server of another model or of too short texts; give the most tokens that it takes.
+
+    `longest`: tokens of the longest prompt and its completion. `link` makes it ready for weights, before anything is
+    computed: it ends an update that was cut short.
+    """
+    try:
+        description = await server.describe()
+        _check_description(server, description, longest)
+        await link(server)
+        # A trainer that was killed in the middle of a sync left it standing still.
+        await server.resume()
+        served_size = description.vocabulary_size
+        if served_size is None:
+            await _check_last_token(server, vocabulary_size)
+        elif served_size != vocabulary_size:
+            raise ServerError(
+                f"sampler.urls: {server.url} has a vocabulary of {served_size} and the trainer one of "
+                f"{vocabulary_size}: it serves another model"
+            )
+        await _check_tokenizer(server, prompts)
+    except (UnreachableError, BadAnswerError) as error:
+        raise ServerError(
+            f"sampler.urls: {server.url} does not answer as {server.advice.kind} does: {error}"
+        ) from error
+    return description.longest_text or longest
+
+
+def _check_description(server: InferenceServer, description: Description, longest: int) -> None:
+    names, limit = description.names, description.longest_text
+    if names is not None and server.model not in names:
+        raise ServerError(f"sampler.model: {server.url} serves {', '.join(names) or 'nothing'}, not {server.model}")
+    if limit is not None and limit < longest:
+        raise ServerError(
+            f"sampler.urls: {server.url} serves at most {limit} tokens; the longest prompt and sampler.max_new_tokens "
+            f"make {longest}: {server.advice.longer_texts.format(tokens=longest)}"
+        )
+
+
+async def _check_last_token(server: InferenceServer, size: int) -> None:
+    """Check that a server knows the last token of the trainer's vocabulary, and none behind it."""
+    try:
+        await server.next_token((size - 1,), TEMPERATURE, 1)
+    except ServerError as error:
+        raise ServerError(
+            f"sampler.urls: {server.url} does not know token {size - 1} of the trainer's vocabulary of {size}: it "
+            f"serves another model ({error})"
+        ) from error
+    try:
+        await server.next_token((size,), TEMPERATURE, 1)
+    except ServerError:
+        return
+    raise ServerError(
+        f"sampler.urls: {server.url} takes token {size}, the trainer's vocabulary having {size}: it serves "
+        "another model"
+    )
+
+
+async def _check_tokenizer(server: InferenceServer, prompts: Sequence[Prompt]) -> None:
+    """Refuse another tokenizer: it is another model's. A server without one passes, since token ids are sent."""
+    for prompt in [prompt for prompt in prompts if isinstance(prompt.prompt, str)][:3]:
+        try:
+            tokens = await server.tokenize(str(prompt.prompt))
+        except (ServerError, UnreachableError):
+            return
+        if tokens is not None and tokens != list(prompt.input_ids):
+            raise ServerError(
+                f"sampler.urls: {server.url} tokenises prompt {prompt.id} as {_short(tokens)} and the trainer as "
+                f"{_short(prompt.input_ids)}: it serves another model or another tokenizer"
+            )
+
+
+def _short(tokens: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, tokens[:8]))}{', …' if len(tokens) > 8 else ''}]"
+
+
+def explain_raw(server: InferenceServer, gap: Gap) -> str | None:
+    """Recognise log-probs before the temperature, by which are nearer: a flat model hides much."""
+    if gap.expected <= 1e-4 or gap.raw >= gap.expected / 4:
+        return None
+    return (
+        f"sampler.urls: {server.url} gives raw_logprobs: a probe at temperature {TEMPERATURE} is {gap.expected:.2g} "
+        f"nats from the policy's log-probs at {TEMPERATURE} and {gap.raw:.2g} from those at 1. "
+        f"{server.advice.processed_logprobs}"
+    )

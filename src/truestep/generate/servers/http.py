@@ -1,0 +1,209 @@
+"""HTTP as inference servers speak it: JSON, events, and each failure as one of the three that the fleet knows."""
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, ClassVar
+
+import httpx
+
+from truestep.files.bounded import MIB, RECORD, TooLargeError, load_json, too_long
+from truestep.generate.servers.errors import BadAnswerError, ServerError, UnreachableError
+from truestep.generate.servers.protocol import Description, InferenceServer
+from truestep.text import printable
+
+CONNECT_SECONDS = 10.0
+QUICK_SECONDS = 30.0  # for an answer that takes no computing
+_BUSY = (408, 425, 429)  # statuses below 500 that a later request may not meet again
+_ALONE = {"Connection": "close"}  # no other request goes by the same connection
+_IDENTITY = {"Accept-Encoding": "identity"}  # a few compressed bytes may stand for any number
+_SMALL = 4 * MIB  # bytes of an answer that is no text of tokens
+_TOKEN = 512  # bytes: a token's id, its log-prob and its text, which stands in an answer up to four times
+_SHOWN = 64 * 1024  # bytes of an error
+_KEY_HINT = "; set sampler.api_key_env to the variable that holds its key"
+
+
+class HttpServer(InferenceServer):
+    """An inference server behind HTTP. A kind of server adds its own paths and bodies."""
+
+    hints: ClassVar[Mapping[int, str]] = {401: _KEY_HINT, 403: _KEY_HINT}  # ends of refusals, by status
+
+    def __init__(self, url: str, model: str, api_key: str | None, timeout: float):
+        self.url, self.model, self._timeout = url.rstrip("/").removesuffix("/v1"), model, timeout
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers=_IDENTITY | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
+            follow_redirects=False,
+            timeout=httpx.Timeout(timeout, connect=min(CONNECT_SECONDS, timeout)),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        )
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def describe(self) -> Description:
+        await self._get("/health", QUICK_SECONDS)
+        models = await self._get("/v1/models", QUICK_SECONDS)
+        listed = models.get("data") if isinstance(models, dict) else None
+        entries = listed if isinstance(listed, list) else ()
+        named = {str(entry.get("id")): entry for entry in entries if isinstance(entry, dict)}
+        return Description(tuple(named), named.get(self.model, {}).get("max_model_len"))
+
+    async def tokenize(self, text: str) -> list[int] | None:
+        asked = {"model": self.model, "prompt": text}
+        answer = await self._post("/tokenize", asked, QUICK_SECONDS, tokens=len(text.encode()))
+        return answer.get("tokens") if isinstance(answer, dict) else None
+
+    async def _lives(self) -> bool:
+        try:
+            await self._get("/health", QUICK_SECONDS)
+        except (UnreachableError, ServerError):
+            return False
+        return True
+
+    async def _get(self, path: str, timeout: float) -> Any:
+        return await self._json("GET", path, None, timeout)
+
+    async def _post(self, path: str, body: Any = None, timeout: float | None = None, tokens: int = 0) -> Any:
+        """Ask for what may hold so many tokens."""
+        return await self._json("POST", path, body, timeout or self._timeout, tokens=tokens)
+
+    async def _order(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
+        """Ask for a change of the server, by a connection of its own: a server may close one with an error that it
+        answers, and the next request would be lost on it."""
+        return await self._json("POST", path, body, timeout or self._timeout, _ALONE)
+
+    async def _tell(self, path: str, body: Any, timeout: float) -> None:
+        """Ask for a change that is answered by a status alone, or with a text for people."""
+        await self._request("POST", path, body, timeout, _ALONE)
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        timeout: float,
+        headers: Mapping[str, str] | None = None,
+        tokens: int = 0,
+    ) -> bytes:
+        async with _reaching(path, timeout), self._http.stream(method, path, json=body, headers=headers) as response:
+            await self._check(path, response)
+            return b"".join([piece async for piece in _pieces(path, response, _size(tokens))])
+
+    async def _json(
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        timeout: float,
+        headers: Mapping[str, str] | None = None,
+        tokens: int = 0,
+    ) -> Any:
+        content = await self._request(method, path, body, timeout, headers, tokens)
+        try:
+            return load_json(content, _scale(tokens)) if content else None
+        except TooLargeError as error:
+            raise BadAnswerError(f"{path}: the answer is not read: {error}") from error
+        except ValueError as error:
+            raise BadAnswerError(f"{path} answered what is not JSON") from error
+
+    async def _events(self, path: str, body: Any, read: Callable[[dict[str, Any]], None], tokens: int) -> None:
+        """Read server-sent events up to the one that says it is the last: a stream that only ends was cut short. An
+        event may hold so many tokens; some servers send all that there are so far in each."""
+        async with _reaching(path, self._timeout), self._http.stream("POST", path, json=body) as response:
+            await self._check(path, response)
+            async for line in _lines(path, response, _size(tokens)):
+                if line == b"data: [DONE]":
+                    return
+                if line.startswith(b"data: "):
+                    event = _event(line.removeprefix(b"data: "), tokens)
+                    try:
+                        read(event)
+                    except (AttributeError, TypeError) as error:
+                        raise BadAnswerError(f"an event of the stream is not in {self.advice.kind}'s format") from error
+        raise UnreachableError(f"{path}: the stream ended early")
+
+    async def _check(self, path: str, response: httpx.Response) -> None:
+        """Refuse an answer by its status, of whose text no more is read than is shown."""
+        if response.status_code // 100 == 2:
+            return
+        said = b""
+        async for piece in response.aiter_raw():
+            said += piece
+            if len(said) >= _SHOWN:
+                break
+        self._check_status(path, response.status_code, said[:_SHOWN].decode(errors="replace"))
+        moved = printable(response.headers.get("Location", "elsewhere"))
+        raise ServerError(
+            f"sampler.urls: {self.url}{path} answered {response.status_code} and points to {moved}, which is not "
+            "followed: give the address of the server itself"
+        )
+
+    def _check_status(self, path: str, status: int, text: str) -> None:
+        """Raise what a status from 400 on means."""
+        if status < 400:
+            return
+        problem = f"{path} answered {status}: {printable(text)}"
+        if status >= 500 or status in _BUSY:
+            raise UnreachableError(problem)
+        raise ServerError(f"sampler.urls: {self.url}{problem}{self.hints.get(status, '')}")
+
+
+def _size(tokens: int) -> int:
+    """Bound the bytes of an honest answer that holds so many tokens."""
+    return _SMALL + _TOKEN * tokens
+
+
+def _scale(tokens: int) -> int:
+    return 1 + _size(tokens) // RECORD
+
+
+async def _pieces(path: str, response: httpx.Response, most: float = math.inf) -> AsyncIterator[bytes]:
+    """Give an answer's bytes as they come, and refuse one that has more than it may, or that is compressed."""
+    encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise BadAnswerError(
+            f"{path}: the answer is compressed ({printable(encoding, 60)}), which was not requested: it is not read"
+        )
+    read = 0
+    async for piece in response.aiter_raw():
+        read += len(piece)
+        if read > most:
+            raise BadAnswerError(f"{path}: the answer is not read: {too_long(int(most))}, more than it may hold")
+        yield piece
+
+
+async def _lines(path: str, response: httpx.Response, most: int) -> AsyncIterator[bytes]:
+    """Give the lines of an answer, of which none has more than `most` bytes."""
+    left = bytearray()
+    async for piece in _pieces(path, response):
+        left += piece
+        *lines, rest = left.split(b"\n") if b"\n" in piece else (left,)
+        if max(map(len, (*lines, rest))) > most:
+            raise BadAnswerError(f"{path}: an event is not read: {too_long(most)}, more than it may hold")
+        left = bytearray(rest)
+        for line in lines:
+            yield bytes(line.rstrip(b"\r"))
+
+
+@contextlib.asynccontextmanager
+async def _reaching(path: str, timeout: float) -> AsyncIterator[None]:
+    """Give the whole answer `timeout` seconds, not each of its bytes, and name what goes wrong on its way."""
+    try:
+        async with asyncio.timeout(timeout):
+            yield
+    except (TimeoutError, httpx.TimeoutException) as error:
+        raise UnreachableError(f"{path} gave no whole answer within {timeout:g} s") from error
+    except httpx.TransportError as error:
+        raise UnreachableError(f"{path}: {printable(repr(error))}") from error
+
+
+def _event(text: bytes, tokens: int) -> dict[str, Any]:
+    try:
+        event = load_json(text, _scale(tokens))
+    except ValueError as error:
+        raise BadAnswerError("an event of the stream is not JSON that can be read") from error
+    if not isinstance(event, dict) or "error" in event:
+        raise BadAnswerError(f"the stream says {printable(text)}")
+    return event

@@ -1,0 +1,225 @@
+"""Make groups of completions ahead of the trainer, as far as staleness permits.
+
+A group is started only if it could still be trained on: with nothing going wrong, the step that reaches it comes
+`open documents / docs_per_step` steps after the next. With `max_staleness` 0 that is exactly the next step's documents,
+once the servers have its weights: synchronous training is the same machinery with nothing ahead.
+"""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from truestep.environments.prompts import Prompt
+from truestep.environments.rewards import Rating
+from truestep.generate.groups import HOPELESS, TRIES, explain_hopeless, prompt_of
+from truestep.generate.servers.fleet import Fleet, Published, Signal
+from truestep.generate.servers.group_maker import Group, GroupMaker, SamplingOptions
+from truestep.rollouts.source import SourceError
+
+_POLL_SECONDS = 0.25  # a server that comes back says nothing to those who wait for documents
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How far ahead of the trainer groups are made."""
+
+    docs_per_step: int
+    documents_per_take: int  # what each take adds to the documents that the policy has seen
+    max_staleness: int
+    concurrency: int  # groups under way
+    stall_timeout: float
+
+
+class LookAhead:
+    """The queue of groups under way and ready. What is async runs in one event loop."""
+
+    def __init__(
+        self,
+        make_fleet: Callable[..., Fleet],
+        prompts: Sequence[Prompt],
+        sampling: SamplingOptions,
+        pace: Pace,
+        rate: Callable[[Prompt, str, str], Awaitable[Rating]],
+        read: Callable[[Sequence[int]], str],
+    ):
+        self.fleet = make_fleet(on_void=self._void, on_fatal=self._fail)
+        self.maker = GroupMaker(self.fleet, sampling, rate, read)
+        self._prompts, self._sampling, self._pace = prompts, sampling, pace
+        self._next_number = 0
+        self._restored: deque[int] = deque()  # started before a restart and not taken: they come first
+        self._open: dict[int, Group] = {}  # started and not taken
+        self._ready: list[Group] = []  # complete, in the order of their completion
+        self._tasks: dict[int, asyncio.Task[str | None]] = {}
+        self._seen = 0  # documents that the policy will have seen at the next take
+        self._failures: list[str] = []  # why groups were given up, in a row
+        self._fatal: Exception | None = None
+        self._changed = Signal()
+        self._sorted_out: Callable[[Group], bool] | None = None
+        self._replace_limit, self._replaced = 0, 0  # the second: since groups were last handed over
+
+    def replace(self, sorted_out: Callable[[Group], bool], limit: int) -> None:
+        """Start another group for each complete one that `sorted_out` takes, at most `limit` for each hand-over.
+
+        A group is asked about once it is complete, and never for how long that took: one that is slow stays open, and
+        the step that wants it waits for it.
+        """
+        self._sorted_out, self._replace_limit = sorted_out, limit
+
+    def _replaces(self, group: Group) -> bool:
+        if self._sorted_out is None or self._replaced >= self._replace_limit or not self._sorted_out(group):
+            return False
+        self._replaced += 1
+        return True
+
+    async def publish(self, published: Published) -> None:
+        """Give new weights to the servers, and start what they permit."""
+        self._seen = max(self._seen, published.version)
+        try:
+            await self.fleet.publish(published)
+            self._admit()
+        except Exception as error:
+            self._fail(error)
+
+    async def collect(self, wanted: int, documents_seen: int) -> list[Group]:
+        """Wait for so many complete groups, none of them too stale, each made by weights that are known."""
+        self._seen, start = documents_seen, asyncio.get_running_loop().time()
+        while True:
+            if self._fatal is not None:
+                raise self._fatal
+            self._drop_stale()
+            self._admit()
+            chosen = self._choose(wanted)
+            unconfirmed = {server for group in chosen for server in group.unconfirmed}
+            if len(chosen) == wanted and not unconfirmed:
+                return self._hand_over(chosen)
+            reachable = {server for server in unconfirmed if server.lost_at is None}
+            if len(chosen) == wanted and reachable:
+                await self.fleet.confirm(reachable)
+            else:
+                await self._wait(start)
+
+    def _choose(self, wanted: int) -> list[Group]:
+        """Choose complete groups, the first to be complete first. But a group that came too late once is owed: the step
+        waits for it, or prompts with slow answers would be overtaken each time."""
+        owed = sorted((group for group in self._open.values() if group.num_drops), key=lambda group: group.number)
+        first = owed[:wanted]
+        if any(group not in self._ready for group in first):
+            return []
+        return (first + [group for group in self._ready if group not in first])[:wanted]
+
+    def _hand_over(self, chosen: Sequence[Group]) -> list[Group]:
+        for group in chosen:
+            self._ready.remove(group)
+            del self._open[group.number]
+        self._seen += self._pace.documents_per_take
+        self._replaced = 0
+        self._admit()
+        return sorted(chosen, key=lambda group: group.number)
+
+    async def _wait(self, start: float) -> None:
+        quiet = asyncio.get_running_loop().time() - max(start, self.fleet.last_progress)
+        if quiet >= self._pace.stall_timeout:
+            raise SourceError(
+                f"sampler: no completion for {quiet:.0f} s (schedule.stall_timeout: {self._pace.stall_timeout:g}): "
+                f"{self.fleet.report()}"
+            )
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), _POLL_SECONDS)
+
+    async def state(self) -> dict[str, Any]:
+        return {"groups": self._next_number, "open": sorted({*self._open, *self._restored})}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`: what was open then is made first."""
+        self._next_number = state["groups"]
+        self._restored.extend(state.get("open", ()))  # an in_process sampler leaves nothing open
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await self.fleet.close()
+
+    def _admit(self) -> None:
+        pace, version = self._pace, self.fleet.version
+        while self._fatal is None and version is not None and len(self._tasks) < pace.concurrency:
+            steps_ahead = len(self._open) * self._sampling.group_size // pace.docs_per_step
+            if self._seen + steps_ahead * pace.documents_per_take - version > pace.max_staleness:
+                return
+            if self._restored:
+                number = self._restored.popleft()
+            else:
+                number, self._next_number = self._next_number, self._next_number + 1
+            self._start(Group(number, prompt_of(number, self._prompts, self._sampling.seed)))
+
+    def _start(self, group: Group) -> None:
+        self._open[group.number] = group
+        task = asyncio.get_running_loop().create_task(self.maker.make(group))
+        self._tasks[group.number] = task
+        task.add_done_callback(lambda done: self._ended(group, done))
+
+    def _ended(self, group: Group, task: asyncio.Task[str | None]) -> None:
+        del self._tasks[group.number]
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None:
+            self._fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+        elif (reason := task.result()) is not None:
+            del self._open[group.number]
+            self._failures.append(reason)
+            if len(self._failures) >= HOPELESS:
+                self._fail(SourceError(explain_hopeless(len(self._failures), self._failures)))
+        elif len(group.members) < self._sampling.group_size:  # some were voided at this very moment
+            self._start(group)
+        else:
+            self._failures.clear()
+            try:
+                replaced = self._replaces(group)
+            except Exception as failure:  # a user's own advantages
+                self._fail(failure)
+                return
+            if replaced:
+                del self._open[group.number]
+            else:
+                self._ready.append(group)
+        self._admit()
+        self._changed.set()
+
+    def _drop_stale(self) -> None:
+        """Drop groups that are too stale, and make them anew: else prompts with long answers would never be learned."""
+        for group in list(self._ready):
+            staleness = self._seen - group.version
+            if staleness <= self._pace.max_staleness:
+                continue
+            self._ready.remove(group)
+            self.maker.counts["stale"] += len(group.members)
+            reason = (
+                f"too stale: sampled {staleness} documents before its step, and sampler.max_staleness is "
+                f"{self._pace.max_staleness}"
+            )
+            for member in group.members:
+                self.maker.reject(group, member.rollout.id, reason)
+            group.members, group.num_drops = [], group.num_drops + 1
+            if group.num_drops < TRIES:
+                self._start(group)
+            else:
+                del self._open[group.number]
+
+    def _void(self) -> None:
+        """Drop void answers and make them anew: they may come from other weights than they say."""
+        for group in self._open.values():
+            kept = [member for member in group.members if not member.answer.void]
+            self.maker.counts["void"] += len(group.members) - len(kept)
+            group.members = kept
+        for group in [group for group in self._ready if len(group.members) < self._sampling.group_size]:
+            self._ready.remove(group)
+            self._start(group)
+        self._changed.set()
+
+    def _fail(self, error: Exception) -> None:
+        self._fatal = self._fatal or error
+        self._changed.set()

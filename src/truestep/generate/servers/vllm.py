@@ -1,0 +1,300 @@
+"""A vLLM server: all that the trainer knows of vLLM's paths, bodies, status codes and oddities."""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from truestep.generate.servers.errors import BadAnswerError, ForgottenError, ServerError, UnreachableError
+from truestep.generate.servers.host_copies import HostWeights
+from truestep.generate.servers.http import QUICK_SECONDS, HttpServer
+from truestep.generate.servers.nccl_link import Link
+from truestep.generate.servers.protocol import Advice, Choice, CompletionRequest
+from truestep.model.adapter_files import is_adapter
+from truestep.publish.nccl import NcclWire
+from truestep.text import printable
+
+# The distribution as it is, whatever defaults a server takes from the model.
+_PLAIN_SAMPLING: dict[str, Any] = {
+    "ignore_eos": True,  # the trainer's own list of what ends a text is the one that counts
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+
+
+_PATIENCE = 60.0  # seconds that ranks may take to join, and a server to take one message of weights
+_REFUSED = "answered 500"  # as vLLM answers whatever its engine raises
+_ADAPTERS = (
+    " For adapters start the server with --enable-lora, --max-lora-rank (adapter.rank or more) and "
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+)
+
+
+class Vllm(HttpServer):
+    hints: ClassVar[Mapping[int, str]] = {
+        **HttpServer.hints,
+        404: "; is sampler.model the served name, and was the server started with VLLM_SERVER_DEV_MODE=1?",
+    }
+    advice = Advice(
+        kind="a vLLM server",
+        longer_texts="start it with --max-model-len {tokens} or more",
+        processed_logprobs="Start the server with --logprobs-mode processed_logprobs",
+        emptied_cache="although /reset_prefix_cache was called",
+        loaded="although reload_weights was called",
+    )
+
+    _device: torch.device | None = None  # of the trainer, from which weights are sent to the server's GPUs
+    _link: Link | None = None  # None: it has to be made, if there is such a device
+    _adapter: str | None = None  # the name of the adapter that was loaded last: each has a name of its own
+
+    async def complete(self, request: CompletionRequest) -> list[Choice]:
+        return read_choices(await self._post("/v1/completions", self._body(request), tokens=request.tokens), request)
+
+    async def stream(self, request: CompletionRequest, on_tokens: Callable[[int, int], None]) -> list[Choice]:
+        choices: dict[int, dict[str, Any]] = {}
+
+        def read_event(event: dict[str, Any]) -> None:
+            for piece in event.get("choices") or ():
+                index, tokens = piece.get("index"), piece.get("token_ids") or []
+                empty = {"index": index, "token_ids": [], "logprobs": {"token_logprobs": []}}
+                choice = choices.setdefault(index, empty)
+                choice["token_ids"] += tokens
+                choice["logprobs"]["token_logprobs"] += (piece.get("logprobs") or {}).get("token_logprobs") or []
+                for name in ("finish_reason", "prompt_token_ids"):
+                    choice[name] = piece.get(name) or choice.get(name)
+                request.check_size(index, len(choice["token_ids"]))
+                on_tokens(index, len(tokens))
+
+        await self._events("/v1/completions", self._body(request) | {"stream": True}, read_event, request.tokens)
+        return read_choices({"choices": list(choices.values())}, request)
+
+    def _body(self, request: CompletionRequest) -> dict[str, Any]:
+        """No seed: vLLM's engine for CPUs dies of a seeded request whose prompt it reads in two parts."""
+        return {
+            "model": self._adapter or self.model,
+            "prompt": list(request.prompt),
+            "n": request.n,
+            "temperature": request.temperature,
+            "max_tokens": request.max_new_tokens,
+            "stop_token_ids": sorted(request.stop_ids),
+            **_PLAIN_SAMPLING,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+
+    async def next_token(
+        self, prompt: tuple[int, ...], temperature: float, count: int, *, past_the_cache: bool = False
+    ) -> dict[int, float]:
+        body = {
+            "model": self._adapter or self.model,
+            "prompt": list(prompt),
+            "max_tokens": 1,
+            "temperature": temperature,
+            **_PLAIN_SAMPLING,
+            "logprobs": count,
+            "return_tokens_as_token_ids": True,
+        }
+        salt = {"cache_salt": secrets.token_hex(8)} if past_the_cache else {}
+        answer = await self._post("/v1/completions", body | salt, tokens=len(prompt) + count)
+        try:
+            (logprobs,) = answer["choices"][0]["logprobs"]["top_logprobs"]
+            return {int(name.removeprefix("token_id:")): float(value) for name, value in logprobs.items()}
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise BadAnswerError("a probe was answered without the log-probs of its next token") from error
+
+    async def pause(self, mode: str) -> None:
+        await self._order(f"/pause?mode={mode}")
+
+    async def link(self, device: torch.device) -> str | None:
+        self._device = device
+        try:
+            await self._join_first()
+        except ServerError as error:
+            return str(error)
+        except UnreachableError as error:
+            if _REFUSED not in str(error):
+                raise
+            return str(error)
+        return None
+
+    def _make_link(self, device: torch.device) -> Link:
+        return Link(NcclWire(device), min(self._timeout, _PATIENCE))
+
+    async def _join_first(self) -> None:
+        """Join a server that a trainer before this one may have left in the middle of an update."""
+        await self.pause("abort")
+        try:
+            await self._give_up_update()
+        finally:
+            await self.resume()
+        await self._join()
+
+    async def _join(self) -> None:
+        """Make a group of the trainer and all ranks of the server, by vLLM's own backend `nccl`."""
+        assert self._device is not None
+        found = await self._get("/get_world_size", QUICK_SECONDS)
+        ranks = found.get("world_size") if isinstance(found, dict) else None
+        if type(ranks) is not int or ranks < 1:
+            raise BadAnswerError("/get_world_size has no number of ranks")
+        link = self._make_link(self._device)
+
+        async def ask(init_info: dict[str, Any]) -> Any:
+            return await self._order("/init_weight_transfer_engine", {"init_info": init_info})
+
+        try:
+            await link.join(ranks, ask)
+        except BaseException:
+            link.close()
+            raise
+        self._link = link
+
+    async def send(self, weights: HostWeights) -> None:
+        if self._link is None:
+            raise UnreachableError("it is in no group with the trainer: it was restarted")
+
+        async def announce(update_info: dict[str, Any]) -> Any:
+            return await self._order("/update_weights", {"update_info": update_info})
+
+        try:
+            await self._start_update()
+            await self._link.send(weights, announce)
+            await self._order("/finish_weight_update", {"weight_version": weights.name})
+        except BaseException:  # nobody knows how much of it the server took, and the group is left
+            self._link.close()
+            self._link = None
+            await asyncio.shield(self._give_up_update())
+            raise
+        await self._forget()
+
+    async def _give_up_update(self) -> None:
+        """Have the server compute again after an update that failed: its layers are empty since it began, and the next
+        request would end its engine. It begins anew where vLLM has ended the update itself."""
+        for path in ("/start_weight_update", "/finish_weight_update"):
+            with contextlib.suppress(UnreachableError, ServerError, BadAnswerError):
+                await self._order(path, None, QUICK_SECONDS)
+
+    async def prepare(self) -> None:
+        """Ask a server that weights are sent to, and that was restarted, to join again."""
+        if self._device is not None and self._link is None:
+            await self._join()
+
+    async def _start_update(self) -> None:
+        try:
+            await self._order("/start_weight_update")
+        except UnreachableError as error:
+            if _REFUSED not in str(error):
+                raise
+            # An update that was cut short is under way still, of this trainer or of one that was killed.
+            with contextlib.suppress(UnreachableError):
+                await self._order("/finish_weight_update")
+            await self._order("/start_weight_update")
+
+    async def load(self, weights: Path) -> None:
+        if is_adapter(weights):
+            await self._load_adapter(weights)
+            return
+        try:
+            kwargs = {"weights_path": str(weights)}
+            await self._order("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
+        except UnreachableError as error:
+            await self._blame(weights, error)
+        await self._forget()
+
+    async def _forget(self) -> None:
+        """Forget also what running completions have computed so far: they go on with the new weights' own view of their
+        beginning."""
+        answer = await self._order("/reset_prefix_cache?reset_running_requests=true")
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise UnreachableError(
+                "/reset_prefix_cache did not succeed: something still holds the cache of the old weights"
+            )
+
+    async def _load_adapter(self, weights: Path) -> None:
+        """Load an adapter under a name that no other one had, so that no cache knows it; the one before goes."""
+        before, name = self._adapter, weights.name
+        if before == name:  # the same again: a probe found it wrong, or the server is another process
+            await self._unload(name)
+        try:
+            await self._tell("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(weights)}, self._timeout)
+        except UnreachableError as error:
+            await self._blame(weights, error)
+        except ServerError as error:
+            raise ServerError(f"{error}{_ADAPTERS}") from error
+        self._adapter = name
+        if before not in (None, name):
+            await self._unload(before)
+
+    async def _unload(self, name: str | None) -> None:
+        with contextlib.suppress(ServerError):  # a server that was started anew does not know it
+            await self._tell("/v1/unload_lora_adapter", {"lora_name": name}, QUICK_SECONDS)
+
+    async def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        if self._adapter is not None:
+            with contextlib.suppress(UnreachableError):
+                await self._unload(self._adapter)
+        await super().close()
+
+    def _check_status(self, path: str, status: int, text: str) -> None:
+        if status == 404 and self._adapter is not None and path == "/v1/completions":
+            raise ForgottenError(f"it no longer knows the adapter {self._adapter}: it was restarted")
+        super()._check_status(path, status, text)
+
+    async def _blame(self, weights: Path, error: UnreachableError) -> None:
+        """Raise `error`, or a ServerError where the server lives on: it would refuse the same weights again."""
+        if _REFUSED not in str(error) or not await self._lives():  # else a server that lives on has answered so
+            raise error
+        raise ServerError(
+            f"sampler.urls: {self.url} could not load the weights in {weights}: {error}. Is that directory on a disk "
+            "that the server sees (sampler.weights_directory), and is the served model of the trainer's architecture?"
+            f"{_ADAPTERS if is_adapter(weights) else ''}"
+        ) from error
+
+    async def resume(self) -> None:
+        await self._order("/resume", None, QUICK_SECONDS)
+
+
+def read_choices(answer: Any, request: CompletionRequest) -> list[Choice]:
+    """Read completions in the order of their indices. What their tokens are worth is for `answer.check_choices`."""
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+        raise BadAnswerError("the answer has no list of choices")
+    indices = sorted(_index(choice) for choice in choices)
+    if indices != list(range(request.n)):
+        raise BadAnswerError(f"asked for {request.n} completions, got those of index {indices}")
+    return [_read(choice, request) for choice in sorted(choices, key=_index)]
+
+
+def _index(choice: dict[str, Any]) -> int:
+    index = choice.get("index")
+    if type(index) is not int:
+        raise BadAnswerError(f"a completion's index is {printable(repr(index), 60)}")
+    return index
+
+
+def _read(choice: dict[str, Any], request: CompletionRequest) -> Choice:
+    echoed = choice.get("prompt_token_ids")
+    if echoed is not None and echoed != list(request.prompt):
+        raise BadAnswerError("the completion is of another prompt: prompt_token_ids are not those that were sent")
+    reason = choice.get("finish_reason")
+    if reason == "abort":
+        return Choice([], [], stopped=False, aborted=True)
+    if reason not in ("stop", "length"):
+        shown = printable(repr(reason), 60)
+        raise BadAnswerError(f"finish_reason is {shown}, neither stop nor length: the completion is not whole")
+    tokens = choice.get("token_ids")
+    if not isinstance(tokens, list) or not tokens:
+        raise BadAnswerError("a completion without token_ids: the server must obey return_token_ids (vLLM >= 0.10.2)")
+    logprobs = choice.get("logprobs")
+    values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
+    return Choice(tokens, values if isinstance(values, list) else [], stopped=reason == "stop")

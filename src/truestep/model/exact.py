@@ -1,0 +1,153 @@
+"""A policy computed exactly: the last hidden state of a token depends on that token and those before it alone, to the
+last bit, whatever shares a pass with it (see `truestep.numerics`).
+
+The sampler's engine and training's scores of documents both go through here. So they agree in every bit.
+
+Dimensions: T tokens of a pass, Q query heads, K key-value heads, E head size, H hidden.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from transformers import AttentionInterface
+
+from truestep.model.fast.compiled import own_forward
+from truestep.model.mixers import attention
+from truestep.model.policy import Policy
+from truestep.numerics import compiling
+from truestep.numerics.attention import attend
+from truestep.numerics.operations import Exactly, InexactError, by_itself
+from truestep.numerics.queries import Queries, Span, page_of
+from truestep.types import sent
+from truestep.weights.layers import layers_of
+
+NAME = "truestep_exact"
+
+
+@dataclass
+class ExactPass:
+    """What attention has to know of a pass: the one keyword that a model passes on to it."""
+
+    queries: Queries
+    # Writes a layer's new keys and values, and gives the pages of both, and where they are for kernels. None: the
+    # pass's own tokens are the pages.
+    pools: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] | None = None
+
+
+@torch.compiler.disable
+def exact_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, Q, T, E]
+    key: torch.Tensor,  # [1, K, T, E]
+    value: torch.Tensor,  # [1, K, T, E]
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    exact: ExactPass | None = None,
+    **unused: object,
+) -> tuple[torch.Tensor, None]:  # [1, T, Q, E]
+    """Attend exactly; transformers calls this."""
+    layer: Any = getattr(module, "layer_idx", None)
+    if exact is None or layer is None:
+        raise InexactError(f"sampler.exact: {type(module).__name__} passes no keyword arguments on to its attention")
+    if not getattr(module, "is_causal", True):
+        raise InexactError(f"sampler.exact: {type(module).__name__} is not causal")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    with by_itself():
+        places = None
+        if exact.pools is None:
+            # [K, T, E] -> [pages, K, page, E]
+            keys, values = (
+                tensor[0].unflatten(1, (-1, page_of(tensor.device))).transpose(0, 1) for tensor in (key, value)
+            )
+        else:
+            keys, values, places = exact.pools(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        q = query[0].transpose(0, 1)
+        return attend(exact.queries, q, keys, values, scale, sliding_window, softcap, places)[None], None
+
+
+# The layers of models that run compiled, and their compiled code: the same for the sampler and for training.
+_COMPILED: WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = WeakKeyDictionary()
+
+
+# Code that torch stops to compile would run as it is, and round as it likes.
+_REFUSALS: dict[str, Any] = {
+    name: True for name in ("fail_on_recompile_limit_hit",) if hasattr(torch._dynamo.config, name)
+}
+
+
+def compile_exactly(model: Any, on: bool) -> None:
+    """Have the layers of exact passes run compiled, or not."""
+    _COMPILED.pop(model, None)
+    if on:
+        layers: list[Any] = layers_of(model)[1]
+        _COMPILED[model] = {layer: _compiled(layer) for layer in layers}
+
+
+def _compiled(layer: Any) -> Callable[..., Any]:
+    compute = torch.compile(own_forward(layer), dynamic=True, backend=compiling.backend)
+
+    def forward(*arguments: Any, **options: Any) -> Any:
+        # Torch compiles nothing within `Exactly`. What is compiled is exact by itself, and what is not must not run.
+        with by_itself():
+            return compute(*arguments, **options)
+
+    return forward
+
+
+@contextmanager
+def exactly(model: Any) -> Iterator[None]:
+    """Have the model attend exactly, and its layers run compiled where `compile_exactly` says so."""
+    compiled = _COMPILED.get(model, {})
+    before = {layer: layer.forward for layer in compiled}
+    with attention.using(model, NAME), torch._dynamo.config.patch(_REFUSALS):
+        try:
+            for layer, forward in compiled.items():
+                layer.forward = forward
+            yield
+        finally:
+            for layer, forward in before.items():
+                layer.forward = forward
+
+
+@torch.no_grad()
+def exact_hidden(model: Any, ids: torch.Tensor, positions: torch.Tensor, step: ExactPass) -> torch.Tensor:
+    """Give the last hidden states of tokens, inside `exactly`: [T], [T] -> [T, H]."""
+    with Exactly():
+        output = model.base_model(
+            input_ids=ids[None], position_ids=positions[None], attention_mask=None, use_cache=False, exact=step
+        )
+    return output.last_hidden_state[0]
+
+
+@torch.no_grad()
+def documents_hidden(policy: Policy, documents: Sequence[np.ndarray]) -> list[torch.Tensor]:
+    """Give the last hidden states of whole documents, inside `exactly`: [tokens, H] of each."""
+    page = page_of(policy.device)
+    bounds = np.cumsum([0, *(-(-len(ids) // page) for ids in documents)])  # in pages: each document begins one
+    flat, positions = np.zeros((2, bounds[-1] * page), dtype=np.int64)
+    spans = []
+    table = np.zeros((len(documents), int(np.diff(bounds).max(initial=1))), dtype=np.int64)
+    for number, ids in enumerate(documents):
+        first = int(bounds[number]) * page
+        flat[first : first + len(ids)], positions[first : first + len(ids)] = ids, np.arange(len(ids))
+        pages = np.arange(bounds[number], bounds[number + 1])
+        table[number, : len(pages)] = pages
+        spans.append(Span(first, len(ids), 0, number))
+
+    def send(values: np.ndarray) -> torch.Tensor:
+        return sent(torch.from_numpy(values), policy.device)
+
+    step = ExactPass(Queries(send(table), spans, send))
+    hidden = exact_hidden(policy.model, send(flat), send(positions), step)
+    return [hidden[span.first : span.first + span.count] for span in spans]
+
+
+AttentionInterface.register(NAME, exact_attention)

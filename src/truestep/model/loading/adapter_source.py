@@ -1,0 +1,54 @@
+"""The adapter of a model: where it comes from, and how the model gets it."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from truestep.config.sections import AdapterConfig
+from truestep.model.adapter import (
+    Adapter,
+    AdapterSettings,
+    AdapterSource,
+    attach,
+    first_values,
+    target_modules,
+)
+from truestep.model.adapter_files import is_adapter, read_adapter
+from truestep.weights.errors import ModelError
+
+
+def adapter_source(adapter: AdapterConfig | None, seed: int, checkpoint: Path | None = None) -> AdapterSource | None:
+    """Say where the adapter comes from: a checkpoint, a directory, or its options."""
+    if checkpoint is not None and is_adapter(checkpoint) != (adapter is not None):
+        has, lacks = ("an adapter", "no section adapter") if adapter is None else ("a whole model", "an adapter")
+        raise ModelError(f"adapter: {checkpoint} holds {has}, and the configuration has {lacks}")
+    if adapter is None:
+        return None
+    path = None if adapter.path is None else Path(adapter.path)
+    settings = None
+    if path is None:
+        settings = AdapterSettings(adapter.rank, adapter.alpha, adapter.targets, seed)
+    return AdapterSource(settings, checkpoint or path)
+
+
+def attach_adapter(model: Any, source: AdapterSource) -> Adapter:
+    """Give a model, in place, an adapter whose values are not read yet: a new one, or that of a directory."""
+    settings = source.settings
+    modules = None if settings is None else target_modules(model, settings.targets)
+    if source.path is None:
+        assert settings is not None and modules is not None
+        adapter = Adapter(settings.rank, settings.alpha, modules)
+        values = first_values(settings.seed)
+    else:
+        adapter, values = read_adapter(source.path)
+        stored = target_modules(model, adapter.modules)  # refuses what this model does not have
+        adapter = dataclasses.replace(adapter, modules=stored)
+        if settings is not None and modules is not None:
+            wanted = {"rank": settings.rank, "alpha": settings.alpha, "targets": sorted(modules)}
+            found = {"rank": adapter.rank, "alpha": adapter.alpha, "targets": sorted(stored)}
+            for name, value in wanted.items():
+                if found[name] != value:
+                    what = f"{value}, and it has {found[name]}" if name != "targets" else "other layers than it has"
+                    raise ModelError(f"the adapter {source.path} does not fit adapter.{name}, which asks for {what}")
+    attach(model, adapter, values)
+    return adapter

@@ -1,0 +1,75 @@
+"""A model whose weights are in a checkpoint's parts: made from its configuration; its weights are not read yet."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from truestep.model.mixers import attention
+from truestep.weights.errors import ModelError
+from truestep.weights.lazy import replace_parameters
+from truestep.weights.tensor_parts import BUFFER, WEIGHT, StoredTensors, unread_weight
+
+
+def model_of_parts(directory: Path, config: Any, stored: StoredTensors, trust_remote_code: bool) -> Any:
+    """Make the model of a checkpoint; its buffers are read, and its weights are not read yet."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    loader: Any = AutoModelForCausalLM
+    with _weights_without_values():
+        model = loader.from_config(
+            config,
+            dtype=torch.float32,
+            attn_implementation=attention.NAME,
+            trust_remote_code=trust_remote_code,
+        )
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    weights, buffers = stored.named(WEIGHT), stored.named(BUFFER)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    _check(directory, model, weights, {name: parameter.shape for parameter, name in names.items()}, stored)
+
+    def unread(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        return torch.nn.Parameter(unread_weight(stored, weights[names[parameter]], parameter.detach()))
+
+    replace_parameters(model, unread)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in buffers:
+                buffer.copy_(stored.read_whole(buffers[name]))
+    return model
+
+
+def _check(
+    directory: Path, model: Any, weights: dict[str, str], shapes: dict[str, torch.Size], stored: StoredTensors
+) -> None:
+    missing = sorted(set(shapes) - set(weights))
+    if missing:
+        raise ModelError(f"model.path: {directory} lacks weights of {type(model).__name__}: {', '.join(missing[:5])}")
+    for name, shape in shapes.items():
+        if stored.shape(weights[name]) != shape:
+            raise ModelError(
+                f"model.path: {directory} has {name} of shape {list(stored.shape(weights[name]))} where its "
+                f"config.json asks for {list(shape)}"
+            )
+
+
+@contextmanager
+def _weights_without_values() -> Iterator[None]:
+    """Have modules that are made keep their weights without values. Their buffers, which a model may compute while it
+    is made, have values."""
+    module: Any = torch.nn.Module
+    honest = module.register_parameter
+
+    def register(self: Any, name: str, parameter: torch.nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:  # a tied one stays itself
+            parameter = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        honest(self, name, parameter)
+
+    module.register_parameter = register
+    try:
+        yield
+    finally:
+        module.register_parameter = honest

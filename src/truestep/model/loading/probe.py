@@ -1,0 +1,184 @@
+"""Probes that refuse a model whose code (all of it: `borrowed`) would be trained wrongly.
+
+In float32, packed documents must give what transformers' own attention gives for each alone, and the head the model's
+own logits. Documents are long enough for every length at which the model's code changes its ways (a sliding window, a
+rotary embedding). In half precision, whose attention may be another kernel, packed documents may be no further from
+float32 than single ones.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from truestep.errors import TruestepError
+from truestep.head.logits import HeadSettings, scaled_logits
+from truestep.model.cuts.stages import Stages, stages_of
+from truestep.model.mixers.context_parallel import Context
+from truestep.model.policy import packed_hidden, plain_attention, stage_hidden
+from truestep.ranks.exchange import gather_same
+from truestep.ranks.group import ALONE, Ranks
+from truestep.ranks.pipeline import Pipeline
+from truestep.rollouts.packing import pack_tokens
+from truestep.types import PackedTokens
+from truestep.weights.errors import ModelError
+from truestep.weights.finite import largest
+
+FLOAT32_TOLERANCE = 1e-4
+# Packed and alone are two roundings of one value: neither may be much the worse.
+HALF_PRECISION_FACTOR = 1.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    documents: list[torch.Tensor]
+    hidden: torch.Tensor  # of all documents, each alone, in float32
+
+
+def make_documents(model: Any, longest: int) -> list[torch.Tensor]:
+    """Make short documents beside one that is just past each threshold within reach."""
+    past = sorted({threshold + 9 for threshold in _thresholds(model.config) if threshold + 9 <= longest})
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    return [torch.randint(vocabulary, (length,), generator=generator) for length in (5, 2, 9, *past, 1)]
+
+
+def _thresholds(config: Any) -> Iterator[int]:
+    for name in ("sliding_window", "attention_chunk_size"):
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            yield value
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(inner for inner in rope.values() if isinstance(inner, dict))]
+    if any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds):
+        for place in (*kinds, vars(config)):
+            for name in ("original_max_position_embeddings", "max_position_embeddings"):
+                if isinstance(place.get(name), int):
+                    yield place[name]
+
+
+@torch.no_grad()
+def probe_float32(model: Any, head: HeadSettings, device: torch.device, longest: int) -> Probe:
+    """Measure a float32 model, and keep what the other probes compare with."""
+    documents = make_documents(model, longest)
+    name = type(model).__name__
+    alone = _alone(model, documents, device)
+    if not alone.isfinite().all():
+        size, where = largest(dict(model.named_parameters()), ALONE)
+        raise ModelError(
+            f"{name}: its hidden states are not finite, also with transformers' own attention: its weights are ruined. "
+            f"The largest number among them is {size:.1e}, in {where}"
+        )
+    _compare(f"{name}: packed documents give other values", _packed(model, documents, device), alone)
+    with _explained(f"{name} cannot be compared with its own logits"), plain_attention(model):
+        # Hidden states that are asked for by option leave hooks in the layers, at which compiled code breaks off.
+        given = {"input_ids": documents[0][None].to(device), "use_cache": False}
+        hidden, right = model.base_model(**given).last_hidden_state[0], model(**given).logits[0]
+    ones = torch.ones(len(documents[0]), device=device)
+    weight = model.get_output_embeddings().weight
+    logits = scaled_logits(hidden, weight, ones, dataclasses.replace(head, fp32=True))
+    _compare(f"{name}: the plain LM head gives other values", logits, right)
+    return Probe(documents, alone)
+
+
+@torch.no_grad()
+def probe_context(model: Any, probe: Probe, device: torch.device, context: Context) -> None:
+    """Measure a float32 model with its tokens over several ranks. A layer that mixes tokens outside attention sees only
+    this rank's, so the probe fails."""
+    name = type(model).__name__
+    tokens = _tokens(probe.documents, context.size)
+    with _explained(f"{name} cannot run with its tokens over {context.size} ranks"):
+        hidden = packed_hidden(model, tokens, device, context).float()
+    alone = probe.hidden[context.run(len(tokens))]
+    what = f"{name}: tokens over {context.size} ranks (parallel.context) give other values"
+    _compare(what, hidden[: len(alone)], alone)  # padding is behind
+
+
+@torch.no_grad()
+def probe_cut(model: Any, probe: Probe, device: torch.device, ranks: Ranks) -> None:
+    """Measure a float32 model that is cut over tensor ranks, all of which call this: its plan may lack something."""
+    group, tokens = ranks.group("tensor"), len(probe.hidden)
+    assert group is not None
+    padding = torch.zeros(-tokens % ranks.tensor, dtype=torch.int64)
+    documents = [*probe.documents, padding] if len(padding) else probe.documents
+    what = f"parallel.tensor: {ranks.tensor}: the layers of {type(model).__name__}, cut by its own plan,"
+    with _explained(f"{what} do not run"):
+        own = packed_hidden(model, _tokens(documents), device).float()
+    _compare(f"{what} give other values", gather_same(own, group)[:tokens], probe.hidden)
+
+
+@torch.no_grad()
+def probe_stages(model: Any, pipeline: Pipeline, probe: Probe, device: torch.device) -> Stages:
+    """Cut a whole float32 model into stages, which must give the same values one after another."""
+    tokens, name = _tokens(probe.documents), type(model).__name__
+    with _explained(f"{name} cannot be cut into stages"):
+        stages = stages_of(model, pipeline, lambda: packed_hidden(model, tokens, device))
+        hidden = None
+        for stage in range(pipeline.stages):
+            hidden = stage_hidden(model, stages, stage, tokens, device, hidden)
+    assert hidden is not None
+    _compare(f"{name}: its layers in stages give other values", hidden, packed_hidden(model, tokens, device))
+    return stages
+
+
+@torch.no_grad()
+def probe_half_precision(model: Any, probe: Probe, device: torch.device, dtype: torch.dtype) -> None:
+    """Measure a float32 model rounded to half precision; afterwards it is float32 again."""
+    exact = [(parameter, parameter.data) for parameter in model.parameters()]
+    for parameter, data in exact:
+        parameter.data = data.to(dtype)
+    try:
+        allowed = HALF_PRECISION_FACTOR * _distance(_alone(model, probe.documents, device), probe.hidden) + 1e-3
+        packed = _packed(model, probe.documents, device)
+    finally:
+        for parameter, data in exact:
+            parameter.data = data
+    _compare(f"{type(model).__name__}: packed in half precision gives other values", packed, probe.hidden, allowed)
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Refuse a model for whatever its code raises."""
+    try:
+        yield
+    except TruestepError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _packed(model: Any, documents: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    with _explained(f"{type(model).__name__} cannot run packed documents"):
+        return packed_hidden(model, _tokens(documents), device).float()
+
+
+def _alone(model: Any, documents: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    with _explained(f"{type(model).__name__} cannot be compared with plain attention"), plain_attention(model):
+        hidden = [
+            model.base_model(input_ids=document[None].to(device), use_cache=False).last_hidden_state[0]
+            for document in documents
+        ]
+    return torch.cat(hidden).float()
+
+
+def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Give the worst token's relative difference: a wrong document must not hide among long right ones."""
+    worst = (ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1).clamp(min=1e-12)
+    if not len(worst):
+        return 0.0
+    return float(worst.max()) if not worst.isnan().any() else float("nan")
+
+
+def _compare(what: str, ours: torch.Tensor, theirs: torch.Tensor, allowed: float = FLOAT32_TOLERANCE) -> None:
+    difference = _distance(ours, theirs)
+    if not difference <= allowed:
+        raise ModelError(
+            f"{what} than transformers does on the same document (relative difference {difference:.1e}, at most "
+            f"{allowed:.0e}): training it would be wrong, so it is refused"
+        )
+
+
+def _tokens(documents: list[torch.Tensor], multiple: int = 1) -> PackedTokens:
+    return pack_tokens([document.numpy() for document in documents], multiple)

@@ -1,0 +1,322 @@
+"""Causal attention over packed documents: no token sees another document, whatever lies beside it.
+
+Registered with transformers under two names, so that the models' own code calls it. Under `FLASH`, which `choose` gives
+where it serves, FlashAttention 4 attends over all documents (`flash`). Under `NAME`, one of two paths of torch does:
+
+- `varlen`: one fused kernel over all documents (GPU, half precision, no softcap);
+- `rows`: documents of like length become rows of a batch, a bucket. A short row repeats the document's last token;
+  being causal, no real query sees a repeat, and no repeat's output is read.
+
+Ranks that share a micro-batch's tokens attend with a share of the heads each (`context`).
+
+Dimensions: S tokens of the micro-batch, Q query heads, K key-value heads, E head size; R rows of X tokens in a bucket.
+"""
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from truestep.model.mixers import flash
+from truestep.model.mixers.context_parallel import Context
+from truestep.types import sent
+from truestep.weights.errors import ModelError
+
+NAME, FLASH = "truestep_packed", "truestep_packed_fast"  # transformers looks for kernels where a name has "flash"
+_SCORES_BYTES = 256 * 2**20  # explicit score matrices that exist at a time
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """The places of documents as rows."""
+
+    buckets: tuple[torch.Tensor, ...]  # [R, X] index into S: the documents' tokens, row by row
+    restore: torch.Tensor  # [S] where each token lies in the concatenation of the buckets' rows
+
+
+@dataclass  # never changed; but torch.compile looks into frozen ones, and would compile anew for each
+class PackedLayout:
+    """The places of documents in a micro-batch, made once for all layers."""
+
+    segments: torch.Tensor  # [documents + 1] int32, on the model's device
+    longest: int  # no document is longer
+    spans: tuple[tuple[int, int], ...]  # where each document begins and ends; the fused kernel does not ask
+    context: Context | None = None  # the ranks that share the tokens
+
+    @functools.cached_property
+    def rows(self) -> RowLayout:
+        """Its rows, made when they are first asked for: the fused kernel needs none."""
+        return _make_rows(self.spans, self.segments.device)
+
+
+def make_layout(
+    segments: torch.Tensor,
+    device: torch.device,
+    context: Context | None = None,
+    send: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> PackedLayout:
+    """Make a layout from cumulative lengths on the host. `send` copies them to the device in a way of its own."""
+    bounds = segments.tolist()
+    there = sent(segments, device) if send is None else send(segments)
+    spans = tuple(itertools.pairwise(bounds))
+    return PackedLayout(there, max((end - start for start, end in spans), default=0), spans, context)
+
+
+def _make_rows(spans: Iterable[tuple[int, int]], device: torch.device) -> RowLayout:
+    documents = sorted(spans, key=lambda span: (span[1] - span[0], span[0]))
+    buckets: list[torch.Tensor] = []
+    restore = torch.empty(max((end for _, end in documents), default=0), dtype=torch.int64)
+    offset = 0
+    while documents:
+        shortest = documents[0][1] - documents[0][0]
+        # At most a quarter of a bucket is repeats, or little enough not to matter.
+        limit = max(shortest + shortest // 3, 16)
+        members = [span for span in documents if span[1] - span[0] <= limit]
+        documents = documents[len(members) :]
+        width = members[-1][1] - members[-1][0]
+        first = torch.tensor([start for start, _ in members])[:, None]
+        last = torch.tensor([end - 1 for _, end in members])[:, None]
+        positions = torch.minimum(first + torch.arange(width), last)
+        flat = torch.arange(offset, offset + positions.numel()).view_as(positions)
+        real = torch.arange(width) <= last - first
+        restore[positions[real]] = flat[real]
+        offset += positions.numel()
+        buckets.append(positions.to(device))
+    return RowLayout(tuple(buckets), restore.to(device))
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, Q, S, E]
+    key: torch.Tensor,  # [1, K, S, E]
+    value: torch.Tensor,  # [1, K, S, E]
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    packed_layout: PackedLayout | None = None,
+    *,
+    fast: bool = False,
+    **unused: object,
+) -> tuple[torch.Tensor, None]:  # [1, S, Q, E]
+    """Attend within documents; transformers calls this. `fast`: by FlashAttention 4."""
+    if packed_layout is None:
+        raise RuntimeError(f"{type(module).__name__} does not pass the packed layout on to its attention")
+    if dropout:
+        raise RuntimeError("attention dropout is 0 in training: a score is a function of the weights")
+    if not getattr(module, "is_causal", True):
+        raise RuntimeError(f"{type(module).__name__} is not causal")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+    context = packed_layout.context
+    if context is not None:
+        q, k, v = context.tokens_for_heads(q, k, v)
+    if _seen is not None:
+        _seen.add(flash.Heads(q.shape[1], k.shape[1], q.shape[2], v.shape[2], scale, sliding_window, softcap))
+    if fast:
+        output = flash.attend(q, k, v, packed_layout.segments, packed_layout.longest, scale, sliding_window, softcap)
+    elif is_fused(q.device, q.dtype, softcap):
+        output = _varlen(q, k, v, packed_layout, scale, sliding_window)
+    else:
+        output = _rows(q, k, v, packed_layout, scale, sliding_window, softcap)
+    if context is not None:
+        output = context.heads_for_tokens(output)
+    return output[None], None
+
+
+_uncompiled = torch.compiler.disable(packed_attention)  # compiled layers call it: see `compiled`
+
+
+def _flash_attention(module: torch.nn.Module, *tensors: Any, **options: Any) -> tuple[torch.Tensor, None]:
+    """Attend by FlashAttention 4, inside a compiled layer's graph unless the tokens are exchanged for heads."""
+    layout = options.get("packed_layout")
+    attend: Any = packed_attention if layout is not None and layout.context is None else _uncompiled
+    attended: tuple[torch.Tensor, None] = attend(module, *tensors, fast=True, **options)
+    return attended
+
+
+_seen: set[flash.Heads] | None = None
+
+
+@contextmanager
+def shapes_seen() -> Iterator[set[flash.Heads]]:
+    """Collect the shapes of the attention that is called in the block."""
+    global _seen
+    _seen = set()
+    try:
+        yield _seen
+    finally:
+        _seen = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What attends in a model, and why not FlashAttention 4."""
+
+    name: str
+    instead: str | None = None
+
+    @property
+    def story(self) -> str:
+        if self.name == FLASH:
+            return f"FlashAttention 4 ({flash.PACKAGE} {flash.version()}), which agreed with float32 on this machine"
+        return f"torch's own; FlashAttention 4 is not used: {self.instead}" if self.instead else "torch's own"
+
+
+BY_TORCH = Choice(NAME)
+
+
+def choose(wanted: str, shapes: Iterable[flash.Heads], dtype: torch.dtype, place: torch.device) -> Choice:
+    """Choose by the option (auto, flash, torch) what attends with these shapes."""
+    if wanted == "torch":
+        return BY_TORCH
+    reason = flash.problem(tuple(shapes), dtype, place)
+    if reason is None:
+        return Choice(FLASH)
+    if wanted == "flash":
+        raise ModelError(f"model.attention: flash cannot be used: {reason}. model.attention: torch needs nothing more")
+    return Choice(NAME, reason)
+
+
+@contextmanager
+def using(model: Any, name: str) -> Iterator[None]:
+    """Have a model attend otherwise within the block, in evaluation mode: recomputation, which forbids a cache, happens
+    in training mode only."""
+    before, training = model.config._attn_implementation, model.training
+    model.set_attn_implementation(name)
+    model.eval()
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        model.train(training)
+
+
+def is_fused(device: torch.device, dtype: torch.dtype, softcap: float | None) -> bool:
+    """Tell whether one kernel attends within all documents, which reads where they end from the device."""
+    return softcap is None and device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+
+
+def _varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PackedLayout, scale: float, window: int | None
+) -> torch.Tensor:  # [S, Q, E], [S, K, E], [S, K, E] -> [S, Q, E]
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {}
+    known, trains = _known_options(varlen_attn), torch.is_grad_enabled()
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in known:
+            options["enable_gqa"] = True
+        elif trains or not _shares_heads(q.device, q.dtype, q.shape[2]):
+            k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
+    if "window_size" in known:
+        # The window counts the token itself; torch counts those to its left.
+        options["window_size"] = (-1 if window is None or window >= layout.longest else window - 1, 0)
+    elif window is not None and window < layout.longest:
+        return _rows(q, k, v, layout, scale, window, None)
+    else:
+        options["is_causal"] = True
+    q, k, v = (tensor if not trains and _in_lines(tensor) else tensor.contiguous() for tensor in (q, k, v))
+    bounds = layout.segments
+    attend: Any = varlen_attn  # its options differ between torch versions
+    return attend(q, k, v, bounds, bounds, layout.longest, layout.longest, scale=scale, **options)
+
+
+def _in_lines(tensor: torch.Tensor) -> bool:
+    """Tell whether the kernel reads a tensor as it lies: token after token, each head's numbers side by side, all of
+    them aligned."""
+    *outer, inner = tensor.stride()
+    aligned = not any(place * tensor.element_size() % 16 for place in outer) and not tensor.data_ptr() % 16
+    return aligned and inner == 1 and outer[0] >= outer[1]
+
+
+@functools.cache
+def _shares_heads(place: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """Tell whether the kernel gives each key-value head to several query heads, in a torch that does not say so: on
+    this machine it is tried, without gradients."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    attend: Any = varlen_attn
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([0, 5, 5, 140], dtype=torch.int32, device=place)
+    q, k, v = (torch.randn(140, heads, size, generator=generator).to(place, dtype) for heads in (6, 2, 2))
+    how: dict[str, Any] = {"scale": 0.125}
+    how |= {"window_size": (-1, 0)} if "window_size" in _known_options(varlen_attn) else {"is_causal": True}
+    try:
+        with torch.no_grad():
+            shared = attend(q, k, v, lengths, lengths, 135, 135, **how)
+            alone = attend(q, *(one.repeat_interleave(3, dim=1) for one in (k, v)), lengths, lengths, 135, 135, **how)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError):
+        return False
+    return torch.equal(shared, alone)
+
+
+@functools.cache
+def _known_options(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: PackedLayout,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:  # [S, Q, E], [S, K, E], [S, K, E] -> [S, Q, E]
+    outputs = []
+    for bucket in layout.rows.buckets:
+        rows, width = bucket.shape
+        step = rows
+        if softcap is not None or (window is not None and window < width):
+            step = max(1, _SCORES_BYTES // (4 * q.shape[1] * width * width))
+        for start in range(0, rows, step):
+            positions = bucket[start : start + step]
+            # [S, heads, E] -> [rows, heads, X, E]
+            query, key, value = (
+                tensor.index_select(0, positions.flatten()).view(*positions.shape, *tensor.shape[1:]).transpose(1, 2)
+                for tensor in (q, k, v)
+            )
+            attended = _dense(query, key, value, scale, window, softcap)
+            outputs.append(attended.transpose(1, 2).reshape(-1, *q.shape[1:]))
+    return torch.cat(outputs).index_select(0, layout.rows.restore)
+
+
+def _dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, softcap: float | None
+) -> torch.Tensor:  # [R, Q, X, E], [R, K, X, E], [R, K, X, E] -> [R, Q, X, E]
+    width = q.shape[2]
+    if window is not None and window >= width:
+        window = None
+    mask = None
+    if window is not None or softcap is not None:
+        distance = torch.arange(width, device=q.device)[:, None] - torch.arange(width, device=q.device)
+        mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    if softcap is None:
+        grouped = q.shape[1] != k.shape[1]
+        return scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        )
+    assert mask is not None
+    groups = q.shape[1] // k.shape[1]
+    k, v = (tensor.repeat_interleave(groups, dim=1) for tensor in (k, v))
+    scores = (q @ k.transpose(-1, -2)) * scale
+    scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask, -torch.inf)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    return scores.softmax(-1, dtype=wide).to(q.dtype) @ v
+
+
+AttentionInterface.register(NAME, _uncompiled)
+AttentionInterface.register(FLASH, _flash_attention)

@@ -1,0 +1,122 @@
+"""Keeps some rollouts of each step. Whatever fails here is said once and does the run no harm."""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from truestep.metrics.observers import Observer
+from truestep.rollouts.kept import files
+from truestep.rollouts.kept.rows import Reader, choose, rejected_row, row_of
+from truestep.text import printable
+from truestep.types import DocumentScore, Rejected, StepPlan
+
+_MOST_STEPS = 64  # in a file
+_SECONDS = 30.0  # after which a file is written though it has fewer
+
+
+class Keeper(Observer):
+    """Takes rollouts step by step and writes them, a file for a few steps, before each checkpoint and at the end."""
+
+    def __init__(
+        self,
+        run: Path,
+        *,
+        documents: int,  # of a step; 0: nothing is kept
+        with_tokens: int,
+        longest_text: int,
+        gigabytes: float,
+        decode: Callable[[Sequence[int], bool], str] | None,
+        say: Callable[[str], None],
+        writes: bool,  # False on all ranks but the first
+    ):
+        self.folder = run / files.FOLDER
+        self._documents, self._with_tokens, self._longest = documents, with_tokens, longest_text
+        self._most_bytes = gigabytes * 1e9
+        self._reader = None if decode is None else Reader(decode, longest_text)
+        self._say, self._writes = say, writes and documents > 0
+        self._said: set[str] = set()
+        self.latest: Sequence[dict[str, Any]] = ()  # rows of the last step
+        self._rows: list[dict[str, Any]] = []  # not written yet
+        self._rejected: list[Rejected] = []  # of the step in hand
+        self._unsynced: list[Path] = []
+        self._flushed = time.monotonic()
+        self._bytes: int | None = None  # of all files, as far as they were counted
+
+    def wanted(self, plan: StepPlan) -> Collection[int]:
+        if not self._documents or plan.repeated:  # they were kept at the first update on them
+            return ()
+        return frozenset(choose(plan.documents, self._documents))
+
+    def rejected(self, records: Sequence[Rejected]) -> None:
+        room = self._documents - len(self._rejected)
+        if self._writes and room > 0:
+            self._rejected += [record for record in records if record.completion is not None][:room]
+
+    def trained(self, step: int, plan: StepPlan, scores: Sequence[DocumentScore]) -> None:
+        """Keep rollouts of a step. `scores` are those of the documents that were wanted at least."""
+        self.latest = ()
+        if not self._writes:
+            return
+        with self._harmless():
+            self.latest = rows = self._rows_of(step, plan, scores)
+            self._rows += rows
+            held = step - self._rows[0]["step"] + 1 if self._rows else 0
+            if held >= _MOST_STEPS or (held and time.monotonic() - self._flushed > _SECONDS):
+                self._flush()
+        self._rejected = []
+
+    def _rows_of(self, step: int, plan: StepPlan, scores: Sequence[DocumentScore]) -> list[dict[str, Any]]:
+        rows = [rejected_row(record, step, self._longest) for record in self._rejected]
+        known = {score.id: score for score in scores}
+        chosen = sorted(self.wanted(plan))
+        for number, place in enumerate(chosen):
+            document = plan.documents[place]
+            tokens = number < self._with_tokens
+            rows.append(row_of(document, known.get(document.id), self._reader, step, plan.documents_seen, tokens))
+        return rows
+
+    def saving(self) -> Sequence[Callable[[], None]]:
+        if self._writes:
+            with self._harmless():
+                self._flush()
+        written, self._unsynced = self._unsynced, []
+
+        def sync() -> None:
+            with self._harmless():
+                files.sync(self.folder, written)
+
+        return (sync,)
+
+    def close(self) -> None:
+        if self._writes:
+            with self._harmless():
+                self._flush()
+
+    def _flush(self) -> None:
+        rows, self._rows = self._rows, []
+        self._flushed = time.monotonic()
+        if not rows:
+            return
+        file = files.write_rows(self.folder, rows)
+        self._unsynced.append(file)
+        if self._bytes is None:
+            self._bytes = sum(other.stat().st_size for other in files.list_files(self.folder))
+        else:
+            self._bytes += file.stat().st_size
+        if self._bytes > self._most_bytes:
+            files.thin(self.folder, self._most_bytes)
+            self._bytes = None
+
+    @contextmanager
+    def _harmless(self) -> Iterator[None]:
+        """Say what fails, each thing once, and go on."""
+        try:
+            yield
+        except Exception as error:  # a full disk, a tokenizer of a model's own code: the run needs none of this
+            problem = printable(f"{type(error).__name__}: {error}")
+            kind = f"{type(error).__name__} {getattr(error, 'errno', '')}"
+            if kind not in self._said:
+                self._said.add(kind)
+                self._say(f"warning: some rollouts are not kept in {self.folder}: {problem}; training goes on")

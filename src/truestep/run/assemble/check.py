@@ -1,0 +1,36 @@
+"""Makes the check of what a sampler gives: its log-probs are the policy's, and its tokens are draws of it."""
+
+from collections.abc import Callable
+
+from truestep.config.schema import Config
+from truestep.config.sections import ServerSampler
+from truestep.generate.servers.shared import SharedServers
+from truestep.run.assemble.step import make_rule, tolerance_of
+from truestep.step.before.agreement import Judge
+from truestep.step.before.check import SamplerCheck
+from truestep.step.compute.runner import StepRunner
+
+
+def make_check(
+    config: Config, runner: StepRunner, servers: SharedServers | None, say: Callable[[str], None]
+) -> SamplerCheck | None:
+    """Make the check; None where no sampler makes the documents. `say` is told what is wrong with sampling in process,
+    which ends no run."""
+    sampler, data = config.sampler, config.data
+    if sampler is None:
+        return None
+    rule, served = make_rule(config, runner.policy), isinstance(sampler, ServerSampler)
+    # Draws that are chosen by what they are, or cut by top_p, are not those of the policy.
+    chosen = data.zero_advantage == "replace" or data.truncated != "keep"
+    judge = Judge(tolerance_of(config), runner.policy.vocabulary_size, draws=served and not chosen)
+    if not isinstance(sampler, ServerSampler):
+        return SamplerCheck(runner, rule, judge, warn=say)
+    ahead = sampler.max_staleness > 0 and sampler.check_share > 0
+    assert servers is not None
+    return SamplerCheck(
+        runner,
+        rule,
+        judge,
+        max_staleness=sampler.max_staleness,
+        arrived=servers.arrived if ahead else None,
+    )

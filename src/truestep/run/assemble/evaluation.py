@@ -1,0 +1,72 @@
+"""Makes the evaluation of held-out prompts, or of held-out documents."""
+
+import dataclasses
+
+from truestep.config.schema import Config
+from truestep.environments.prompts import load_prompts
+from truestep.generate.decode import DecodeOptions
+from truestep.generate.evaluate import AnsweredHere, Answers, Evaluator
+from truestep.generate.in_process import stop_ids
+from truestep.generate.servers.shared import SharedServers
+from truestep.losses.objective import Denominator, Objective
+from truestep.model.policy import Policy
+from truestep.rollouts.files import DataError
+from truestep.run.assemble.rewards import Raters, evaluation_rewards
+from truestep.run.assemble.sources import held_out_documents
+from truestep.run.assemble.step import make_objective, make_rule, make_runner
+from truestep.step.before.check import SamplerCheck
+from truestep.step.held_out import HeldOutLoss
+
+
+def make_evaluator(
+    config: Config, policy: Policy, raters: Raters, servers: SharedServers | None, check: SamplerCheck | None
+) -> Evaluator | HeldOutLoss | None:
+    evaluation, sampler = config.evaluation, config.sampler
+    if evaluation is not None and evaluation.prompts is None:
+        return _make_held_out_loss(config, policy)
+    rewards = evaluation_rewards(config, policy.weights.ranks)
+    if evaluation is None or rewards is None:
+        return None
+    assert evaluation.prompts is not None
+    max_new_tokens = evaluation.max_new_tokens or (sampler.max_new_tokens if sampler else 512)
+    held_out = load_prompts(evaluation.prompts, policy.tokenizer, policy.vocabulary_size)
+    answers: Answers = AnsweredHere(policy)
+    if evaluation.servers:
+        assert servers is not None
+        answers = servers.answer
+    return Evaluator(
+        answers=answers,
+        prompts=held_out[: evaluation.max_prompts],
+        rater=raters.of(rewards),
+        options=DecodeOptions(
+            temperature=evaluation.temperature,
+            top_p=evaluation.top_p,
+            max_new_tokens=max_new_tokens,
+            batch_size=evaluation.batch_size,
+            stop_ids=stop_ids(policy),
+            top_k=evaluation.top_k,
+            min_p=evaluation.min_p,
+            engine=evaluation.engine,
+            exact=getattr(sampler, "exact", False),  # one engine serves both
+            stop=tuple(evaluation.stop or ()),
+        ),
+        samples_per_prompt=evaluation.samples_per_prompt,
+        seed=config.seed,
+        pass_reward=evaluation.pass_reward,
+        compare=check.answers if check is not None and evaluation.servers else None,
+    )
+
+
+def _make_held_out_loss(config: Config, policy: Policy) -> HeldOutLoss:
+    documents = held_out_documents(config, policy.vocabulary_size, lambda: policy.tokenizer)
+    if not any(rollout.num_labels for rollout in documents.rollouts):
+        reasons = "; ".join(sorted({record.reason for record in documents.rejected})[:3]) or "no document has a label"
+        raise DataError(f"evaluation.path: no record of it can be evaluated: {reasons}")
+    runner = dataclasses.replace(
+        make_runner(config, policy),
+        objective=Objective(make_objective(config).label_loss, Denominator("labels")),
+        metrics_level="none",
+        custom_metrics={},
+        compares=None,
+    )
+    return HeldOutLoss(runner, make_rule(config, policy), documents.rollouts, len(documents.rejected))

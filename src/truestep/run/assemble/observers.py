@@ -1,0 +1,50 @@
+"""Makes the observers of a run: what is told how it goes, in the order in which they are called."""
+
+from collections.abc import Callable, Sequence
+
+from truestep.config.schema import Config
+from truestep.metrics.observers import Observer, Observers
+from truestep.metrics.sinks import Sink, Sinks
+from truestep.model.policy import Policy
+from truestep.rollouts.kept.keeper import Keeper
+from truestep.run.callbacks import Callbacks
+from truestep.run.directory import RunDirectory
+
+
+def make_observers(
+    config: Config,
+    directory: RunDirectory,
+    policy: Policy,
+    sinks: Sequence[Sink],
+    callbacks: Callbacks,
+    publication: Observer | None,
+    say: Callable[[str], None],
+) -> Observers:
+    """Make the observers. Sinks show what was kept of a step; callbacks come before others are told of a checkpoint or
+    of the end."""
+    keeper = make_keeper(config, directory, policy, say)
+    shown = Sinks(sinks) if keeper is None else Sinks(sinks, lambda: keeper.latest)
+    observers = (keeper, shown, callbacks, publication)
+    return Observers([observer for observer in observers if observer is not None])
+
+
+def make_keeper(config: Config, directory: RunDirectory, policy: Policy, say: Callable[[str], None]) -> Keeper | None:
+    """Make what keeps rollouts; a model without a tokenizer has them without text."""
+    options, tokenizer = config.logging.rollouts, policy.tokenizer
+    if options is None:
+        return None
+
+    def decode(ids: Sequence[int], plain: bool) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=plain))
+
+    return Keeper(
+        directory.path,
+        **options.model_dump(),
+        decode=None if tokenizer is None else decode,
+        say=say if config.logging.console else _nowhere,
+        writes=directory.writes,
+    )
+
+
+def _nowhere(text: str) -> None:
+    """Say nothing, as the run was asked to."""

@@ -1,0 +1,56 @@
+"""Makes the ranks of a run, and the policy on them."""
+
+from pathlib import Path
+from typing import Any
+
+from truestep.config.schema import Config
+from truestep.head.logits import HeadSettings
+from truestep.model.loading.adapter_source import adapter_source
+from truestep.model.loading.load import load_policy
+from truestep.model.policy import Policy
+from truestep.ranks.axes import AXES, RankLayout
+from truestep.ranks.group import Ranks, join
+
+
+def join_ranks(config: Config) -> Ranks:
+    parallel = config.parallel
+    layout = RankLayout(**{axis.name: getattr(parallel, axis.name) for axis in AXES})
+    return join(layout, device=config.model.device, stall_timeout=config.schedule.stall_timeout)
+
+
+def chosen(value: Any) -> Any:
+    """Give an option's value; `auto` is false for what does not train, and `train` chooses before it loads."""
+    return False if value == "auto" else value
+
+
+def make_policy(config: Config, ranks: Ranks, path: str | None = None, *, frozen: bool = False) -> Policy:
+    """Load the policy, or with `frozen` a model beside it whose weights are never trained. `path`: that model, or the
+    checkpoint that the policy comes from."""
+    model, head = config.model, config.model.head
+    adapter = None if frozen else adapter_source(config.adapter, config.seed, None if path is None else Path(path))
+    chunk = None if head.logits_chunk_size == "auto" else head.logits_chunk_size
+    return load_policy(
+        model.path if adapter is not None else path or model.path,
+        dtype=model.dtype,
+        device=model.device,
+        head=HeadSettings(
+            fp32=head.fp32_lm_head,
+            chunk_size=chunk,
+            deterministic=config.deterministic,
+            split_gradient=head.head_gradient == "split",
+        ),
+        activation_checkpointing=chosen(model.activation_checkpointing),
+        offload_activations=not frozen and bool(chosen(model.activation_offload)),
+        compiled=model.compile,
+        attending=model.attention,
+        trust_remote_code=model.trust_remote_code,
+        longest_document=config.data.tokens_per_microbatch,
+        ranks=ranks,
+        reshard_after_forward=config.parallel.reshard_after_forward,
+        reduce_each=bool(chosen(config.parallel.reduce_each_micro_batch)),
+        stages_per_rank=config.parallel.stages_per_rank,
+        frozen=frozen,
+        masters_on_host=not frozen and getattr(config.optimizer, "offload", "none") == "all",
+        freeze=() if frozen else (model.freeze or ()),
+        adapter=adapter,
+    )

@@ -1,0 +1,52 @@
+"""Makes the sinks that a run's numbers go to."""
+
+from truestep.config.custom import load_custom
+from truestep.config.schema import Config
+from truestep.files.whole import read_json_lines
+from truestep.metrics.sinks import JsonLines, Sink, TensorBoardSink, TrackioSink, WandbSink
+from truestep.report.verdicts.watching import Watching
+from truestep.run.directory import RunDirectory
+from truestep.run.terminal.display import Display
+from truestep.run.terminal.run import ConsoleSink
+from truestep.text import redacted_options
+
+
+def make_sinks(config: Config, directory: RunDirectory, display: Display, title: str, done: int) -> list[Sink]:
+    """Make the sinks that the options ask for. `done` steps were made before this start."""
+    logging = config.logging
+    sinks: list[Sink] = []
+    if logging.jsonl:
+        sinks.append(JsonLines(directory.metrics))
+    if logging.tensorboard is not None:
+        sinks.append(TensorBoardSink(logging.tensorboard, done))
+    options = redacted_options(config.model_dump(mode="json"))
+    for chosen, tracker in (
+        (logging.wandb, WandbSink),
+        (logging.trackio, TrackioSink),
+    ):
+        if chosen is not None:
+            sinks.append(tracker(directory.path, options, **chosen.model_dump()))
+    for name in logging.custom_sinks or ():
+        directory.path.mkdir(parents=True, exist_ok=True)
+        sinks.append(load_custom("logging.custom_sinks", name)(directory.path, options, done))
+    if logging.console:
+        sinks.append(ConsoleSink(display, steps=config.schedule.steps, done=done, title=title))
+    return sinks
+
+
+def make_watching(config: Config, directory: RunDirectory, display: Display) -> Watching:
+    """Make what judges the run while it goes on, with the lines that earlier starts left."""
+    return Watching(
+        display.say if config.logging.console else _nowhere,
+        directory.record_warning,
+        rejected_in=str(directory.rejected),
+        pass_reward=config.evaluation.pass_reward if config.evaluation else None,
+        updates=config.schedule.updates_per_batch,
+        steps=read_json_lines(directory.metrics),
+        evaluations=read_json_lines(directory.evaluations),
+        warnings=read_json_lines(directory.warnings),
+    )
+
+
+def _nowhere(text: str) -> None:
+    """Say nothing, as the run was asked to."""

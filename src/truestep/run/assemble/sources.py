@@ -1,0 +1,372 @@
+"""Makes the source of documents: rollout files, documents that are sent, the policy itself, or servers."""
+
+import dataclasses
+import os
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from truestep.config.custom import check_options, load_custom
+from truestep.config.schema import Config
+from truestep.config.sections import (
+    CustomSource,
+    DirectorySource,
+    InProcessSampler,
+    RedisSource,
+    SamplerConfig,
+    ServerSampler,
+)
+from truestep.environments.prompts import Prompt, find_prompts, load_prompts
+from truestep.generate.decode import DecodeOptions
+from truestep.generate.groups import check_lengths
+from truestep.generate.in_process import InProcessSource, stop_ids
+from truestep.generate.servers.group_maker import SamplingOptions
+from truestep.generate.servers.look_ahead import Pace
+from truestep.generate.servers.protocol import InferenceServer
+from truestep.generate.servers.servers import AwaitedRewards, Servers
+from truestep.generate.servers.shared import SharedServers, SharedServerSource
+from truestep.generate.servers.source import ServerSource
+from truestep.generate.servers.weight_files import Publisher, WeightsDirectory
+from truestep.metrics.observers import Observer
+from truestep.model.loading.load import load_tokenizer
+from truestep.model.policy import Policy
+from truestep.ranks.group import Ranks
+from truestep.rollouts.advantages import AdvantageRule, OverlongPenalty, check_group_sizes
+from truestep.rollouts.chat import ChatTemplate
+from truestep.rollouts.fields import Field, declare
+from truestep.rollouts.files import DataError, Documents, expand_paths
+from truestep.rollouts.parts import PartedSource
+from truestep.rollouts.record import Checks, Needs
+from truestep.rollouts.shared import SharedPeekableSource
+from truestep.rollouts.source import FileSource, Source, SourceError
+from truestep.rollouts.stream.announcements import Announcements
+from truestep.rollouts.stream.directory import DirectoryTransport
+from truestep.rollouts.stream.given import GivenTransport
+from truestep.rollouts.stream.ids import SeenIds
+from truestep.rollouts.stream.source import StreamSource
+from truestep.rollouts.stream.transport import Transport
+from truestep.rollouts.table.documents import TableDocuments, open_documents
+from truestep.run.assemble.rewards import Raters, check_rewards, sampler_rewards
+from truestep.run.assemble.step import needs_logprobs, takes_reference_of_records, tolerance_of
+from truestep.text import keep_secret
+from truestep.types import PutAside, Rejected, Rollout
+
+IDS_FILE = "stream_ids.bin"  # in the run's directory
+
+
+def check_inputs(config: Config, ranks: Ranks) -> None:
+    """Refuse wrong inputs before the model is loaded, which can take minutes."""
+    data, sampler = config.data, config.sampler
+    advantage_rule(config)
+    declared_fields(config)
+    if data.path is None and data.source is None and sampler is None:
+        raise SourceError(
+            "documents come from data.path (rollout files), from data.source (sent while the run goes on) or from a "
+            "sampler: give one of them"
+        )
+    if data.path is not None:
+        data_paths(config, ranks.data_rank)
+    if config.evaluation is not None and config.evaluation.path is not None:
+        expand_paths(config.evaluation.path)
+    if data.source is not None and ranks.first:
+        make_transport(data.source).close()
+    for name, section in (("sampler", sampler), ("evaluation", config.evaluation)):
+        if section is not None and section.prompts is not None:
+            find_prompts(section.prompts, f"{name}.prompts")
+    check_rewards(config, ranks)
+    if isinstance(sampler, ServerSampler) and ranks.first:
+        server_maker(sampler)
+
+
+@dataclasses.dataclass(frozen=True)
+class Supply:
+    """A source of documents, and whoever is told of new weights."""
+
+    source: Source
+    publication: Observer | None = None
+    servers: SharedServers | None = None
+
+
+def make_supply(config: Config, policy: Policy, ranks: Ranks, raters: Raters) -> Supply:
+    if config.data.source is not None:
+        return _make_stream_supply(config, policy, ranks)
+    if config.sampler is None:
+        return Supply(_make_file_source(config, policy, ranks))
+    if isinstance(config.sampler, InProcessSampler):
+        return Supply(_make_in_process_source(config, config.sampler, policy, raters))
+    sampler, made = config.sampler, list[tuple[ServerSource, Servers]]()
+    publisher = _make_publisher(config, sampler)
+    # Only the first rank makes one; what that raises, all raise.
+    ranks.share(lambda: made.append(_make_server_source(config, sampler, policy, raters, publisher)))
+    source, servers = made[0] if made else (None, None)
+    shared = SharedServers(servers, policy, publisher)
+    return Supply(SharedServerSource(source, shared, policy), publication=shared, servers=shared)
+
+
+def _make_file_source(config: Config, policy: Policy, ranks: Ranks) -> Source:
+    vocabulary_size, tokenizer = policy.vocabulary_size, lambda: policy.tokenizer
+    documents = read_documents(config, vocabulary_size, ranks.data_rank, tokenizer)
+    parted = own_part(config)
+    if not documents.rollouts and not parted:
+        reasons = "; ".join(sorted({record.reason for record in documents.rejected})[:3]) or "the files are empty"
+        raise DataError(f"data.path: no record of {config.data.path} can be trained on: {reasons}")
+    _check_group_size(config, documents)
+    shuffle_seed = config.seed if config.data.shuffle else None
+    files = FileSource(
+        documents.rollouts, documents.rejected, config.data.epochs, shuffle_seed, put_aside=documents.put_aside
+    )
+    return PartedSource(files, ranks) if parted else files
+
+
+def _check_group_size(config: Config, documents: Documents) -> None:
+    if config.loss.supervised or not advantage_rule(config).from_rewards:
+        return
+    if isinstance(documents.rollouts, TableDocuments):
+        members = documents.rollouts.group_members
+    else:
+        items: list[Rollout | Rejected | PutAside] = [*documents.rollouts, *documents.rejected, *documents.put_aside]
+        members = list(Counter(item.group_id for item in items if item.group_id is not None).values())
+    check_group_sizes(members, config.data.group_size)
+
+
+def advantage_rule(config: Config) -> AdvantageRule:
+    """Make the rule that rewards become advantages by. This imports a user's own."""
+    data, penalty = config.data, None
+    if data.overlong_penalty is not None:
+        bounds = data.overlong_penalty.model_dump()
+        penalty = OverlongPenalty(bounds["from"], bounds["to"], bounds["weight"])
+    return AdvantageRule.of(data.advantages, data.advantage_scale, data.advantage_std_floor, penalty)
+
+
+def _checks(config: Config, vocabulary_size: int, tokenizer: Callable[[], Any]) -> Checks:
+    data, supervised = config.data, config.loss.supervised
+    return Checks(
+        Needs(
+            logprobs=needs_logprobs(config),
+            advantages=not supervised,
+            advantage_rule=advantage_rule(config),
+            reference_logprobs=takes_reference_of_records(config),
+        ),
+        vocabulary_size,
+        data.temperature,
+        max_tokens=data.tokens_per_microbatch,
+        group_size=data.group_size,
+        stop_at_rejected=data.on_bad_record == "stop",
+        chat=ChatTemplate(tokenizer) if supervised else None,
+        truncated=data.truncated,
+        fields=declared_fields(config),
+    )
+
+
+def declared_fields(config: Config) -> tuple[Field, ...]:
+    """Make the fields that the user declares."""
+    return declare(config.data.model_dump()["fields"])
+
+
+def own_part(config: Config) -> bool:
+    """True where each rank reads files of its own."""
+    path = config.data.path
+    return path is not None and any("{rank}" in pattern for pattern in ([path] if isinstance(path, str) else path))
+
+
+def data_paths(config: Config, rank: int) -> list[Path]:
+    path = config.data.path
+    assert path is not None
+    patterns = [path] if isinstance(path, str) else path
+    return expand_paths([pattern.replace("{rank}", str(rank)) for pattern in patterns])
+
+
+def read_documents(
+    config: Config,
+    vocabulary_size: int,
+    rank: int = 0,
+    tokenizer: Callable[[], Any] | None = None,
+    *,
+    as_written: bool = False,
+) -> Documents:
+    """Read the documents of data.path. Without `tokenizer`, that of the model is loaded where messages need one.
+    `as_written`: they have the rewards and advantages of the files, and truncated ones are as any other."""
+    checks = _checks(config, vocabulary_size, tokenizer or tokenizer_of(config))
+    if as_written:
+        needs = dataclasses.replace(checks.needs, advantages=False)
+        checks = dataclasses.replace(checks, needs=needs, truncated="keep")
+    return open_documents(data_paths(config, rank), checks, _cache_directory(config))
+
+
+def _cache_directory(config: Config) -> Path | None:
+    cache = config.data.cache_directory
+    return None if cache is None else Path(cache).expanduser()
+
+
+def tokenizer_of(config: Config) -> Callable[[], Any]:
+    return lambda: load_tokenizer(Path(config.model.path), config.model.trust_remote_code)
+
+
+def held_out_documents(config: Config, vocabulary_size: int, tokenizer: Callable[[], Any]) -> Documents:
+    """Read the documents of evaluation.path, whole on every rank."""
+    assert config.evaluation is not None and config.evaluation.path is not None
+    path = config.evaluation.path
+    checks = dataclasses.replace(_checks(config, vocabulary_size, tokenizer), stop_at_rejected=False)
+    return open_documents(expand_paths(path if isinstance(path, str) else list(path)), checks, _cache_directory(config))
+
+
+def make_transport(source: RedisSource | DirectorySource | CustomSource) -> Transport:
+    """Connect to the Redis server, the directory or the user's own source; an error where it cannot be reached."""
+    if isinstance(source, CustomSource):
+        function = load_custom("data.source.function", source.function)
+        options = check_options("data.source.options", function, source.options or {})
+        return GivenTransport(source.function, lambda start: function(start, **options))
+    if isinstance(source, DirectorySource):
+        return DirectoryTransport(Path(source.directory))
+    from truestep.rollouts.stream.redis import RedisTransport  # an extra
+
+    return RedisTransport(
+        url=source.url, stream=source.stream, group=source.group, consumer=source.consumer, events=source.events
+    )
+
+
+def _make_stream_supply(config: Config, policy: Policy, ranks: Ranks) -> Supply:
+    data = config.data
+    assert data.source is not None
+    if not ranks.first:
+        return Supply(SharedPeekableSource(None, ranks))
+    assert config.checkpoint.directory is not None
+    ids = SeenIds(Path(config.checkpoint.directory) / IDS_FILE)
+    checks = _checks(config, policy.vocabulary_size, lambda: policy.tokenizer)
+    timeout = config.schedule.stall_timeout
+    transport = make_transport(data.source)
+    source = StreamSource(transport, checks, timeout, ids, data.group_timeout)
+    shared = source if ranks.size == 1 else SharedPeekableSource(source, ranks)
+    return Supply(shared, publication=Announcements(transport))
+
+
+def read_prompts(sampler: SamplerConfig, policy: Policy) -> list[Prompt]:
+    return load_prompts(sampler.prompts, policy.tokenizer, policy.vocabulary_size)
+
+
+def decode_options(sampler: InProcessSampler, policy: Policy) -> DecodeOptions:
+    return DecodeOptions(
+        temperature=sampler.temperature,
+        top_p=sampler.top_p,
+        max_new_tokens=sampler.max_new_tokens,
+        batch_size=sampler.batch_size,
+        stop_ids=stop_ids(policy),
+        top_k=sampler.top_k,
+        min_p=sampler.min_p,
+        engine=sampler.engine,
+        exact=sampler.exact,
+        stop=tuple(sampler.stop or ()),
+    )
+
+
+def _make_in_process_source(
+    config: Config, sampler: InProcessSampler, policy: Policy, raters: Raters
+) -> InProcessSource:
+    rewards = sampler_rewards(config, policy.weights.ranks)
+    assert config.data.group_size is not None and rewards is not None
+    return InProcessSource(
+        policy=policy,
+        prompts=read_prompts(sampler, policy),
+        rater=raters.of(rewards),
+        options=decode_options(sampler, policy),
+        group_size=config.data.group_size,
+        advantage_rule=advantage_rule(config),
+        seed=config.seed,
+        max_tokens=config.data.tokens_per_microbatch,
+        stop_at_rejected=config.data.on_bad_record == "stop",
+        truncated=config.data.truncated,
+        replace_limit=_replace_limit(config),
+    )
+
+
+def _replace_limit(config: Config) -> int:
+    return config.data.replace_limit if config.data.zero_advantage == "replace" else 0
+
+
+def server_maker(sampler: ServerSampler) -> Callable[[], list[InferenceServer]]:
+    """Check the servers' options, and return a function that connects to them, for the event loop to call."""
+    server_class, key = _server_class(sampler.protocol), _api_key(sampler.api_key_env)
+    shared = {"model": sampler.model, "api_key": key, "timeout": sampler.request_timeout}
+    servers = [check_options("sampler.protocol", server_class, {"url": url, **shared}) for url in sampler.urls]
+    return lambda: [server_class(**options) for options in servers]
+
+
+def _server_class(protocol: str) -> Callable[..., InferenceServer]:
+    if protocol not in ("vllm", "sglang"):
+        return load_custom("sampler.protocol", protocol)
+    try:  # their HTTP client is an extra
+        from truestep.generate.servers.sglang import Sglang
+        from truestep.generate.servers.vllm import Vllm
+    except ImportError as error:
+        raise SourceError("sampler.type: server needs `pip install 'truestep[server]'`") from error
+    return Vllm if protocol == "vllm" else Sglang
+
+
+def _api_key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        raise SourceError(f"sampler.api_key_env: the environment has no variable {variable}, or it is empty")
+    keep_secret(key)
+    return key
+
+
+def _make_publisher(config: Config, sampler: ServerSampler) -> Publisher:
+    assert config.checkpoint.directory is not None
+    path = Path(sampler.weights_directory or Path(config.checkpoint.directory) / "weights")
+    run = Path(config.checkpoint.directory)
+    directory = WeightsDirectory(path, run=run, adapter_alone=sampler.adapter == "served")
+    return Publisher(directory, getattr(torch, config.model.dtype), sends=sampler.transfer == "nccl")
+
+
+def _make_server_source(
+    config: Config, sampler: ServerSampler, policy: Policy, raters: Raters, publisher: Publisher
+) -> tuple[ServerSource, Servers]:
+    data, schedule = config.data, config.schedule
+    rewards = sampler_rewards(config, policy.weights.ranks)
+    assert data.group_size is not None and rewards is not None
+    prompts = read_prompts(sampler, policy)
+    check_lengths(prompts, sampler.max_new_tokens, data.tokens_per_microbatch)
+    sampling = SamplingOptions(
+        group_size=data.group_size,
+        seed=config.seed,
+        temperature=sampler.temperature,
+        max_new_tokens=sampler.max_new_tokens,
+        stop_ids=stop_ids(policy),
+        vocabulary_size=policy.vocabulary_size,
+        stop_at_rejected=data.on_bad_record == "stop",
+        check_share=sampler.check_share if sampler.max_staleness else 0.0,
+    )
+    servers = Servers(
+        prompts=prompts,
+        make_servers=server_maker(sampler),
+        rewards=AwaitedRewards(raters.of(rewards), config.seed),
+        sampling=sampling,
+        read=partial(policy.tokenizer.decode, skip_special_tokens=True),
+        pace=Pace(
+            docs_per_step=schedule.docs_per_step,
+            documents_per_take=schedule.docs_per_step * schedule.updates_per_batch,
+            max_staleness=sampler.max_staleness,
+            concurrency=sampler.concurrency,
+            stall_timeout=schedule.stall_timeout,
+        ),
+        publisher=publisher,
+        send_from=policy.device if sampler.transfer == "nccl" else None,
+        pause=sampler.pause,
+        rolling=sampler.updates == "rolling",
+        tolerance=tolerance_of(config),
+    )
+    source = ServerSource(
+        servers,
+        prompts=prompts,
+        sampling=sampling,
+        advantage_rule=advantage_rule(config),
+        truncated=data.truncated,
+        replace_limit=_replace_limit(config),
+    )
+    return source, servers

@@ -1,0 +1,238 @@
+"""Makes the parts of a step: its objective, its runner, its plans, the learning rate, the optimizer."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+
+from truestep.config.custom import load_custom
+from truestep.config.schema import Config
+from truestep.config.sections import AdamW8BitConfig, CustomOptimizer, MuonConfig
+from truestep.losses.corrections import Correction, OffPolicyMask
+from truestep.losses.exploration import ClipCov, EntropyTarget, KlCov
+from truestep.losses.label_losses import make_label_loss
+from truestep.losses.measure import Measure
+from truestep.losses.objective import Denominator, Objective
+from truestep.losses.reference import KlReference
+from truestep.metrics.spent import Stopwatch
+from truestep.model.policy import Policy
+from truestep.rollouts.fields import declare
+from truestep.rollouts.source import Source
+from truestep.step.before.annotators import Annotator, Annotators, ChosenLabels, OwnLogprobs, ReferenceLogprobs
+from truestep.step.before.chosen import Chooser
+from truestep.step.compute.runner import StepRunner
+from truestep.step.plan.plan import StepRule
+from truestep.step.plan.queue import PlanQueue
+from truestep.step.update.optimizer import (
+    LearningRate,
+    kernels_serve,
+    load_optimizer,
+    make_adamw,
+    make_adamw_8bit,
+    make_custom_optimizer,
+    make_muon,
+)
+from truestep.step.update.optimizers.adamw import AdamWOptions
+from truestep.step.update.optimizers.by_weight import Home
+from truestep.step.update.optimizers.muon import MuonOptions
+from truestep.weights.errors import ModelError
+from truestep.weights.offloaded import HostCopies
+from truestep.weights.protocol import Weights
+
+# The mean over likely tokens. In float32 two engines differ by rounding alone; bfloat16 keeps three digits.
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+FROM_RECORDS = "records"  # as loss.kl_reference.path: the records' own reference_logprobs
+
+
+def make_objective(config: Config) -> Objective:
+    loss = config.loss
+    # A supervised loss has no policy loss that could be corrected, and no such options.
+    correction, threshold = getattr(loss, "correction", None), getattr(loss, "off_policy_mask", None)
+    choice = _choice(config)
+    return Objective(
+        label_loss=make_label_loss(loss),
+        denominator=Denominator(loss.normalize_by, loss.max_labels),
+        entropy_bonus=loss.entropy_bonus,
+        entropy_denominator=None if loss.entropy_normalize_by is None else Denominator(loss.entropy_normalize_by),
+        z_loss=loss.z_loss,
+        gradient_divisor=1.0 if loss.gradient_divisor == "none" else loss.gradient_divisor,
+        correction=None if correction is None else Correction(**correction.model_dump()),
+        off_policy_mask=None if threshold is None else OffPolicyMask(threshold),
+        recompute=recomputes(config),
+        kl_reference=_kl_reference(config),
+        entropy_target=None if loss.entropy_target is None else EntropyTarget(**loss.entropy_target.model_dump()),
+        clip_cov=choice if isinstance(choice, ClipCov) else None,
+        kl_cov=choice if isinstance(choice, KlCov) else None,
+    )
+
+
+def _choice(config: Config) -> ClipCov | KlCov | None:
+    """Make the rule by which the loss chooses labels, if it has one."""
+    clip, kl = (getattr(config.loss, name, None) for name in ("clip_cov", "kl_cov"))
+    if clip is not None:
+        return ClipCov(**clip.model_dump())
+    return None if kl is None else KlCov(**kl.model_dump())
+
+
+def recomputes(config: Config) -> bool:
+    """Tell whether the old log-probs are the trainer's own."""
+    return getattr(config.loss, "old_logprobs", "sampler") == "recompute"
+
+
+def needs_logprobs(config: Config) -> bool:
+    """Tell whether the loss needs the sampler's log-probs."""
+    loss = config.loss
+    options = ("correction", "off_policy_mask", "clip_cov", "kl_cov")
+    corrects = any(getattr(loss, name, None) is not None for name in options)
+    return not loss.supervised and (corrects or not recomputes(config))
+
+
+def takes_reference_of_records(config: Config) -> bool:
+    options = getattr(config.loss, "kl_reference", None)
+    return options is not None and options.path == FROM_RECORDS
+
+
+def starts_from_first_weights(config: Config) -> bool:
+    """Tell whether the reference is the run's first weights."""
+    options = getattr(config.loss, "kl_reference", None)
+    return options is not None and options.path is None
+
+
+def _kl_reference(config: Config) -> KlReference | None:
+    options = getattr(config.loss, "kl_reference", None)
+    if options is None:
+        return None
+    in_reward = getattr(options, "in") == "reward"
+    return KlReference(options.weight, options.estimator or ("k1" if in_reward else "k3"), in_reward)
+
+
+def make_annotators(config: Config, runner: StepRunner, make_reference: Callable[[str | None], Policy]) -> Annotators:
+    """Make what fills a step's plan in before it is computed. `make_reference` loads the policy of
+    `loss.kl_reference.path`."""
+    annotators: list[Annotator] = []
+    if (reference := _reference_logprobs(config, runner, make_reference)) is not None:
+        annotators.append(reference)
+    if recomputes(config) and config.schedule.updates_per_batch > 1:
+        annotators.append(OwnLogprobs())
+    if (rule := _choice(config)) is not None:
+        annotators.append(ChosenLabels(Chooser(rule, config.seed)))
+    return Annotators(annotators)
+
+
+def _reference_logprobs(
+    config: Config, runner: StepRunner, make_reference: Callable[[str | None], Policy]
+) -> ReferenceLogprobs | None:
+    options = getattr(config.loss, "kl_reference", None)
+    if options is None or takes_reference_of_records(config):
+        return None
+    # Of an adapter, the first weights are those without it: they are here already.
+    is_here = options.path is None and runner.policy.adapter is not None
+    policy = runner.policy.without_adapter() if is_here else make_reference(options.path)
+    if policy.vocabulary_size != runner.policy.vocabulary_size:
+        raise ModelError(
+            f"loss.kl_reference.path: {policy.path} has a vocabulary of {policy.vocabulary_size} tokens, and the "
+            f"policy one of {runner.policy.vocabulary_size}: their log-probs cannot be compared"
+        )
+    # No part of the step's own passes, and never compared with what a sampler said.
+    reference = replace(runner, policy=policy, stopwatch=Stopwatch(policy.device), exact=False, compares=None)
+    at_use: Callable[[], AbstractContextManager[None]] = nullcontext
+    if options.offload:
+        at_use = HostCopies(policy.weights).on_device
+    return ReferenceLogprobs(reference, at_use)
+
+
+def make_runner(config: Config, policy: Policy) -> StepRunner:
+    return StepRunner(
+        policy,
+        make_objective(config),
+        config.loss.metrics,
+        config.data.pad_to_multiple,
+        config.schedule.breadth_first_micro_batches,
+        custom_metrics=load_metrics(config),
+        skip_zero_advantage=config.data.zero_advantage == "skip",
+        stopwatch=Stopwatch(policy.device),
+        exact=getattr(config.sampler, "exact", False),
+        compares=None if config.sampler is None else tolerance_of(config),
+        fields=declare(config.data.model_dump()["fields"]),
+    )
+
+
+def tolerance_of(config: Config) -> float:
+    """Give how far, in nats, the sampler's log-probs may be from the trainer's."""
+    return getattr(config.sampler, "tolerance", None) or _TOLERANCE[config.model.dtype]
+
+
+def check_custom_code(config: Config) -> None:
+    """Import the user's own code before the model is loaded, which can take minutes."""
+    make_objective(config)
+    load_metrics(config)
+    for name in config.logging.custom_sinks or ():
+        load_custom("logging.custom_sinks", name)
+    if isinstance(config.optimizer, CustomOptimizer):
+        load_optimizer(config.optimizer.function, config.optimizer.options)
+
+
+def load_metrics(config: Config) -> dict[str, Measure]:
+    """Import the user's own metrics, by their import paths."""
+    return {name: load_custom("logging.custom_metrics", name) for name in config.logging.custom_metrics or ()}
+
+
+def make_rule(config: Config, policy: Policy) -> StepRule:
+    schedule = config.schedule
+    return StepRule(
+        docs_per_step=schedule.docs_per_step,
+        keep_overshoot=schedule.overshoot == "keep",
+        depth_first_micro_batches=schedule.depth_first_micro_batches,
+        breadth_first_micro_batches=schedule.breadth_first_micro_batches,
+        tokens_per_microbatch=config.data.tokens_per_microbatch,
+        ranks=policy.weights.ranks.data,
+        advantage_std_floor=config.data.advantage_std_floor,
+        skip_zero_advantage=config.data.zero_advantage == "skip",
+        even_length=policy.facts.even_length,
+    )
+
+
+def make_queue(config: Config, policy: Policy, source: Source) -> PlanQueue:
+    return PlanQueue(
+        source,
+        make_rule(config, policy),
+        updates_per_batch=config.schedule.updates_per_batch,
+        drop_last=config.schedule.last_step == "drop",
+    )
+
+
+def make_learning_rate(config: Config) -> LearningRate:
+    optimizer = config.optimizer
+    return LearningRate(
+        optimizer.learning_rate,
+        optimizer.schedule,
+        optimizer.warmup_steps,
+        optimizer.minimum_learning_rate,
+        config.schedule.steps,
+    )
+
+
+def make_optimizer(config: Config, weights: Weights) -> torch.optim.Optimizer:
+    optimizer, kernels = config.optimizer, False
+    if not isinstance(optimizer, CustomOptimizer):
+        kernels = kernels_serve(weights, eight_bits=isinstance(optimizer, AdamW8BitConfig))
+    if not weights.master:  # everything that this rank of a pipeline has is frozen
+        return torch.optim.SGD([{"params": []}], lr=0.0)
+    if isinstance(optimizer, CustomOptimizer):
+        return make_custom_optimizer(load_optimizer(optimizer.function, optimizer.options), weights)
+    adamw = AdamWOptions((optimizer.beta1, optimizer.beta2), optimizer.epsilon, optimizer.weight_decay)
+    home = Home(optimizer.offload != "none", round(optimizer.offload_room * 2**30))
+    if isinstance(optimizer, MuonConfig):
+        muon = MuonOptions(
+            optimizer.momentum,
+            optimizer.nesterov,
+            optimizer.ns_steps,
+            optimizer.adjust,
+            optimizer.weight_decay,
+            getattr(torch, optimizer.ns_dtype),
+        )
+        return make_muon(weights, muon, adamw, home, kernels=kernels)
+    if isinstance(optimizer, AdamW8BitConfig):
+        return make_adamw_8bit(weights, adamw, home, kernels=kernels)
+    return make_adamw(weights, adamw, home, kernels=kernels)

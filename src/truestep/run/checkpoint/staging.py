@@ -1,0 +1,181 @@
+"""Parts are copied to host memory, and nothing changes what they are copied from before that. There they lie as in the
+file that is made of them, header included, so that a disk can take it from there as it is.
+
+The thread that writes a checkpoint copies them, beside the computation of the next step. A GPU goes on with one
+stream's copies to the host for as long as it has been asked for more of them, and a step waits for small copies of its
+own: so the thread asks for a piece, and for the next one when that is there. It looks for numbers that are not finite
+where the parts come from.
+"""
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from truestep.errors import TruestepError
+from truestep.files.tensors import Layout, lay_out
+from truestep.gpu.pinned import mapped, zeros_on_host
+from truestep.process import progress
+from truestep.run.checkpoint.background import Task
+from truestep.weights.finite import Extremes
+from truestep.weights.tensor_parts import BUFFER, TensorPart
+
+_PIECE = 2**24  # bytes that are asked for at a time: a third of a millisecond of a GPU's
+
+
+class CopyError(TruestepError):
+    pass
+
+
+class Staged:
+    """Parts that are to be copied. When `copy` has run, their values are in host memory, as in their file."""
+
+    def __init__(self, given: Sequence[TensorPart], staging: "Staging"):
+        self.parts: Sequence[TensorPart] = given
+        self.image = torch.empty(0, dtype=torch.uint8)  # the bytes of their file
+        self._staging = staging
+        self._sources = [part.values.detach() for part in given]
+        device = _device_of(given)
+        self._stream: Any = None if device is None else staging.stream(device)
+        # After it the sources are what is saved.
+        self._ready: Any = None if device is None else torch.cuda.current_stream(device).record_event()
+        self._copied = threading.Event()
+        self._given_up = False
+        self._extremes = Extremes()
+        self.not_finite: list[str] = []  # the keys of weights and states that were found so on the way
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        """Copy, in any thread; return when all is there. The thread finds the places too: a step does not wait for
+        that."""
+        try:
+            self.image, self.parts = self._staging.room_for(self.parts)
+            self._copy_on_gpu() if self._stream is not None else self._copy_here()
+        finally:
+            self._sources = []
+            self._copied.set()
+
+    def _copy_here(self) -> None:
+        for source, target in self._pieces():
+            target.copy_(source)
+        self.not_finite = self._extremes.not_finite()
+
+    def _copy_on_gpu(self) -> None:
+        stream, asked = self._stream, 0
+        with torch.cuda.stream(stream):  # and its device
+            stream.wait_event(self._ready)
+            for source, target in self._pieces():
+                target.copy_(source, non_blocking=source.is_cuda)
+                asked += target.nbytes
+                if asked >= _PIECE:
+                    stream.synchronize()
+                    asked = 0
+            stream.synchronize()
+            self.not_finite = self._extremes.not_finite()
+
+    def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for source, part in zip(self._sources, self.parts, strict=True):
+            if source.nbytes <= _PIECE or not source.is_contiguous():
+                pieces = [(source, part.values)]
+            else:
+                size = _PIECE // source.itemsize
+                pieces = list(zip(source.view(-1).split(size), part.values.view(-1).split(size), strict=True))
+            for piece in pieces:
+                if self._given_up:
+                    raise CopyError("the run ended before its checkpoint was copied")
+                if not part.key.startswith(BUFFER):  # which a model may fill with infinities
+                    self._extremes.add(part.key, piece[0])
+                yield piece
+            progress.made("bytes staged", source.nbytes)
+
+    def give_up(self) -> None:
+        """Copy no more, and wait for the end of that."""
+        self._given_up = True
+        self._copied.wait()
+
+    def before_update(self) -> None:
+        """Wait until nothing is left to be copied."""
+        if not self._copied.is_set():
+            with progress.waiting_for("the copy of a checkpoint to the host's memory"):
+                self._copied.wait()
+
+
+class Staging:
+    """The memory that parts are copied to: one piece, as large as the parts, and used again by the next save."""
+
+    def __init__(self) -> None:
+        self._room = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
+        self._making: Task | None = None
+        self._stream: Any = None
+
+    @property
+    def has_room(self) -> bool:
+        """Tell whether there is memory, or a thread that makes it."""
+        return self._making is not None or self._room.nbytes > 0
+
+    def make_room_beside(self, parts: Sequence[TensorPart]) -> None:
+        """Have a thread make the memory for such parts."""
+        size, device = _layout(parts).size, _device_of(parts)
+        self._making = Task(lambda: self._make_room(size, device))
+
+    def close(self) -> None:
+        """Wait for the thread that makes memory, whatever becomes of it."""
+        making = self._making  # another thread may be done with it
+        if making is not None:
+            making.wait()
+
+    def stage(self, parts: Iterable[TensorPart]) -> Staged:
+        """Give parts that are to be copied."""
+        return Staged(list(parts), self)
+
+    def stream(self, device: torch.device) -> Any:
+        """Give the stream of copies from a GPU."""
+        self._stream = self._stream or torch.cuda.Stream(device)
+        return self._stream
+
+    def room_for(self, parts: Sequence[TensorPart]) -> tuple[torch.Tensor, Sequence[TensorPart]]:
+        """Give each part its place in the memory; its values are to be copied there."""
+        layout = _layout(parts)
+        self._wait_for_room()
+        self._make_room(layout.size, _device_of(parts))
+        image, copies = self._room[: layout.size], []
+        image[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+        for part in parts:
+            start = layout.starts[part.key]
+            copy = image[start : start + part.values.nbytes].view(part.values.dtype).view(part.values.shape)
+            copies.append(replace(part, values=copy))
+        return image, copies
+
+    def _wait_for_room(self) -> None:
+        making = self._making
+        if making is None:
+            return
+        with progress.waiting_for("host memory for a checkpoint"):
+            making.wait()
+        self._making = None
+        if making.error is not None:
+            raise making.error
+
+    def _make_room(self, size: int, device: torch.device | None) -> None:
+        pinned = device is not None
+        if self._room.nbytes >= size and self._pinned >= pinned:
+            return
+        self._room, self._pinned = torch.empty(0, dtype=torch.uint8), False  # before there is more
+        if device is None:  # memory that was never written is not there yet
+            room = torch.frombuffer(mapped(size), dtype=torch.uint8).fill_(0)
+        else:
+            with torch.cuda.device(device):  # that of a new thread is the first
+                room = zeros_on_host((size,), torch.uint8, pinned=True)
+        self._room, self._pinned = room, pinned
+
+
+def _layout(parts: Iterable[TensorPart]) -> Layout:
+    return lay_out({part.key: part.values for part in parts})
+
+
+def _device_of(parts: Iterable[TensorPart]) -> torch.device | None:
+    """Give the GPU that holds parts, if one does."""
+    return next((part.values.device for part in parts if part.values.is_cuda), None)

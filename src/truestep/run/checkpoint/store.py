@@ -1,0 +1,238 @@
+"""Checkpoints on disk: written under another name, synced, renamed. A kill at any instant leaves the last complete one.
+
+A checkpoint is a directory with the files of a Hugging Face model but its weights (where an adapter alone is trained: a
+directory of peft's), and a folder `truestep`:
+
+    part-00003.safetensors   a rank's part of the weights and of the optimizer's state
+    tensors.json             where each part of each tensor is
+    random-00003.json        a rank's random state
+    carried.jsonl            documents taken from the source and not yet done with
+    state.json               step, position in the data
+    checksums.json           of all files, written last, compared before a run goes on from them
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from truestep.files.disks import writing
+from truestep.files.tensors import read_tensors, write_image
+from truestep.files.whole import exact_object, read_exact_lines, sync_directory, sync_tree, write_json_lines
+from truestep.model.adapter import Adapter, is_adapters
+from truestep.model.adapter_files import write_adapter
+from truestep.model.policy import Policy
+from truestep.model.save import model_files, saved_buffers, write_weights
+from truestep.process.progress import working
+from truestep.process.randomness import restore_encoded, restore_random
+from truestep.rollouts.documents import document_line, read_document
+from truestep.run.checkpoint.checksums import MANIFEST, RunningChecksums, write_checksums
+from truestep.run.checkpoint.staging import Staged
+from truestep.types import Rollout
+from truestep.weights.tensor_parts import (
+    BUFFER,
+    FOLDER,
+    WEIGHT,
+    StoredTensors,
+    TensorPart,
+    describe_parts,
+    part_name,
+    weight_parts,
+    write_index,
+)
+
+DAMAGED = "damaged-"  # what the name of a checkpoint begins with that a run could not go on from
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The state of a run besides its weights and its optimizer."""
+
+    step: int
+    queue: dict[str, Any]
+    carried: Sequence[Rollout]
+    rejected_bytes: int  # the size of rejected.jsonl
+    ledger_bytes: int | None = None  # the size of ledger.jsonl; None in a checkpoint of an older version
+    callbacks: dict[str, Any] = field(default_factory=dict)  # what they have to remember
+    entropy_bonus: float | None = None  # its weight in the next step; None in a checkpoint of an older version
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The files of a Hugging Face directory that a checkpoint has."""
+
+    model: Any  # or this rank's part of it: it knows the names in those files
+    weights: Sequence[str]  # of the uncut model
+    buffers: Mapping[str, torch.Tensor]
+    others: Mapping[str, bytes]
+    adapter: tuple[Adapter, Path] | None = None  # it alone is saved; and where its model is
+    with_weights: bool = False  # also those of its weights
+
+    @staticmethod
+    def of(policy: Policy) -> "ModelFiles":
+        if policy.adapter is not None:
+            names = [name for name in policy.weights.pieces if is_adapters(name)]
+            return ModelFiles(policy.model, names, {}, {}, (policy.adapter, policy.path))
+        buffers = {**policy.buffers, **saved_buffers(policy.model)}
+        others = model_files(policy.model, policy.companions)
+        return ModelFiles(policy.model, list(policy.weights.pieces), buffers, others)
+
+    def write(self, checkpoint: Path) -> None:
+        for name, content in self.others.items():
+            (checkpoint / name).write_bytes(content)
+        stored = StoredTensors(checkpoint)
+
+        def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
+            return {name: stored.read_whole(WEIGHT + name).float() for name in names}
+
+        if self.adapter is not None:
+            adapter, base = self.adapter
+            write_adapter(checkpoint, adapter, read(self.weights), base)
+        elif self.with_weights:
+            buffers = {name: buffer.detach().clone() for name, buffer in self.buffers.items()}
+            write_weights(self.model, self.weights, read, buffers, checkpoint)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a rank wrote: its files' entries in the manifest, and where the parts of tensors are."""
+
+    files: Mapping[str, Mapping[str, Any]]
+    tensors: Mapping[str, Any]
+
+
+class CheckpointStore:
+    """The checkpoints of a run, and the files of one that is being written."""
+
+    def __init__(self, directory: Path, keep: int):
+        self._directory = directory
+        self._keep = keep
+
+    def complete(self) -> list[Path]:
+        """List the complete checkpoints, oldest first."""
+        return sorted(path for path in self._directory.glob("step-*") if _is_complete(path))
+
+    def before(self, checkpoint: Path) -> Path | None:
+        """Find the complete checkpoint that a run goes on from if this one is removed."""
+        return next((path for path in reversed(self.complete()) if path.name < checkpoint.name), None)
+
+    def latest(self) -> Path | None:
+        return next(reversed(self.complete()), None)
+
+    def final(self, step: int) -> Path:
+        return self._directory / f"step-{step:08d}"
+
+    def partial(self, step: int) -> Path:
+        return self._directory / f".step-{step:08d}.partial"
+
+    def put_aside(self, checkpoint: Path) -> Path:
+        """Rename a damaged checkpoint, so that it is none, and can be looked at."""
+        return checkpoint.rename(checkpoint.with_name(DAMAGED + checkpoint.name))
+
+    def prepare(self, step: int) -> None:
+        """Make the directory, and remove what a kill left half-written or half-removed."""
+        with writing(self.partial(step)):
+            self._directory.mkdir(parents=True, exist_ok=True)
+            for leftover in self._directory.glob(".*.partial"):
+                shutil.rmtree(leftover)
+            (self.partial(step) / FOLDER).mkdir(parents=True)
+
+    def write_part(self, step: int, rank: int, staged: Staged, random: dict[str, Any]) -> Written:
+        """Write what a rank has of a checkpoint."""
+        folder = self.partial(step) / FOLDER
+        file, checksums = folder / part_name(rank), RunningChecksums()
+        with working("writing a checkpoint", "bytes written", sum(part.values.nbytes for part in staged.parts)):
+            write_image(staged.image, file, watch=checksums.add)
+        with writing(folder / _random_name(rank)):
+            (folder / _random_name(rank)).write_text(json.dumps(random), encoding="utf-8")
+        return Written({f"{FOLDER}/{file.name}": checksums.entry()}, describe_parts(file, staged.parts))
+
+    def write_rest(self, progress: Progress, model: "ModelFiles", parts: Sequence[Written]) -> Path:
+        """Write what belongs to a checkpoint besides the parts of ranks, the manifest last; then it is complete."""
+        partial, final = self.partial(progress.step), self.final(progress.step)
+        with writing(partial):
+            write_index(partial / FOLDER, [part.tensors for part in parts])
+            model.write(partial)
+            _write_progress(partial / FOLDER, progress)
+            write_checksums(partial, {name: entry for part in parts for name, entry in part.files.items()})
+            sync_tree(partial)
+            if final.exists():
+                shutil.rmtree(final)  # not complete: a copy that was cut short
+            os.replace(partial, final)
+        sync_directory(self._directory)
+        self._remove_old()
+        return final
+
+    def _remove_old(self) -> None:
+        for old in self.complete()[: -self._keep]:
+            # Renamed first: a checkpoint half-removed must not look like one.
+            doomed = old.with_name(f".{old.name}.partial")
+            os.replace(old, doomed)
+            shutil.rmtree(doomed)
+
+
+def policy_parts(policy: Policy) -> Iterator[TensorPart]:
+    """Give the parts of a policy that this rank writes: its weights, and on the first rank the model's buffers."""
+    parts = weight_parts(policy.weights)
+    if policy.adapter is not None:  # what it was put on is not changed
+        yield from (part for part in parts if is_adapters(part.key))
+        return
+    yield from parts
+    if policy.weights.ranks.first:
+        for name, buffer in {**policy.buffers, **saved_buffers(policy.model)}.items():
+            yield TensorPart(BUFFER + name, tuple(buffer.shape), (0,) * buffer.ndim, buffer.detach())
+
+
+def _is_complete(path: Path) -> bool:
+    """Tell whether a directory is a checkpoint. One with weights of its own was written as a whole, by version 0.1."""
+    if not (path / FOLDER / "state.json").is_file():
+        return False
+    return (path / MANIFEST).is_file() or any(path.glob("*.safetensors"))
+
+
+def _random_name(rank: int) -> str:
+    return f"random-{rank:05d}.json"
+
+
+def _write_progress(folder: Path, progress: Progress) -> None:
+    write_json_lines(folder / "carried.jsonl", [document_line(document) for document in progress.carried])
+    state = {
+        "step": progress.step,
+        "queue": progress.queue,
+        "rejected_bytes": progress.rejected_bytes,
+        "ledger_bytes": progress.ledger_bytes,
+        "entropy_bonus": progress.entropy_bonus,
+    }
+    if progress.callbacks:
+        state["callbacks"] = progress.callbacks
+    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+
+
+def read_progress(checkpoint: Path, rank: int = 0) -> Progress:
+    """Read a checkpoint's progress, and put a rank's random state back."""
+    folder = checkpoint / FOLDER
+    state = exact_object((folder / "state.json").read_bytes())
+    _restore_random(folder, state, rank)
+    return Progress(
+        step=state["step"],
+        queue=state["queue"],
+        carried=[read_document(line) for line in read_exact_lines(folder / "carried.jsonl")],
+        rejected_bytes=state["rejected_bytes"],
+        ledger_bytes=state.get("ledger_bytes"),
+        callbacks=state.get("callbacks", {}),
+        entropy_bonus=state.get("entropy_bonus"),
+    )
+
+
+def _restore_random(folder: Path, state: Mapping[str, Any], rank: int) -> None:
+    if "random" in state:  # of version 0.1's whole checkpoints
+        restore_random(state["random"], read_tensors(folder / "random.safetensors"))
+        return
+    own = folder / _random_name(rank)
+    # A rank that the run did not have before draws as the first one does.
+    restore_encoded(exact_object((own if own.is_file() else folder / _random_name(0)).read_bytes()))

@@ -1,0 +1,312 @@
+"""The files of a run: metrics, ledger, evaluations, rejected records, configuration, checkpoints.
+
+Lines are appended as steps are made. A restart rolls every file back to the checkpoint that it starts from, so that no
+step stands in them twice.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from truestep.errors import TruestepError
+from truestep.files.disks import writing
+from truestep.files.whole import (
+    Line,
+    append_json_line,
+    cut_file,
+    lines_from_the_end,
+    sync_files,
+    write_json,
+    write_text_whole,
+    write_whole,
+)
+from truestep.rollouts.kept import files as kept_files
+from truestep.rollouts.rejects import write_rejected
+from truestep.text import printable
+from truestep.types import PutAside, Rejected, StepPlan
+
+_REPLACED = "config-until-"  # what the names of files begin with whose options made the steps up to one
+_END = 1 << 20  # bytes of a file's beginning and of its end
+_HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # what flock says where another process has the lock
+
+
+class RunError(TruestepError):
+    """The error of a run's directory that cannot be used."""
+
+
+class RunDirectory:
+    """The paths of a run's files, and the one process that writes them; `writes` is False on the other ranks."""
+
+    def __init__(self, path: Path, writes: bool = True, locks: bool = True):
+        self.path = path
+        self.writes = writes
+        self._locks = locks
+        self.ledger = path / "ledger.jsonl"
+        self.metrics = path / "metrics.jsonl"
+        self.evaluations = path / "evaluation.jsonl"
+        self.rejected = path / "rejected.jsonl"
+        self.warnings = path / "warnings.jsonl"
+        self.printed = path / "rewards.log"
+        self.config = path / "config.yaml"
+        self.rollouts = path / kept_files.FOLDER
+        self.checkpoints = path / "checkpoints"
+        self._first_weights = path / "first_weights.json"
+        self._lock: TextIO | None = None
+        self._coming: str | None = None  # what config.yaml will have once this start has made a step
+
+    def check(self) -> None:
+        """Refuse a directory that cannot be made or written to, and leave none behind."""
+        missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
+        except OSError as error:
+            where = next(path for path in (self.path, *self.path.parents) if path.exists())
+            why = f"{where} is a file" if where.is_file() else error.strerror
+            raise RunError(f"checkpoint.directory: {self.path} cannot be written to: {why}") from None
+        finally:
+            for path in missing:
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+
+    def lock(self) -> None:
+        """Keep other processes from writing this run. The lock goes with the process, however that ends."""
+        if self._lock is not None or not self.writes or not self._locks:
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        handle = (self.path / ".lock").open("a+", encoding="utf-8", errors="replace")
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            with handle:
+                raise RunError(self._why_not_locked(handle, error)) from error
+        self._lock = handle
+        with writing(self.path / ".lock"):
+            handle.truncate(0)
+            handle.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            handle.flush()
+
+    def _why_not_locked(self, handle: TextIO, error: OSError) -> str:
+        if error.errno not in _HELD:
+            why = error.strerror or error
+            return (
+                f"{self.path} cannot be locked: its file system has no locks ({why}). Two processes that write one run "
+                "damage it. If you see to it that only one does, set checkpoint.lock: false"
+            )
+        handle.seek(0)
+        owner = printable(handle.read(200).strip()) or "one that has not written its name yet"
+        return f"{self.path} is being written by another process ({owner})"
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def roll_back(self, step: int, rejected_bytes: int, ledger_bytes: int | None = None) -> list[str]:
+        """Remove the lines written after the end of `step`; 0 is a run's beginning. Give a sentence for each fault.
+
+        `ledger_bytes` is the size of the ledger by then, where it is known: behind a step's line there may be one of
+        documents that were put aside later, and a checkpoint of that step may hold them or not.
+        """
+        if not self.writes:
+            return []
+        faults = []
+        for file in (self.ledger, self.metrics, self.evaluations, self.warnings):
+            if file.is_file():
+                # A run that starts over evaluates its first weights anew.
+                kept_bytes = ledger_bytes if file == self.ledger else None
+                size, last, damaged = _end_of(file, step) if step or kept_bytes else (0, 0, [])
+                if kept_bytes is not None:
+                    size = _without_later_put_aside(file, size, kept_bytes)
+                cut_file(file, size)
+                faults += [f"{line}; the run goes on, as its checkpoint needs no line of this file" for line in damaged]
+                if file == self.ledger and last + len(damaged) < step:
+                    named = f"ends with step {last}" if last else "names no step"
+                    faults.append(
+                        f"{file} {named}, and the run goes on after step {step}: which documents the steps between "
+                        "them trained on is not in it. The checkpoint knows them, so none is trained on again"
+                    )
+        if self.rejected.is_file() and self.rejected.stat().st_size > rejected_bytes:
+            cut_file(self.rejected, rejected_bytes)
+        return faults + kept_files.roll_back(self.rollouts, step)
+
+    def _append(self, file: Path, line: dict[str, Any]) -> None:
+        if self.writes:
+            append_json_line(file, line)
+
+    def first_weights(self, model: str) -> str:
+        """Find the directory of the weights that the run began with: `model`, unless the run has noted another."""
+        if not self._first_weights.is_file():
+            return model
+        noted = json.loads(self._first_weights.read_text(encoding="utf-8"))
+        for path in (noted["path"], model):  # they may have been moved
+            if _describe_weights(Path(path)) == noted["files"]:
+                return str(path)
+        raise RunError(
+            f"the run began with the weights of {noted['path']}, which have changed or are gone. Put them back, or "
+            "name a directory that has them: as model.path with an adapter, else as loss.kl_reference.path"
+        )
+
+    def note_first_weights(self, model: str) -> None:
+        """Note where the weights are that the run begins with, and what tells them from others."""
+        path = Path(model).resolve()
+        write_json(self._first_weights, {"path": str(path), "files": _describe_weights(path)})
+
+    def options_of(self, step: int) -> Path:
+        """Give the file of the options that made a step: config.yaml, or what was kept of it when others came."""
+        return min((file for file in self._replaced() if _until(file) >= step), key=_until, default=self.config)
+
+    def _replaced(self) -> list[Path]:
+        return [file for file in self.path.glob(f"{_REPLACED}*.yaml") if file.stem.removeprefix(_REPLACED).isdecimal()]
+
+    def begin_under(self, options: str, step: int) -> None:
+        """Take the options of this start, which goes on after a step, as YAML. config.yaml is put back to those that
+        made this step. It has this start's from its first step on, or at once where there is no step."""
+        before = self.options_of(step)
+        there = before.read_text(encoding="utf-8") if step and before.is_file() else options
+        if not self.config.is_file() or self.config.read_text(encoding="utf-8") != there:
+            write_text_whole(self.config, there)
+        for file in self._replaced():
+            if not step or _until(file) >= step:
+                file.unlink()
+        self._coming = options if there != options else None
+
+    def _note_options(self, step: int) -> None:
+        """Have config.yaml say what made a step, and keep what made those before it."""
+        if self._coming is not None:
+            kept = self.path / f"{_REPLACED}{step - 1:08d}.yaml"
+            write_whole(kept, self.config.read_bytes())
+            write_text_whole(self.config, self._coming)
+            self._coming = None
+
+    def record_step(self, step: int, plan: StepPlan, put_aside: Sequence[PutAside] = ()) -> None:
+        self._note_options(step)
+        line: dict[str, Any] = {
+            "step": step,
+            "documents": [document.id for document in plan.documents],
+            "num_documents": plan.totals.num_documents,
+            "num_labels": plan.totals.num_labels,
+            "documents_seen": plan.documents_seen_after,
+        }
+        self._append(self.ledger, line | _named(put_aside))
+
+    def record_put_aside(self, step: int, documents_seen: int, put_aside: Sequence[PutAside]) -> None:
+        """Write down what was put aside behind the last step, in a line without documents."""
+        if put_aside:
+            line = {"step": step, "documents": [], "num_documents": 0, "num_labels": 0}
+            self._append(self.ledger, line | {"documents_seen": documents_seen} | _named(put_aside))
+
+    def not_in_ledger(self, put_aside: Sequence[PutAside]) -> list[PutAside]:
+        """Select those that no line has: a restart reads files anew, and finds what it had put aside before."""
+        lines = [line.value or {} for line in lines_from_the_end(self.ledger)] if put_aside else []
+        known = {document["id"] for line in lines for document in line.get("put_aside", ())}
+        return [document for document in put_aside if document.id not in known]
+
+    def sync(self) -> None:
+        """Put the lines of all steps on the disk, before a checkpoint of them counts."""
+        if self.writes:
+            sync_files((self.ledger, self.metrics, self.evaluations, self.rejected, self.warnings))
+
+    def record_evaluation(self, line: dict[str, Any]) -> None:
+        self._append(self.evaluations, line)
+
+    def record_warning(self, line: dict[str, Any]) -> None:
+        self._append(self.warnings, line)
+
+    def last_evaluated(self) -> int | None:
+        return next(
+            (step for line in lines_from_the_end(self.evaluations) if (step := _step_of(line)) is not None), None
+        )
+
+    def record_rejected(self, rejected: Sequence[Rejected]) -> None:
+        if rejected and self.writes:
+            write_rejected(self.path, rejected, append=True)
+
+    def rejected_bytes(self) -> int:
+        """Give the place in rejected.jsonl that a restart from now on rolls it back to."""
+        return self.rejected.stat().st_size if self.rejected.is_file() else 0
+
+    def ledger_bytes(self) -> int:
+        """Give the size of ledger.jsonl, which `roll_back` needs."""
+        return self.ledger.stat().st_size if self.ledger.is_file() else 0
+
+
+def _until(file: Path) -> int:
+    return int(file.stem.removeprefix(_REPLACED))
+
+
+def _named(put_aside: Sequence[PutAside]) -> dict[str, Any]:
+    named = [{"id": document.id, "reason": document.reason} for document in put_aside]
+    return {"put_aside": named} if named else {}
+
+
+def _step_of(line: Line) -> int | None:
+    """Read the step of a line; None where it is damaged."""
+    step = None if line.value is None else line.value.get("step")
+    return step if isinstance(step, int) and not isinstance(step, bool) else None
+
+
+def _end_of(file: Path, step: int) -> tuple[int, int, list[Line]]:
+    """Find where the lines up to a step end. Also give the last step found, and the damaged lines behind it that stay.
+
+    The file is read from its end, as far as that takes. Steps grow from line to line, so a line whose step is smaller
+    than that of the line before it is damaged too.
+    """
+    newest: list[tuple[Line, int | None]] = []
+    chosen: int | None = None
+    for line in lines_from_the_end(file):
+        found = _step_of(line)
+        if chosen is not None and found is not None:
+            candidate, named = newest[chosen]
+            if named is not None and found <= named:
+                break
+            newest[chosen] = (replace(candidate, value=None, damage=f"its step {named} is out of order"), None)
+            chosen = None
+        newest.append((line, found))
+        if chosen is None and found is not None and found <= step:
+            chosen = len(newest) - 1
+    end, last = 0, 0
+    if chosen is not None:
+        end, last = newest[chosen][0].end, newest[chosen][1] or 0
+        newest = newest[:chosen]
+    stay: list[Line] = []
+    for line, found in reversed(newest):  # every step has a line: as many stay as there are steps left to name
+        if found is not None or not line.whole or len(stay) == step - last:
+            break
+        stay.append(line)
+    return (stay[-1].end if stay else end), last, stay
+
+
+def _without_later_put_aside(ledger: Path, size: int, kept_bytes: int) -> int:
+    """Find the end of what stays of a ledger's first `size` bytes, without the lines behind `kept_bytes` that name no
+    trained document."""
+    for line in lines_from_the_end(ledger):
+        if line.start >= size:
+            continue
+        if line.start < kept_bytes or line.value is None or line.value.get("documents") != []:
+            break
+        size = line.start
+    return size
+
+
+def _describe_weights(directory: Path) -> dict[str, list[Any]]:
+    """Describe the weights' files by their sizes and a digest of their ends."""
+    found: dict[str, list[Any]] = {}
+    for file in sorted([*directory.glob("*.safetensors"), *directory.glob("truestep/part-*.safetensors")]):
+        size = file.stat().st_size
+        with file.open("rb") as handle:
+            digest = hashlib.sha256(handle.read(_END))
+            handle.seek(max(0, size - _END))
+            digest.update(handle.read(_END))
+        found[file.name] = [size, digest.hexdigest()]
+    return found

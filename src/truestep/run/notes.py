@@ -1,0 +1,204 @@
+"""What a run prints before its first step (what runs on what, where it goes on, what changed) and after its last."""
+
+import math
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from truestep.config.describe import show_value
+from truestep.config.load import ConfigError, load_config
+from truestep.config.schema import Config
+from truestep.config.sections import InProcessSampler
+from truestep.errors import TruestepError
+from truestep.files.whole import count_lines
+from truestep.generate.in_process import stop_ids
+from truestep.model.policy import Policy
+from truestep.plan.advice import layout_of, most_of
+from truestep.plan.cost import plan_time
+from truestep.plan.memory import GIB
+from truestep.plan.rates import kept_here
+from truestep.plan.shape import read_shape
+from truestep.rollouts.rejects import reason_kind
+from truestep.rollouts.source import FileSource, Source
+from truestep.run.directory import RunDirectory
+from truestep.text import printable, redacted_options
+from truestep.types import Rejected
+
+
+def run_notes(
+    directory: RunDirectory,
+    config: Config,
+    policy: Policy,
+    source: Source,
+    rejected: Sequence[Rejected],
+    latest: Path | None,
+    step: int,
+    before: Config | None,
+) -> list[str]:
+    """Say where the run goes on, what changed since `before`, the options of the steps so far, and what is odd."""
+    notes = []
+    if latest is not None:
+        notes += [f"going on after step {step} of {latest}", *_changes_since(before, config)]
+    elif done := count_lines(directory.ledger):
+        notes.append(f"{directory.path} has no checkpoint: starting again, its {done} steps are removed")
+    if policy.device.type == "cuda":
+        notes.append(f"attention: {policy.attends.story}")
+    if rejected:
+        kinds = Counter(reason_kind(record.reason) for record in rejected)
+        reasons = "; ".join(f"{count} × {kind}" for kind, count in kinds.most_common(3))
+        total = f"of {len(rejected) + len(source.documents)} " if isinstance(source, FileSource) else ""
+        notes.append(f"{len(rejected)} {total}records are rejected: {reasons}; see {directory.rejected}")
+    wanted = config.schedule.docs_per_step
+    if isinstance(source, FileSource) and 0 < source.total < wanted:
+        notes.append(
+            f"warning: schedule.docs_per_step: {wanted} is more than the {source.total} documents that there are: the "
+            "whole run is one step of these"
+        )
+    if config.sampler is not None and not stop_ids(policy):
+        notes.append(
+            "warning: neither the model's configuration nor its tokenizer names an end-of-text token: every completion "
+            "runs to sampler.max_new_tokens"
+        )
+    return notes
+
+
+def options_before(directory: RunDirectory, step: int) -> Config | None:
+    """Read the options that made a step; None where another version wrote them, or nobody."""
+    try:
+        return load_config(directory.options_of(step))
+    except ConfigError:
+        return None
+
+
+def _changes_since(made_by: Config | None, config: Config) -> list[str]:
+    """Name the options that differ from those that made the run's steps. That is allowed, but should not surprise."""
+    if made_by is None:
+        return []
+    before = _flat(redacted_options(made_by.model_dump()))
+    now = _flat(redacted_options(config.model_dump()))  # a secret that changed is no one's business
+    notes = [
+        f"{name} is now {_plain(now.get(name))}; before it was {_plain(before.get(name))}"
+        for name in dict.fromkeys((*before, *now))
+        if before.get(name) != now.get(name)
+    ]
+    if before.get("model.path") != now.get("model.path"):
+        notes.append(
+            "the weights still come from the checkpoint: model.path is read at a run's beginning only. To begin with "
+            "the new model, name another checkpoint.directory"
+        )
+    return notes
+
+
+def _plain(value: Any) -> str:
+    return printable(show_value(value))
+
+
+def _flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
+
+
+def what_runs(config: Config, policy: Policy, directory: RunDirectory, source: Source, ranks: int) -> list[str]:
+    """Say what runs on what, before the first step."""
+    pieces = policy.weights.pieces.values()
+    weights = sum(math.prod(piece.shape) for piece in pieces)
+    trained = sum(math.prod(piece.shape) for piece in pieces if piece.trained)
+    some = "" if trained == weights else f", {_many(trained)} of them trained"
+    kind = type(policy.model).__name__
+    return [
+        f"run: {config.loss.type}, {_steps(config)}, in {directory.path}",
+        f"model: {config.model.path} ({kind}), {_many(weights)} parameters{some}, computes in {config.model.dtype}",
+        f"device: {_device(policy.device)}{f', {ranks} ranks' if ranks > 1 else ''}",
+        f"documents: {_documents(config, source)}",
+        f"memory planned: {_memory(config, ranks)}",
+    ]
+
+
+def _steps(config: Config) -> str:
+    schedule = config.schedule
+    steps = "steps" if schedule.steps is None else f"{schedule.steps:,} steps"
+    size = f" of {schedule.docs_per_step:,} documents" if schedule.docs_per_step else ""
+    return f"{steps}{size}{' until the data ends' if schedule.steps is None else ''}"
+
+
+def _many(count: int) -> str:
+    for unit, name in ((10**9, "billion"), (10**6, "million")):
+        if count >= unit:
+            return f"{count / unit:.2f} {name}"
+    return f"{count:,}"
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        facts = torch.cuda.get_device_properties(device)
+        return f"{facts.name}, {facts.total_memory / GIB:.0f} GiB"
+    threads = torch.get_num_threads()
+    return f"{device.type}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def _documents(config: Config, source: Source) -> str:
+    sampler = config.sampler
+    if sampler is not None:
+        prompts = getattr(source, "prompts", None)
+        count = "" if prompts is None else f"{len(prompts):,} "
+        by = "here" if isinstance(sampler, InProcessSampler) else "by " + ", ".join(map(printable, sampler.urls))
+        group = config.data.group_size
+        return f"{count}prompts of {printable(sampler.prompts)}, {group} completions of each, sampled {by}"
+    if isinstance(source, FileSource):
+        times = f", {source.epochs} times" if source.epochs > 1 else ""
+        return f"{len(source.documents):,} of {printable(config.data.path)}{times}"
+    return printable(config.data.path) if config.data.path is not None else "sent while the run goes on"
+
+
+def _memory(config: Config, ranks: int) -> str:
+    try:
+        shape, layout = read_shape(config), layout_of(config, ranks)
+        planned, rates = most_of(config, shape, layout), kept_here(ranks)
+        step = None if rates is None else plan_time(config, shape, layout, rates)
+    except TruestepError as error:  # a model whose layers are not found: the run does not need the plan
+        return f"not known ({printable(error, 100)})"
+    timed = "" if step is None else f"; {step.total:.2f} s of computing for {step.tokens:,.0f} tokens"
+    rank = ", on the rank that needs most" if ranks > 1 else ""
+    size = f"with micro-batches of {config.data.tokens_per_microbatch:,} tokens"
+    return f"{planned / GIB:.1f} GiB at the peak of a step{rank}, {size}{timed}"
+
+
+def longer_by(config: Config, steps_made: int) -> str | None:
+    """Name the option that makes a finished run longer. None: its documents were sent, and their sender ended them."""
+    if config.schedule.steps is not None and steps_made >= config.schedule.steps:
+        return "schedule.steps"
+    return "data.epochs" if config.data.path is not None else None
+
+
+def what_next(directory: Path, finished: bool, longer: str | None, command: Sequence[str]) -> list[str]:
+    """Name the commands that come after a run; `command` is the one that trained it, word by word, and `longer` the
+    option that makes it longer once it has finished."""
+    run = str(directory)
+    rows = {
+        "the page of this run": ["truestep", "report", run],
+        "its model, for other programs": ["truestep", "export", run, "--output", "DIRECTORY"],
+    }
+    if not finished:
+        rows["go on from here"] = list(command)
+    elif longer is not None:
+        rows["train further"] = [*_without(f"--{longer}", command), f"--{longer}", "NUMBER"]
+    width = max(map(len, rows)) + 1
+    return ["next:", *(f"  {what + ':':<{width}} {shlex.join(typed)}" for what, typed in rows.items())]
+
+
+def _without(option: str, command: Sequence[str]) -> list[str]:
+    """Leave an override out of a command, written as `option value` or as `option=value`."""
+    kept: list[str] = []
+    words = iter(command)
+    for word in words:
+        if word == option:
+            next(words, None)
+        elif not word.startswith(f"{option}="):
+            kept.append(word)
+    return kept

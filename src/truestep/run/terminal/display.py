@@ -1,0 +1,290 @@
+"""The lines at the bottom of a terminal that say what this process does, and the messages above them.
+
+One thread draws, with rich's Live, and every message goes through it, so a terminal that blocks does not block the run.
+A terminal that fails is not written to again, and the run goes on. Where the output is no terminal, messages are plain
+lines, and a line says what the run does only after a long silence.
+"""
+
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any, Self, TextIO, cast
+
+from rich.console import Console, Group
+from rich.control import Control
+from rich.live import Live
+from rich.segment import ControlType
+from rich.text import Text
+
+from truestep.process import progress
+from truestep.run.terminal.words import doing_in_words
+
+_EVERY = 0.2  # seconds between two draws
+_RATE_OVER = 4.0  # seconds over which the token rate is measured
+# A terminal echoes each Ctrl-C as ^C behind the last line. These columns stay free, so that two of them do not wrap it.
+_SPARE = 5
+_PLAIN_WIDTH = 160  # columns of a line in a file
+_PATIENCE = 2.0  # seconds to wait at the end for a terminal that blocks
+
+_QUIET = 10.0  # seconds of silence after which a file gets a line that says what the run does
+_LONGEST_QUIET = 600.0
+
+Message = str | Text
+Lines = Callable[[int], list[Text]]  # gives the lines for a width in columns
+_AS_IT_IS: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
+
+
+def _no_lines(width: int) -> list[Text]:
+    return []
+
+
+class _Silence:
+    """Decides when a file gets a line after a silence: after ten seconds, then after twice as long each time. If the
+    run's own lines are further apart, the first one comes after twice the longest gap between the last of them."""
+
+    def __init__(self, now: float):
+        self._last, self._wait, self._next = now, _QUIET, now + _QUIET
+        self._gaps: deque[float] = deque(maxlen=5)  # seconds between the run's last lines
+
+    def said(self, now: float) -> None:
+        """Note that the run wrote a line of its own."""
+        self._gaps.append(now - self._last)
+        self._wait = max(_QUIET, min(_LONGEST_QUIET, 2 * max(self._gaps)))
+        self._last, self._next = now, now + self._wait
+
+    def due(self, now: float) -> bool:
+        """Tell whether a line is due. The caller writes it, so the next one is due later."""
+        if now < self._next:
+            return False
+        self._wait = min(_LONGEST_QUIET, 2 * self._wait)
+        self._next = now + self._wait
+        return True
+
+
+class Display:
+    """Shows what a command does: changing lines on a terminal, plain lines elsewhere."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):
+        self.console = console
+        self._clock = clock
+        self._silence = _Silence(clock())
+        self.lines: Lines = _no_lines  # the run's own: the first stands above the line of the phase, the rest below
+        self.asked_to_stop: Callable[[], int | None] = lambda: None  # gives the signal that asked for it
+        self._live = console.is_interactive and not console.quiet
+        self._messages: deque[Message] = deque()
+        self._screen = _Screen(console)
+        self._tokens: deque[tuple[float, float]] = deque()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._answered = self._broken = False
+        self._streams = contextlib.ExitStack()
+
+    @property
+    def live(self) -> bool:
+        """True while changing lines show each step, so that a plain line for each is not needed."""
+        return self._live and self._thread is not None
+
+    def say(self, message: Message) -> None:
+        """Print a message, on a terminal above the changing lines."""
+        if self._broken:
+            return
+        if self.live:
+            self._messages.append(message)
+            return
+        self._silence.said(self._clock())
+        self._print(message)
+
+    def _print(self, message: Message) -> None:
+        try:
+            self.console.print(message, **_AS_IT_IS)
+        except (OSError, ValueError):  # the terminal or the pipe is gone
+            self._broken = True
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._streams.enter_context(self._screen.shared_with_prints())
+        self._thread = threading.Thread(target=self._work, daemon=True, name="display")
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        thread, self._thread = self._thread, None
+        self._closing.set()
+        if thread is not None:
+            thread.join(_PATIENCE)
+        blocked = thread is not None and thread.is_alive()
+        broken = self._broken
+        self._broken = broken or blocked
+        self._guarded(self._streams.close)
+        if self._live and not blocked:  # another write to a terminal that blocks would block this thread too
+            self._guarded(lambda: self._screen.leave(self._drain(), [] if broken else self.lines(self._width)))
+
+    @property
+    def _width(self) -> int:
+        return max(20, self.console.size.width - _SPARE)
+
+    def _work(self) -> None:
+        while not self._broken:
+            last = self._closing.wait(_EVERY)
+            self._guarded(self._look)
+            if last:
+                return
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception:  # no fault of a terminal, or of what draws on it, ends a run
+            self._broken = True
+
+    def _look(self) -> None:
+        number = self.asked_to_stop()
+        if number is not None and not self._answered:
+            self._answered = True
+            self._answer(number)
+        if self._live:
+            self._screen.draw(self._drain(), self._frame(self._width))
+        elif self._silence.due(self._clock()) and (doing := self._doing(_PLAIN_WIDTH)):
+            self._print(doing)
+
+    def _answer(self, number: int) -> None:
+        how = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        again = how if number == signal.SIGINT else "signal"
+        text = f"stopping ({how}): the work in hand ends first, then the run is saved. A second {again} ends it at once"
+        message = Text(text, style="bold yellow")
+        if self._live:
+            self._messages.append(message)
+        else:
+            self._print(message)
+
+    def _drain(self) -> list[Message]:
+        messages = []
+        while self._messages:
+            messages.append(self._messages.popleft())
+        return messages
+
+    def _frame(self, width: int) -> list[Text]:
+        lines = self.lines(width)
+        return [*lines[:1], Text(self._doing(width), style="cyan", no_wrap=True), *lines[1:]]
+
+    def _doing(self, width: int) -> str:
+        """Say what this process does, how far it has come, and how long it has taken so far."""
+        phase, since = progress.current_phase()
+        works = progress.works()
+        seconds = self._clock() - max([since, *(work.since for work in works[-1:])])
+        waits = [what for what in progress.waits() if not what.startswith("the disk")]
+        return doing_in_words(phase, works, waits, seconds, self._token_rate(), width)
+
+    def _token_rate(self) -> float:
+        """Compute the tokens per second that this process sampled in the last seconds."""
+        now, made = self._clock(), progress.amounts().get("tokens", 0.0)
+        self._tokens.append((now, made))
+        while len(self._tokens) > 2 and now - self._tokens[1][0] > _RATE_OVER:
+            self._tokens.popleft()
+        start, before = self._tokens[0]
+        return (made - before) / (now - start) if now > start else 0.0
+
+
+class _Screen:
+    """Draws the lines that change with rich's Live; everything else that is printed comes above them."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._lock = threading.RLock()
+        # Live's own redirection prints an unfinished line again at each flush: once for each update of a tqdm bar.
+        self._live = Live(
+            console=console,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            vertical_overflow="crop",
+        )
+        self._lines: list[Text] = []  # what is drawn now
+
+    def draw(self, messages: list[Message], lines: list[Text]) -> None:
+        """Print messages, and draw the lines below them."""
+        with self._lock:
+            if not self._live.is_started:
+                self._live.start()
+                self._console.show_cursor(True)  # a run that is killed must not leave a terminal without a cursor
+            if messages or lines != self._lines:
+                self._erase_wrapped_rows()
+                self._live.update(Group(*lines))
+                self._lines = lines
+                if messages:
+                    self._console.print(*messages, sep="\n", **_AS_IT_IS)
+                else:
+                    self._live.refresh()
+
+    def leave(self, messages: list[Message], lines: list[Text]) -> None:
+        """Print messages, and leave the terminal with these lines below them."""
+        with self._lock:
+            try:
+                self.draw(messages, lines)
+            finally:
+                self._live.stop()
+
+    def print_above(self, text: str) -> None:
+        """Print what other code printed, which may have ANSI colours, above the lines."""
+        with self._lock:
+            self._erase_wrapped_rows()
+            self._console.print(Text.from_ansi(text.replace("\r\n", "\n")), **_AS_IT_IS)
+
+    def _erase_wrapped_rows(self) -> None:
+        """Erase the extra rows of lines that wrapped when the terminal became narrower, which Live does not know of."""
+        width = max(1, self._console.size.width)
+        wrapped = sum((line.cell_len - 1) // width for line in self._lines if line.cell_len)
+        if wrapped:
+            self._console.control(Control(*[(ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)] * wrapped))
+
+    @contextlib.contextmanager
+    def shared_with_prints(self) -> Iterator[None]:
+        """Let `print` in any thread come above the lines, where it goes to a terminal."""
+        before = sys.stdout, sys.stderr
+        above = [_Above(self, stream) if _is_terminal(stream) else stream for stream in before]
+        sys.stdout, sys.stderr = cast("list[TextIO]", above)
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before
+            for stream in above:
+                if isinstance(stream, _Above):
+                    stream.end_line()
+
+
+def _is_terminal(stream: Any) -> bool:
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):
+        return False
+
+
+class _Above:
+    """A stream whose complete lines are printed above a screen's lines. An unfinished line waits for its end."""
+
+    def __init__(self, screen: _Screen, stream: TextIO):
+        self._screen, self._unfinished = screen, ""
+        self.rich_proxied_file = stream  # rich's name for the stream that a console writes to instead of this one
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rich_proxied_file, name)
+
+    def write(self, text: str) -> int:
+        complete, end, unfinished = (self._unfinished + text).rpartition("\n")
+        self._unfinished = unfinished.rpartition("\r")[2]  # a progress bar writes over itself: its last state counts
+        if end:
+            self._screen.print_above(complete)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
+
+    def end_line(self) -> None:
+        if self._unfinished:
+            self.write("\n")

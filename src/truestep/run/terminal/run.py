@@ -1,0 +1,151 @@
+"""A run's numbers: a bar, the time that is left and the last step's metrics on a terminal; elsewhere a line a step."""
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from rich.text import Text
+
+from truestep.run.terminal.display import Display
+from truestep.run.terminal.words import duration
+from truestep.text import printable
+
+# The numbers of a plain line, in order, with how to show them.
+_PLAIN = {
+    "reward": "reward {:.3f}",
+    "loss": "loss {:+.4f}",
+    "new_logprobs": "logπ {:.3f}",
+    "ratio_new_old": "ratio {:.4f}",
+    "clipped_ratio_fraction": "clipped {:.1%}",
+    "grad_norm": "grad {:.3g}",
+    "tokens_per_second": "{:,.0f} tok/s",
+    "response_length": "length {:,.1f}",
+    "kl_new_old": "kl {:.1e}",
+}
+# Those of a terminal: a narrow one breaks the line, and a wide one has more behind them.
+_ALWAYS = {
+    "reward": "reward {:.3f}",
+    "loss": "loss {:+.4f}",  # where there is no reward
+    "response_length": "length {:,.1f}",
+    "kl_new_old": "kl {:.1e}",
+    "grad_norm": "grad {:.3g}",
+    "tokens_per_second": "{:,.0f} tok/s",
+}
+_WIDE = {
+    "loss": "loss {:+.4f}",
+    "entropy": "entropy {:.3f}",
+    "clipped_ratio_fraction": "clipped {:.1%}",
+    "truncated_fraction": "truncated {:.1%}",
+    "step_time": "{:.1f} s a step",
+    "ratio_new_old": "ratio {:.4f}",
+    "learning_rate": "rate {:.2e}",
+    "new_logprobs": "logπ {:.3f}",
+    "gpu_memory": "{:.1f} GiB",
+    "mfu": "mfu {:.1%}",
+}
+
+_RATIO_TOLERANCE = 1e-3
+_TIMED = 20  # steps that the time left is measured over
+_GAP = "  "
+
+
+def live_line(line: Mapping[str, Any]) -> str:
+    """Format the numbers of a plain line."""
+    return _GAP.join(form.format(line[name]) for name, form in _PLAIN.items() if line.get(name) is not None)
+
+
+def number_lines(line: Mapping[str, Any], width: int) -> list[str]:
+    """Format a step's numbers in lines of at most `width` columns: the telling ones always, others where they fit."""
+    always = [name for name in _ALWAYS if line.get(name) is not None]
+    if "reward" in always:
+        always.remove("loss") if "loss" in always else None
+    lines: list[str] = []
+    for name in always:
+        cell = _ALWAYS[name].format(line[name])
+        if lines and len(lines[-1]) + len(_GAP) + len(cell) <= width:
+            lines[-1] += _GAP + cell
+        else:
+            lines.append(cell)
+    for name, form in _WIDE.items() if lines else ():
+        if name in always or line.get(name) is None:
+            continue
+        longer = lines[-1] + _GAP + form.format(line[name])
+        if len(longer) > width:  # a shorter one behind it would go again where the terminal is wider
+            break
+        lines[-1] = longer
+    return lines
+
+
+class ConsoleSink:
+    """What a person sees of a run's steps and evaluations."""
+
+    def __init__(self, display: Display, *, steps: int | None, done: int = 0, title: str = "training"):
+        self._display, self._steps, self._title = display, steps, title
+        self._line: Mapping[str, Any] = {"step": done}
+        self._start = time.monotonic()
+        self._ends: deque[tuple[int, float]] = deque([(done, self._start)], maxlen=_TIMED + 1)
+        utf8 = display.console.encoding.startswith("utf")
+        self._full, self._empty = ("━", "╌") if utf8 else ("#", "-")
+        display.lines = self.lines
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        self._line = line
+        self._ends.append((line["step"], time.monotonic()))
+        if not self._display.live:
+            total = f"/{self._steps}" if self._steps else ""
+            self._display.say(f"step {line['step']}{total}  {live_line(line)}")
+        ratio = line.get("ratio_new_old")
+        if line["step"] == 1 and ratio is not None and not abs(ratio - 1) <= _RATIO_TOLERANCE:
+            warning = Text("warning:", style="bold yellow").append(
+                f" ratio_new_old is {ratio:.4f} at step 1, where the policy is still the sampler's: they do not give "
+                "the same probabilities (temperature, head precision, other weights, or rollouts of an older policy)",
+                style="not bold default",
+            )
+            self._display.say(warning)
+
+    def evaluation(self, line: Mapping[str, Any]) -> None:
+        if "loss" in line:
+            text = f"held-out after step {line['step']}: loss {line['loss']:.4f} over {line['num_labels']} labels"
+            self._display.say(text)
+            return
+        rewards = ", ".join(
+            f"{kind} " + ("none could be rated" if reward is None else f"{reward:.3f}")
+            for kind, reward in (("greedy", line["greedy_reward"]), ("sampled", line["sampled_reward"]))
+        )
+        text = f"held-out after step {line['step']}: {rewards} over {line['num_prompts']} prompts"
+        if line["num_unrated"]:
+            text += f"; {line['num_unrated']} completions have no reward: "
+            text += "; ".join(printable(problem) for problem in line.get("problems", []))
+        self._display.say(printable(text, 2000))
+
+    def close(self) -> None:
+        """Do nothing: the display shows the last numbers until its command ends."""
+
+    def lines(self, width: int) -> list[Text]:
+        """Give the lines that a terminal of this width shows."""
+        numbers = [Text(line, style="bold", no_wrap=True) for line in number_lines(self._line, width)]
+        return [self._bar(width), *numbers]
+
+    def _bar(self, width: int) -> Text:
+        step, steps = self._line["step"], self._steps
+        times = f"{duration(time.monotonic() - self._start)} gone"
+        left = self._seconds_left()
+        if left is not None:
+            times += f", {duration(left)} left"
+        count = f"{step:,}/{steps:,}" if steps else f"step {step:,}"
+        bar = Text(self._title, style="bold", no_wrap=True)
+        room = width - len(self._title) - len(count) - len(times) - 3 * len(_GAP)
+        if steps and room >= 6:
+            room = min(room, 40)
+            full = min(room, room * step // steps)
+            bar.append(_GAP).append(self._full * full, "green").append(self._empty * (room - full), "not bold dim")
+        return bar.append(_GAP + count).append(_GAP + times, "not bold")
+
+    def _seconds_left(self) -> float | None:
+        """Estimate the time left by the last steps, with the evaluations and checkpoints between them."""
+        (first, start), (last, end) = self._ends[0], self._ends[-1]
+        if self._steps is None or last <= first or last >= self._steps:
+            return None
+        since = time.monotonic() - end
+        return max(0.0, (self._steps - last) * (end - start) / (last - first) - since)

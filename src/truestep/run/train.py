@@ -1,0 +1,341 @@
+"""Makes a trainer of a configuration, puts it where its last checkpoint left it, and starts its loop."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from safetensors import SafetensorError
+
+from truestep.config.load import dump_config
+from truestep.config.schema import Config
+from truestep.environments.printed import PrintedLog
+from truestep.generate.evaluate import Evaluator
+from truestep.metrics.sinks import Sink
+from truestep.model.policy import Policy
+from truestep.plan.beside import planned_beside
+from truestep.plan.exhausted import exhaustion_explained
+from truestep.plan.rates import Rates, rates_here
+from truestep.plan.room import too_small
+from truestep.plan.search import settle_on
+from truestep.process.randomness import seed_random
+from truestep.ranks.group import ALONE, Ranks
+from truestep.ranks.watch import Watch
+from truestep.report.verdicts.watching import Watching
+from truestep.rollouts.rejects import write_rejected
+from truestep.rollouts.source import Source
+from truestep.run.assemble.check import make_check
+from truestep.run.assemble.evaluation import make_evaluator
+from truestep.run.assemble.observers import make_observers
+from truestep.run.assemble.policy import join_ranks, make_policy
+from truestep.run.assemble.rewards import Raters
+from truestep.run.assemble.sinks import make_sinks, make_watching
+from truestep.run.assemble.sources import Supply, check_inputs, make_supply
+from truestep.run.assemble.step import (
+    check_custom_code,
+    make_annotators,
+    make_learning_rate,
+    make_optimizer,
+    make_queue,
+    make_runner,
+    starts_from_first_weights,
+)
+from truestep.run.callbacks import Callback, Callbacks, Run
+from truestep.run.checkpoint.checksums import find_damage
+from truestep.run.checkpoint.saves import SaveRule, Saves
+from truestep.run.checkpoint.store import CheckpointStore, Progress, read_progress
+from truestep.run.directory import RunDirectory
+from truestep.run.notes import options_before, run_notes, what_runs
+from truestep.run.terminal.display import Display
+from truestep.run.trainer import RunState, Trainer, TrainingError
+from truestep.step.before.annotators import Annotators
+from truestep.step.before.check import SamplerCheck
+from truestep.step.compute.runner import StepRunner
+from truestep.step.held_out import HeldOutLoss
+from truestep.step.plan.ahead import PlansAhead
+from truestep.step.plan.queue import PlanQueue
+from truestep.step.update.optimizer import StateError, restore_optimizer
+from truestep.text import keep_secrets_of, printable, shown
+from truestep.types import Rejected
+from truestep.weights.errors import ModelError
+from truestep.weights.tensor_parts import StoredTensors
+
+# All that reading files of any content raises; with checksums only one written by an earlier version gets this far.
+_ODD_CONTENT = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError)
+
+
+def train(
+    config: Config,
+    console: Console,
+    title: str = "training",
+    callbacks: Sequence[Callback] = (),
+    sinks: Sequence[Sink] = (),
+) -> Trainer:
+    """Train to the end, and return the trainer that did it. Callbacks are called, and sinks written, by the first rank
+    alone."""
+    ranks = join_ranks(config)
+    notes: list[str] = []
+    rates = _rates(config, ranks, notes)
+    running, switched_on = settle_on(_as_it_runs(config, ranks.share(lambda: _latest(config))), ranks, rates)
+    config = _with_model(running, config.model.path)
+    watch = Watch(ranks, config.schedule.stall_timeout)
+    display = Display(console) if config.logging.console and ranks.first else Display(Console(quiet=True))
+    for name, value in switched_on.items():
+        display.say(f"auto: {name} is {str(value).lower()} here, so that it fits or is faster")
+    for note in notes:
+        display.say(note)
+    warning = too_small(running, ranks.size) if config.logging.console and ranks.first else None
+    if warning is not None:
+        display.say(f"warning: {warning}")
+    with watch.watching(), exhaustion_explained(running, ranks.size, lambda: watch.doing), display:
+        trainer = make_trainer(config, console, title, ranks, watch, callbacks, display, rates)
+        display.asked_to_stop = lambda: trainer.stopped_by
+        if ranks.first:
+            trainer.sinks.extend([make_watching(config, trainer.directory, display), *sinks])
+        if config.logging.console and ranks.first and trainer.policy.device.type == "cuda":
+            beside = planned_beside(running, ranks.size, display.say, rates)
+            trainer.sinks.extend([beside] if beside else [])
+        trainer.run()
+    shows = [sink.sentence for sink in trainer.sinks if isinstance(sink, Watching) and sink.sentence]
+    display.say(". ".join([f"{trainer.ended}; the run is in {shown(trainer.directory.path)}", *shows]))
+    return trainer
+
+
+def _rates(config: Config, ranks: Ranks, notes: list[str]) -> Rates | None:
+    """Give the rates of the machine. Two measurements differ a little, and with `deterministic` two runs must not."""
+    return None if config.deterministic or config.model.device == "cpu" else rates_here(ranks, notes)
+
+
+def make_trainer(
+    config: Config,
+    console: Console,
+    title: str = "training",
+    ranks: Ranks = ALONE,
+    watch: Watch | None = None,
+    callbacks: Sequence[Callback] = (),
+    display: Display | None = None,
+    rates: Rates | None = None,
+) -> Trainer:
+    display, watch = display or Display(console), watch or Watch(ranks, config.schedule.stall_timeout)
+    directory = _check(config, ranks)
+    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
+    watch.phase("loading the model")
+    latest, damaged = _undamaged(store, directory, ranks)
+    policy = _policy_of(config, ranks, latest, directory, rates)
+    runner = make_runner(config, policy)
+    annotators = _annotators(config, runner, directory, latest)
+    watch.phase("reading the data")
+    say = partial(_say_one, display, config, ranks)
+    raters = _make_raters(directory, ranks, say)
+    supply, source, queue, check, evaluator = _make_data(config, runner, ranks, raters, say)
+    optimizer = make_optimizer(config, policy.weights)
+    seed_random(config.seed)
+    told = Callbacks(Run(directory.path), callbacks if ranks.first else ())
+    progress = Progress(0, {}, (), 0) if latest is None else _restore(latest, queue, optimizer, policy, told)
+    aside = source.aside()
+    sinks: list[Sink] = []
+    if ranks.first:
+        sinks = make_sinks(config, directory, display, title, progress.step)
+        begun = _begin(directory, config, policy, source, latest, aside.rejected, progress, damaged)
+        _say_notes(display, config, [*begun, *raters.notes])
+    if latest is not None:  # a kill may have come after its completion, and before the source was told
+        source.checkpointed(queue.documents_seen)
+        if supply.publication is not None:
+            supply.publication.saved(latest, progress.step, queue.documents_seen)
+    return Trainer(
+        policy=policy,
+        source=source,
+        plans=PlansAhead(queue, ranks, overlap=source.plans_ahead),
+        ranks=ranks,
+        watch=watch,
+        runner=runner.with_entropy_bonus(progress.entropy_bonus),
+        annotators=annotators,
+        check=check,
+        optimizer=optimizer,
+        learning_rate=make_learning_rate(config),
+        gradient_clip=config.optimizer.gradient_clip,
+        directory=directory,
+        checkpoints=store,
+        saves=Saves(store, ranks),
+        save_rule=_save_rule(config),
+        observers=make_observers(config, directory, policy, sinks, told, supply.publication, display.say),
+        steps=config.schedule.steps,
+        evaluator=evaluator,
+        evaluate_every=config.evaluation.every if config.evaluation else 0,
+        state=_state(progress, queue, ranks.share(directory.last_evaluated), latest),
+        put_aside=directory.not_in_ledger(aside.put_aside),
+        callbacks=told,
+    )
+
+
+def _make_data(
+    config: Config, runner: StepRunner, ranks: Ranks, raters: Raters, say: Callable[[str], None]
+) -> tuple[Supply, Source, PlanQueue, SamplerCheck | None, Evaluator | HeldOutLoss | None]:
+    policy = runner.policy
+    supply = make_supply(config, policy, ranks, raters)
+    check = make_check(config, runner, supply.servers, say)
+    evaluator = make_evaluator(config, policy, raters, supply.servers, check)
+    return supply, supply.source, make_queue(config, policy, supply.source), check, evaluator
+
+
+def _make_raters(directory: RunDirectory, ranks: Ranks, say: Callable[[str], None]) -> Raters:
+    """Make the reward services; the first rank says what is to be said of them, and keeps what its rewards print."""
+    return Raters(say, PrintedLog(directory.printed, say)) if ranks.first else Raters()
+
+
+def _state(progress: Progress, queue: PlanQueue, last_evaluated: int | None, latest: Path | None) -> RunState:
+    return RunState(progress.step, queue.documents_seen, last_evaluated, progress.step if latest else None)
+
+
+def _say_one(display: Display, config: Config, ranks: Ranks, note: str) -> None:
+    if ranks.first:
+        _say_notes(display, config, [note])
+
+
+def _say_notes(display: Display, config: Config, notes: Sequence[str]) -> None:
+    for note in notes if config.logging.console else ():
+        display.say(shown(note))
+
+
+def _check(config: Config, ranks: Ranks) -> RunDirectory:
+    """Find what is wrong before the model is loaded, which can take minutes; name the run's directory."""
+    keep_secrets_of(config.model_dump())
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+    check_inputs(config, ranks)
+    check_custom_code(config)
+    assert config.checkpoint.directory is not None
+    directory = RunDirectory(Path(config.checkpoint.directory), writes=ranks.first, locks=config.checkpoint.lock)
+    ranks.share(directory.check)
+    return directory
+
+
+def _annotators(config: Config, runner: StepRunner, directory: RunDirectory, checkpoint: Path | None) -> Annotators:
+    """Make what fills a step's plan in; a run that goes on finds the weights that it began with again."""
+    ranks = runner.policy.weights.ranks
+
+    def make_reference(path: str | None) -> Policy:
+        began_with = config.model.path
+        if path is None and checkpoint is not None:
+            began_with = ranks.share(lambda: directory.first_weights(config.model.path))
+        return make_policy(config, ranks, path or began_with, frozen=True)
+
+    return make_annotators(config, runner, make_reference)
+
+
+def _policy_of(
+    config: Config, ranks: Ranks, checkpoint: Path | None, directory: RunDirectory, rates: Rates | None
+) -> Policy:
+    if checkpoint is not None and config.adapter is not None:  # which is of no use on other weights
+        base = ranks.share(lambda: directory.first_weights(config.model.path))
+        config = config if base == config.model.path else config.changed({"model.path": base})
+    try:
+        policy = make_policy(config, ranks, None if checkpoint is None else str(checkpoint))
+    except ModelError as error:
+        raise error if checkpoint is None else _damaged(checkpoint, error) from error
+    if rates is not None:
+        policy.facts = policy.facts.measured(rates.attention_slowness(config.model.attention))
+    return policy
+
+
+def _save_rule(config: Config) -> SaveRule:
+    given, source = config.checkpoint, config.data.source
+    announced = source is not None and source.type != "custom"  # others load the checkpoints
+    announced &= config.adapter is None  # whose checkpoints they load as they are
+    nth = int(announced) if given.hugging_face_every is None else given.hugging_face_every
+    return SaveRule(given.every, nth, given.grace)
+
+
+def _undamaged(store: CheckpointStore, directory: RunDirectory, ranks: Ranks) -> tuple[Path | None, list[str]]:
+    """Find the newest checkpoint that is what was written; put aside newer ones, and say so, a sentence each."""
+    ranks.share(lambda: directory.lock() if directory.path.exists() else None)
+    said: list[str] = []
+    while (latest := ranks.share(store.latest)) is not None:
+        damage = _damage_of(latest, ranks)
+        if damage is None:
+            break
+        before = ranks.share(partial(store.before, latest))
+        if before is None:
+            raise _damaged(latest, damage)
+        kept = ranks.share(partial(store.put_aside, latest))
+        said.append(
+            f"warning: the checkpoint {latest} is damaged: {printable(damage)}. The run goes on from {before}, and "
+            f"the damaged one is kept as {kept}"
+        )
+    return latest, said
+
+
+def _damage_of(checkpoint: Path, ranks: Ranks) -> str | None:
+    """Compare a checkpoint with its checksums, each rank a part of it."""
+    found = ranks.gather(find_damage(checkpoint, ranks.rank, ranks.size))
+    return next((damage for damage in found if damage is not None), None)
+
+
+def _restore(
+    checkpoint: Path, queue: PlanQueue, optimizer: torch.optim.Optimizer, policy: Policy, callbacks: Callbacks
+) -> Progress:
+    """Put the run back to where the checkpoint left it."""
+    try:
+        progress = read_progress(checkpoint, policy.weights.ranks.rank)
+        queue.restore(progress.queue, list(progress.carried))
+        restore_optimizer(optimizer, policy.weights, StoredTensors(checkpoint))
+    except StateError as error:
+        raise _damaged(checkpoint, error) from error
+    except _ODD_CONTENT as error:
+        raise _damaged(checkpoint, f"{type(error).__name__}: {error}") from error
+    callbacks.restore(progress.callbacks, progress.step, queue.documents_seen)
+    return progress
+
+
+def _damaged(checkpoint: Path, problem: object) -> TrainingError:
+    before = CheckpointStore(checkpoint.parent, 1).before(checkpoint)
+    goes_on = (
+        "starts again from its beginning: it has no other checkpoint" if before is None else f"goes on from {before}"
+    )
+    return TrainingError(
+        f"the checkpoint {checkpoint} cannot be read: {printable(problem)}. Without it the run {goes_on}. For that, "
+        "remove that directory and start again"
+    )
+
+
+def _begin(
+    directory: RunDirectory,
+    config: Config,
+    policy: Policy,
+    source: Source,
+    latest: Path | None,
+    rejected: Sequence[Rejected],
+    progress: Progress,
+    damaged: Sequence[str],
+) -> list[str]:
+    """Roll the run's files back to where the checkpoint left them. Nothing is written before everything else could be
+    built. Give what there is to say, a sentence each: what runs, what changed, and what is damaged in the files."""
+    before = None if latest is None else options_before(directory, progress.step)
+    notes = what_runs(_as_it_runs(config, latest), policy, directory, source, policy.weights.ranks.size)
+    notes += [*damaged, *run_notes(directory, config, policy, source, rejected, latest, progress.step, before)]
+    directory.lock()
+    notes += directory.roll_back(progress.step, progress.rejected_bytes, progress.ledger_bytes)
+    if config.data.path is not None:
+        write_rejected(directory.path, rejected)  # of the whole data, read anew at every start
+    if progress.step == 0 and (config.adapter is not None or starts_from_first_weights(config)):
+        directory.note_first_weights(config.model.path)
+    if before is not None and config.adapter is None:  # whose model.path is read at a run's beginning only
+        config = _with_model(config, before.model.path)
+    directory.begin_under(dump_config(config, without_secrets=True), progress.step)
+    return notes
+
+
+def _latest(config: Config) -> Path | None:
+    directory = config.checkpoint.directory
+    return None if directory is None else CheckpointStore(RunDirectory(Path(directory)).checkpoints, 1).latest()
+
+
+def _as_it_runs(config: Config, checkpoint: Path | None) -> Config:
+    """Name the model that runs, as a plan of memory needs it: a run that goes on has that of its checkpoint."""
+    whole = checkpoint is not None and config.adapter is None
+    return _with_model(config, str(checkpoint)) if whole else config
+
+
+def _with_model(config: Config, path: str) -> Config:
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})

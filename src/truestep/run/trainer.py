@@ -1,0 +1,426 @@
+"""The training loop: it joins the parts of a run and computes nothing of its own."""
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from truestep.errors import TruestepError
+from truestep.metrics.observers import Observers
+from truestep.metrics.sinks import Sink, Sinks
+from truestep.metrics.spent import StepTimes
+from truestep.metrics.types import Max
+from truestep.model.policy import Policy
+from truestep.process.garbage import LongLived
+from truestep.process.progress import working
+from truestep.ranks.group import Ranks
+from truestep.ranks.watch import Watch
+from truestep.rollouts.source import Interrupted, Source
+from truestep.run.callbacks import Callbacks, Run
+from truestep.run.checkpoint.saves import Complete, SaveRule, Saves
+from truestep.run.checkpoint.store import CheckpointStore, Progress
+from truestep.run.directory import RunDirectory
+from truestep.step.before.annotators import Annotators
+from truestep.step.before.check import SamplerCheck
+from truestep.step.compute.runner import Accumulated, StepRunner
+from truestep.step.gpu_use import gpu_metrics
+from truestep.step.plan.ahead import Planned, PlansAhead
+from truestep.step.update.blame import find_cause
+from truestep.step.update.clipping import clip_scale, explain_useless, gradient_norm, usable
+from truestep.step.update.optimizer import LearningRate, forget_prepared, optimizer_parts, prepare, update
+from truestep.text import printable
+from truestep.types import PutAside, Rejected, StepPlan
+from truestep.weights.finite import UpdateCheck, some
+
+
+class TrainingError(TruestepError):
+    """The reason why a run cannot go on."""
+
+
+class Evaluates(Protocol):
+    def run(self, step: int, documents_seen: int, asked_to_stop: Callable[[], bool]) -> dict[str, Any]:
+        """Evaluate the policy and give one line of evaluation.jsonl; `Interrupted` where the run was asked to stop."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class RunState:
+    """The state of a run: all that its steps change, besides the weights and the optimizer."""
+
+    step: int = 0  # done so far
+    documents_seen: int = 0
+    last_evaluated: int | None = None  # after which step
+    saved: int | None = None  # the step of the last checkpoint that this start made or went on from
+    planned: Planned | None = None  # of the step that was made last
+    stopped_by: int | None = None  # the signal that asked
+    asked_at: float = math.inf  # to stop, by the clock `time.monotonic`
+
+
+@dataclass
+class Trainer:
+    """The parts of a run, and the loop over its steps."""
+
+    policy: Policy
+    source: Source
+    plans: PlansAhead
+    runner: StepRunner
+    optimizer: torch.optim.Optimizer
+    learning_rate: LearningRate
+    gradient_clip: float | None
+    directory: RunDirectory
+    checkpoints: CheckpointStore
+    saves: Saves
+    observers: Observers
+    ranks: Ranks
+    watch: Watch
+    steps: int | None = None
+    evaluator: Evaluates | None = None
+    evaluate_every: int = 0
+    save_rule: SaveRule = field(default_factory=SaveRule)
+    state: RunState = field(default_factory=RunState)
+    callbacks: Callbacks = field(default_factory=lambda: Callbacks(Run(Path())))
+    put_aside: list[PutAside] = field(default_factory=list)  # since the last step's line of the ledger
+    annotators: Annotators = field(default_factory=Annotators)
+    check: SamplerCheck | None = None
+    times: StepTimes = field(default_factory=StepTimes)
+    ended: str = "not run yet"  # how the run ended, as a sentence
+    finished: bool = False  # it was not stopped
+    update_check: UpdateCheck = field(init=False)
+    _num_rejected: int = 0  # records, since the last step
+    _long_lived: LongLived = field(default_factory=LongLived)
+
+    def __post_init__(self) -> None:
+        self.update_check = UpdateCheck(self.policy.weights)
+
+    @property
+    def step(self) -> int:
+        return self.state.step
+
+    @property
+    def sinks(self) -> list[Sink]:
+        """The places that the run's numbers go to; the list may be added to."""
+        return self.observers.of(Sinks).sinks
+
+    @property
+    def stopped_by(self) -> int | None:
+        return self.state.stopped_by
+
+    def ask_to_stop(self, number: int) -> None:
+        """End the run after the step in hand, as the signal of that number does."""
+        self.state.stopped_by = number
+        self.state.asked_at = min(self.state.asked_at, time.monotonic())
+
+    def run(self) -> str:
+        """Train until the steps or the data end, or a signal asks to stop; say how it ended."""
+        try:
+            self.ended, self.finished = self._run()
+            return self.ended
+        finally:
+            self._long_lived.give_back()
+            try:
+                self.observers.close()
+            finally:
+                self._close()
+
+    def _close(self) -> None:
+        self.directory.unlock()
+        if self.ranks.size == 1 or self.finished:  # ranks that end apart must not wait for one another
+            self.plans.close()
+        self.source.close(self.finished)
+        if self.evaluator is not None:
+            self.evaluator.close()
+        self.saves.close()
+
+    def _run(self) -> tuple[str, bool]:
+        self.source.asked_to_stop = lambda: self.stopped_by is not None
+        self.source.put_rejected = self._put_rejected
+        self.observers.started()
+        with self._stop_between_steps():
+            if self.state.last_evaluated is None or self._evaluation_due():  # due: it was interrupted
+                self._evaluate()
+            ended = self._steps()
+            if ended is not None and self.state.last_evaluated != self.step:
+                self._evaluate()
+                if self._lacks_evaluation() and self._asked_to_stop():
+                    ended = None  # the run that goes on from here makes it
+            # Where one rank was interrupted in a wait the others know of no signal; and one may have come here since.
+            signalled = ended is None and self._agree() is not None
+            grace = self.save_rule.grace
+            self._save_last(self.state.asked_at + grace if signalled and grace is not None else None)
+        if ended is not None:
+            self.state.stopped_by = None  # it came too late to stop anything
+        ended_by = ended or self._stopped()
+        self.observers.ended(ended_by, ended is not None)
+        return ended_by, ended is not None
+
+    def _stopped(self) -> str:
+        reason = self.callbacks.run.stop_reason
+        by = "stopped by a signal" if self.stopped_by is not None else f"stopped by a callback ({printable(reason)})"
+        if not self.save_rule.never and self.state.saved != self.step:
+            latest = self.ranks.share(self.checkpoints.latest)
+            place = "starts again from the beginning" if latest is None else f"goes on from {latest}"
+            late = f"it could not be saved within checkpoint.grace: {self.save_rule.grace:g}"
+            return f"{by} after step {self.step}; {late}, so the same command {place}"
+        return f"{by} after step {self.step}; the same command goes on from here"
+
+    def _steps(self) -> str | None:
+        """Make the steps and say how they ended; None where a signal asked to stop before that."""
+        while self.steps is None or self.step < self.steps:
+            self.watch.phase(f"agreeing whether to make step {self.step + 1}")
+            if self._asked_to_stop():
+                return None
+            start = time.perf_counter()
+            self.watch.phase(f"waiting for the documents of step {self.step + 1}")
+            try:
+                planned = self.plans.next()
+            except Interrupted:
+                self.state.planned = self.plans.snapshot()  # what was read meanwhile is part of where the run stands
+                return None
+            waited = time.perf_counter() - start
+            self.state.planned = planned
+            self._put_rejected(planned.taken.rejected)
+            self.put_aside += planned.taken.put_aside
+            if planned.plan is None:
+                self.directory.record_put_aside(self.step, self.state.documents_seen, self.put_aside)
+                return self._end_of_data(planned.dropped)
+            self.observers.rollouts(planned.plan.documents)
+            self._train(planned.plan, start, {"data_wait_time": waited, **planned.taken.measured})
+            if self._evaluation_due():
+                self._evaluate()
+            if self.save_rule.due(self.step):
+                self._save()
+            elif self.save_rule.every > 0 and not self.save_rule.never:
+                self.saves.prepare(self.policy, lambda: optimizer_parts(self.optimizer, self.policy.weights))
+            self._long_lived.step_made()
+        return f"all {self.steps} steps are done"
+
+    def _put_rejected(self, rejected: Sequence[Rejected]) -> None:
+        self.directory.record_rejected(rejected)
+        self._num_rejected += len(rejected)
+        if rejected:
+            self.observers.rejected(rejected)
+
+    def _asked_to_stop(self) -> bool:
+        """Agree with all ranks, so that they end after the same step, whichever of them was asked."""
+        return self._agree() is not None or self.callbacks.run.stop_reason is not None
+
+    def _agree(self) -> int | None:
+        """Have all ranks know the signal that asked one of them to stop, and go on with the same learning rate and the
+        same save. A signal that comes while they tell each other is for the next time."""
+        told = self.ranks.gather((self.stopped_by, self.callbacks.asked, self.saves.report()))
+        agreed = next((number for number, *_ in told if number is not None), None)
+        if agreed is not None and self.stopped_by is None:
+            self.ask_to_stop(agreed)
+        self.callbacks.agree(told[0][1])
+        self._saved(self.saves.hear([report for *_, report in told]))
+        return agreed
+
+    def _end_of_data(self, dropped: int) -> str:
+        total = f" of {self.steps}" if self.steps else ""
+        note = f"; the last {dropped} documents make no whole step and were dropped" if dropped else ""
+        return f"the data ended after step {self.step}{total}{note}"
+
+    def _train(self, plan: StepPlan, start: float, measured: Mapping[str, float]) -> None:
+        self.watch.phase(f"computing step {self.step + 1}")
+        plan = self.annotators.annotate(plan, self.times)
+        number = self.step + 1
+        accumulated = self._accumulate(plan, measured)
+        if (fault := self._fault(plan, accumulated)) is not None:
+            raise self._unusable(number, fault)
+        norm = gradient_norm(self.policy.weights, meanwhile=partial(prepare, self.optimizer))
+        self._check_weights()
+        if not usable(norm, self.gradient_clip):
+            raise self._useless(number, plan, accumulated, norm)
+        self.observers.gradient(plan, accumulated, norm)
+        rate = self.learning_rate.at(number) * self.callbacks.applied_factor
+        with self.runner.stopwatch.measure("optimizer"), working("updating weights", "numbers updated"):
+            scale = clip_scale(norm, self.gradient_clip)
+            self.saves.before_update()
+            update(self.optimizer, self.policy.weights, rate, scale)
+            self.update_check.ask(rate)
+        self.runner = self.runner.steered(accumulated.metrics)
+        self.state.step = number
+        self.state.documents_seen = plan.documents_seen_after
+        self.watch.phase(f"ending step {number}")
+        if not self.source.plans_ahead:  # its documents may depend on the weights, or it sends them to others
+            self._check_weights()
+        with self.times.measure("sync"):
+            self.observers.updated(number, self.state.documents_seen)
+        self.directory.record_step(number, plan, self.put_aside)
+        num_rejected, self._num_rejected = self._num_rejected, 0
+        num_put_aside, self.put_aside = len(self.put_aside), []
+        self.observers.trained(number, plan, accumulated.scores)
+        metrics = accumulated.line()
+        elapsed = time.perf_counter() - start
+        spent = self.times.line(elapsed, measured, self.runner.stopwatch.drain())
+        line = {
+            "step": number,
+            **metrics,
+            "documents_seen": self.state.documents_seen,
+            "num_rejected": num_rejected,
+            "num_put_aside": num_put_aside,
+            "grad_norm": norm,
+            "learning_rate": rate,
+            "tokens_per_second": plan.totals.num_tokens / elapsed,
+            "step_time": elapsed,
+            **spent,
+            **gpu_metrics(self.policy, plan, spent),
+        }
+        self.observers.step(line)
+
+    def _accumulate(self, plan: StepPlan, measured: Mapping[str, float]) -> Accumulated:
+        """Compute the step's metrics and gradient, and keep the scores that are wanted later."""
+        wanted = self.observers.wanted(plan)
+        runner = self.runner
+        if self.annotators.needs_scores or (wanted and runner.keep_scores is not True):
+            runner = replace(runner, keep_scores=self.annotators.needs_scores or wanted)
+        extra = {name: Max(number) for name, number in measured.items()}
+        accumulated = runner.accumulate(plan, extra_metrics=extra)
+        self.annotators.computed(plan, accumulated.scores)
+        return accumulated
+
+    def _fault(self, plan: StepPlan, accumulated: Accumulated) -> str | None:
+        """Say what is wrong with the sampler's log-probs or draws, if anything is."""
+        if self.check is None:
+            return None
+        with self.times.measure("check"):
+            return self.check.before_update(plan, accumulated)
+
+    def _unusable(self, number: int, fault: str) -> TrainingError:
+        self._finish_save()
+        return TrainingError(
+            f"step {number}: {fault}. Nothing was updated, and the last checkpoint is "
+            f"{self.checkpoints.latest() or 'not written yet'}"
+        )
+
+    def _useless(self, number: int, plan: StepPlan, accumulated: Accumulated, norm: float) -> TrainingError:
+        """Explain a gradient that no update may use."""
+        self.watch.phase(f"looking for what makes the gradient of step {number} {norm}")
+        cause = find_cause(self.runner, plan, self.gradient_clip)
+        why = explain_useless(norm, self.gradient_clip)
+        forget_prepared(self.optimizer)
+        return self._unusable(number, f"{why} (loss {accumulated.line()['loss']}); {cause}")
+
+    def _check_weights(self) -> None:
+        """End the run if its last update ruined weights, before they are saved, published, evaluated or trained. Every
+        rank calls this."""
+        if not (ruined := self.update_check.ruined()):
+            return
+        self._finish_save()
+        forget_prepared(self.optimizer)
+        raise TrainingError(
+            f"step {self.step}: its update left weights that are not finite, or close to it: {some(ruined)}. Its "
+            f"gradient was finite, and the learning rate {self.update_check.learning_rate:g}: lower "
+            "optimizer.learning_rate. Nothing was saved, published or evaluated since, and the last checkpoint is "
+            f"{self.checkpoints.latest() or 'not written yet'}"
+        )
+
+    def _evaluation_due(self) -> bool:
+        every = self.evaluate_every
+        return every > 0 and self.step % every == 0 and self.state.last_evaluated != self.step
+
+    def _lacks_evaluation(self) -> bool:
+        return self.evaluator is not None and self.state.last_evaluated != self.step
+
+    def _evaluate(self) -> None:
+        if self.evaluator is None:
+            return
+        self._check_weights()
+        self.watch.phase(f"evaluating after step {self.step}")
+        try:
+            with self.times.measure("evaluation"):
+                line = self.evaluator.run(self.step, self.state.documents_seen, self.source.asked_to_stop)
+        except Interrupted:  # the run that goes on from here makes this evaluation first
+            return
+        self.state.last_evaluated = self.step
+        self.directory.record_evaluation(line)
+        self.observers.evaluated(line)
+
+    def _save(self) -> None:
+        """Begin to save; a save that is under way is waited for first."""
+        self._check_weights()
+        if self.save_rule.never:
+            return
+        self._finish_save()
+        self.watch.phase(f"saving after step {self.step}")
+        with self.times.measure("save"):
+            self._saved(self._begin_save())
+        # What callbacks do then must not depend on how fast a disk is.
+        if self.ranks.share(lambda: self.callbacks.hear_of_checkpoints or self.source.waits_for_checkpoints):
+            self._finish_save()
+
+    def _begin_save(self) -> Complete | None:
+        written = self.observers.saving()
+
+        def sync() -> None:
+            for put_on_disk in written:
+                put_on_disk()
+            self.directory.sync()
+
+        planned = self.state.planned or self.plans.snapshot()
+        progress = Progress(
+            step=self.step,
+            queue=planned.state(),
+            carried=self.annotators.carried(planned.carried),
+            rejected_bytes=self.directory.rejected_bytes(),
+            ledger_bytes=self.directory.ledger_bytes(),
+            callbacks=self.callbacks.state(),
+            entropy_bonus=self.runner.objective.steered_weight,
+        )
+        optimizer_state = optimizer_parts(self.optimizer, self.policy.weights)
+        hugging_face = self.save_rule.is_hugging_face(self.step)
+        return self.saves.begin(self.policy, optimizer_state, progress, self.state.documents_seen, hugging_face, sync)
+
+    def _save_last(self, deadline: float | None) -> None:
+        """Save where the run ends, by a deadline if there is one."""
+        self._finish_save(deadline)
+        if deadline is not None and any(self.ranks.gather(time.monotonic() > deadline)):
+            return
+        self._save()
+        self._finish_save(deadline)
+
+    def _finish_save(self, deadline: float | None = None) -> None:
+        """Wait for the save that is under way, but no longer than the deadline."""
+        if not self.saves.under_way:
+            return
+        self.watch.phase(f"saving after step {self.step}")
+        with self.times.measure("save"):
+            self._saved(self.saves.finish(deadline))
+
+    def _saved(self, complete: Complete | None) -> None:
+        if complete is None:
+            return
+        self.state.saved = complete.step
+        self.source.checkpointed(complete.documents_seen)
+        self.observers.saved(complete.path, complete.step, complete.documents_seen)
+
+    @contextmanager
+    def _stop_between_steps(self) -> Iterator[None]:
+        """Let the first interrupt or termination end the run after the step in hand; a second ends it at once."""
+
+        def ask(number: int, frame: object) -> None:
+            self.ask_to_stop(number)
+            for kind, handler in before.items():
+                signal.signal(kind, handler)
+
+        kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {kind: signal.getsignal(kind) for kind in kinds}
+        try:
+            for kind in kinds:
+                signal.signal(kind, ask)
+        except ValueError:  # not the main thread: a caller who runs us there handles its own signals
+            before = {}
+        try:
+            yield
+        finally:
+            for kind, handler in before.items():
+                signal.signal(kind, handler)

@@ -1,0 +1,114 @@
+"""Annotators fill a plan in before it is computed: each gives its documents something that only the step can know.
+
+To add one: derive from `Annotator`, and name it in the list of `make_annotators` (`run/assemble/step.py`).
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+from truestep.metrics.spent import StepTimes
+from truestep.step.before.chosen import Chooser
+from truestep.step.before.scoring import Field, score_documents, with_logprobs
+from truestep.step.compute.runner import StepRunner
+from truestep.types import DocumentScore, Rollout, StepPlan
+
+
+class Annotator:
+    """A base for annotators. Every rank has them, and calls them in the same order."""
+
+    fields: tuple[Field, ...] = ()  # that it fills in once for all updates on the same documents; checkpoints keep them
+    part: str | None = None  # of the step's time, under which it is counted
+    needs_scores = False  # `computed` needs the scores of all documents
+
+    def annotate(self, plan: StepPlan) -> StepPlan:
+        """Give the plan with more in it. Called before each update; what was filled in for the first one is there."""
+        return plan
+
+    def computed(self, plan: StepPlan, scores: Sequence[DocumentScore]) -> StepPlan:
+        """Give the plan with what the passes of the first update have shown, for further updates on its documents."""
+        return plan
+
+
+class ReferenceLogprobs(Annotator):
+    """The log-probs of a reference: one forward pass of weights that are not trained, packed and cut as the step is."""
+
+    fields = ("reference_logprobs",)
+    part = "reference"
+
+    def __init__(self, runner: StepRunner, at_use: Callable[[], AbstractContextManager[None]] = nullcontext):
+        """The weights of `runner` are there inside `at_use`."""
+        self.runner, self._at_use = runner, at_use
+
+    def annotate(self, plan: StepPlan) -> StepPlan:
+        # After a restart, documents come back with what was known of them.
+        if all(document.reference_logprobs is not None for document in plan.documents):
+            return plan
+        with self._at_use():
+            scores = score_documents(self.runner, plan)
+        return replace(plan, documents=with_logprobs(plan.documents, "reference_logprobs", scores))
+
+
+class OwnLogprobs(Annotator):
+    """The trainer's own log-probs before the first update, for the updates after it. They cost nothing: the forward
+    pass of the first update is of the weights before it."""
+
+    fields = ("recomputed_logprobs",)
+    needs_scores = True
+
+    def computed(self, plan: StepPlan, scores: Sequence[DocumentScore]) -> StepPlan:
+        return replace(plan, documents=with_logprobs(plan.documents, "recomputed_logprobs", scores))
+
+
+class ChosenLabels(Annotator):
+    """The labels that the loss chooses, anew at every update."""
+
+    def __init__(self, chooser: Chooser):
+        self._chooser = chooser
+
+    def annotate(self, plan: StepPlan) -> StepPlan:
+        return replace(plan, documents=self._chooser.choose(plan.documents, plan.documents_seen))
+
+
+class Annotators:
+    """The annotators of a run, and the documents of the step in hand with what they gave them."""
+
+    def __init__(self, annotators: Sequence[Annotator] = ()):
+        self.all = list(annotators)
+        self._documents: tuple[Rollout, ...] = ()
+
+    @property
+    def needs_scores(self) -> bool:
+        return any(annotator.needs_scores for annotator in self.all)
+
+    def annotate(self, plan: StepPlan, times: StepTimes | None = None) -> StepPlan:
+        """Have each annotator fill the plan in. The time of each is added to `times`."""
+        if plan.repeated and self._documents:
+            plan = replace(plan, documents=self._documents)
+        for annotator in self.all:
+            with _timed(times, annotator.part):
+                plan = annotator.annotate(plan)
+        self._documents = tuple(plan.documents)
+        return plan
+
+    def computed(self, plan: StepPlan, scores: Sequence[DocumentScore]) -> None:
+        """Have them learn from the passes of an update that is the first on its documents."""
+        if plan.repeated:
+            return
+        for annotator in self.all:
+            plan = annotator.computed(plan, scores)
+        self._documents = tuple(plan.documents)
+
+    def carried(self, documents: Sequence[Rollout]) -> Sequence[Rollout]:
+        """Give documents that a checkpoint carries to further updates on them what was filled in once."""
+        if len(documents) != len(self._documents):
+            return documents
+        names = [name for annotator in self.all for name in annotator.fields]
+        return [
+            replace(document, **{name: getattr(known, name) for name in names})
+            for document, known in zip(documents, self._documents, strict=True)
+        ]
+
+
+def _timed(times: StepTimes | None, part: str | None) -> AbstractContextManager[None]:
+    return nullcontext() if times is None or part is None else times.measure(part)

@@ -1,0 +1,123 @@
+"""The check of a sampler's tokens before the update that is made from them, and of its answers in an evaluation.
+
+Tokens of the standing weights are compared in the step's own first pass. Where completions are trained on by later
+weights, a share of them is scored while the weights stand that drew them, and judged with the step that trains on them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from truestep.errors import TruestepError
+from truestep.losses.agreement import COLUMN
+from truestep.metrics.spent import Stopwatch
+from truestep.step.before.agreement import Fault, Judge, at_labels
+from truestep.step.before.causes import explain
+from truestep.step.compute.runner import Accumulated, StepRunner
+from truestep.step.plan.plan import StepRule, plan_exactly
+from truestep.types import Rollout, StepPlan
+
+_MOST_EXPLAINED = 64  # documents that are scored again to say what is wrong with them
+_MOST_ANSWERS = 64  # of an evaluation that are scored
+
+
+class SamplerError(TruestepError):
+    """Answers of an evaluation that are not the policy's."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A completion's comparison, made while the weights stood that drew it."""
+
+    version: int
+    row: np.ndarray
+    logprobs: np.ndarray
+
+
+@dataclass
+class SamplerCheck:
+    """Every rank has one, and all come to the same verdict."""
+
+    runner: StepRunner
+    rule: StepRule
+    judge: Judge
+    max_staleness: int = 0
+    arrived: Callable[[], Sequence[Rollout]] | None = None  # a share of the completions since the last call
+    warn: Callable[[str], None] | None = None  # it is told of a fault once; None: a fault ends the run
+    _held: dict[str, _Held] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.runner = replace(
+            self.runner,
+            compares=self.judge.tolerance,
+            metrics_level=None,
+            custom_metrics={},
+            keep_scores=True,
+            exact=False,
+            stopwatch=Stopwatch(self.runner.policy.device),  # no part of the step's own passes
+        )
+
+    def before_update(self, plan: StepPlan, accumulated: Accumulated) -> str | None:
+        """Compare a step's documents with the policy; say what is wrong. `accumulated` is of the step's own pass."""
+        if self.arrived is not None:
+            self._hold(self.arrived(), plan.documents_seen)
+        if plan.repeated:  # they were compared before the first update on them
+            return None
+        assert accumulated.compared is not None
+        table = accumulated.compared.copy()
+        for place, document in enumerate(plan.documents):
+            if held := self._held.get(document.id):
+                table[place] += held.row
+        fault = self.judge.find(plan.documents, table)
+        return None if fault is None else self._said(fault, plan.documents, plan.documents_seen)
+
+    def answers(self, documents: Sequence[Rollout], documents_seen: int) -> None:
+        """Compare answers of an evaluation, which the weights that stand have drawn; an error where they are wrong."""
+        if not documents:
+            return
+        some = documents[:: -(-len(documents) // _MOST_ANSWERS)]
+        compared = self._score(some, documents_seen).compared
+        assert compared is not None
+        fault = Judge(self.judge.tolerance, self.judge.vocabulary_size).find(some, compared)
+        text = None if fault is None else self._said(fault, some, documents_seen)
+        if text is not None:
+            raise SamplerError(f"evaluation: {text}")
+
+    def _hold(self, arrived: Sequence[Rollout], documents_seen: int) -> None:
+        """Score what arrived while its weights stand, for the step that trains on it. Whether a server still had its
+        weights then is known by that step: it takes nothing else."""
+        new = [rollout for rollout in arrived if (at_labels(rollout, "model_version") == documents_seen).any()]
+        if new:
+            scored = self._score(new, documents_seen)
+            assert scored.compared is not None
+            for rollout, row, score in zip(new, scored.compared, scored.scores, strict=True):
+                row[COLUMN["older"] :] = 0.0  # tokens of the standing weights alone
+                self._held[rollout.id] = _Held(documents_seen, row, score.logprobs)
+        oldest = documents_seen - self.max_staleness
+        self._held = {name: held for name, held in self._held.items() if held.version >= oldest}
+
+    def _score(self, documents: Sequence[Rollout], documents_seen: int) -> Accumulated:
+        plain = [replace(document, advantages=None, difference=None) for document in documents]
+        return self.runner.accumulate(plan_exactly(plain, self.rule, documents_seen), backward=False)
+
+    def _said(self, fault: Fault, documents: Sequence[Rollout], documents_seen: int) -> str | None:
+        if fault.of_draws:
+            named = [documents[place] for place in fault.places]
+            text = explain(fault, named, [], self.judge.tolerance)
+        else:
+            accused = [documents[place] for place in fault.places[:_MOST_EXPLAINED]]
+            accused = [document for document in accused if document.num_labels]
+            scores = [score.logprobs for score in self._score(accused, documents_seen).scores]
+            known = [self._held.get(document.id) for document in accused]
+            then = [score if held is None else held.logprobs for score, held in zip(scores, known, strict=True)]
+            text = explain(fault, accused, then, self.judge.tolerance)
+        if self.warn is None:
+            return text
+        self.warn(f"warning: {text}")
+        self.warn = _nowhere
+        return None
+
+
+def _nowhere(text: str) -> None:
+    """Say nothing: it was said."""

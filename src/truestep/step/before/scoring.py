@@ -1,0 +1,31 @@
+"""Log-probs of a plan's documents from forward passes alone, and documents that are given them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+
+from truestep.step.compute.runner import StepRunner
+from truestep.types import DocumentScore, Rollout, StepPlan
+
+Field = Literal["recomputed_logprobs", "reference_logprobs"]
+
+
+def score_documents(runner: StepRunner, plan: StepPlan) -> tuple[DocumentScore, ...]:
+    """Run the forward passes of a plan, without metrics or gradients; on every rank, all documents' scores."""
+    scoring = replace(runner, keep_scores=True, metrics_level=None, custom_metrics={})
+    return scoring.accumulate(plan, backward=False).scores
+
+
+def with_logprobs(documents: Sequence[Rollout], name: Field, scores: Sequence[DocumentScore]) -> tuple[Rollout, ...]:
+    """Give each document the log-probs of its labels under a field's name."""
+
+    def at_labels(document: Rollout, logprobs: np.ndarray) -> np.ndarray:
+        values = np.zeros(document.num_tokens, np.float32)
+        values[document.loss_mask] = logprobs
+        return values
+
+    pairs = zip(documents, scores, strict=True)
+    values = ((document, {name: at_labels(document, score.logprobs)}) for document, score in pairs)
+    return tuple(replace(document, **value) for document, value in values)  # type: ignore[arg-type]

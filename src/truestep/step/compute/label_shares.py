@@ -1,0 +1,134 @@
+"""A micro-batch's labels, shared out among the ranks that share its tokens.
+
+Labels lie where prompts do not, so ranks that kept those of their own tokens would wait for one another in the head.
+Instead each takes an even share, in order: the rows that predict it are sent to it, and their gradients back.
+
+Dimensions: C ranks, S tokens of the micro-batch, T its labels, D its documents, H hidden.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+import torch
+
+from truestep.losses.labels import DocumentReducer, Labels, no_reduction
+from truestep.model.mixers.context_parallel import Context
+from truestep.types import PackedBatch, PackedLabels, PackedTokens, RowStatistics
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The number of labels that a share has of each of its documents."""
+
+    lead: int  # of a document that begins in an earlier rank's share
+    whole: tuple[int, ...]  # of documents that lie in this share alone
+    tail: int  # of a document that goes on in a later rank's share
+
+
+@dataclass(frozen=True)
+class LabelShare:
+    """The labels that this rank's head computes: all of them where no rank shares its tokens."""
+
+    num_labels: int  # T
+    own: slice  # of T: the share itself
+    predicted: slice  # of T: the labels that are predicted from this rank's tokens
+    first_token: int = 0
+    send: tuple[int, ...] = ()  # the number of rows that go to each rank
+    receive: tuple[int, ...] = ()  # and that come from each
+    context: Context | None = None
+
+    @staticmethod
+    def of(batch: PackedBatch, context: Context | None) -> "LabelShare":
+        """Find this rank's share of a batch that is on the host."""
+        labels, tokens = len(batch.labels), len(batch.tokens)
+        if context is None:
+            return LabelShare(labels, slice(0, labels), slice(0, labels))
+        # A label's row never lies before the one of the label before it, so each rank's tokens predict a run of labels.
+        runs = torch.arange(context.size + 1) * (tokens // context.size)
+        bounds = torch.searchsorted(batch.labels.rows, runs).tolist()
+        predicted = [slice(*pair) for pair in pairwise(bounds)]
+        shares = _even_shares(labels, context.size)
+        predicted_here, own = predicted[context.rank], shares[context.rank]
+        return LabelShare(
+            labels,
+            own,
+            predicted_here,
+            context.run(tokens).start,
+            send=tuple(_overlap(predicted_here, share) for share in shares),
+            receive=tuple(_overlap(run, own) for run in predicted),
+            context=context,
+        )
+
+    def rows(self, hidden: torch.Tensor, label_rows: torch.Tensor) -> torch.Tensor:
+        """Exchange the hidden states of this rank's tokens for those that predict its share, differentiably."""
+        if self.context is None:
+            return hidden.index_select(0, label_rows)
+        sent = hidden.index_select(0, label_rows[self.predicted] - self.first_token)
+        return self.context.exchange(sent, self.send, self.receive) if self.num_labels else sent
+
+    def gather(self, statistics: RowStatistics) -> RowStatistics:
+        """Gather the statistics of all labels from the ranks' shares."""
+        if self.context is None or not self.num_labels:
+            return statistics
+        shares = _even_shares(self.num_labels, self.context.size)
+        own = torch.stack([statistics.logprobs, statistics.entropy, statistics.logsumexp])  # [3, share]
+        # An exchange of equal parts: shares differ by one label at most.
+        longest = max(share.stop - share.start for share in shares)
+        padded = own.new_zeros(3, longest)
+        padded[:, : own.shape[1]] = own
+        parts = self.context.gather(padded)
+        unpadded = [part[:, : share.stop - share.start] for part, share in zip(parts, shares, strict=True)]
+        return RowStatistics(*torch.cat(unpadded, dim=1))
+
+    def pieces(self, document_labels: Sequence[int]) -> Pieces:
+        """Count this share's labels by document, given the counts of the whole micro-batch."""
+        lead, tail, whole = 0, 0, []
+        for end, count in zip(accumulate(document_labels), document_labels, strict=True):
+            part = _overlap(slice(end - count, end), self.own)
+            if not part:
+                continue
+            if end - count < self.own.start:
+                lead = part
+            elif end > self.own.stop:
+                tail = part
+            else:
+                whole.append(part)
+        return Pieces(lead, tuple(whole), tail)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch on this rank's device, and which of its labels this rank's head computes."""
+
+    members: tuple[int, ...]  # indices into the plan's documents
+    label_counts: tuple[int, ...]  # of each of those documents
+    tokens: PackedTokens
+    labels: PackedLabels
+    weight: torch.Tensor  # [T] float64: one over the step's denominator, for each label
+    share: "LabelShare"
+    exact: torch.Tensor | None = None  # [T] log-probs that take the place of the head's
+
+    def rows(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Collect the hidden states that predict this rank's share of the labels."""
+        return self.share.rows(hidden, self.labels.rows)
+
+    def score(
+        self, labels: slice | torch.Tensor, statistics: RowStatistics, reduce_documents: DocumentReducer = no_reduction
+    ) -> Labels:
+        """Join some of the labels with what the head says of them."""
+        if self.exact is not None:
+            statistics = replace(statistics, logprobs=self.exact[labels])
+        return Labels.of(self.labels[labels], statistics, self.weight[labels], reduce_documents)
+
+    def logprobs(self, statistics: RowStatistics) -> torch.Tensor:
+        """Give the log-probs of all labels."""
+        return statistics.logprobs if self.exact is None else self.exact
+
+
+def _even_shares(count: int, parts: int) -> list[slice]:
+    return [slice(count * part // parts, count * (part + 1) // parts) for part in range(parts)]
+
+
+def _overlap(first: slice, second: slice) -> int:
+    return max(0, min(first.stop, second.stop) - max(first.start, second.start))

@@ -1,0 +1,180 @@
+"""A rank's passes of one step, run in the order of their schedule: inputs are received and outputs sent on the way.
+
+Dimensions: S tokens of the micro-batch, T its labels, H hidden.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from truestep.gpu import marks
+from truestep.metrics.spent import Stopwatch
+from truestep.model.policy import Policy
+from truestep.process import progress
+from truestep.ranks.group import Ranks
+from truestep.ranks.pipeline import wire
+from truestep.step.compute.label_shares import MicroBatch
+from truestep.step.compute.schedule import Pass, Schedule, make_schedule
+from truestep.weights.protocol import StagePass
+
+# Takes a micro-batch and the hidden states of this rank's labels; gives their gradient, or None where none is wanted.
+Head = Callable[[MicroBatch, torch.Tensor], torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class _Activations:
+    """The tensors of a forward pass that its backward pass needs."""
+
+    input: torch.Tensor | None  # [S, H], a leaf; None in the first stage
+    output: torch.Tensor  # [S, H]; [T, H] in the last stage
+    gradient: torch.Tensor | None  # of the output, in the last stage
+
+
+class Passes:
+    def __init__(
+        self,
+        policy: Policy,
+        micro_batches: int,
+        batch: Callable[[int], MicroBatch],
+        head: Head,
+        *,
+        backward: bool,
+        group: int = 1,
+        stopwatch: Stopwatch | None = None,
+    ):
+        """`batch` makes a micro-batch by its number; `group` micro-batches share a gathering of the weights."""
+        self._policy, self._batch, self._head = policy, batch, head
+        self._stopwatch = stopwatch or Stopwatch(policy.device)
+        self._micro_batches, self._backward, self._group = micro_batches, backward, group
+        self._pipeline = policy.pipeline
+        self._schedule = make_schedule(self._pipeline, micro_batches, backward)
+        self._rank = policy.weights.ranks.stage
+        self._stages = self._pipeline.stages_of(self._rank)
+        self._wires = _Wires(policy.weights.ranks, self._schedule, self._like)
+        self._batches: dict[int, MicroBatch] = {}
+        self._activations: dict[tuple[int, int], _Activations] = {}
+
+    def run(self) -> None:
+        name = "training" if self._backward else "scoring"
+        last = self._stages[0] if self._backward else self._stages[-1]  # of a micro-batch's passes here
+        with marks.layers_report(), progress.working(name, "micro-batches", self._micro_batches):
+            passes = self._schedule.ranks[self._rank]
+            for current in passes:
+                if self._backward and current == passes[-1]:
+                    marks.last_backward(self._policy.weights)
+                with self._stopwatch.measure("forward" if current.forward else "backward"):
+                    if current.forward:
+                        self._forward(current)
+                    else:
+                        self._back(current)
+                marks.mark("passes", self._policy.device)
+                if current.stage == last and current.forward != self._backward:
+                    progress.made("micro-batches")
+
+    def settle(self) -> None:
+        """Let go of what was sent, which has been received once every rank has run its passes."""
+        with progress.waiting_for(progress.OTHER_RANKS):
+            self._wires.settle()
+
+    def _forward(self, current: Pass) -> None:
+        received = None if current.stage == 0 else self._wires.receive(current)
+        if received is not None and self._backward:
+            received.requires_grad_()
+        micro_batch, gradient = self._packed(current.micro_batch), None
+        self._policy.weights.before_forward(self._describe(current))
+        with torch.set_grad_enabled(self._backward):
+            output = self._policy.through(current.stage, micro_batch.tokens, received)
+            if current.stage == self._pipeline.last:
+                output = micro_batch.rows(output)
+                with self._stopwatch.measure("head"):
+                    gradient = self._head(micro_batch, output)
+            else:
+                self._wires.send(current.following, output.detach())
+        if current.stage == self._stages[-1]:
+            del self._batches[current.micro_batch]
+        if self._backward:
+            self._activations[current.stage, current.micro_batch] = _Activations(received, output, gradient)
+
+    def _back(self, current: Pass) -> None:
+        received = None if current.stage == self._pipeline.last else self._wires.receive(current)
+        forward = self._activations.pop((current.stage, current.micro_batch))
+        gradient = forward.gradient if received is None else received
+        assert gradient is not None
+        self._policy.weights.before_backward(self._describe(current))
+        if forward.output.requires_grad:  # unless everything up to here is frozen
+            # Also of no rows: a rank without a label touches every weight, as its fellows do.
+            forward.output.backward(gradient.to(forward.output.dtype))
+        if forward.input is not None:
+            assert forward.input.grad is not None
+            self._wires.send(current.following, forward.input.grad)
+
+    def _packed(self, number: int) -> MicroBatch:
+        if number not in self._batches:
+            self._batches[number] = self._batch(number)
+        return self._batches[number]
+
+    def _like(self, receiving: Pass) -> torch.Tensor:
+        """Make room for a pass's input from another stage. Every rank packs every micro-batch: its size is known."""
+        if not receiving.forward:
+            return torch.empty_like(self._activations[receiving.stage, receiving.micro_batch].output)
+        policy, stages = self._policy, self._policy.stages
+        assert stages is not None
+        # Context and tensor ranks each have an equal share of the tokens between layers.
+        tokens = len(self._packed(receiving.micro_batch).tokens) // policy.weights.ranks.token_share
+        return torch.empty(tokens, stages.width, dtype=policy.weights.dtype, device=policy.device)
+
+    def _describe(self, current: Pass) -> StagePass:
+        cut = None if self._policy.stages is None else self._policy.stages.cut[current.stage]
+        return StagePass(
+            layers=slice(None) if cut is None else slice(cut.start, cut.stop),
+            begins=current.stage == 0,
+            ends=current.stage == self._pipeline.last,
+            final=current.stage == self._stages[0],
+            number=current.micro_batch,
+            of=self._micro_batches,
+            group=self._group,
+            backward=self._backward,
+        )
+
+
+class _Wires:
+    """The exchange with the other ranks of a pipeline. Sending waits for nobody; receiving waits for the sender."""
+
+    def __init__(self, ranks: Ranks, schedule: Schedule, like: Callable[[Pass], torch.Tensor]):
+        self._ranks, self._schedule, self._like = ranks, schedule, like
+        self._expected: dict[tuple[int, bool], Iterator[Pass]] = {}
+        self._received: dict[Pass, torch.Tensor] = {}  # before they were needed
+        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def receive(self, current: Pass) -> torch.Tensor:
+        """Receive the input of a pass. What was sent before it comes before it."""
+        sender = self._schedule.pipeline.rank_of(current.source)
+        key = (sender, current.forward)
+        if key not in self._expected:
+            self._expected[key] = iter(self._schedule.received(sender, self._ranks.stage, current.forward))
+        while current not in self._received:
+            receiving = next(self._expected[key])
+            room = self._received[receiving] = self._like(receiving)
+            if room.numel():
+                dist.recv(room, src=self._ranks.of_stage(sender), group=self._group(sender, current.forward))
+        return self._received.pop(current)
+
+    def send(self, receiving: Pass, value: torch.Tensor) -> None:
+        """Send a value to the rank of the pass that receives it."""
+        self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
+        receiver = self._ranks.of_stage(self._schedule.pipeline.rank_of(receiving.stage))
+        if value.numel():
+            contiguous = value.contiguous()
+            work = dist.isend(contiguous, dst=receiver, group=self._group(self._ranks.stage, receiving.forward))
+            assert work is not None
+            self._sent.append((work, contiguous))
+
+    def settle(self) -> None:
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+
+    def _group(self, sender: int, forward: bool) -> dist.ProcessGroup | None:
+        return self._ranks.group(wire(self._ranks.pipeline, sender, forward))

@@ -1,0 +1,262 @@
+"""The computation of one plan: its metrics, summed over micro-batches and ranks, and its whole gradient.
+
+Dimensions: S tokens of the micro-batch, T its labels, D its documents.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from truestep.gpu import marks
+from truestep.gpu.side_stream import Beside
+from truestep.head import chunked
+from truestep.head.chunked import HeadRows, SharedDocuments
+from truestep.losses.agreement import COLUMNS, compare
+from truestep.losses.measure import MEASURED, Measure, StepFacts, measure_labels
+from truestep.losses.objective import Objective
+from truestep.metrics.spent import Stopwatch
+from truestep.metrics.types import Metric, Sum, merge, on_host, values
+from truestep.model.policy import Policy
+from truestep.ranks.group import Ranks
+from truestep.rollouts.fields import Field
+from truestep.rollouts.packing import pack
+from truestep.rollouts.selection import has_advantage
+from truestep.step.compute.exact import score_exactly
+from truestep.step.compute.groups import measure_answers, measure_groups
+from truestep.step.compute.label_shares import LabelShare, MicroBatch
+from truestep.step.compute.passes import Passes
+from truestep.types import Coefficients, DocumentScore, RowStatistics, StepPlan, StepTotals
+
+_COUNTS = ("num_documents", "num_labels", "num_tokens", "num_micro_batches")
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """The sums over a plan's micro-batches and all ranks. The gradient itself is in the policy's float32 buffers."""
+
+    metrics: dict[str, Metric]
+    scores: tuple[DocumentScore, ...]  # of the documents whose scores are kept, in the plan's order
+    compared: np.ndarray | None = None  # [documents, COLUMNS] float64: the sampler's log-probs and the policy's
+
+    def line(self) -> dict[str, Any]:
+        """Read the metrics as they are logged: counts are whole numbers."""
+        line: dict[str, Any] = values(self.metrics)
+        return line | {name: int(line[name]) for name in _COUNTS}
+
+
+@dataclass(frozen=True)
+class _RankSums:
+    """The sums over this rank's own micro-batches, on the host."""
+
+    metrics: dict[str, Metric]
+    scores: dict[int, tuple[np.ndarray, np.ndarray]]  # log-probs and entropies of labels, by place in the plan
+    compared: dict[int, np.ndarray]  # by place in the plan
+
+
+@dataclass(frozen=True)
+class StepRunner:
+    policy: Policy
+    objective: Objective
+    metrics_level: str | None = "basic"  # None: nothing is measured
+    pad_to_multiple: int = 1
+    breadth_first: int = 1  # micro-batches that share a gathering of the weights
+    custom_metrics: Mapping[str, Measure] = field(default_factory=dict)  # a user's own, by import path
+    keep_scores: bool | Collection[int] = False  # of all documents, or of those at some places in the plan
+    skip_zero_advantage: bool = False  # no backward pass of micro-batches in which no label has an advantage
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    exact: bool = False  # log-probs are computed exactly, as the sampler's were
+    compares: float | None = None  # the sampler's log-probs with the policy's, in this unit (nats); None: not
+    fields: tuple[Field, ...] = ()  # a user's own, which are packed beside those of the table
+
+    def steered(self, metrics: Mapping[str, Metric]) -> "StepRunner":
+        """Give the runner of the step after one with these metrics: its entropy may move the weight of the bonus."""
+        entropy = metrics.get("entropy")
+        return replace(self, objective=self.objective.steered(None if entropy is None else entropy.value()))
+
+    def with_entropy_bonus(self, weight: float | None) -> "StepRunner":
+        """Give the runner with the weight that a checkpoint has, where a target moves it."""
+        if weight is None or self.objective.steered_weight is None:
+            return self
+        return replace(self, objective=replace(self.objective, entropy_bonus=weight))
+
+    @property
+    def _ranks(self) -> Ranks:
+        return self.policy.weights.ranks
+
+    @property
+    def reports_metrics(self) -> bool:
+        """True on the one rank of a micro-batch that reports: last stage, first context and tensor rank."""
+        ranks, pipeline = self._ranks, self.policy.pipeline
+        return ranks.stage == pipeline.rank_of(pipeline.last) and ranks.first_of_stage
+
+    @property
+    def _multiple(self) -> int:
+        """Micro-batches are padded to a multiple of this, so that ranks that share one get equal parts."""
+        return math.lcm(self.pad_to_multiple, self._ranks.token_share)
+
+    def accumulate(
+        self, plan: StepPlan, *, backward: bool = True, extra_metrics: Mapping[str, Metric] | None = None
+    ) -> Accumulated:
+        """Reduce the plan's metrics and this rank's `extra_metrics` over all ranks; with `backward`, compute its whole
+        gradient. Each rank has a part of the weights, so all run every pass."""
+        sums, runs = self._accumulate(plan, backward)
+        parts = self._ranks.gather((sums.metrics | on_host(extra_metrics or {}), sums.scores, sums.compared))
+        for passes in runs:
+            passes.settle()
+        metrics = _counts(plan)
+        if self.metrics_level in MEASURED:
+            metrics |= measure_groups(plan.documents) | measure_answers(plan.documents)
+        for part, _, _ in parts:
+            metrics = merge(metrics, part)
+        scores = {index: score for _, part, _ in parts for index, score in part.items()}
+        compared = None
+        if self.compares is not None:
+            compared = np.zeros((len(plan.documents), len(COLUMNS)))
+            for _, _, rows in parts:
+                compared[list(rows)] = list(rows.values()) or 0.0
+        kept = tuple(DocumentScore(plan.documents[i].id, *scores[i]) for i in sorted(scores))
+        return Accumulated(metrics, kept, compared)
+
+    def _accumulate(self, plan: StepPlan, backward: bool) -> tuple[_RankSums, list[Passes]]:
+        if plan.ranks != self._ranks.data:
+            raise ValueError(f"a plan for {plan.ranks} ranks on {self._ranks.data}")
+        sums = _RankSums({}, {}, {})
+        if backward:
+            self.policy.weights.zero_gradients()
+        micro_batches = plan.of_rank(self._ranks.data_rank)
+        # Where no rank has a label there is nothing to predict and nothing to differentiate.
+        computed = [number for number in range(len(micro_batches)) if _any_label(plan, plan.at_once(number))]
+        exact: dict[int, torch.Tensor] = {}
+        if self.exact:
+            with self.stopwatch.measure("exact"):
+                exact = score_exactly(self.policy, plan.documents, micro_batches)
+
+        def run(numbers: Sequence[int], backward: bool) -> Passes:
+            scored: list[tuple[MicroBatch, RowStatistics]] = []
+            beside = Beside(self.policy.device)
+
+            def head(micro_batch: MicroBatch, rows: torch.Tensor) -> torch.Tensor | None:
+                statistics, gradient = self._head(micro_batch, plan.totals, rows, backward)
+                scored.append((micro_batch, statistics))
+                beside.here()
+                return gradient
+
+            def packed(number: int) -> MicroBatch:
+                return self._pack(plan, micro_batches[numbers[number]], exact)
+
+            count, group = len(numbers), self.breadth_first
+            passes = Passes(self.policy, count, packed, head, backward=backward, group=group, stopwatch=self.stopwatch)
+            passes.run()
+            # Only now: metrics wait for the device, which would have nothing to do between two passes.
+            with beside.run():
+                for micro_batch, statistics in scored if self.reports_metrics else ():
+                    self._measure(sums, micro_batch, plan, statistics)
+            return passes
+
+        # Their metrics are those of every document's own; their gradient is 0.
+        measured = [number for number in computed if self.skip_zero_advantage and _no_advantage(plan, number)]
+        runs = [run(measured, False)] if measured and backward else []
+        runs.append(run([number for number in computed if not runs or number not in measured], backward))
+        if self.reports_metrics:
+            for number, members in enumerate(micro_batches):
+                if members and number not in computed:
+                    nothing = torch.zeros(0, device=self.policy.device)
+                    self._measure(
+                        sums, self._pack(plan, members, exact), plan, RowStatistics(nothing, nothing, nothing)
+                    )
+        if backward:
+            with self.stopwatch.measure("reduce"):
+                self.policy.weights.reduce()
+            marks.mark("gradients", self.policy.device)
+        return sums, runs
+
+    def _pack(self, plan: StepPlan, members: tuple[int, ...], exact: Mapping[int, torch.Tensor]) -> MicroBatch:
+        """Pack a micro-batch of the plan, and move it to this rank's device."""
+        documents = [plan.documents[index] for index in members]
+        packed = pack(documents, self._multiple, self.fields)
+        share = LabelShare.of(packed, self.policy.context)
+        counts = tuple(document.num_labels for document in documents)
+        packed = packed.to(self.policy.device)
+        label_counts = packed.labels.num_labels[packed.labels.document]
+        weight = self.objective.denominator.label_weights(label_counts, plan.totals)
+        known = [exact[index] for index in members if index in exact]
+        logprobs = torch.cat(known) if known else None
+        return MicroBatch(members, counts, packed.tokens, packed.labels, weight, share, logprobs)
+
+    def _measure(self, sums: _RankSums, micro_batch: MicroBatch, plan: StepPlan, statistics: RowStatistics) -> None:
+        """Add a micro-batch's metrics to the rank's, and its scores where they are kept."""
+        if self.metrics_level is not None:
+            labels = self.objective.prepare(micro_batch.score(slice(None), statistics))
+            facts = StepFacts(self.objective, plan.documents_seen, plan.totals)
+            measured = on_host(measure_labels(labels, facts, self.metrics_level, self.custom_metrics))
+            sums.metrics.update(merge(sums.metrics, measured))
+        if self.keep_scores is not False:
+            sums.scores.update(_scores(micro_batch, statistics, self.keep_scores))
+        if self.compares is not None:
+            logprobs = micro_batch.logprobs(statistics)
+            rows = compare(micro_batch.labels, logprobs, statistics.entropy, plan.documents_seen, self.compares)
+            sums.compared.update(zip(micro_batch.members, rows.cpu().numpy(), strict=True))
+
+    def _head(
+        self, micro_batch: MicroBatch, totals: StepTotals, rows: torch.Tensor, backward: bool
+    ) -> tuple[RowStatistics, torch.Tensor | None]:
+        """Compute the statistics of all the micro-batch's labels, and the gradient [T, H] of the hidden states that
+        predict this rank's share."""
+        share, objective = micro_batch.share, self.objective
+
+        def loss(chunk: slice, statistics: RowStatistics) -> Coefficients:
+            among_all = slice(share.own.start + chunk.start, share.own.start + chunk.stop)
+            return objective.coefficients(objective.prepare(micro_batch.score(among_all, statistics)), totals)
+
+        def shared_loss(rows: torch.Tensor, statistics: RowStatistics) -> Coefficients:
+            assert share.context is not None
+            labels = micro_batch.score(share.own.start + rows, statistics, share.context.sum)
+            return objective.coefficients(objective.prepare(labels), totals)
+
+        labels, shard = micro_batch.labels[share.own], self.policy.vocabulary_shard
+        pieces = share.pieces(micro_batch.label_counts) if objective.whole_documents else None
+        with self.policy.weights.head(self.policy.model) as (weight, weight_gradient), torch.no_grad():
+            head = HeadRows(rows.detach(), weight, labels.ids, labels.temperature, self.policy.head, shard)
+            whole = None if pieces is None else pieces.whole
+            shared = SharedDocuments(pieces.lead, pieces.tail, shared_loss) if pieces and share.context else None
+            if not backward:
+                return share.gather(chunked.forward(head, document_labels=whole, shared=shared)), None
+            result = chunked.forward_backward(
+                head, loss, weight_gradient=weight_gradient, document_labels=whole, shared=shared
+            )
+        return share.gather(result.statistics), result.hidden_gradient
+
+
+def _counts(plan: StepPlan) -> dict[str, Metric]:
+    micro_batches = len(plan.micro_batches) // plan.ranks
+    counts = {"loss": 0, **asdict(plan.totals), "num_micro_batches": micro_batches}
+    return {name: Sum(float(count)) for name, count in counts.items()}
+
+
+def _scores(
+    micro_batch: MicroBatch, statistics: RowStatistics, wanted: bool | Collection[int]
+) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Fetch the scores of a micro-batch that are wanted."""
+    members = zip(
+        micro_batch.members,
+        micro_batch.logprobs(statistics).split(micro_batch.label_counts),
+        statistics.entropy.split(micro_batch.label_counts),
+        strict=True,
+    )
+    return {
+        index: (logprobs.cpu().numpy(), entropy.cpu().numpy())
+        for index, logprobs, entropy in members
+        if wanted is True or (wanted is not False and index in wanted)
+    }
+
+
+def _no_advantage(plan: StepPlan, number: int) -> bool:
+    return not any(has_advantage(plan.documents[index]) for members in plan.at_once(number) for index in members)
+
+
+def _any_label(plan: StepPlan, micro_batches: Sequence[Sequence[int]]) -> bool:
+    return any(plan.documents[index].num_labels for members in micro_batches for index in members)

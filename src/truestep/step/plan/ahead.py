@@ -1,0 +1,72 @@
+"""The plans of a run, agreed on by all ranks, and made while a step is computed wherever the source permits it.
+
+A checkpoint is of the step that was made last, and by then the plan of the next has been taken from the source: so each
+plan carries the state that its queue had once it was made.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from truestep.process import progress
+from truestep.ranks.axes import RankError
+from truestep.ranks.group import Ranks
+from truestep.rollouts.source import Taken
+from truestep.step.plan.queue import PlanQueue
+from truestep.types import Rollout, StepPlan
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and the state of the queue once it was taken: a checkpoint of its step."""
+
+    plan: StepPlan | None  # None: the data has ended
+    state: Callable[[], dict[str, Any]]  # of the queue, after this plan was taken from it; made for a checkpoint
+    carried: Sequence[Rollout]
+    dropped: int
+    taken: Taken  # from the source, for this plan
+
+
+class PlansAhead:
+    """The plans of a queue, each agreed on by all ranks. With `overlap`, the next is made while a step is computed."""
+
+    def __init__(self, queue: PlanQueue, ranks: Ranks, *, overlap: bool):
+        self._queue, self._ranks = queue, ranks
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="plans") if overlap else None
+        self._next: Future[Planned] | None = None
+
+    def next(self) -> Planned:
+        if self._worker is None:
+            return self._make()
+        with progress.waiting_for("the documents of the next step"):
+            planned = (self._next or self._worker.submit(self._make)).result()
+        self._next = None if planned.plan is None else self._worker.submit(self._make)
+        return planned
+
+    def snapshot(self) -> Planned:
+        """Describe where a run stands that has taken no plan yet."""
+        return Planned(None, self._queue.snapshot(), self._queue.carried, 0, Taken())
+
+    def close(self) -> None:
+        """Wait for the plan that is being made, on every rank alike: they talk while they make it."""
+        if self._worker is not None:
+            self._worker.shutdown(wait=True)
+
+    def _make(self) -> Planned:
+        plan = self._queue.next_plan()
+        self._agree(plan)
+        queue = self._queue
+        return Planned(plan, queue.snapshot(), tuple(queue.carried), len(queue.dropped), queue.taken)
+
+    def _agree(self, plan: StepPlan | None) -> None:
+        digests = self._ranks.gather(None if plan is None else plan.digest, ahead=True)
+        if len(set(digests)) == 1:
+            return
+        usual = max(digests, key=digests.count)
+        others = [rank for rank, digest in enumerate(digests) if digest != usual]
+        documents_seen = self._queue.documents_seen if plan is None else plan.documents_seen
+        raise RankError(
+            f"ranks {others} planned another step after document {documents_seen} than the rest: they do not see the "
+            "same data or configuration; nothing of it was computed"
+        )

@@ -1,0 +1,96 @@
+"""The queue of plans made from a source. It holds the only state that a plan depends on, besides the source's."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from truestep.rollouts.source import PeekableSource, Source, SourceError, Taken
+from truestep.step.plan.plan import StepRule, count_packed, may_end, plan_exactly, plan_packed
+from truestep.types import Rollout, StepPlan
+
+
+class PlanQueue:
+    """A sequence of plans. Each takes its documents from the source once, and comes `updates_per_batch` times."""
+
+    def __init__(self, source: Source, rule: StepRule, *, updates_per_batch: int = 1, drop_last: bool = False):
+        self._source, self._rule = source, rule
+        self._updates_per_batch, self._drop_last = updates_per_batch, drop_last
+        self._repeats_left = 0
+        self._documents: list[Rollout] = []  # of the plan that is being repeated
+        self.documents_seen = 0
+        self.dropped: list[Rollout] = []
+        self.taken = Taken()  # for the last plan; without documents where it repeats one
+
+    def next_plan(self) -> StepPlan | None:
+        """Make the next step's plan; None at the end of the data."""
+        repeated = self._repeats_left > 0
+        if repeated:
+            self._repeats_left -= 1
+            self.taken = self._source.aside()
+        else:
+            taken = self._take_exact() if self._rule.exact else self._take_packed()
+            if taken is None:
+                self.taken = self._source.aside()
+                return None
+            self.taken = taken
+            self._documents = list(taken.documents)
+            self._repeats_left = self._updates_per_batch - 1
+        make_plan = plan_exactly if self._rule.exact else plan_packed
+        plan = replace(make_plan(self._documents, self._rule, self.documents_seen), repeated=repeated)
+        self.documents_seen = plan.documents_seen_after
+        return plan
+
+    def _take_exact(self) -> Taken | None:
+        wanted = self._rule.docs_per_step
+        if isinstance(self._source, PeekableSource):
+            waiting = self._source.peek(wanted)
+            if len(waiting) < wanted and self._ends_before(waiting):
+                return None
+        taken = self._source.take(wanted, self.documents_seen)
+        if not taken.documents:
+            raise SourceError("the source has no end and made no document for this step: all were rejected")
+        return taken
+
+    def _take_packed(self) -> Taken | None:
+        source, wanted = self._source, self._rule.docs_per_step + 1
+        assert isinstance(source, PeekableSource), "the configuration has a sampler make exact steps"
+        while True:
+            waiting = source.peek(wanted)
+            bins, complete = count_packed([document.num_tokens for document in waiting], self._rule)
+            if complete:
+                break
+            if len(waiting) < wanted:  # the data ends: nothing more comes that could still fit
+                complete = bool(bins) and may_end(len(bins), len(waiting), self._rule)
+                break
+            # Not far ahead: more documents may only be sent when this step's weights are out.
+            wanted += 1 if self._rule.docs_per_step else 1 + wanted // 8
+        # What is left out is not taken: should the files grow, it belongs to the next step.
+        if not complete and self._ends_before(waiting):
+            return None
+        return source.take(sum(len(members) for members in bins), self.documents_seen)
+
+    def _ends_before(self, documents: Sequence[Rollout]) -> bool:
+        """Decide at the end of the data whether the documents that are left make no step."""
+        if documents and self._drop_last:
+            self.dropped = list(documents)
+        return not documents or self._drop_last
+
+    def state(self) -> dict[str, Any]:
+        return self.snapshot()()
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """Note where the queue stands; give a function that makes the state of it, as a source does."""
+        own = {"documents_seen": self.documents_seen, "repeats_left": self._repeats_left}
+        of_source = self._source.snapshot()
+        return lambda: own | {"source": of_source()}
+
+    @property
+    def carried(self) -> list[Rollout]:
+        """The documents taken from the source whose plan is still to be repeated: a checkpoint keeps them."""
+        return self._documents if self._repeats_left else []
+
+    def restore(self, state: dict[str, Any], carried: list[Rollout]) -> None:
+        self.documents_seen = state["documents_seen"]
+        self._repeats_left = state["repeats_left"]
+        self._documents = carried
+        self._source.restore(state["source"])

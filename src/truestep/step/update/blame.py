@@ -1,0 +1,81 @@
+"""The search for what makes a gradient of no use to an optimizer. Nothing of it runs while gradients are fine."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from truestep.step.compute.runner import StepRunner
+from truestep.step.update.clipping import gradient_norm, usable
+from truestep.text import printable
+from truestep.types import DocumentScore, Rollout, StepPlan
+from truestep.weights.finite import largest
+
+MOST_NAMED = 5
+
+
+def find_cause(runner: StepRunner, plan: StepPlan, clip: float | None) -> str:
+    """Say, as a sentence, what makes the gradient of a plan useless once it is clipped: some of its documents, or the
+    weights. Every rank takes part, and the weights stay as they are."""
+    found = find_useless(runner, plan, clip)
+    if not found:
+        return "no document alone makes it so"
+    names = ", ".join(printable(plan.documents[index].id) for index in found)
+    if _useless_without_values(runner, _only(plan, found), clip):
+        weights = runner.policy.weights
+        size, where = largest({**weights.frozen, **weights.master}, weights.ranks)
+        return (
+            f"no document is to blame: with advantages of 1 and the policy's own log-probs they make it so too (tried: "
+            f"{names}). The weights give no gradient that is of use; the largest number among them is {size:.1e}, in "
+            f"{printable(where)}"
+        )
+    return f"these documents alone make it so: {names}"
+
+
+def find_useless(runner: StepRunner, plan: StepPlan, clip: float | None) -> list[int]:
+    """Find the places of documents whose gradient is useless each by itself, at most `MOST_NAMED`.
+
+    Half of the documents at a time, so that one among many costs about two steps. Where only a sum of gradients is too
+    large, no document is found.
+    """
+    found: list[int] = []
+    waiting = [tuple(range(len(plan.documents)))]
+    while waiting and len(found) < MOST_NAMED:
+        some = waiting.pop(0)
+        runner.accumulate(_only(plan, some))
+        if usable(gradient_norm(runner.policy.weights), clip):
+            continue
+        if len(some) == 1:
+            found.append(some[0])
+        else:
+            waiting[:0] = [some[: len(some) // 2], some[len(some) // 2 :]]
+    return found
+
+
+def _useless_without_values(runner: StepRunner, plan: StepPlan, clip: float | None) -> bool:
+    """Tell whether the gradient of these documents is useless whatever was recorded of them: at temperature 1, with an
+    advantage of 1 on each label, and the policy's own log-probs for all others."""
+    plan = replace(plan, documents=tuple(replace(document, temperature=1.0) for document in plan.documents))
+    scored = replace(runner, keep_scores=True).accumulate(plan, backward=False).scores
+    plain = tuple(_plain(*pair) for pair in zip(plan.documents, scored, strict=True))
+    runner.accumulate(replace(plan, documents=plain))
+    return not usable(gradient_norm(runner.policy.weights), clip)
+
+
+def _plain(document: Rollout, score: DocumentScore) -> Rollout:
+    own = np.zeros(document.num_tokens, np.float32)
+    own[document.loss_mask] = score.logprobs
+    return replace(
+        document,
+        logprobs=None if document.logprobs is None else own,
+        advantages=None if document.advantages is None else document.loss_mask.astype(np.float32),
+        reference_logprobs=None if document.reference_logprobs is None else own,
+        recomputed_logprobs=None if document.recomputed_logprobs is None else own,
+    )
+
+
+def _only(plan: StepPlan, some: Sequence[int]) -> StepPlan:
+    """Leave other documents out of a plan; its totals and the number of its micro-batches stay."""
+    place = {index: number for number, index in enumerate(some)}
+    micro_batches = (tuple(place[index] for index in members if index in place) for members in plan.micro_batches)
+    return replace(plan, documents=tuple(plan.documents[i] for i in some), micro_batches=tuple(micro_batches))

@@ -1,0 +1,88 @@
+"""The norm of a step's gradient, and clipping by it."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from truestep.ranks.axes import WEIGHT_PARTS
+from truestep.weights.finite import LARGEST
+from truestep.weights.protocol import Weights
+
+# So many numbers are summed in float32, and those sums in float64. One float32 sum of all, number after number as a CPU
+# adds, is off by percents, and a float64 pass makes a copy of twice the tensor's size.
+_RUN = 64
+# Below it, and above what float32 can hold the square of, squares of float32 numbers are not to be trusted.
+_SMALLEST = 1e-9
+_LARGEST = 1e18
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+_SLICE = 2**22  # numbers that are copied to float64 at a time
+
+
+@torch.no_grad()
+def gradient_norm(weights: Weights, meanwhile: Callable[[], None] = lambda: None) -> float:
+    """Compute the norm over all gradients, every weight once, after `gradient_divisor` and before clipping.
+
+    The host waits for the device once; `meanwhile` is called just before. Where squares may leave the range of
+    float32, and only there, the norm is computed again in float64; all ranks see the same norm, so they do so
+    together."""
+    ranks = weights.ranks
+    counted = [
+        gradient.reshape(-1) for name, gradient in weights.gradients.items() if weights.pieces[name].counted_on(ranks)
+    ]
+    norm = _norm(weights, counted, _squares, meanwhile)
+    return norm if _SMALLEST < norm < _LARGEST else _norm(weights, counted, _exact_squares)
+
+
+def _norm(
+    weights: Weights,
+    gradients: Sequence[torch.Tensor],
+    squares: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
+    meanwhile: Callable[[], None] = lambda: None,
+) -> float:
+    sums = squares(gradients) if gradients else []
+    total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=weights.device)
+    for group in WEIGHT_PARTS:
+        weights.ranks.sum_over(group, total)
+    meanwhile()
+    return math.sqrt(float(total))
+
+
+def _squares(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Sum the squares of flat gradients: runs of them in float32, and the runs, and what is left over, in float64. On a
+    GPU one kernel reads all of them; a thread of it adds few numbers, and these sums are added as a tree."""
+    if gradients[0].device.type == "cuda":
+        return [torch.stack(torch._foreach_norm(list(gradients))).double().square().sum()]
+    return [part.double().square().sum() for gradient in gradients for part in _runs(gradient)]
+
+
+def _runs(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    whole = len(gradient) // _RUN * _RUN
+    return torch.linalg.vector_norm(gradient[:whole].view(-1, _RUN), dim=1), gradient[whole:]
+
+
+def _exact_squares(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [part.double().square().sum() for gradient in gradients for part in gradient.split(_SLICE)]
+
+
+def clip_scale(norm: float, threshold: float | None) -> float:
+    """Compute what gradients of that norm are multiplied by."""
+    return threshold / norm if threshold is not None and norm > threshold else 1.0
+
+
+def usable(norm: float, threshold: float | None) -> bool:
+    """Tell whether an optimizer can use a gradient of that norm, once it is clipped: the squares of its numbers, which
+    second moments are made of, and the factor that clips it, are numbers of float32."""
+    scale = clip_scale(norm, threshold)
+    return norm * scale <= LARGEST and scale >= _SMALLEST_SCALE
+
+
+def explain_useless(norm: float, threshold: float | None) -> str:
+    """Say why no optimizer can use a gradient of that norm."""
+    if not math.isfinite(norm):
+        return f"the gradient's norm is {norm}"
+    clip = "null" if threshold is None else f"{threshold:g}"
+    return (
+        f"the gradient's norm is {norm:.3g}, too large with optimizer.gradient_clip: {clip}, since second moments have "
+        f"its square, and float32 none above the square of {LARGEST:g}"
+    )

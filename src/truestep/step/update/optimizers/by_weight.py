@@ -1,0 +1,269 @@
+"""An optimizer that updates each weight by the rule of its group.
+
+What needs memory beside weights and states goes through the weights one after another: so the memory of an update is
+that of a few weights, whatever the model's size, and states may lie on the host.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from truestep.gpu import marks
+from truestep.gpu.pinned import zeros_on_host
+from truestep.process import progress
+from truestep.step.update.optimizers.conveyor import Conveyor
+from truestep.weights.protocol import Weights, some_rows
+
+State = dict[str, torch.Tensor]  # of a weight: tensors with its dimensions, of which the last may have another size
+
+# Numbers of a weight that are updated at a time, where rows can be updated apart: it bounds what a rule needs beside
+# the state, and what is on its way between host and device.
+_NUMBERS = 2**24
+STEP = "step"  # the name of the number of a weight's updates, in its state
+_MASTER = "master"  # the name of a master among what lies on the host
+
+
+@dataclass(frozen=True)
+class Home:
+    """The place of states between updates."""
+
+    on_host: bool = False
+    room: int = 0  # bytes of the device beyond a step's own peak, in which they may move beside the passes
+
+
+ON_DEVICE = Home()
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A weight, or some of its rows, on the device for its update."""
+
+    name: str
+    start: int  # the first row, of those of this rank
+    number: int  # of the update, from 1
+    weight: torch.Tensor
+    gradient: torch.Tensor
+    state: State
+    rounded: torch.Tensor | None = None  # what the model computes with, if the weight is rounded into it
+
+
+# Updates some slots, given the learning rate and what the gradients are multiplied by: they are clipped.
+Update = Callable[[float, float], None]
+
+
+def scale_gradients(slots: Sequence[Slot], scale: float) -> None:
+    """Multiply the gradients, in a pass over all of them."""
+    if slots and scale != 1:
+        torch._foreach_mul_([slot.gradient for slot in slots], scale)
+
+
+def round_weights(slots: Sequence[Slot]) -> None:
+    """Round the weights into what the model computes with, in a pass over all of them."""
+    rounded = [slot.rounded for slot in slots if slot.rounded is not None]
+    if rounded:
+        torch._foreach_copy_(rounded, [slot.weight for slot in slots if slot.rounded is not None])
+
+
+class Rule(Protocol):
+    """How weights of a kind are updated."""
+
+    @property
+    def together(self) -> int | None:
+        """So many whole weights are updated at once; 0: some rows of one at a time. None: the rule needs no memory
+        beside what it updates, so it updates all weights that stay on a GPU at once, and some rows of others."""
+        ...
+
+    def begin(self, name: str, part: torch.Tensor) -> State:
+        """Describe the state of a rank's part before its first update, which is zeros: by tensors like them."""
+        ...
+
+    def prepare(self, slots: Sequence[Slot]) -> Update:
+        """Do the host's part of an update, and return the rest: it updates weights and states in place, and rounds the
+        weights; gradients are of no use afterwards. Every rank calls both for its parts of the same weights."""
+        ...
+
+
+class ByWeight(torch.optim.Optimizer):
+    """Updates this rank's part of each weight by the rule of its group."""
+
+    def __init__(self, weights: Weights, groups: Sequence[tuple[Rule, Mapping[str, torch.nn.Parameter]]], home: Home):
+        self._weights, self._home = weights, home
+        self._prepared: list[tuple[dict[str, Any], int, Update]] | None = None  # the next update, by groups of weights
+        self._names = {id(master): name for name, master in weights.master.items()}
+        # Behind the last layer's backward pass come the gradient of the largest weight, and its sum over ranks.
+        largest = max((weights.pieces[name].shape.numel() for name in weights.master), default=0)
+        self._conveyor = Conveyor(weights.device, reserve=2 * 4 * largest, room=home.room)
+        self._moves = home.on_host or weights.masters_on_host
+        if self._moves:
+            weights.moved_beside(self._conveyor.settle)
+            marks.listen(self)
+        filled = [{"params": list(named.values()), "rule": rule} for rule, named in groups if named]
+        super().__init__(filled, {"lr": 0.0})
+
+    @property
+    def state(self) -> Any:
+        """Give the state of each weight, all of it where it lies."""
+        self._conveyor.settle()
+        return self._states
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        self._forget()
+        self._states = states
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.state = state.pop("state")
+        super().__setstate__(state)
+
+    def restore(self, master: torch.nn.Parameter, state: State) -> None:
+        """Take the state of a weight, which lies on the host."""
+        self._forget()
+        self._states[master] = {kind: self._place(value) for kind, value in state.items()}
+
+    def forget_prepared(self) -> None:
+        """Let go of what `prepare` made: the gradients that it has will not be used."""
+        self._prepared = None
+
+    def _forget(self) -> None:
+        self._conveyor.forget()
+        self._prepared = None
+
+    def layer_ended(self) -> None:
+        self._conveyor.layer_ended()
+
+    def last_backward(self, weights: Any) -> None:
+        """Fetch what the next update needs, beside the last backward pass before it."""
+        if weights is self._weights and all(
+            self._states.get(master) for group in self.param_groups for master in group["params"]
+        ):
+            self._conveyor.come(self._moving(batch) for group in self.param_groups for batch in self._batches(group))
+
+    def begin(self, rule: Rule, master: torch.nn.Parameter) -> dict[str, Any]:
+        """Make the first state of a weight, where it is to lie."""
+        like = rule.begin(self._names[id(master)], torch.empty_like(master, device="meta"))
+        state = {kind: self._zeros(value) for kind, value in like.items()}
+        return {STEP: torch.zeros((), dtype=torch.float32), **state}
+
+    def _zeros(self, like: torch.Tensor) -> torch.Tensor:
+        device = self._weights.device
+        if not self._home.on_host:
+            return torch.zeros(like.shape, dtype=like.dtype, device=device)
+        return zeros_on_host(like.shape, like.dtype, pinned=device.type == "cuda")
+
+    def _place(self, value: torch.Tensor) -> torch.Tensor:
+        """Put a tensor of a state, which lies on the host, where states lie."""
+        return self._zeros(value).copy_(value) if value.ndim else value
+
+    def kinds(self, master: torch.nn.Parameter) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """Give the types and shapes of the state of a weight."""
+        rule = next(group["rule"] for group in self.param_groups if any(master is other for other in group["params"]))
+        like = rule.begin(self._names[id(master)], torch.empty_like(master, device="meta"))
+        return {kind: (value.dtype, value.shape) for kind, value in like.items()}
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Do what the next update needs of the host, while the device still computes the gradients it is for."""
+        self._begin_states()
+        if self._moves:  # what is on its way has no place yet
+            return
+        gradients, self._prepared = self._weights.gradients, []
+        for group in self.param_groups:
+            for batch in self._batches(group):
+                slots = self._slots(batch, gradients, [{}] * len(batch))
+                self._prepared.append((group, _numbers_of(slots), group["rule"].prepare(slots)))
+
+    def _begin_states(self) -> None:
+        for group in self.param_groups:
+            for master in group["params"]:
+                if not self._states[master]:
+                    self._states[master].update(self.begin(group["rule"], master))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, scale: float = 1.0) -> None:  # type: ignore[override]
+        """Update by the gradients times `scale`."""
+        assert closure is None
+        if self._moves:
+            self._begin_states()
+            gradients = self._weights.gradients
+            self._conveyor.run(
+                (self._moving(batch), partial(self._update, group, batch, gradients, scale))
+                for group in self.param_groups
+                for batch in self._batches(group)
+            )
+        else:
+            if self._prepared is None:
+                self.prepare()
+            prepared, self._prepared = self._prepared, None
+            for group, count, update in prepared or ():
+                update(group["lr"], scale)
+                progress.made("numbers updated", count)
+        for group in self.param_groups:  # only now: the device has something to do
+            for master in group["params"]:
+                self._states[master][STEP] += 1
+
+    def _batches(self, group: dict[str, Any]) -> Iterator[list[tuple[torch.nn.Parameter, slice]]]:
+        """Divide a group's weights into what is updated at once: weights, and the rows of each."""
+        masters, together = group["params"], group["rule"].together
+        if together is None:
+            together = len(masters) if self._weights.device.type == "cuda" and not self._moves else 0
+        if together:
+            for first in range(0, len(masters), together):
+                yield [(master, slice(0, _rows(master))) for master in masters[first : first + together]]
+            return
+        for master in masters:
+            rows = _rows(master)
+            most = max(1, _NUMBERS * rows // max(1, master.numel()))
+            for start in range(0, rows, most):
+                yield [(master, slice(start, min(rows, start + most)))]
+
+    def _moving(self, batch: Sequence[tuple[torch.nn.Parameter, slice]]) -> list[State]:
+        """Give the tensors of a batch that lie on the host."""
+        moving: list[State] = [{} for _ in batch]
+        for found, (master, rows) in zip(moving, batch, strict=True):
+            if self._home.on_host:
+                found |= _of_rows(self._states[master], rows)
+            if self._weights.masters_on_host:
+                found[_MASTER] = some_rows(master.detach(), rows)
+        return moving
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        batch: Sequence[tuple[torch.nn.Parameter, slice]],
+        gradients: Mapping[str, torch.Tensor],
+        scale: float,
+        here: Sequence[State],
+    ) -> None:
+        slots = self._slots(batch, gradients, here)
+        group["rule"].prepare(slots)(group["lr"], scale)
+        progress.made("numbers updated", _numbers_of(slots))
+
+    def _slots(
+        self,
+        batch: Sequence[tuple[torch.nn.Parameter, slice]],
+        gradients: Mapping[str, torch.Tensor],
+        here: Sequence[State],
+    ) -> list[Slot]:
+        slots = []
+        for (master, rows), moved in zip(batch, here, strict=True):
+            name, state = self._names[id(master)], self._states[master]
+            own = {**_of_rows(state, rows), **moved}
+            weight, gradient = own.pop(_MASTER, some_rows(master.detach(), rows)), some_rows(gradients[name], rows)
+            rounded = self._weights.computed_rows(name, rows)
+            slots.append(Slot(name, rows.start, int(state[STEP]) + 1, weight, gradient, own, rounded))
+        return slots
+
+
+def _numbers_of(slots: Sequence[Slot]) -> int:
+    return sum(slot.weight.numel() for slot in slots)
+
+
+def _rows(tensor: torch.Tensor) -> int:
+    return tensor.shape[0] if tensor.ndim else 1
+
+
+def _of_rows(state: Mapping[str, torch.Tensor], rows: slice) -> State:
+    return {kind: some_rows(value, rows) for kind, value in state.items() if kind != STEP}

@@ -1,0 +1,169 @@
+"""Brings matrices of which ranks have parts together, each on one rank, and takes what is made of them apart again.
+
+Never more than one matrix is whole on a rank. All ranks that have parts or copies of the same weights share the work.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from truestep.process import progress
+from truestep.ranks.axes import CUT, largest_slice
+from truestep.weights.protocol import Weights
+
+
+class _Level(NamedTuple):
+    """A group of ranks with a part each of a matrix, of which one gets all of it."""
+
+    group: dist.ProcessGroup
+    owner: int  # its place in the group
+    dimension: int
+    size: int  # of the whole, along that dimension
+
+    @property
+    def here(self) -> bool:
+        return dist.get_rank(self.group) == self.owner
+
+    @property
+    def ranks(self) -> int:
+        return dist.get_world_size(self.group)
+
+    def collect(self, part: torch.Tensor) -> torch.Tensor | None:
+        """Bring the parts together on the owner; the others get None."""
+        sent = self._padded(part)
+        received = [torch.empty_like(sent) for _ in range(self.ranks)] if self.here else None
+        dist.gather(sent, received, group=self.group, group_dst=self.owner)
+        return None if received is None else torch.cat(received)[: self.size].movedim(0, self.dimension)
+
+    def deal(self, whole: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        """Give every rank its part of what the owner has; `like` has the shape of this rank's part."""
+        received = self._padded(like)
+        sent = None
+        if whole is not None:
+            lines = whole.movedim(self.dimension, 0)
+            rows = len(received)
+            sent = [lines.new_zeros(received.shape) for _ in range(self.ranks)]
+            for place, slice_ in zip(sent, (lines[rows * n : rows * (n + 1)] for n in range(self.ranks)), strict=True):
+                place[: len(slice_)] = slice_
+        dist.scatter(received, sent, group=self.group, group_src=self.owner)
+        return received[: like.shape[self.dimension]].movedim(0, self.dimension)
+
+    def _padded(self, part: torch.Tensor) -> torch.Tensor:
+        lines = part.movedim(self.dimension, 0)
+        padded = lines.new_zeros(largest_slice(self.size, self.ranks), *lines.shape[1:])
+        padded[: len(lines)] = lines
+        return padded
+
+
+@dataclass(frozen=True)
+class WholeMatrices:
+    """The ranks that share the work on the matrices of one stage."""
+
+    weights: Weights
+
+    @property
+    def workers(self) -> int:
+        """The number of matrices that are worked on at once, one on each rank."""
+        return self._replicas * self._shards * self._slices
+
+    @property
+    def _replicas(self) -> int:
+        group = self.weights.ranks.group("replicate")
+        return 1 if group is None else dist.get_world_size(group)
+
+    @property
+    def _shards(self) -> int:
+        return self.weights.ranks.shards
+
+    @property
+    def _slices(self) -> int:
+        return self.weights.ranks.tensor
+
+    def each(
+        self, names: Sequence[str], part_of: Callable[[str], torch.Tensor], work: Callable[[torch.Tensor], torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Do the work on each whole matrix, on one rank, and give every rank its part of each result.
+
+        `part_of` makes this rank's part; it is not called for matrices that another replica works on."""
+        gradients = self.weights.gradients  # of the sizes of this rank's parts
+        likes: list[torch.Tensor] = []
+        results: list[torch.Tensor | None] = []
+        for number, name in enumerate(names):
+            collected = self._collect(number, name, part_of) if self._in_replica(number) else None
+            results.append(None if collected is None else work(collected))
+            likes.append(gradients[name])
+            progress.made("matrices worked on")
+        return [self._deal(number, *pair) for number, pair in enumerate(zip(names, results, likes, strict=True))]
+
+    def _places(self, number: int) -> tuple[int, int, int]:
+        """Find the rank that works on a matrix: its replica, its shard and its slice."""
+        rest, slice_ = divmod(number, self._slices)
+        rest, shard = divmod(rest, self._shards)
+        return rest % self._replicas, shard, slice_
+
+    def _in_replica(self, number: int) -> bool:
+        group = self.weights.ranks.group("replicate")
+        return group is None or dist.get_rank(group) == self._places(number)[0]
+
+    def _levels(self, number: int, name: str) -> tuple[_Level | None, _Level | None, bool]:
+        """Give the two levels at which parts are brought together, where there are several, and whether this rank
+        takes part in the second."""
+        ranks, piece = self.weights.ranks, self.weights.pieces[name]
+        _, shard, slice_ = self._places(number)
+        (axis,) = CUT
+        dimension = piece.cut.get(axis)
+        group = ranks.group(axis)
+        tensor = None
+        if group is not None and dimension is not None:
+            tensor = _Level(group, slice_, dimension, piece.shape[dimension])
+        rows = piece.slice(torch.empty(piece.shape, device="meta"), ranks).shape[0]
+        spread = ranks.group("shard")
+        sharded = None if spread is None else _Level(spread, shard, 0, rows)
+        return sharded, tensor, sharded is None or sharded.here
+
+    def _collect(self, number: int, name: str, part_of: Callable[[str], torch.Tensor]) -> torch.Tensor | None:
+        sharded, tensor, goes_on = self._levels(number, name)
+        part: torch.Tensor | None = part_of(name)
+        if sharded is not None and part is not None:
+            part = sharded.collect(part)
+        if tensor is not None and goes_on and part is not None:
+            part = tensor.collect(part)
+        group = self.weights.ranks.group(CUT[0])
+        if tensor is None and group is not None and dist.get_rank(group) != self._places(number)[2]:
+            return None  # every tensor rank has all of it, and one works on it
+        return part
+
+    def _deal(self, number: int, name: str, whole: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        """Give every rank its part of a result, which one rank has."""
+        part = torch.empty(like.shape, dtype=like.dtype, device=self.weights.device)
+        if self._in_replica(number):
+            sharded, tensor, goes_on = self._levels(number, name)
+            if goes_on:
+                whole = self._deal_slices(number, name, tensor, whole, part)
+            if sharded is not None:
+                part = sharded.deal(whole, part)
+            elif whole is not None:
+                part = whole
+        replicas = self.weights.ranks.group("replicate")
+        if replicas is not None:
+            part = part.contiguous()
+            dist.broadcast(part, group=replicas, group_src=self._places(number)[0])
+        return part
+
+    def _deal_slices(
+        self, number: int, name: str, tensor: _Level | None, whole: torch.Tensor | None, like: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Give every tensor rank its slice, or all of a matrix that is not cut."""
+        group, piece = self.weights.ranks.group(CUT[0]), self.weights.pieces[name]
+        if group is None:
+            return whole
+        shape = piece.slice(torch.empty(piece.shape, device="meta"), self.weights.ranks).shape
+        room = like.new_empty(shape)
+        if tensor is not None:
+            return tensor.deal(whole, room)
+        room = room if whole is None else whole.contiguous()
+        dist.broadcast(room, group=group, group_src=self._places(number)[2])
+        return room

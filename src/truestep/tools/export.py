@@ -1,0 +1,110 @@
+"""The export of a checkpoint as a Hugging Face directory."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from truestep.errors import TruestepError
+from truestep.files.disks import writing
+from truestep.files.whole import sync_directory, sync_tree
+from truestep.model.adapter import Adapter, AdapterSource, is_adapters, merged
+from truestep.model.adapter_files import base_of, is_adapter, write_adapter
+from truestep.model.loading.load import read_model
+from truestep.model.save import model_files, read_companions, saved_buffers, write_weights
+from truestep.process import progress
+from truestep.run.checkpoint.checksums import find_damage
+from truestep.run.checkpoint.store import CheckpointStore
+from truestep.run.directory import RunDirectory
+from truestep.weights.finite import not_finite, some
+from truestep.weights.lazy import Unread, place_buffers
+
+
+class ExportError(TruestepError):
+    pass
+
+
+def export(
+    source: Path,
+    output: Path,
+    dtype: str,
+    trust_remote_code: bool = False,
+    *,
+    model: Path | None = None,
+    adapter_alone: bool = False,
+) -> Path:
+    """Write `output`, which is then whole or absent, and return the checkpoint that was exported. An adapter is merged
+    into its model, which is at `model` or where the checkpoint says; or it is written alone, as peft does."""
+    checkpoint = _checkpoint_of(source)
+    adapter = AdapterSource(path=checkpoint) if is_adapter(checkpoint) else None
+    base = checkpoint if adapter is None else model or base_of(checkpoint)
+    if adapter is None and (model is not None or adapter_alone):
+        raise ExportError(f"{checkpoint} is a whole model: --model and --adapter are for the checkpoints of an adapter")
+    if not (base / "config.json").is_file():
+        raise ExportError(
+            f"{checkpoint} is an adapter of the model at {base}, which does not exist: give its new place with --model"
+        )
+    if output.exists():
+        raise ExportError(f"{output} is there already; name a directory that is not")
+    if (damage := find_damage(checkpoint)) is not None:
+        raise ExportError(f"the checkpoint {checkpoint} cannot be exported: {damage}")
+    progress.phase("loading the checkpoint")
+    whole, attached = read_model(base, trust_remote_code, adapter)
+    kind: torch.dtype = getattr(torch, dtype)
+    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process of the same number that was killed
+    try:
+        progress.phase("exporting")
+        with progress.working("writing", "bytes written"), writing(partial):
+            if adapter_alone and attached is not None:
+                weights = {name: _values(weight) for name, weight in whole.named_parameters() if is_adapters(name)}
+                write_adapter(partial, attached, _finite({n: w.to(kind) for n, w in weights.items()}), base)
+            else:
+                partial.mkdir(parents=True)
+                _write(whole, attached, base, partial, kind)
+            sync_tree(partial)
+        os.replace(partial, output)
+        sync_directory(output.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return checkpoint
+
+
+def _write(model: Any, adapter: Adapter | None, source: Path, directory: Path, dtype: torch.dtype) -> None:
+    """Write the model's files, reading a few of its weights at a time; an adapter is merged into them."""
+    for name, content in model_files(model, read_companions(source), dtype).items():
+        (directory / name).write_bytes(content)
+    weights = dict(model.named_parameters())
+    place_buffers(model, torch.device("cpu"))
+
+    def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
+        tensors = {name: _values(weights[name]) for name in names}
+        if adapter is not None:
+            return _finite(merged(tensors, adapter, dtype))
+        return _finite({name: tensor.to(dtype) for name, tensor in tensors.items()})
+
+    write_weights(model, weights, read, saved_buffers(model), directory)
+
+
+def _finite(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Refuse tensors that are not finite, as they are to be written: float16 has nothing above 65,504."""
+    if odd := not_finite(tensors.items()):
+        dtype = str(tensors[odd[0]].dtype).removeprefix("torch.")
+        raise ExportError(f"nothing is exported: {some(odd)} would have values that are not finite, in {dtype}")
+    return tensors
+
+
+def _values(weight: torch.Tensor) -> torch.Tensor:
+    return weight.read() if isinstance(weight, Unread) else weight.detach()
+
+
+def _checkpoint_of(source: Path) -> Path:
+    if (source / "config.json").is_file() or is_adapter(source):
+        return source
+    latest = CheckpointStore(RunDirectory(source).checkpoints, keep=1).latest()
+    if latest is None:
+        raise ExportError(f"{source} is neither a checkpoint nor a run's directory with a complete checkpoint")
+    return latest

@@ -1,0 +1,234 @@
+"""The causes that make a sampler's log-probs differ from a trainer's, each tried by switching only it.
+
+A cause is judged by the gap that is left once it is switched: the mean of |log π - log π_sampler| over all labels.
+"""
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from truestep.config.schema import Config
+from truestep.config.sections import AdapterConfig
+from truestep.model.adapter_files import is_adapter
+from truestep.model.policy import Policy
+from truestep.process import progress
+from truestep.ranks.group import ALONE
+from truestep.run.assemble.policy import make_policy
+from truestep.tools.parity.scores import score, score_after_stale_prompt
+from truestep.types import Rollout
+from truestep.weights.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A cause, what was switched to try it, and the log-ratios that it left."""
+
+    cause: str
+    switch: str
+    advice: str
+    left: np.ndarray  # [T] log-ratio with it switched; NaN where it says nothing
+
+    @property
+    def gap(self) -> float:
+        """The mean of what is left, without its sign."""
+        return float(self._sizes.mean()) if len(self._sizes) else float("inf")
+
+    @property
+    def worst(self) -> float:
+        return float(self._sizes.max()) if len(self._sizes) else float("inf")
+
+    @property
+    def _sizes(self) -> np.ndarray:
+        return np.abs(self.left[np.isfinite(self.left)])
+
+
+class Trial:
+    """The documents, the sampler's log-probs of their labels, and the trainer's policy."""
+
+    def __init__(self, config: Config, policy: Policy, documents: Sequence[Rollout], older: Sequence[Path]):
+        self._config, self._policy, self._documents, self._older = config, policy, documents, older
+        self._budget = config.data.tokens_per_microbatch
+        self._by_document = [  # all of them have log-probs
+            document.logprobs[document.loss_mask].astype(np.float64)
+            for document in documents
+            if document.logprobs is not None
+        ]
+        self.sampler = np.concatenate(self._by_document)
+        self._wide = score(policy, documents, self._budget, wide=True)
+        self.base = Tried("as it is", "nothing", "", self._wide.plain - self.sampler)
+
+    def all(self) -> Iterator[Tried]:
+        kinds = {
+            "temperature": self._temperature,
+            "top-p": self._top_p,
+            "token ids": self._tokens,
+            "head": self._head,
+            "type": self._dtype,
+            "weights": self._weights,
+            "positions": self._rope,
+        }
+        with progress.working("tried", "causes", len(kinds)):
+            for name, tries in kinds.items():
+                progress.phase(f"trying what explains the gap ({name})")
+                yield from tries()
+                progress.made("causes")
+
+    def _tried(self, cause: str, switch: str, advice: str, logprobs: np.ndarray) -> Tried:
+        return Tried(cause, switch, advice, logprobs - self.sampler)
+
+    def _temperature(self) -> Iterator[Tried]:
+        for value, logprobs in self._wide.by_temperature.items():
+            if all(abs(document.temperature - value) < 1e-6 for document in self._documents):
+                continue
+            advice = (
+                f"the sampler's log-probs are those of temperature {value:g}: record that temperature, or have the "
+                "sampler report log-probs after its temperature (vLLM: --logprobs-mode processed_logprobs)"
+            )
+            yield self._tried("temperature", f"temperature {value:g}", advice, logprobs)
+
+    def _top_p(self) -> Iterator[Tried]:
+        for value, logprobs in self._wide.by_top_p.items():
+            advice = (
+                f"the sampler reports log-probs of what top-p {value:g} left: set top_p to 1, or report those of the "
+                "whole distribution"
+            )
+            yield self._tried("top-p", f"renormalised after top-p {value:g}", advice, logprobs)
+
+    def _tokens(self) -> Iterator[Tried]:
+        for by in (1, -1):
+            moved = np.concatenate([_shifted(logprobs, by) for logprobs in self._by_document])
+            side = "late" if by > 0 else "early"
+            advice = (
+                f"the records' log-probs stand one label too {side}: write each beside the token that it is the "
+                "log-prob of"
+            )
+            yield Tried("token ids shifted", f"log-probs moved by {-by:+d}", advice, self._wide.plain - moved)
+        if self._policy.tokenizer is not None:
+            others = [self._retokenised(document) for document in self._documents]
+            if any(other is not None for other in others):
+                documents = [other or document for other, document in zip(others, self._documents, strict=True)]
+                advice = (
+                    "the log-probs are of the text tokenised anew, not of the ids in the records: record the ids that "
+                    "the sampler drew, and never tokenise a completion again"
+                )
+                logprobs = score(self._policy, documents, self._budget).plain
+                yield self._tried("token ids re-tokenised", "completions tokenised anew", advice, logprobs)
+
+    def _retokenised(self, document: Rollout) -> Rollout | None:
+        """Tokenise the completion's text anew; None where the tokens are the same, or not as many."""
+        labels = np.flatnonzero(document.loss_mask)
+        if not len(labels):
+            return None
+        ids, prompt, tokenizer = document.input_ids.tolist(), int(labels[0]), self._policy.tokenizer
+        text = tokenizer.decode(ids[prompt:], skip_special_tokens=False)
+        again = [*ids[:prompt], *tokenizer.encode(text, add_special_tokens=False)]
+        if len(again) != len(ids) or again == ids:
+            return None
+        return replace(document, input_ids=np.array(again, dtype=np.int64))
+
+    def _head(self) -> Iterator[Tried]:
+        if self._config.model.dtype == "float32":
+            return
+        fp32 = self._policy.head.fp32
+        advice = (
+            f"the sampler's LM head {'rounds logits to bfloat16' if fp32 else 'keeps logits in float32'} and the "
+            f"trainer's does not: set model.head.fp32_lm_head: {str(not fp32).lower()}, or change the sampler"
+        )
+        switched = score(self._policy, self._documents, self._budget, head=replace(self._policy.head, fp32=not fp32))
+        yield self._tried("head rounding", f"fp32_lm_head: {str(not fp32).lower()}", advice, switched.plain)
+
+    def _dtype(self) -> Iterator[Tried]:
+        other = "bfloat16" if self._config.model.dtype == "float32" else "float32"
+        if policy := _load(self._config, self._policy.path, dtype=other):
+            advice = f"the sampler computes in {other}: run both in one type (model.dtype, or vLLM's --dtype)"
+            logprobs = score(policy, self._documents, self._budget).plain
+            yield self._tried("compute dtype", f"dtype: {other}", advice, logprobs)
+
+    def _weights(self) -> Iterator[Tried]:
+        for path in self._older:
+            if policy := _load_weights(self._config, path):
+                advice = f"the sampler still has the weights of {path}: sync them before it goes on"
+                logprobs = score(policy, self._documents, self._budget).plain
+                yield self._tried("stale weights", f"weights of {path.name}", advice, logprobs)
+                advice = (
+                    "the sampler's prefix cache holds prompts as older weights saw them: reset it after each sync "
+                    "(vLLM: POST /reset_prefix_cache)"
+                )
+                logprobs = score_after_stale_prompt(policy, self._policy, self._documents)
+                yield self._tried("stale prefix cache", f"prompts cached by {path.name}", advice, logprobs)
+
+    def _rope(self) -> Iterator[Tried]:
+        for switch, change in _rope_variants(self._policy.path):
+            with _changed_copy(self._policy.path, change) as directory:
+                if policy := _load(self._config, directory):
+                    advice = (
+                        f"the sampler's rotary embedding is another ({switch}): serve the config.json that is trained, "
+                        "without an override of rope settings"
+                    )
+                    logprobs = score(policy, self._documents, self._budget).plain
+                    yield self._tried("rope settings", switch, advice, logprobs)
+
+
+def _shifted(logprobs: np.ndarray, by: int) -> np.ndarray:
+    """Move the log-probs of one document one place earlier (`by` 1) or later (-1), with NaN where none comes."""
+    moved = np.roll(logprobs, -by)
+    moved[slice(-1, None) if by > 0 else slice(1)] = np.nan
+    return moved
+
+
+def _load(config: Config, path: Path, dtype: str | None = None) -> Policy | None:
+    """Load the model of another directory or in another type, with the adapter if there is one; None where that cannot
+    be done."""
+    changes = {"path": str(path)} | ({} if dtype is None else {"dtype": dtype})
+    try:
+        return make_policy(config.model_copy(update={"model": config.model.model_copy(update=changes)}), ALONE)
+    except ModelError:
+        return None
+
+
+def _load_weights(config: Config, path: Path) -> Policy | None:
+    """Load other weights: a model, or another adapter of the same one."""
+    if not is_adapter(path):
+        return _load(config.model_copy(update={"adapter": None}), path)
+    adapter = AdapterConfig(path=str(path))
+    return _load(config.model_copy(update={"adapter": adapter}), Path(config.model.path))
+
+
+def _rope_variants(model: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """List the settings of rotary embeddings that servers are known to override or to ignore."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    rope = config.get("rope_parameters") or {}
+    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+    kind = rope.get("rope_type", (config.get("rope_scaling") or {}).get("rope_type", "default"))
+    plain = {"rope_type": "default", "rope_theta": theta}
+    if kind != "default":
+        yield f"rope_type: default for {kind}", {"rope_parameters": plain, "rope_scaling": None}
+    for other in (10000.0, 500000.0, 1000000.0):
+        if other != theta:
+            changed = {**(rope or plain), "rope_theta": other}
+            yield f"rope_theta: {other:g} for {theta:g}", {"rope_parameters": changed, "rope_theta": other}
+    for factor in (2.0, 4.0):
+        scaled = {"rope_type": "linear", "factor": factor, "rope_theta": theta}
+        yield f"positions divided by {factor:g}", {"rope_parameters": scaled, "rope_scaling": None}
+
+
+@contextlib.contextmanager
+def _changed_copy(model: Path, change: dict[str, Any]) -> Iterator[Path]:
+    """Make a directory of links to the model's files, with another config.json."""
+    with tempfile.TemporaryDirectory(prefix="truestep-parity-") as folder:
+        copy = Path(folder) / "model"
+        copy.mkdir()
+        for file in model.iterdir():
+            if file.is_file() and file.name != "config.json":
+                os.symlink(file.resolve(), copy / file.name)
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        config |= {name: value for name, value in change.items() if name in config or value is not None}
+        (copy / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        yield copy

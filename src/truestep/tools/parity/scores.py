@@ -1,0 +1,94 @@
+"""The log-probs of documents' labels as the trainer gives them, and as it would with one thing switched.
+
+Dimensions: T labels of all documents, in order; C rows of a chunk; V vocabulary.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from truestep.head.logits import HeadSettings, scaled_logits
+from truestep.model.policy import Policy
+from truestep.process import progress
+from truestep.rollouts.packing import fill_in_order, pack
+from truestep.types import Rollout
+
+TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
+TOP_PS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
+_ROWS = 256  # so many rows of logits at a time
+
+
+@dataclass(frozen=True)
+class Scores:
+    plain: np.ndarray  # [T] float64
+    by_temperature: Mapping[float, np.ndarray]  # as if sampled at this temperature, whatever the record says
+    by_top_p: Mapping[float, np.ndarray]  # renormalised over the tokens that nucleus sampling leaves
+
+
+def score(
+    policy: Policy, documents: Sequence[Rollout], budget: int, *, wide: bool = False, head: HeadSettings | None = None
+) -> Scores:
+    """Compute the log-probs of all labels; if `wide`, also at other temperatures and after nucleus sampling."""
+    plain: list[np.ndarray] = []
+    by_temperature: dict[float, list[np.ndarray]] = defaultdict(list)
+    by_top_p: dict[float, list[np.ndarray]] = defaultdict(list)
+    batches = list(fill_in_order([document.num_tokens for document in documents], budget))
+    with torch.no_grad(), progress.working("scoring", "micro-batches", len(batches)):
+        for members in batches:
+            batch = pack([documents[index] for index in members]).to(policy.device)
+            packed = batch.labels
+            rows = policy.hidden(batch.tokens).index_select(0, packed.rows)
+            for start in range(0, len(rows), _ROWS):
+                chunk = slice(start, start + _ROWS)
+                z = scaled_logits(rows[chunk], policy.head_weight, packed.temperature[chunk], head or policy.head)
+                z, labels = z.double(), packed.ids[chunk, None]
+                plain.append(_label_logprobs(z, labels))
+                if wide:
+                    recorded = packed.temperature[chunk, None].double()
+                    for value in TEMPERATURES:
+                        by_temperature[value].append(_label_logprobs(z * (recorded / value), labels))
+                    for value, logprobs in _nucleus_logprobs(z, labels):
+                        by_top_p[value].append(logprobs)
+            progress.made("micro-batches")
+    return Scores(
+        np.concatenate([np.zeros(0), *plain]),
+        {value: np.concatenate(arrays) for value, arrays in by_temperature.items()},
+        {value: np.concatenate(arrays) for value, arrays in by_top_p.items()},
+    )
+
+
+def _label_logprobs(z: torch.Tensor, labels: torch.Tensor) -> np.ndarray:  # [C, V], [C, 1] -> [C]
+    return (z.gather(-1, labels).squeeze(-1) - z.logsumexp(-1)).cpu().numpy()
+
+
+def _nucleus_logprobs(z: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[float, np.ndarray]]:
+    p = z.softmax(-1)
+    ordered = p.sort(dim=-1, descending=True).values
+    before = ordered.cumsum(-1) - ordered
+    plain = p.gather(-1, labels).squeeze(-1).log()
+    for value in TOP_PS:
+        surviving = torch.where(before < value, ordered, 0.0).sum(-1)  # includes the token that crosses the bound
+        yield value, (plain - surviving.log()).cpu().numpy()
+
+
+def score_after_stale_prompt(old: Policy, new: Policy, documents: Sequence[Rollout]) -> np.ndarray:  # [T]
+    """Score with the prompt's keys and values of the old weights, as a prefix cache that was not reset holds them."""
+    parts = []
+    with torch.no_grad(), old.plain_attention(), new.plain_attention():
+        for document in documents:
+            labels = np.flatnonzero(document.loss_mask)
+            if not len(labels):
+                continue
+            ids = torch.from_numpy(document.input_ids)[None].to(new.device)
+            # The last token before the first label is computed anew: it is what the first label is drawn from.
+            prompt = max(0, int(labels[0]) - 1)
+            cache = old.model.base_model(input_ids=ids[:, :prompt], use_cache=True).past_key_values if prompt else None
+            output = new.model.base_model(input_ids=ids[:, prompt:], past_key_values=cache, use_cache=True)
+            rows = output.last_hidden_state[0, torch.from_numpy(labels - 1 - prompt).to(new.device)]
+            temperature = torch.full((len(rows),), document.temperature, device=new.device)
+            z = scaled_logits(rows, new.head_weight, temperature, new.head).double()
+            parts.append(_label_logprobs(z, ids[0, torch.from_numpy(labels).to(new.device)][:, None]))
+    return np.concatenate([np.zeros(0), *parts])

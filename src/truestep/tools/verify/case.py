@@ -1,0 +1,318 @@
+"""The case that every layout of `verify` computes: the user's model and rollouts, reduced or whole, as files."""
+
+import copy
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice, zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from truestep.config.schema import Config
+from truestep.errors import TruestepError
+from truestep.files.whole import write_json_lines
+from truestep.model.cuts.tensor import tensor_plan
+from truestep.model.loading.load import load_policy
+from truestep.model.mixers.context_parallel import check_heads
+from truestep.ranks.axes import RankLayout
+from truestep.ranks.group import Ranks
+from truestep.rollouts.advantages import GroupFunction, GroupSizeError, check_group_sizes
+from truestep.rollouts.fields import Field, declare
+from truestep.rollouts.record import Checks, Needs, parse_record
+from truestep.run.assemble.sources import advantage_rule, declared_fields, read_documents
+from truestep.run.assemble.step import FROM_RECORDS, make_objective
+from truestep.tools.verify.layouts import Layout
+from truestep.tools.verify.oracle.advantages import Record, prepare
+from truestep.tools.verify.reduced import (
+    draw_adapter,
+    record_of,
+    redraw_logprobs,
+    reduce_model,
+    reduce_record,
+    still_matching,
+)
+from truestep.types import Rollout
+from truestep.weights.errors import ModelError, no_model
+
+STEPS = 2
+HALF = "half_precision.jsonl"  # the rollouts of layouts in half precision
+_MOST_TOKENS = 40  # a reduced document has no more
+_LOOKED_AT = 100  # times as many of the user's documents are looked at as are chosen
+
+
+class VerifyError(TruestepError):
+    pass
+
+
+@dataclass(frozen=True)
+class Case:
+    directory: Path
+    model: Path
+    options: dict[str, Any]
+    records: list[Record]  # as files have them
+    budget: int
+    reference: Path | None = None  # the model that the policy is held near to, where the loss has one
+    # Those of layouts in half precision, whose rounding decides nothing either; None: the same as of the others.
+    half_records: list[Record] | None = None
+    adapter: Path | None = None  # that every layout begins with
+    function: Callable[[list[Record]], list[float]] | None = None  # a user's own advantages of a group
+
+    def prepare(self, records: Sequence[Record], data: dict[str, Any]) -> list[Record]:
+        """Give records as steps take them, with the oracle's own advantages; `data` is that section of a layout."""
+        return prepare(records, data | {"function": self.function})
+
+    def steps(self, prepared: Sequence[Record]) -> list[list[Record]]:
+        """Cut prepared records into the batches of the steps; a batch comes once for each update on it."""
+        size, updates = self.options["schedule"]["docs_per_step"], self.options["schedule"]["updates_per_batch"]
+        batches = [list(prepared[start : start + size]) for start in range(0, len(prepared), size)]
+        return [batch for batch in batches[:STEPS] for _ in range(updates)]
+
+    @property
+    def positions(self) -> list[int]:
+        """Name the steps of the user's schedule that are made, as many as there are updates."""
+        optimizer, schedule = self.options["optimizer"], self.options["schedule"]
+        return some_positions(
+            optimizer["warmup_steps"],
+            schedule["steps"] if optimizer["schedule"] != "constant" else None,
+            STEPS * schedule["updates_per_batch"],
+        )
+
+    @property
+    def longest(self) -> int:
+        return max(len(record["input_ids"]) for record in self.records)
+
+
+def some_positions(warm: int, last: int | None, count: int) -> list[int]:
+    """Choose steps of a schedule whose rates differ: within warm-up, within the decay, the first step, the one behind
+    warm-up, and the last. `last`: None where the rate stays as it is behind warm-up."""
+    wanted = [3 * warm // 4] if warm > 1 else []
+    if last is not None:
+        wanted += [min(last, max(warm + 2, warm + 1 + (last - warm) // 4))]
+    wanted += [warm + 1] if last is None and warm else []
+    wanted += [1, warm + 1, *([last] if last is not None else [])]
+    chosen = list(dict.fromkeys(position for position in wanted if position > 0))[:count]
+    return sorted([*chosen, *range(max(chosen) + 1, max(chosen) + 1 + count - len(chosen))])
+
+
+def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case:
+    seed, remote = config.seed, config.model.trust_remote_code
+    model = Path(config.model.path)
+    if not (model / "config.json").is_file():
+        raise VerifyError(no_model(model))
+    if not full:
+        model = reduce_model(model, scratch / "model", seed, remote)
+    adapter = None if config.adapter is None else _adapter(config, model, scratch, full)
+    rule = None if config.loss.supervised else advantage_rule(config)
+    own = config.data.model_dump()["fields"]
+    records = _invented(config, documents) if config.data.path is None else _of_user(config, documents)
+    if not full:
+        records = [reduce_record(record, _MOST_TOKENS) for record in records]
+    half = None
+    if not config.loss.supervised and not full:
+        objective = make_objective(config)
+        if config.model.dtype == "bfloat16":
+            half = copy.deepcopy(records)
+            redraw_logprobs(model, half, objective, seed, remote, adapter, half_precision=True, declared=own)
+            write_json_lines(scratch / HALF, half)
+        redraw_logprobs(model, records, objective, seed, remote, adapter, declared=own)
+    reference, loss = _reference(config, model, scratch, full)
+    longest = max(len(record["input_ids"]) for record in records)
+    budget = config.data.tokens_per_microbatch if full else 3 * longest
+    write_json_lines(scratch / "rollouts.jsonl", records)
+    freeze = config.model.freeze
+    if freeze and not full:
+        freeze = still_matching(model, freeze, remote)
+    function = None if rule is None or rule.function is None else _called_with_records(rule.function, declare(own))
+    options: dict[str, Any] = {
+        "model": config.model.model_dump() | {"path": str(model), "dtype": "float32", "freeze": freeze},
+        "adapter": None if adapter is None else {"path": str(adapter)},
+        "loss": loss | {"metrics": "full"},
+        "data": {
+            "path": str(scratch / "rollouts.jsonl"),
+            **({"advantages": "none"} if rule is None else _advantages(config, records, full)),
+            "fields": own,
+            "tokens_per_microbatch": budget,
+            "on_bad_record": "stop",
+            "zero_advantage": "skip" if config.data.zero_advantage == "skip" else "keep",
+        },
+        "schedule": {
+            "updates_per_batch": config.schedule.updates_per_batch,
+            "steps": config.schedule.steps,
+            "stall_timeout": min(60.0, config.schedule.stall_timeout),
+        },
+        "optimizer": _optimizer(config),
+        "checkpoint": {"every": 0, "keep": 1},
+        "logging": {"console": False, "rollouts": None, "custom_metrics": config.logging.custom_metrics},
+        "seed": seed,
+    }
+    case = Case(scratch, model, options, records, budget, reference, half, adapter, function)
+    left = len(case.prepare(records, options["data"]))
+    if not left:
+        raise VerifyError("data.truncated: drop puts aside every one of the documents that verify chose")
+    options["schedule"]["docs_per_step"] = math.ceil(left / STEPS)
+    return case
+
+
+def _reference(config: Config, model: Path, scratch: Path, full: bool) -> tuple[Path | None, dict[str, Any]]:
+    """Find or make the model of loss.kl_reference, and give the options of the loss with it."""
+    loss = config.loss.model_dump()
+    options = loss.get("kl_reference")
+    if options is None or options["path"] == FROM_RECORDS:
+        return None, loss
+    if options["path"] is None:
+        return model, loss
+    reference = Path(options["path"])
+    if not (reference / "config.json").is_file():
+        raise VerifyError(f"loss.kl_reference.path: {reference} is not a Hugging Face model directory")
+    if not full:
+        reference = reduce_model(reference, scratch / "reference", config.seed + 1, config.model.trust_remote_code)
+    return reference, loss | {"kl_reference": options | {"path": str(reference)}}
+
+
+def _adapter(config: Config, model: Path, scratch: Path, full: bool) -> Path:
+    """Find the adapter that the layouts begin with, or draw one: of a new one, B is zero, and A has no gradient."""
+    assert config.adapter is not None
+    if full and config.adapter.path is not None:
+        return Path(config.adapter.path)
+    return draw_adapter(config.adapter, model, scratch / "adapter", config.seed, config.model.trust_remote_code)
+
+
+def _optimizer(config: Config) -> dict[str, Any]:
+    """Make the options of the optimizer: it is compared with float64, so Muon's products are float32."""
+    options = config.optimizer.model_dump()
+    return options | ({"ns_dtype": "float32"} if "ns_dtype" in options else {})
+
+
+def _advantages(config: Config, records: Sequence[Record], full: bool) -> dict[str, Any]:
+    """Make the options of advantages. Short documents have a penalty for less."""
+    data = config.data.model_dump()
+    names = ("advantages", "advantage_scale", "advantage_std_floor", "overlong_penalty", "truncated", "group_size")
+    options = {name: data[name] for name in names}
+    if options["overlong_penalty"] is not None and not full:
+        labels = [sum(record["loss_mask"]) for record in records]
+        options["overlong_penalty"] |= {"from": min(labels), "to": max(max(labels) - 1, min(labels) + 1)}
+    try:
+        check_group_sizes(
+            list(Counter(record["group_id"] for record in records if "group_id" in record).values()),
+            options["group_size"],
+        )
+    except GroupSizeError:
+        options["group_size"] = None  # of each group some members are left out here
+    return options
+
+
+def _called_with_records(function: GroupFunction, declared: Sequence[Field]) -> Callable[[list[Record]], list[float]]:
+    """Have a user's function take records, as the oracle has them."""
+    checks = Checks(Needs(logprobs=False, advantages=False, advantage_rule="none"), fields=tuple(declared))
+
+    def called(group: list[Record]) -> list[float]:
+        return [float(value) for value in function([parse_record(record, record["id"], checks) for record in group])]
+
+    return called
+
+
+def permits(case: Case, layout: Layout) -> bool:
+    """Tell whether the model can be trained under this layout: its heads shared, its layers cut, enough stages made."""
+    parallel = layout.options.get("parallel", {})
+    cut = {name: parallel.get(name, 1) for name in ("tensor", "context", "pipeline", "stages_per_rank")}
+    return _can_be_cut(case.model, case.options["model"]["trust_remote_code"], **cut)
+
+
+@cache
+def _can_be_cut(
+    model: Path, trust_remote_code: bool, tensor: int, context: int, pipeline: int, stages_per_rank: int
+) -> bool:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=trust_remote_code)
+    try:
+        check_heads(getattr(config.get_text_config(), "num_attention_heads", 0), context, tensor)
+        if tensor > 1:
+            tensor_plan(config, tensor)
+        if pipeline > 1:
+            ranks = Ranks(0, RankLayout(data_shard=1, pipeline=pipeline))
+            load_policy(
+                model, device="cpu", trust_remote_code=trust_remote_code, ranks=ranks, stages_per_rank=stages_per_rank
+            )
+    except ModelError:
+        return False
+    return True
+
+
+def _of_user(config: Config, documents: int) -> list[Record]:
+    vocabulary = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8")).get("vocab_size")
+    rollouts = read_documents(config, vocabulary or 2**31, as_written=True).rollouts
+    some = [rollout for rollout in islice(rollouts, _LOOKED_AT * documents) if _can_be_used(rollout, config)]
+    if not some:
+        raise VerifyError(f"data.path: no record of {config.data.path} can be trained on")
+    declared = declared_fields(config)
+    return [record_of(rollout, declared) for rollout in _chosen(some, documents)]
+
+
+def _can_be_used(rollout: Rollout, config: Config) -> bool:
+    if config.loss.supervised or rollout.advantages is not None or not rollout.num_labels:
+        return True
+    return advantage_rule(config).from_rewards and rollout.reward is not None and rollout.group_id is not None
+
+
+def _chosen(rollouts: Sequence[Rollout], documents: int) -> list[Rollout]:
+    """Choose documents, whole groups of them and first those whose rewards differ: others have no advantages."""
+    groups: dict[str, list[int]] = {}
+    for place, rollout in enumerate(rollouts):
+        groups.setdefault(f"of no group {place}" if rollout.group_id is None else rollout.group_id, []).append(place)
+    equal = {
+        name: len(places) > 1 and len({rollouts[place].reward for place in places}) == 1
+        for name, places in groups.items()
+    }
+    in_order = [place for name in sorted(groups, key=equal.__getitem__) for place in groups[name]]
+    return [rollouts[place] for place in sorted(in_order[:documents])]
+
+
+def _invented(config: Config, documents: int) -> list[Record]:
+    """Invent documents, in groups, for a configuration whose documents a sampler is to make."""
+    draw = np.random.default_rng([config.seed, 7])
+    size = config.data.group_size or 1
+    records = []
+    for number in range(documents):
+        length = int(draw.integers(4, _MOST_TOKENS))
+        prompt = int(draw.integers(1, length))
+        records.append(
+            {
+                "id": f"made-up-{number}",
+                "group_id": f"prompt-{number // size}",
+                "input_ids": draw.integers(0, 97, length).tolist(),
+                "loss_mask": [0] * prompt + [1] * (length - prompt),
+                "logprobs": [0.0] * length,
+                "reward": float(draw.normal()),
+                "temperature": 1.0,
+                "truncated": number % 5 == 3,
+                **{field.name: _draw_field(field, draw, length) for field in declared_fields(config)},
+            }
+        )
+    return records
+
+
+def _draw_field(field: Field, draw: np.random.Generator, length: int) -> Any:
+    """Draw a user's field for an invented document: numbers of 0 to 2."""
+    count = length if field.level == "label" else 1
+    values = draw.uniform(0, 2, count).astype(field.dtype).tolist()
+    return values if field.level == "label" else values[0]
+
+
+def in_parts(layout: Layout, case: Case, folder: Path) -> list[Record]:
+    """Give rank 0 no document, rank 1 one, rank 2 three and the last rank the rest; list them as steps take them.
+    What a rank has of a group is a group of its own: no rank reads the files of others."""
+    cuts = [*(0, 0, 1, 4)[: layout.ranks], len(case.records)]
+    parts = [case.records[cuts[rank] : cuts[rank + 1]] for rank in range(layout.ranks)]
+    for rank, part in enumerate(parts):
+        parts[rank] = [
+            record | ({"group_id": f"{record['group_id']} of rank {rank}"} if "group_id" in record else {})
+            for record in part
+        ]
+        write_json_lines(folder / f"part-{rank}.jsonl", parts[rank])
+    return [record for row in zip_longest(*parts) for record in row if record is not None]

@@ -1,0 +1,322 @@
+"""The metrics of a step: docs/contract.md, section 9."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from truestep.tools.verify.oracle.losses import (
+    Metric,
+    correction_weights,
+    float32,
+    gradient_changed,
+    importance_logs,
+    importances,
+    is_above,
+    is_below,
+    off_policy_kept,
+    ratio_clamped,
+    reference_divergence,
+    value_and_scale,
+)
+from truestep.tools.verify.oracle.records import Document
+from truestep.tools.verify.oracle.values import LabelValues
+
+
+def step_metrics(
+    documents: list[Document],
+    values: list[list[LabelValues]],
+    terms: list[tuple[str, Tensor]],
+    loss_config: dict[str, Any],
+    documents_seen_before_step: int,
+) -> dict[str, Metric]:
+    """Compute level `full` without percentiles, times and the gradient norm. A metric without input is absent."""
+    metrics = term_metrics(terms, loss_config)
+    for name, count in [
+        ("num_documents", len(documents)),
+        ("num_labels", sum(len(document.positions) for document in documents)),
+        ("num_tokens", sum(len(document.input_ids) for document in documents)),
+    ]:
+        metrics[name] = (float(count), float(count))
+
+    # A list over its labels for each document that has labels and the input.
+    logprobs, entropies, old_logprobs, advantages = [], [], [], []
+    ratios: list[list[float]] = []
+    staleness: list[list[float]] = []
+    for document, labels in zip(documents, values, strict=True):
+        if not labels:
+            continue
+        logprobs.append([label.logprob.item() for label in labels])
+        entropies.append([label.entropy.item() for label in labels])
+        if document.old_logprobs is not None:
+            old_logprobs.append(document.old_logprobs)
+            ratios.append(metric_ratios(document, labels, loss_config["document_ratio"]) or [])
+        if document.advantages is not None:
+            advantages.append(document.advantages)
+        if document.versions is not None:
+            staleness.append([documents_seen_before_step - version for version in document.versions])
+
+    metrics.update(document_mean("new_logprobs", logprobs))
+    metrics.update(document_mean("entropy", entropies))
+    metrics.update(document_mean("old_logprobs", old_logprobs))
+    metrics.update(document_mean("advantage", advantages))
+    # Decision: the extremes are of the records' own values, for gspo too.
+    metrics.update(extremes("advantage", advantages))
+    metrics.update(document_mean("staleness", staleness))
+    metrics.update(extremes("staleness", staleness))
+
+    rewards = [[document.reward] for document in documents if document.reward is not None]
+    metrics.update(document_mean("reward", rewards))
+    metrics.update(extremes("reward", rewards))
+    for name in sorted({name for document in documents for name in document.rewards}):
+        parts = [[document.rewards[name]] for document in documents if name in document.rewards]
+        metrics.update(document_mean(f"rewards/{name}", parts))
+    known = [[float(document.truncated)] for document in documents if document.truncated is not None]
+    metrics.update(document_mean("truncated_fraction", known))
+
+    empty = [[float(not any(values))] for values in advantages]
+    metrics.update(document_mean("zero_advantage_fraction", empty))
+    metrics.update(group_metrics(documents))
+    metrics.update(answer_metrics(documents))
+    metrics.update(ratio_metrics(ratios, loss_config))
+    metrics.update(share_metrics(documents, values, loss_config))
+    metrics.update(covariance_metric(documents, values))
+    metrics.update(distance_metrics(documents, values, loss_config))
+    return metrics
+
+
+def group_metrics(documents: list[Document]) -> dict[str, Metric]:
+    """Compute how far the members of a group differ. A group is what two or more documents of the step name."""
+    names = {document.group_id for document in documents if document.group_id is not None}
+    groups = [[document for document in documents if document.group_id == name] for name in sorted(names)]
+    without, distinct, spreads = [], [], []
+    prompts: list[list[int]] = []
+    completions: list[list[int]] = []
+    for members in groups:
+        if len(members) < 2:
+            continue
+        given = [member.unpenalised or member.advantages or [] for member in members if member.advantages is not None]
+        if given:
+            without.append([float(all(value == 0 for values in given for value in values))])
+        different: list[list[int]] = []
+        for member in members:
+            if member.input_ids not in different:
+                different.append(member.input_ids)
+        distinct.append([len(different) / len(members)])
+        prompts.append(without_labels(members[0]))
+        completions += [[member.input_ids[place] for place in member.positions] for member in members]
+        rewards = [member.reward for member in members if member.reward is not None]
+        if len(rewards) > 1:
+            mean = sum(rewards) / len(rewards)
+            spreads.append([math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))])
+    return {
+        **document_mean("zero_advantage_groups", without),
+        **document_mean("distinct_completions", distinct),
+        **document_mean("group_reward_spread", spreads),
+        **document_mean("most_common_completion", most_common(prompts, completions)),
+    }
+
+
+def without_labels(document: Document) -> list[int]:
+    return [token for place, token in enumerate(document.input_ids) if place not in document.positions]
+
+
+def most_common(prompts: list[list[int]], completions: list[list[int]]) -> list[list[float]]:
+    """Compute the largest share of completions that are the same, where not all have one prompt."""
+    if all(prompt == prompts[0] for prompt in prompts):
+        return []
+    return [[max(completions.count(completion) for completion in completions) / len(completions)]]
+
+
+def answer_metrics(documents: list[Document]) -> dict[str, Metric]:
+    """Compute the lengths of the answers, and the spread of the rewards over the step."""
+    lengths = [[float(len(document.positions))] for document in documents]
+    metrics = document_mean("response_length", lengths) | extremes("response_length", lengths)
+    rewarded = [document for document in documents if document.reward is not None]
+    if len(rewarded) < 2:
+        return metrics
+    rewards = [document.reward for document in rewarded if document.reward is not None]
+    mean = sum(rewards) / len(rewards)
+    spread = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
+    # Decision: the scale counts the rewards too, since those that are alike leave only rounding.
+    metrics["reward_std"] = (spread, spread + sum(abs(reward) for reward in rewards) / len(rewards))
+    above: list[list[float]] = []
+    below: list[list[float]] = []
+    largest = max(abs(reward) for reward in rewards)
+    for document, reward in zip(rewarded, rewards, strict=True):
+        (above if reward - mean > 1e-9 * largest else below).append([float(len(document.positions))])
+    metrics.update(document_mean("response_length_rewarded", above))
+    metrics.update(document_mean("response_length_unrewarded", below))
+    return metrics
+
+
+def distance_metrics(
+    documents: list[Document], values: list[list[LabelValues]], loss_config: dict[str, Any]
+) -> dict[str, Metric]:
+    """Compute how far the old log-probs are from the sampler's, and the new ones from the reference's."""
+    metrics: dict[str, Metric] = {}
+    if loss_config["old_logprobs"] == "recompute":
+        sampled = [d for d in documents if d.positions and d.sampler_logprobs is not None]
+        logs = [importance_logs(document, []) for document in sampled]
+        metrics.update(document_mean("sampler_logprobs", [document.sampler_logprobs or [] for document in sampled]))
+        metrics.update(document_mean("ratio_old_sampler", logs, value=math.exp, scale=math.exp))
+        metrics.update(
+            document_mean(
+                "kl_old_sampler",
+                logs,
+                value=lambda log: math.exp(log) - log - 1.0,
+                scale=lambda log: math.exp(log) + abs(log) + 1.0,
+            )
+        )
+    if loss_config["kl_reference"]:
+        options = loss_config["kl_reference"]
+        distances = []
+        for document, labels in zip(documents, values, strict=True):
+            if labels:
+                pairs = [reference_divergence(document, label, at, options) for at, label in enumerate(labels)]
+                distances.append([pair.item() for pair in pairs])
+        known = [document.reference_logprobs or [] for document in documents if document.positions]
+        metrics.update(document_mean("reference_logprobs", known))
+        metrics.update(document_mean("kl_new_reference", distances, scale=lambda value: abs(value) + 1.0))
+    return metrics
+
+
+def term_metrics(terms: list[tuple[str, Tensor]], loss_config: dict[str, Any]) -> dict[str, Metric]:
+    """Compute the loss and what each kind of term adds to it."""
+    metrics: dict[str, Metric] = {"loss": value_and_scale(terms)}
+    for name in ("policy_loss", "entropy_bonus", "z_loss", "kl_reference", "kl_cov"):
+        contribution = [term for term in terms if term[0] == name]
+        if contribution:
+            metrics[name] = value_and_scale(contribution)
+    if "kl_reference" in metrics:
+        # Decision: near the reference a divergence is what is left of log-probs that cancel, so the scale counts those.
+        value, scale = metrics["kl_reference"]
+        metrics["kl_reference"] = (value, scale + loss_config["kl_reference"]["weight"])
+    if "kl_cov" in metrics:
+        value, scale = metrics["kl_cov"]
+        metrics["kl_cov"] = (value, scale + loss_config["kl_cov"].get("weight", 1.0))
+    if loss_config["entropy_target"]:
+        metrics["entropy_bonus_weight"] = (loss_config["entropy_bonus"], 1.0)
+    return metrics
+
+
+def share_metrics(
+    documents: list[Document], values: list[list[LabelValues]], loss_config: dict[str, Any]
+) -> dict[str, Metric]:
+    """Compute the shares of labels that clips and corrections changed, over all labels that have what they need."""
+    found: dict[str, list[float]] = {}
+    clamped = 0.0
+    knows_clamps = loss_config["type"] not in ("cross_entropy",) and loss_config.get("custom") is None
+    for document, labels in zip(documents, values, strict=True):
+        if document.old_logprobs is None or document.advantages is None:
+            continue
+        shares: dict[str, list[float]] = {}
+        changed = gradient_changed(document, labels, loss_config)
+        if changed is not None:
+            shares["clipped_fraction"] = [float(value) for value in changed]
+            clamped += sum(ratio_clamped(document, labels, loss_config) or [])
+        correction = loss_config["correction"]
+        if correction is not None:
+            importance = importances(document, labels, correction.get("level", "label"))
+            shares["correction_weight"] = correction_weights(document, labels, loss_config)
+            shares["corrected_fraction_high"] = [float(is_above(value, correction)) for value in importance]
+            if correction["type"] != "truncate" or correction.get("low", 0.0) > 0:
+                shares["corrected_fraction_low"] = [float(is_below(value, correction)) for value in importance]
+        if loss_config["off_policy_mask"] is not None:
+            kept = off_policy_kept(document, labels, loss_config)
+            shares["off_policy_fraction"] = [float(value == 0.0) for value in kept]
+        for name in ("clip_cov", "kl_cov"):
+            if loss_config[name]:
+                shares[f"{name}_fraction"] = [float(chosen) for chosen in document.chosen or []]
+        for name, items in shares.items():
+            found.setdefault(name, []).extend(items)
+    # A mean of nothing is absent; a count of nothing is 0.
+    metrics = {name: (sum(items) / len(items),) * 2 for name, items in found.items() if items}
+    return metrics | ({"clamped_ratios": (clamped, clamped)} if knows_clamps else {})
+
+
+def covariance_metric(documents: list[Document], values: list[list[LabelValues]]) -> dict[str, Metric]:
+    """Compute the covariance of logπ and A over all labels that have what a policy loss needs."""
+    pairs = []
+    for document, labels in zip(documents, values, strict=True):
+        if document.old_logprobs is not None and document.advantages is not None:
+            pairs += [(label.logprob.item(), a) for label, a in zip(labels, document.advantages, strict=True)]
+    if not pairs:
+        return {}
+    first, second = (sum(pair[place] for pair in pairs) / len(pairs) for place in (0, 1))
+    value = sum((logprob - first) * (advantage - second) for logprob, advantage in pairs) / len(pairs)
+    # Decision: the terms are the products of values, and not of differences, which rounding of the means would make.
+    scale = sum(abs(logprob * advantage) for logprob, advantage in pairs) / len(pairs) + abs(first * second)
+    return {"logprob_advantage_covariance": (value, scale)}
+
+
+def ratio_metrics(ratios: list[list[float]], loss_config: dict[str, Any]) -> dict[str, Metric]:
+    """Compute the metrics of the ratios of every document's labels."""
+    bounds = loss_config["bounds"]
+    # The clip of gmpo looks at the log-ratio.
+    clipped_value = math.log if loss_config["type"] == "gmpo" else float
+    metrics = document_mean("ratio_new_old", ratios)
+    # Decision: the scale of this one counts the three parts of rho - log rho - 1, which cancel to 0 near rho = 1.
+    metrics.update(
+        document_mean(
+            "kl_new_old",
+            ratios,
+            value=lambda ratio: ratio - math.log(ratio) - 1.0,
+            scale=lambda ratio: ratio + abs(math.log(ratio)) + 1.0,
+        )
+    )
+    if bounds is not None:
+        low, high = bounds
+        looked_at = [[float32(clipped_value(ratio)) for ratio in document] for document in ratios]
+        below = [[float(value < low) for value in document] for document in looked_at]
+        above = [[float(value > high) for value in document] for document in looked_at]
+        either = [[float(value < low or value > high) for value in document] for document in looked_at]
+        metrics.update(document_mean("clipped_ratio_fraction", either))
+        metrics.update(document_mean("clipped_ratio_fraction_low", below))
+        metrics.update(document_mean("clipped_ratio_fraction_high", above))
+
+    # One ratio of each document counts once.
+    counted = [document[:1] for document in ratios] if loss_config["document_ratio"] else ratios
+    flat = [ratio for document in counted for ratio in document]
+    if flat:
+        total = sum(flat)
+        squares = sum(ratio**2 for ratio in flat)
+        metrics["ratio_new_old_sum"] = (total, total)
+        metrics["ratio_new_old_squared_sum"] = (squares, squares)
+        size = total**2 / squares
+        metrics["effective_sample_size"] = (size, size)
+        metrics["effective_sample_share"] = (size / len(flat), size / len(flat))
+    return metrics
+
+
+def metric_ratios(document: Document, labels: list[LabelValues], whole_documents: bool) -> list[float] | None:
+    """Compute the raw ratio of every label, R_d for a loss of whole documents and else rho; None without log-probs."""
+    if document.old_logprobs is None:
+        return None
+    log_ratios = [label.logprob.item() - old for label, old in zip(labels, document.old_logprobs, strict=True)]
+    if whole_documents and log_ratios:
+        mean = sum(log_ratios) / len(log_ratios)
+        return [math.exp(mean) for _ in log_ratios]
+    return [math.exp(log_ratio) for log_ratio in log_ratios]
+
+
+def document_mean(
+    name: str,
+    documents: list[list[float]],
+    value: Callable[[float], float] = float,
+    scale: Callable[[float], float] = abs,
+) -> dict[str, Metric]:
+    """Compute the mean over documents of each one's mean over its labels; nothing if there is no document."""
+    if not documents:
+        return {}
+    means = [sum(value(item) for item in document) / len(document) for document in documents]
+    scales = [sum(scale(item) for item in document) / len(document) for document in documents]
+    return {name: (sum(means) / len(documents), sum(scales) / len(documents))}
+
+
+def extremes(name: str, documents: list[list[float]]) -> dict[str, Metric]:
+    flat = [float(item) for document in documents for item in document]
+    if not flat:
+        return {}
+    return {f"max_{name}": (max(flat), abs(max(flat))), f"min_{name}": (min(flat), abs(min(flat)))}

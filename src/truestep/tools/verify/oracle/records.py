@@ -1,0 +1,106 @@
+"""Rollout records, reduced to what a step needs: docs/contract.md, section 3."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from truestep.tools.verify.oracle.advantages import Record, label_positions, over_spread, prepare
+
+
+@dataclass
+class Document:
+    """One record, reduced to what the step needs. Its lists are over the document's labels; None where absent."""
+
+    id: str | None
+    input_ids: list[int]
+    positions: list[int]
+    temperature: float
+    old_logprobs: list[float] | None
+    advantages: list[float] | None
+    versions: list[int] | None
+    reward: float | None
+    reference_logprobs: list[float] | None = None
+    unpenalised: list[float] | None = None  # the advantages before a divergence is taken off them
+    truncated: bool | None = None
+    rewards: dict[str, float] = field(default_factory=dict)
+    sampler_logprobs: list[float] | None = None  # where old_logprobs are the trainer's own
+    group_id: str | None = None
+    chosen: list[bool] | None = None  # by clip_cov or kl_cov; None: no label is
+    fields: dict[str, Any] = field(
+        default_factory=dict
+    )  # a user's own: a list over the labels, or the document's value
+
+
+def read_documents(records: list[Record], data_config: dict[str, Any]) -> list[Document]:
+    """Read a step's records, which may be what `prepare` made of the records of a whole run (`prepared`)."""
+    if not data_config.get("prepared"):
+        records = prepare(records, data_config)
+    declared = data_config.get("fields")
+    documents = [read_document(record, data_config.get("temperature", 1.0), declared) for record in records]
+    differences = [record["difference"] for record in records if "difference" in record]
+    for record, document in zip(records, documents, strict=True):
+        if "difference" in record:
+            advantage = over_spread(record["difference"], differences, data_config.get("advantage_std_floor", 1e-4))
+            document.advantages = [advantage] * len(document.positions)
+    return documents
+
+
+def read_document(record: Record, default_temperature: float, declared: dict[str, Any] | None = None) -> Document:
+    """Read a record; `declared` are a user's own fields, as `data.fields` has them."""
+    input_ids = record["input_ids"]
+    positions = label_positions(record)
+    if 0 in positions:
+        raise ValueError(f"{record.get('id')}: position 0 is never a label")
+
+    old_logprobs = on_labels(record.get("logprobs"), positions, len(input_ids))
+    if not all(math.isfinite(value) and value <= 0.0 for value in old_logprobs or []):
+        raise ValueError(f"{record.get('id')}: a log-prob of a label is not finite or positive")
+
+    temperature = record.get("temperature")
+    return Document(
+        id=record.get("id"),
+        input_ids=input_ids,
+        positions=positions,
+        temperature=default_temperature if temperature is None else temperature,
+        old_logprobs=old_logprobs,
+        advantages=on_labels(record.get("advantage"), positions, len(input_ids)),
+        versions=on_labels(record.get("model_version"), positions, len(input_ids)),
+        reward=record.get("reward"),
+        reference_logprobs=on_labels(record.get("reference_logprobs"), positions, len(input_ids)),
+        truncated=record.get("truncated"),
+        group_id=record.get("group_id"),
+        rewards={name: value for name, value in (record.get("rewards") or {}).items() if value is not None},
+        fields={
+            name: _declared(record.get(name), options, positions, len(input_ids))
+            for name, options in (declared or {}).items()
+        },
+    )
+
+
+_TYPES = {"float32": float, "int64": int, "bool": bool}
+
+
+def _declared(value: Any, options: dict[str, Any], positions: list[int], length: int) -> Any:
+    """Read a user's field of a document, or of each of its labels."""
+    kind = _TYPES[options.get("dtype", "float32")]
+    value = options.get("default") if value is None else value
+    if options["level"] == "document":
+        return kind(value)
+    return [kind(each) for each in (on_labels(value, positions, length) or [])]
+
+
+def on_labels(value: Any, positions: list[int], length: int) -> list[Any] | None:
+    """Spread a field that is one value, one per token or one per label over the labels; None where it is absent.
+
+    The two lists cannot be confused: position 0 is no label, so there are fewer labels than tokens.
+    Decision: model_version's list has the same two lengths as that of logprobs.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        return [value for _ in positions]
+    if len(value) == length:
+        return [value[position] for position in positions]
+    if len(value) == len(positions):
+        return list(value)
+    raise ValueError(f"{len(value)} values for {length} tokens and {len(positions)} labels")

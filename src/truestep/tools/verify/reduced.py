@@ -1,0 +1,270 @@
+"""The user's architecture and rollouts at a size that a float64 loop can follow.
+
+The model keeps its kind, its traits (tied or not, windows, softcaps, experts, shared key heads) and none of its size.
+Documents keep their order, masks, advantages, rewards, groups, temperatures and versions, but not their length, and
+their token ids are taken modulo the small vocabulary. A random model's log-probs have nothing to do with the real
+one's, so the sampler's are made anew around them, with ratios on both sides of both clip bounds.
+"""
+
+import math
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from truestep.config.sections import AdapterConfig
+from truestep.losses.label_losses import Switch
+from truestep.losses.objective import Objective
+from truestep.model.adapter import DOWN, Adapter, attach, matches, target_modules
+from truestep.model.adapter_files import read_adapter, write_adapter
+from truestep.rollouts.fields import Field, from_records
+from truestep.tools.verify.custom import document_labels
+from truestep.tools.verify.oracle.records import Document, Record, read_document
+from truestep.tools.verify.oracle.step import oracle_logprobs
+from truestep.tools.verify.reference import Reference
+from truestep.types import Rollout
+from truestep.weights.errors import ModelError
+
+VOCABULARY = 97  # a prime: no block, shard or chunk divides it
+LAYERS = 4  # the longest pipeline among the layouts has as many stages
+_SIZES: dict[str, int] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_hidden_layers": LAYERS,
+    "vocab_size": VOCABULARY,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "max_window_layers": 1,
+}
+_SPREADS = (0.25, 0.5, 1.0, 2.0, 4.0)  # standard deviations of log-ratios: the first that reaches beyond every bound
+_ON_EACH_SIDE = 2  # labels, of each bound
+_ATTEMPTS = 10_000
+# A document's mean log-ratio is off by about a hundredth in bfloat16, which is far more than the width of some clips.
+# The first of these distances at which documents can be drawn is theirs from every bound on whole documents.
+_CLEARANCES = (0.2, 0.1, 0.05)
+_FEW_ATTEMPTS = 100
+_BESIDE_ZERO = 0.1  # how far a document's value is from a bound of 0
+
+
+def reduce_model(source: Path, directory: Path, seed: int, trust_remote_code: bool) -> Path:
+    """Write a small random model of the source's architecture into the directory, and return that."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path: {source} has no config.json that can be read: {error}") from error
+    settings = config.to_dict()
+    few_keys = settings.get("num_key_value_heads") not in (None, settings.get("num_attention_heads"))
+    sizes = _SIZES | {"num_attention_heads": 4, "num_key_value_heads": 2 if few_keys else 4, "head_dim": 16}
+    for name, size in sizes.items():
+        if isinstance(settings.get(name), int):
+            settings[name] = size
+    if settings.get("layer_types"):
+        kinds = list(dict.fromkeys(settings["layer_types"]))[:2]
+        settings["layer_types"] = (kinds * LAYERS)[:LAYERS]
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if isinstance(settings.get(name), list):
+            settings[name] = [token % VOCABULARY for token in settings[name]]
+        elif settings.get(name) is not None:
+            settings[name] %= VOCABULARY
+    small = type(config).from_dict(settings)
+    small.architectures = config.architectures
+    with torch.random.fork_rng(devices=[]):
+        loader: Any = AutoModelForCausalLM
+        model = loader.from_config(small, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Norms and biases keep the value they begin with, and matrices get noise that tells tokens apart.
+            scale = 0.15 if parameter.ndim >= 2 else 0.1
+            noise = scale * torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise if parameter.ndim >= 2 else parameter + noise)
+    model.save_pretrained(directory)
+    return directory
+
+
+def still_matching(model: Path, patterns: Sequence[str], trust_remote_code: bool) -> list[str]:
+    """Select the patterns of model.freeze that match in the reduced model, which has few layers, and as many of them as
+    leave something to train."""
+    kept: list[str] = []
+    for pattern in patterns:
+        reference = Reference(model, None, trust_remote_code)
+        before = len(reference.parameters)
+        reference.freeze([pattern])
+        matches = len(reference.parameters) < before
+        reference.freeze([*kept, pattern])
+        if matches and reference.parameters:
+            kept.append(pattern)
+    return kept
+
+
+def draw_adapter(given: AdapterConfig, model: Path, directory: Path, seed: int, trust_remote_code: bool) -> Path:
+    """Write a random adapter with a user's options, neither of whose matrices is zero. A reduced model has few layers:
+    targets that it does not have are left out; if none is left, they are taken by their names within a layer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=trust_remote_code)
+    loader: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        made = loader.from_config(config, trust_remote_code=trust_remote_code)
+    wanted = None if given.path is None else read_adapter(Path(given.path))[0]
+    targets = given.targets if wanted is None else list(wanted.modules)
+    rank, alpha = (given.rank, given.alpha) if wanted is None else (wanted.rank, wanted.alpha)
+    adapter = Adapter(rank, alpha, _modules(made, targets))
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+
+    def draw(name: str, shape: torch.Size) -> torch.Tensor:
+        # A layer's outputs change by about a tenth of an input.
+        size = shape[1] ** -0.5 if f".{DOWN}." in name else 0.1 / (rank**0.5 * adapter.scale)
+        tensors[name] = size * torch.randn(shape, generator=generator)
+        return tensors[name]
+
+    attach(made, adapter, draw)
+    write_adapter(directory, adapter, tensors, model)
+    return directory
+
+
+def _modules(model: Any, targets: str | Sequence[str]) -> tuple[str, ...]:
+    if isinstance(targets, str):
+        return target_modules(model, targets)
+    names = [name for name, _ in model.named_modules()]
+    left = [target for target in targets if any(matches(name, target) for name in names)]
+    within = sorted({re.sub(r"^.*\.([^.]*[\d*\]][^.]*)\.", "", target) for target in targets})
+    return target_modules(model, left or within)
+
+
+def record_of(document: Rollout, declared: Sequence[Field] = ()) -> Record:
+    """Write a document as one line of a rollout file. `declared`: a user's own fields."""
+    record: Record = {
+        "id": document.id,
+        "input_ids": document.input_ids.tolist(),
+        "loss_mask": document.loss_mask.astype(int).tolist(),
+        "temperature": document.temperature,
+    }
+    for field in from_records(declared):
+        value = document.value(field.name)
+        if isinstance(value, Mapping):
+            value = dict(value) or None
+        if value is not None:
+            record[field.in_record] = value.tolist() if isinstance(value, np.ndarray) else value
+    return record
+
+
+def reduce_record(record: Record, most: int) -> Record:
+    """Keep the end of the document, which holds its labels; position 0 is never a label."""
+    cut = max(0, len(record["input_ids"]) - most)
+    short = {name: value[cut:] if isinstance(value, list) else value for name, value in record.items()}
+    short["input_ids"] = [token % VOCABULARY for token in short["input_ids"]]
+    short["loss_mask"] = [0, *short["loss_mask"][1:]]
+    return short
+
+
+def redraw_logprobs(
+    model: Path,
+    records: Sequence[Record],
+    objective: Objective,
+    seed: int,
+    trust_remote_code: bool,
+    adapter: Path | None = None,
+    *,
+    half_precision: bool = False,
+    declared: dict[str, Any] | None = None,
+) -> None:
+    """Draw the records' log-probs anew, in place: on both sides of every bound of the objective, and never so near one
+    that float32 would decide on which side; with `half_precision`, nor that bfloat16 would for a whole
+    document. `declared`: a user's own fields, as `data.fields` has them."""
+    new = oracle_logprobs(Reference(model, None, trust_remote_code, adapter), list(records))
+    documents = [read_document(record, 1.0, declared) for record in records]
+    for spread in _SPREADS:
+        draw = random.Random(seed)
+        sides: dict[int, list[int]] = {}  # of each bound of labels: how many of them are below and above
+        for number, (document, values) in enumerate(zip(documents, new, strict=True)):
+            document.old_logprobs = _draw_old(document, values, objective, number, spread, draw, half_precision)
+            for place, (found, bound) in enumerate(_switches(objective, document, values)):
+                counts = sides.setdefault(place, [0, 0])
+                counts[0] += int((found < bound).sum())
+                counts[1] += int((found > bound).sum())
+        if all(min(counts) >= _ON_EACH_SIDE for counts in sides.values()):
+            break
+    for record, document in zip(records, documents, strict=True):
+        old = iter(document.old_logprobs or [])
+        record["logprobs"] = [next(old) if label else 0.0 for label in record["loss_mask"]]
+
+
+def _draw_old(
+    document: Document,
+    new: Sequence[float],
+    objective: Objective,
+    number: int,
+    spread: float,
+    draw: random.Random,
+    half_precision: bool,
+) -> list[float]:
+    """Draw the sampler's log-probs of a document. Its mean log-ratio is moved to one side of a bound on the document;
+    around that, every label has noise of its own."""
+    if not new:
+        return []
+    at_rest, moved = (_switches(objective, replace(document, old_logprobs=[v - by for v in new]), new) for by in (0, 1))
+    # A value of the document is the same at all of its labels, and follows the mean log-ratio.
+    slopes = [(bound, float(after[0] - before[0])) for (before, bound), (after, _) in zip(at_rest, moved, strict=True)]
+    alone = half_precision and objective.whole_documents  # one label is a whole document too
+    whole = [
+        (len(new) > 1 or alone) and bool((values == values[0]).all()) for values, _ in _noisy(objective, document, new)
+    ]
+    of_document = [each for each, same in zip(slopes, whole, strict=True) if same]
+    clearances = [
+        *(
+            (clearance for clearance in _CLEARANCES for _ in range(_FEW_ATTEMPTS))
+            if half_precision and of_document
+            else ()
+        ),
+        *(0.0 for _ in range(_ATTEMPTS)),
+    ]
+    for clearance in clearances:
+        target = 0.0
+        if of_document:
+            # Beyond each bound and within it by turns; two documents in a row are not on the same side.
+            bound, slope = of_document[number // 2 % len(of_document)]
+            value = ((0.4 if number % 2 else 1.8) * bound) or (-_BESIDE_ZERO if number % 2 else _BESIDE_ZERO)
+            if abs(value - bound) <= clearance:  # nothing is so far within a narrow clip: beyond it, on either side
+                value = bound + math.copysign(1.5 * clearance, bound)
+            target = value / slope
+        size = spread if len(of_document) < len(slopes) or not slopes else 0.1
+        noise = [draw.gauss(0.0, size) for _ in new]
+        mean = sum(noise) / len(noise) if of_document else 0.0
+        old = [min(value - target - shift + mean, 0.0) for value, shift in zip(new, noise, strict=True)]
+        found = _switches(objective, replace(document, old_logprobs=old), new)
+        clear = [
+            bool(((values - bound).abs() > max(1e-2 * abs(bound) + 1e-5, clearance if same else 0.0)).all())
+            for (values, bound), same in zip(found, whole, strict=True)
+        ]
+        if all(clear):
+            return old
+    raise AssertionError(f"no log-probs of {document.id} are clear of every bound of the loss")
+
+
+def _noisy(objective: Objective, document: Document, new: Sequence[float]) -> list[Switch]:
+    old = [value - 0.01 * place for place, value in enumerate(new)]
+    return _switches(objective, replace(document, old_logprobs=old), new)
+
+
+def _switches(objective: Objective, document: Document, new: Sequence[float]) -> list[Switch]:
+    """List the values that decide which formula holds, in float64, given the policy's log-probs."""
+    if not new:
+        return []
+    zeros = torch.zeros(len(new), dtype=torch.float64)
+    labels = document_labels(document, torch.tensor(new, dtype=torch.float64), zeros, zeros)
+    return objective.switches(objective.prepare(labels))

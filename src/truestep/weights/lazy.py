@@ -1,0 +1,233 @@
+"""Weights that are not read yet: tensors without values, which know where theirs are.
+
+transformers maps a checkpoint's tensors to a model's, and puts some together. It does that here with tensors that are
+not read yet. What is then cut off is never read, and what is left is read once, into its place: a rank holds its own
+part, and the few tensors that are being read.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from truestep.process import progress
+
+# These take values as they are: they act on the stored type, before a conversion, of what may then be fewer values.
+_MOVES = (
+    torch.Tensor.__getitem__,
+    torch.Tensor.narrow,
+    torch.Tensor.detach,
+    torch.Tensor.contiguous,
+    torch.Tensor.transpose,
+    torch.chunk,
+    torch.stack,
+    torch.cat,
+)
+_SETTINGS = ("requires_grad_",)
+_READERS = 4  # tensors that are read at a time
+_MAPPED = 2**26  # bytes of a file that are looked at before it is opened anew
+
+
+# Gives what reads a view of a tensor; None if the view cannot be read alone.
+Narrower = Callable[[torch.Tensor], Callable[[], torch.Tensor] | None]
+
+
+class Unread(torch.Tensor):
+    """A tensor of the meta device, whose operations are done to its values when they are read."""
+
+    # Its values, but for a conversion to its type; and what reads a view of it alone, where something does.
+    _stored: tuple[Callable[[], torch.Tensor], Narrower | None]
+
+    @classmethod
+    def of(
+        cls,
+        looks: torch.Tensor,
+        stored: Callable[[], torch.Tensor],
+        narrower: Narrower | None = None,
+    ) -> "Unread":
+        """Make one. `narrower` gives what reads a view of it alone; without it, all of it is read and then viewed."""
+        unread = looks.to("meta").as_subclass(cls)
+        unread._stored = stored, narrower
+        return unread
+
+    def read(self) -> torch.Tensor:
+        """Read all of it, on the host, in its own type."""
+        return self._stored[0]().to(self.dtype)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        named = named or {}
+        if function == torch.Tensor.device.__get__:
+            # Where they are read to: transformers takes two tensors of the meta device for two that are not tied.
+            return torch.device("cpu")
+        name = function.__name__
+        in_place = name.endswith("_") and not name.endswith("__") and name not in _SETTINGS
+        if in_place or name == "__setitem__" or function == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise RuntimeError(f"{name} of a weight that is not read yet")
+        try:
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                looks = function(*tree_map(_on_meta, arguments), **tree_map(_on_meta, named))
+        except NotImplementedError:  # it needs the values, as a comparison does
+            return function(*tree_map(_values, arguments), **tree_map(_values, named))
+        if isinstance(looks, Unread):  # a setting
+            return looks
+
+        def stored() -> Any:
+            if function == torch.Tensor.to:
+                return arguments[0].read()
+            if function in _MOVES:
+                as_stored = tree_map(_as_stored, arguments)
+                if len(_types(as_stored)) == len(_types(arguments)) == 1:  # one conversion is left to do, of all
+                    return function(*as_stored, **named)
+            return function(*tree_map(_values, arguments), **tree_map(_values, named))
+
+        if isinstance(looks, torch.Tensor):
+            narrower = _narrower_of(function, arguments)
+            alone = None if narrower is None else narrower(looks)
+            return cls.of(looks, stored) if alone is None else cls.of(looks, alone, narrower)
+        if isinstance(looks, tuple | list) and any(isinstance(look, torch.Tensor) for look in looks):
+            return [cls.of(look, partial(_member, stored, number)) for number, look in enumerate(looks)]
+        return looks
+
+
+def _narrower_of(function: Any, arguments: Any) -> Narrower | None:
+    """Give the narrower of the tensor that a view is taken of."""
+    views = (torch.Tensor.__getitem__, torch.Tensor.narrow, torch.Tensor.detach)
+    return arguments[0]._stored[1] if function in views and isinstance(arguments[0], Unread) else None
+
+
+def _member(stored: Callable[[], Any], number: int) -> Any:
+    return stored()[number]
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, torch.device) or (isinstance(value, str) and value == "cpu"):
+        return torch.device("meta")
+    if isinstance(value, torch.Tensor) and not isinstance(value, Unread):
+        return value.to("meta")
+    return value
+
+
+def _values(value: Any) -> Any:
+    return value.read() if isinstance(value, Unread) else value
+
+
+def _as_stored(value: Any) -> Any:
+    return value._stored[0]() if isinstance(value, Unread) else value
+
+
+def _types(values: Any) -> set[torch.dtype]:
+    return {leaf.dtype for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)}
+
+
+@torch.no_grad()
+def read_into(place: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy a tensor, read or not: its values go to the device in their stored type, and are converted there."""
+    place.copy_((tensor._stored[0]() if isinstance(tensor, Unread) else tensor).to(place.device))
+    progress.made("bytes read", place.nbytes)
+
+
+def read_all(tensors: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Read tensors into their places, which are the mapping's values."""
+    with ThreadPoolExecutor(_READERS) as readers:
+        list(readers.map(read_into, tensors.values(), tensors))
+
+
+def read_parameters(
+    model: torch.nn.Module,
+    device: torch.device,
+    lent: Mapping[torch.nn.Parameter, torch.nn.Parameter] | None = None,
+    frozen_dtype: torch.dtype | None = None,
+) -> Callable[[], None]:
+    """Read each parameter, or the one that it is lent; those that are not trained in `frozen_dtype`, if it is given.
+    Give a function that puts back those without values."""
+    places: dict[torch.Tensor, torch.nn.Parameter] = {}
+
+    def place(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        owner = (lent or {}).get(parameter, parameter)
+        if owner not in places:
+            kept = owner.dtype if owner.requires_grad or frozen_dtype is None else frozen_dtype
+            empty = torch.empty(owner.shape, dtype=kept, device=device)
+            places[owner] = torch.nn.Parameter(empty, requires_grad=owner.requires_grad)
+        return places[owner]
+
+    put_back = replace_parameters(model, place)
+    read_all(places)
+    return put_back
+
+
+def replace_parameters(
+    model: torch.nn.Module, replacement: Callable[[torch.nn.Parameter], torch.nn.Parameter]
+) -> Callable[[], None]:
+    """Replace parameters, a tied one once. Give a function that puts them back, wherever their modules have gone."""
+    replaced: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
+    replacements: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter not in replacements:
+                replacements[parameter] = replacement(parameter)
+            replaced.append((module, name, parameter))
+    for module, name, parameter in replaced:
+        setattr(module, name, replacements[parameter])
+
+    def put_back() -> None:
+        for module, name, parameter in replaced:
+            setattr(module, name, parameter)
+
+    return put_back
+
+
+def place_buffers(model: torch.nn.Module, device: torch.device) -> None:
+    """Read buffers onto the device. They are small, and every rank has all of them."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            setattr(module, name, _values(buffer).to(device))
+
+
+@contextmanager
+def unread_files() -> Iterator[None]:
+    """Give transformers the tensors of files unread. It is assumed to ask `safe_open` for them; if it read in another
+    way, a model would be read entirely while it is loaded, and be the same."""
+    from transformers import modeling_utils
+
+    module: Any = modeling_utils
+    honest = module.safe_open
+    module.safe_open = lambda *arguments, **options: _File(partial(honest, *arguments, **options))
+    try:
+        yield
+    finally:
+        module.safe_open = honest
+
+
+class _File:
+    """Stands for an open file, for as long as a tensor of it may be read."""
+
+    def __init__(self, opened: Callable[[], Any]):
+        self._open = opened
+        self._opened = opened()
+        self._looked_at = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._opened, name)
+
+    def __enter__(self) -> "_File":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def get_slice(self, name: str) -> "Unread":
+        # Its values are where the file is until somebody looks at them.
+        return Unread.of(self._opened.get_tensor(name).to("meta"), partial(self._mapped, name))
+
+    def _mapped(self, name: str) -> torch.Tensor:
+        """Look at a tensor: it counts as this process's memory until the file is closed."""
+        if self._looked_at > _MAPPED:
+            self._opened, self._looked_at = self._open(), 0
+        tensor: torch.Tensor = self._opened.get_tensor(name)
+        self._looked_at += tensor.nbytes
+        return tensor

@@ -1,0 +1,253 @@
+"""Tensors that ranks have parts of: what each rank writes of a checkpoint, and how a part is read back at any layout.
+
+A part is a box: it begins at some place in each dimension of the whole tensor and has a length in each. A checkpoint's
+`truestep/tensors.json` says of each tensor where its boxes lie in which files, so that a rank reads the numbers that it
+needs and no others.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from truestep.files.tensors import TYPES_BY_NAME, tensor_places
+from truestep.files.whole import exact_object
+from truestep.process import progress
+from truestep.ranks.group import divide
+from truestep.weights.lazy import Unread
+from truestep.weights.protocol import Weights
+
+FOLDER = "truestep"
+INDEX = "tensors.json"
+WEIGHT, BUFFER, STATE = "weight/", "buffer/", "optimizer/"  # what the keys of a checkpoint's tensors begin with
+_WHOLE_STATE = "optimizer.safetensors"  # the optimizer's state as version 0.1 wrote it before ranks wrote parts
+
+
+@dataclass(frozen=True)
+class Box:
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numbers(self) -> int:
+        return math.prod(self.shape)
+
+    def common(self, other: "Box") -> "Box":
+        """Give what two boxes share; it may be empty."""
+        start = tuple(map(max, self.start, other.start))
+        ends = (min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True))
+        return Box(start, tuple(max(0, end - begin) for end, begin in zip(ends, start, strict=True)))
+
+    def inside(self, outer: "Box") -> tuple[slice, ...]:
+        """Give the place of this box in a tensor that holds another."""
+        return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.start, outer.start, self.shape, strict=True))
+
+    @staticmethod
+    def of_view(view: torch.Tensor, whole: Sequence[int]) -> "Box | None":
+        """Find the box that a view is of a contiguous tensor of the shape `whole`; None if it is no box."""
+        strides = torch.empty(tuple(whole), device="meta").stride()
+        if view.stride() != strides or view.ndim != len(whole):
+            return None
+        start, rest = [], int(view.storage_offset())
+        for stride in strides:
+            place, rest = divmod(rest, max(1, stride))
+            start.append(place)
+        return Box(tuple(start), tuple(view.shape))
+
+
+NUMBER = Box((), ())  # of a tensor without dimensions
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """A box of a tensor, with its values. A number is a tensor without dimensions."""
+
+    key: str
+    whole: tuple[int, ...]  # the shape of the whole tensor
+    start: tuple[int, ...]
+    values: torch.Tensor
+
+
+class Tensors(Protocol):
+    """Whole tensors, by key, of which any box can be asked for."""
+
+    def keys(self) -> Iterable[str]: ...
+
+    def shape(self, key: str) -> torch.Size: ...
+
+    def read(self, key: str, box: Box) -> torch.Tensor:
+        """Read a box into memory of its own, on the host."""
+        ...
+
+
+class _Places:
+    """What a rank writes of its weights, which stays as it is."""
+
+    def __init__(self, weights: Weights):
+        self.boxes: dict[tuple[str, tuple[int, ...]], Box] = {}
+        ranks, parts = weights.ranks, {**weights.frozen, **weights.master}
+        own = [name for name, piece in weights.pieces.items() if name in parts and piece.counted_on(ranks)]
+        shares = divide([float(parts[name].numel()) for name in own], ranks.size_of("data_replicate"))
+        self.names = [own[index] for index in shares[ranks.place_on("data_replicate")]]
+
+
+_PLACES: WeakKeyDictionary[Weights, _Places] = WeakKeyDictionary()
+
+
+def _places_of(weights: Weights) -> _Places:
+    return _PLACES.get(weights) or _PLACES.setdefault(weights, _Places(weights))
+
+
+def own_box(weights: Weights, name: str, shape: Sequence[int]) -> Box:
+    """Find the box of this rank in a tensor that is cut as a weight is; nothing may be in it."""
+    boxes, key = _places_of(weights).boxes, (name, tuple(shape))
+    if key not in boxes:
+        box = Box.of_view(weights.part_of(name, torch.empty(key[1], device="meta")), shape)
+        assert box is not None, f"this rank's part of {name} is no box"
+        boxes[key] = box
+    return boxes[key]
+
+
+def written_here(weights: Weights) -> list[str]:
+    """Name the weights whose part this rank writes: of ranks with the same values one does, each its share."""
+    return _places_of(weights).names
+
+
+def weight_parts(weights: Weights) -> Iterator[TensorPart]:
+    """Give the parts of weights that this rank writes."""
+    parts = {**weights.frozen, **weights.master}
+    for name in written_here(weights):
+        shape = weights.pieces[name].shape
+        box = own_box(weights, name, shape)
+        if box.numbers:
+            yield TensorPart(WEIGHT + name, tuple(shape), box.start, parts[name].detach())
+
+
+def part_name(number: int) -> str:
+    return f"part-{number:05d}.safetensors"
+
+
+def describe_parts(file: Path, parts: Iterable[TensorPart]) -> dict[str, Any]:
+    """Describe a file of parts for `write_index`, as JSON."""
+    places = tensor_places(file)
+    return {
+        part.key: {"type": places[part.key][0], "whole": list(part.whole), "start": list(part.start)}
+        | {"shape": list(part.values.shape), "file": file.name, "byte": places[part.key][1]}
+        for part in parts
+    }
+
+
+def write_index(folder: Path, described: Iterable[Mapping[str, Any]]) -> None:
+    """Write where all parts of all tensors are. Of a number that several ranks wrote, the first is kept."""
+    tensors: dict[str, dict[str, Any]] = {}
+    for parts in described:
+        for key, part in parts.items():
+            entry = tensors.setdefault(key, {"type": part["type"], "shape": part["whole"], "parts": []})
+            if part["whole"] or not entry["parts"]:
+                entry["parts"].append([part["file"], part["byte"], part["start"], part["shape"]])
+    (folder / INDEX).write_text(json.dumps({"tensors": tensors}), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class _Place:
+    file: Path
+    byte: int
+    box: Box
+
+
+@dataclass(frozen=True)
+class _Entry:
+    dtype: torch.dtype
+    shape: torch.Size
+    places: tuple[_Place, ...]
+
+
+class StoredTensors(Tensors):
+    """The tensors of a checkpoint, of which only what is asked for is read."""
+
+    def __init__(self, checkpoint: Path):
+        self._folder = checkpoint / FOLDER
+        index = self._folder / INDEX
+        self._entries = _read_index(index) if index.is_file() else _of_whole_state(self._folder / _WHOLE_STATE)
+
+    @staticmethod
+    def has_weights(directory: Path) -> bool:
+        """Tell whether a directory is a checkpoint whose weights are in parts."""
+        return (directory / FOLDER / INDEX).is_file()
+
+    def keys(self) -> list[str]:
+        return list(self._entries)
+
+    def named(self, prefix: str) -> dict[str, str]:
+        """Give the keys of one kind, by their names without it."""
+        return {key.removeprefix(prefix): key for key in self._entries if key.startswith(prefix)}
+
+    def shape(self, key: str) -> torch.Size:
+        return self._entries[key].shape
+
+    def dtype(self, key: str) -> torch.dtype:
+        return self._entries[key].dtype
+
+    def read(self, key: str, box: Box) -> torch.Tensor:
+        entry = self._entries[key]
+        result = torch.empty(box.shape, dtype=entry.dtype)
+        found = 0
+        for place in entry.places:
+            common = box.common(place.box)
+            if common.numbers:
+                result[common.inside(box)].copy_(_mapped(place, entry.dtype)[common.inside(place.box)])
+                found += common.numbers
+                progress.made("bytes read", common.numbers * entry.dtype.itemsize)
+        if found != box.numbers:
+            raise ValueError(f"{key} has {found:,} of the {box.numbers:,} numbers that are asked for")
+        return result
+
+    def read_whole(self, key: str) -> torch.Tensor:
+        shape = self.shape(key)
+        return self.read(key, Box((0,) * len(shape), tuple(shape)))
+
+
+def unread_weight(stored: StoredTensors, key: str, looks: torch.Tensor) -> Unread:
+    """Give a tensor of a checkpoint, not read yet; of a view of it, only the view's numbers are ever read."""
+    whole = stored.shape(key)
+
+    def narrower(view: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        box = Box.of_view(view, whole)
+        return None if box is None else partial(stored.read, key, box)
+
+    return Unread.of(looks, partial(stored.read_whole, key), narrower)
+
+
+def _mapped(place: _Place, dtype: torch.dtype) -> torch.Tensor:
+    """Map a part into memory: what is not looked at is not read, and nothing of it stays."""
+    size = place.box.numbers * dtype.itemsize
+    with progress.waiting_for(f"the disk to read {place.file}"):
+        content = np.memmap(place.file, dtype=np.uint8, mode="c", offset=place.byte, shape=(size,))
+    return torch.from_numpy(content).view(dtype).view(place.box.shape)
+
+
+def _read_index(index: Path) -> dict[str, _Entry]:
+    entries = {}
+    for key, entry in exact_object(index.read_bytes())["tensors"].items():
+        places = [
+            _Place(index.parent / file, byte, Box(tuple(start), tuple(shape)))
+            for file, byte, start, shape in entry["parts"]
+        ]
+        entries[key] = _Entry(TYPES_BY_NAME[entry["type"]], torch.Size(entry["shape"]), tuple(places))
+    return entries
+
+
+def _of_whole_state(file: Path) -> dict[str, _Entry]:
+    """Describe the optimizer's state in a checkpoint of a version that wrote it as whole tensors."""
+    entries = {}
+    for name, (kind, byte, shape) in tensor_places(file).items():
+        box = Box((0,) * len(shape), tuple(shape))
+        entries[STATE + name] = _Entry(TYPES_BY_NAME[kind], torch.Size(shape), (_Place(file, byte, box),))
+    return entries

@@ -1,0 +1,201 @@
+"""Weights that are not sharded: gradients are summed over the ranks once a step.
+
+The weights of a float32 model are its own parameters. Those of a bfloat16 model are float32 masters beside it: each
+micro-batch's gradient is added to a float32 buffer at once, and an update rounds the masters into the model once. The
+first gradient of a step is written there, so zeros are written before to the buffers of embedding and head alone. Where
+states lie on the host, such a buffer has no memory until then: what is on its way to the host may have it.
+Masters on the host are always beside the model, whose own weights and gradients are on the device.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from truestep.gpu.pinned import to_host
+from truestep.ranks.group import ALONE, Ranks
+from truestep.weights.gradient_buffers import moved
+from truestep.weights.pieces import Piece, pieces_of, sum_parts
+from truestep.weights.protocol import Weights, some_rows
+
+
+class WholeWeights(Weights):
+    """Takes a model with float32 weights and makes it compute in `dtype`."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        dtype: torch.dtype,
+        ranks: Ranks = ALONE,
+        pieces: dict[str, Piece] | None = None,
+        *,
+        masters_on_host: bool = False,
+    ):
+        """Take over a model. If it is cut, `pieces` has all weights of the uncut one, by name, in its order."""
+        self.ranks, self.dtype, self.masters_on_host = ranks, dtype, masters_on_host
+        self.pieces = pieces or pieces_of(model)
+        self._masters, self.frozen = {}, {}
+        self._computed: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # masters by the model's parameters
+        self._buffers: dict[torch.nn.Parameter, torch.Tensor] = {}  # gradients by the model's parameters
+        self._fresh: set[torch.nn.Parameter] = set()  # those whose gradient of this step is nothing yet, not even zeros
+        self._by_name: dict[str, torch.nn.Parameter] = {}  # the model's parameters of the masters
+        # `named_parameters` gives a tied tensor once, under the name it is first registered by: its input embedding's.
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                master = self._master_of(parameter)
+                gradient = torch.zeros_like(parameter)  # the same object in all steps
+                if not masters_on_host:
+                    master.grad = gradient
+                self._buffers[parameter], self._by_name[name] = gradient, parameter
+                self._masters[name] = self._computed[parameter] = master
+                if master is not parameter:
+                    # Nobody finds a circle through a parameter's hooks: it would keep all of the weights for ever.
+                    parameter.register_post_accumulate_grad_hook(partial(_move_gradient, weakref.ref(self)))
+            # The parameters alone: buffers such as rotary frequencies stay float32, as transformers keeps them.
+            parameter.data = parameter.data.to(dtype)
+            if not parameter.requires_grad:
+                self.frozen[name] = parameter
+
+    def _master_of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        if self.masters_on_host:
+            return torch.nn.Parameter(to_host(parameter.detach()))
+        return parameter if parameter.dtype == self.dtype else torch.nn.Parameter(parameter.detach())
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter([*self._by_name.values(), *self.frozen.values()])).device
+
+    @property
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {name: self._filled(parameter) for name, parameter in self._by_name.items()}
+
+    def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """Give the float32 buffer behind one of the model's parameters; None if it is frozen."""
+        return self._filled(parameter) if parameter in self._buffers else None
+
+    @torch.no_grad()
+    def add_to_gradient(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        """Add a gradient of one of the model's parameters to the buffer behind it."""
+        buffer = self._buffers[parameter]
+        if self._is_first(parameter):
+            buffer.copy_(gradient)
+        else:
+            buffer.add_(gradient)
+
+    @property
+    def rounded(self) -> tuple[torch.nn.Parameter, ...]:
+        """The model's parameters that are rounded from masters beside them."""
+        return tuple(parameter for parameter, master in self._computed.items() if parameter is not master)
+
+    @torch.no_grad()
+    def add_product(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, rows: torch.Tensor) -> None:
+        buffer = self._buffers[parameter]
+        if not buffer.is_cuda:  # where no product adds in another type than its own
+            self.add_to_gradient(parameter, gradient.T @ rows)
+        elif self._is_first(parameter):
+            torch.mm(gradient.T, rows, out_dtype=buffer.dtype, out=buffer)
+        else:
+            torch.addmm(buffer, gradient.T, rows, out_dtype=buffer.dtype, out=buffer)
+
+    @torch.no_grad()
+    def add_sum(self, parameter: torch.nn.Parameter, parts: torch.Tensor) -> None:
+        from truestep.weights.sum_kernel import add_up  # Triton
+
+        add_up(parts, self._buffers[parameter], adds=not self._is_first(parameter))
+
+    @torch.no_grad()
+    def add_rows(self, parameter: torch.nn.Parameter, rows: torch.Tensor, gradients: torch.Tensor) -> None:
+        """Add gradients [T, H] of some rows [T] of one of the model's parameters, among which rows may be equal."""
+        buffer, gradients = self._filled(parameter), gradients.to(torch.float32)
+        if buffer.is_cuda:  # it sorts the rows
+            buffer.index_put_((rows,), gradients, accumulate=True)
+        else:  # the above would add in any order
+            buffer.index_add_(0, rows, gradients)
+
+    def zero_gradients(self) -> None:
+        kept = []
+        for parameter, buffer in self._buffers.items():
+            if self._computed[parameter] is parameter:  # autograd itself adds to it
+                kept.append(buffer)
+                continue
+            self._fresh.add(parameter)
+            if self._lends:
+                buffer.untyped_storage().resize_(0)
+        if kept:
+            torch._foreach_zero_(kept)
+
+    def _is_first(self, parameter: torch.nn.Parameter) -> bool:
+        """Tell whether what comes is the first part of a gradient in this step; its buffer has memory after this."""
+        buffer = self._buffers[parameter]
+        if not buffer.untyped_storage().nbytes():
+            buffer.untyped_storage().resize_(buffer.numel() * buffer.itemsize)
+        first = parameter in self._fresh
+        self._fresh.discard(parameter)
+        return first
+
+    @torch.no_grad()
+    def _filled(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Give a buffer, with zeros where nothing was added to it."""
+        buffer = self._buffers[parameter]
+        return buffer.zero_() if self._is_first(parameter) else buffer
+
+    @contextmanager
+    def head(self, model: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+        weight = model.get_output_embeddings().weight
+        yield weight.detach(), self.gradient_of(weight)
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        # Over the ranks that computed other tokens with the same weights.
+        self.ranks.sum_all("replicate", list(self.gradients.values()))
+        sum_parts(self.ranks, self.pieces, self.gradients)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        if rounded := self.rounded:
+            torch._foreach_copy_(rounded, [self._computed[parameter] for parameter in rounded])
+
+    @torch.no_grad()
+    def lay_together(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
+        every = {**self.frozen, **self._by_name}
+        names = {parameter.data_ptr(): name for name, parameter in every.items()}
+        for group in groups:
+            found = [names.pop(weight.data_ptr(), "") for weight in group]
+            if not all(found):
+                continue  # it was named before, or one of them belongs to another group too
+            joined = torch.cat([every[name] for name in found])
+            # What stays alone in memory that the group leaves would keep all of it.
+            parts = [every[name] for name in found]
+            left = {_memory(part) for part in parts if part.untyped_storage().nbytes() > part.nbytes}
+            staying = [name for name in every if left and name not in found and _memory(every[name]) in left]
+            for name, part in zip(found, joined.split([len(every[name]) for name in found]), strict=True):
+                _move(every[name], part)
+            for name in staying:
+                known = names.pop(every[name].data_ptr(), "")
+                _move(every[name], every[name].detach().clone())
+                names[every[name].data_ptr()] = known
+
+    def computed_rows(self, name: str, rows: slice) -> torch.Tensor | None:
+        own = self._by_name[name]
+        return None if self._masters[name] is own else some_rows(own.detach(), rows)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _move(parameter: torch.Tensor, place: torch.Tensor) -> None:
+    before, parameter.data = parameter.data_ptr(), place
+    moved(parameter, before)
+
+
+def _move_gradient(weights: Callable[[], WholeWeights | None], parameter: torch.Tensor) -> None:
+    owner = weights()
+    assert owner is not None, "the weights of this model are gone"
+    assert isinstance(parameter, torch.nn.Parameter)
+    if parameter.grad is not None:  # else a product has added it
+        owner.add_to_gradient(parameter, parameter.grad)
+        parameter.grad = None

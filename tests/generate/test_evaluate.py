@@ -1,0 +1,136 @@
+"""Evaluation on held-out prompts: what a line says, and that training draws the same with and without it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plain_rewards import digit_reward, failing_reward
+from raters import DirectRater, NumberedRater
+from small_runs import sort_prompts, word_model, write_lines
+from truestep.environments.prompts import load_prompts
+from truestep.generate.decode import DecodeOptions, Request, decode
+from truestep.generate.evaluate import AnsweredHere, Evaluator, pass_at
+from truestep.generate.in_process import stop_ids
+from truestep.generate.rewarded import completion_text
+from truestep.model.loading.load import load_policy
+from truestep.model.policy import Policy
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    return load_policy(word_model(tmp_path_factory.mktemp("evaluate") / "model"))
+
+
+def make_evaluator(policy: Policy, directory: Path, count: int = 5, **changes: Any) -> Evaluator:
+    usual: dict[str, Any] = {
+        "prompts": load_prompts(write_lines(directory / "held_out.jsonl", sort_prompts(count)), policy.tokenizer),
+        "rater": DirectRater(digit_reward),
+        "options": DecodeOptions(1.0, 1.0, 6, 3, stop_ids(policy)),
+        "samples_per_prompt": 3,
+        "seed": 0,
+    }
+    return Evaluator(answers=AnsweredHere(policy), **(usual | changes))
+
+
+def test_a_line_is_the_mean_reward_of_greedy_and_of_sampled_answers(policy: Policy, tmp_path: Path) -> None:
+    given: list[float] = []
+
+    def reward(prompt: Any, completion: str, **fields: Any) -> float:
+        given.append(digit_reward(prompt, completion))
+        return given[-1]
+
+    evaluator = make_evaluator(policy, tmp_path, rater=DirectRater(reward))
+    line = evaluator.run(step=4, documents_seen=32)
+    assert len(given) == 5 + 15
+    assert line["greedy_reward"] == pytest.approx(sum(given[:5]) / 5)
+    assert line["sampled_reward"] == pytest.approx(sum(given[5:]) / 15)
+    assert line["sampled_reward_std"] == pytest.approx(statistics.stdev(given[5:]))
+    assert line["greedy_reward_std"] == pytest.approx(statistics.stdev(given[:5]))
+    assert (line["step"], line["documents_seen"], line["num_prompts"]) == (4, 32, 5)
+    assert json.loads(json.dumps(line)) == line
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_pass_at_k_is_the_share_of_all_choices_of_k_answers(k: int) -> None:
+    """By listing every choice of k answers of each prompt; prompts with fewer answers are in no mean."""
+    counts = [(4, 0), (5, 1), (6, 3), (4, 4), (3, 2), (0, 0)]
+    shares = []
+    for answers, passed in counts:
+        chosen = list(combinations([True] * passed + [False] * (answers - passed), k))
+        if chosen:
+            shares.append(sum(map(any, chosen)) / len(chosen))
+    assert len(shares) == (5 if k < 4 else 4)
+    assert pass_at(k, counts) == pytest.approx(sum(shares) / len(shares), abs=1e-15)
+    assert pass_at(7, counts) is None
+
+
+def test_a_line_has_pass_at_k_and_lengths(policy: Policy, tmp_path: Path) -> None:
+    given: list[float] = []
+
+    def reward(prompt: Any, completion: str, **fields: Any) -> float:
+        given.append(digit_reward(prompt, completion))
+        return given[-1]
+
+    evaluator = make_evaluator(policy, tmp_path, rater=DirectRater(reward), samples_per_prompt=5, pass_reward=2.0)
+    line = evaluator.run(0, 0)
+    passed = [sum(value >= 2.0 for value in given[5 + 5 * prompt : 10 + 5 * prompt]) for prompt in range(5)]
+    assert 0 < sum(passed) < 25
+    assert [name for name in line if name.startswith("pass@")] == ["pass@1", "pass@2", "pass@4"]
+    assert line["pass@1"] == pytest.approx(sum(passed) / 25)
+    assert line["pass@2"] == pytest.approx(sum(1 - (5 - c) * (4 - c) / 20 for c in passed) / 5)
+    assert 0 < line["response_length"] <= 6 and 0 <= line["truncated_fraction"] <= 1
+
+
+def test_examples_are_the_greedy_answers(policy: Policy, tmp_path: Path) -> None:
+    evaluator = make_evaluator(policy, tmp_path, count=10)
+    line = evaluator.run(0, 0)
+    greedy = decode(
+        policy,
+        [Request(prompt.input_ids, (0,)) for prompt in evaluator.prompts],
+        DecodeOptions(0.0, 1.0, 6, 64, stop_ids(policy)),
+    )
+    texts = [completion_text(policy, completion) for completion in greedy]
+    assert [example["completion"] for example in line["examples"]] == texts[:8]
+    assert [example["prompt"] for example in line["examples"]] == [prompt.prompt for prompt in evaluator.prompts[:8]]
+    assert [example["reward"] for example in line["examples"]] == [digit_reward("", text) for text in texts[:8]]
+
+
+def test_samples_are_seeded_by_the_step(policy: Policy, tmp_path: Path) -> None:
+    def sampled(step: int, **changes: Any) -> list[str]:
+        texts: list[str] = []
+
+        def reward(prompt: Any, completion: str, **fields: Any) -> float:
+            texts.append(completion)
+            return 0.0
+
+        make_evaluator(policy, tmp_path, rater=DirectRater(reward), **changes).run(step, 0)
+        return texts[5:]
+
+    first = sampled(2)
+    assert first == sampled(2)
+    assert first != sampled(3)
+    assert first != sampled(2, seed=1)
+    assert len(set(first[:3])) > 1, "the samples of one prompt differ"
+
+
+def test_what_cannot_be_rated_is_counted_and_no_part_of_a_mean(policy: Policy, tmp_path: Path) -> None:
+    seen: dict[int, int] = {}
+
+    def reward(step: int, number: int) -> float:
+        seen[number] = seen.get(number, -1) + 1
+        return float("nan") if (number, seen[number]) in ((1, 0), (2, 1), (9, 0)) else 2.0
+
+    line = make_evaluator(policy, tmp_path, rater=NumberedRater(reward)).run(0, 0)
+    assert (line["greedy_reward"], line["sampled_reward"], line["num_unrated"]) == (2.0, 2.0, 3)
+    assert [example["reward"] for example in line["examples"]] == [2.0, None, 2.0, 2.0, 2.0]
+
+
+def test_an_evaluation_that_nothing_can_be_rated_in_ends_no_run(policy: Policy, tmp_path: Path) -> None:
+    line = make_evaluator(policy, tmp_path, rater=DirectRater(failing_reward)).run(0, 0)
+    assert (line["greedy_reward"], line["sampled_reward"], line["num_unrated"]) == (None, None, 20)
