@@ -237,7 +237,9 @@ class Trainer:
         if (fault := self._fault(plan, accumulated)) is not None:
             raise self._unusable(number, fault)
         norm = gradient_norm(self.policy.weights, meanwhile=partial(prepare, self.optimizer))
-        self._check_weights()
+        # Ruined weights make such a gradient: the documents are innocent then.
+        if self.update_check.costs_nothing or not usable(norm, self.gradient_clip):
+            self._check_weights()
         if not usable(norm, self.gradient_clip):
             raise self._useless(number, plan, accumulated, norm)
         self.observers.gradient(plan, accumulated, norm)

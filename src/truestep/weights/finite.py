@@ -11,7 +11,6 @@ from truestep.ranks.group import Ranks
 from truestep.text import printable
 from truestep.weights.protocol import Weights
 
-_FEW = 2**20  # numbers that a CPU puts together sooner than it looks at one tensor after another
 LARGEST = 1.8e19  # float32 cannot hold the square of much more
 
 
@@ -59,41 +58,51 @@ def some(names: Sequence[str]) -> str:
 class UpdateCheck:
     """Looks at all trained weights after an update, as the model computes with them.
 
-    The device is asked at once, and the answer is on its way to the host when that looks: an update waits for nothing.
-    A tensor is ruined where its norm is not finite in float32: it has a number that is not, or numbers about `LARGEST`,
-    with which a model computes nothing that is finite.
+    A GPU is asked at once, and its answer is copied to the host meanwhile, so that an update waits for nothing. On a
+    CPU the weights are looked at when `ruined` is called. A tensor is ruined where its norm is not finite in float32:
+    it has a number that is not, or numbers about `LARGEST`, with which a model computes nothing that is finite.
     """
 
     def __init__(self, weights: Weights):
         self._weights = weights
         self.learning_rate = 0.0  # of the last update
-        self._answer: torch.Tensor | None = None  # the sum of all norms, over all ranks; on the host
+        self._asked = False  # an update was made since the last answer
+        self._answer: torch.Tensor | None = None  # the sum of all norms, over all ranks; in host memory
         self._there: Any = None  # the event after which it is there
 
-    @torch.no_grad()
+    @property
+    def costs_nothing(self) -> bool:
+        """Tell whether the answer comes beside the computation."""
+        return self._weights.device.type == "cuda"
+
     def ask(self, learning_rate: float) -> None:
-        """Have the device look. Every rank calls this after its part of the update, at that learning rate."""
-        weights, self.learning_rate = self._weights, learning_rate
+        """Note an update at this learning rate, and have a GPU look. Every rank calls this after its part of it."""
+        self.learning_rate, self._asked = learning_rate, True
+        if self.costs_nothing:
+            total = self._total()
+            self._answer = torch.empty((), pin_memory=True).copy_(total, non_blocking=True)
+            self._there = torch.cuda.current_stream(total.device).record_event()
+
+    @torch.no_grad()
+    def _total(self) -> torch.Tensor:
+        """Sum up the norms of all weights of all ranks."""
+        weights = self._weights
         parts = [part for part in weights.computed().values() if part.numel()]
-        if weights.device.type == "cpu" and sum(part.numel() for part in parts) <= _FEW:
-            parts = [torch.cat([part.reshape(-1) for part in parts])] if parts else []
         total = torch.stack(_norms(parts)).sum().float() if parts else torch.zeros((), device=weights.device)
         for group in MESH if weights.ranks.size > 1 else ():
             weights.ranks.sum_over(group, total)
-        self._answer, self._there = total, None
-        if total.is_cuda:
-            self._answer = torch.empty((), pin_memory=True).copy_(total, non_blocking=True)
-            self._there = torch.cuda.current_stream(total.device).record_event()
+        return total
 
     def ruined(self) -> list[str]:
         """Name the tensors that the last update ruined, on any rank. Every rank calls this, before another update; only
         the first call after `ask` waits for the device, if that is not there yet."""
-        answer, self._answer = self._answer, None
-        if answer is None:
+        if not self._asked:
             return []
+        self._asked = False
         if self._there is not None:
             self._there.synchronize()
-        if math.isfinite(float(answer)):
+        answer, self._answer = self._answer, None
+        if math.isfinite(float(self._total() if answer is None else answer)):
             return []
         here = {name: part for name, part in self._weights.computed().items() if part.numel()}
         norms = torch.stack(_norms(list(here.values()))).tolist() if here else []
