@@ -22,6 +22,7 @@ import pytest
 
 from truestep.ranks.processes import usable_cores
 
+# What a case may take; a slow machine may allow more.
 LIMIT = float(os.environ.get("TRUESTEP_CASE_SECONDS", "3"))
 NOT_JUDGED = ("long", "release", "nightly", "vllm", "gpu")
 _CROWDED = 4.0  # processes for each core
