@@ -38,7 +38,7 @@ class Rating(float):
 
 
 class RewardError(TruestepError):
-    """The reason why a completion has no reward."""
+    """An error because of which a completion has no reward."""
 
     def __init__(self, message: str, traceback: str | None = None):
         """`traceback` is set if the user's function raised."""

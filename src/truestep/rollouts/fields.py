@@ -55,7 +55,7 @@ class Field:
 
     @property
     def masked(self) -> bool:
-        """Whether values are 0 off the loss mask, and cleared when labels are masked."""
+        """True if values are 0 off the loss mask, and cleared when labels are masked."""
         return self.level == "label"
 
 

@@ -76,10 +76,10 @@ def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]
 
 
 def balance(lengths: Sequence[int], costs: Sequence[float], budget: int, multiple: int) -> list[list[int]]:
-    """Return the fewest micro-batches of similar cost, in a multiple of `multiple`, costliest first.
+    """Pack documents into few micro-batches of similar cost, their number a multiple of `multiple`, costliest first.
 
     Documents are placed costliest first, each into the cheapest micro-batch with room. If that needs more micro-batches
-    than `first_fit_decreasing`, the latter's result is used, with its largest micro-batches halved.
+    than `first_fit_decreasing`, its packing is used instead, with the largest micro-batches halved.
     """
     least = max(-(-_least_bins(lengths, budget) // multiple), 1) * multiple
     bins = _evenly(lengths, costs, budget, least)

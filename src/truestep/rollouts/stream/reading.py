@@ -87,7 +87,7 @@ class Reading:
 
     @property
     def ended(self) -> bool:
-        """Whether the data has ended and every message was returned."""
+        """True if the data has ended and every message was returned."""
         with self._changed:
             return self._ended and not self._arrived
 
